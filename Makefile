@@ -1,0 +1,26 @@
+# `make demo` and `make test` do all the set-up: they need Python 3.11 or newer, pip and make.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/fedgen train experiment=demo
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# --without-pip and --python: Debian keeps ensurepip in a package of its own
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv --without-pip .venv
+	$(PYTHON) -m pip --python $(BIN)/python install --editable ".[dev]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf .venv build dist *.egg-info runs

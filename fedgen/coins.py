@@ -1,0 +1,103 @@
+"""Every random number of a run, derived by counter from three keys.
+
+``public``  initialization, training batches, latents, schedules: anyone may know them.
+``secret``  draws that amplify privacy: routing, cohorts, Poisson batches.
+``noise``   what the mechanisms add.
+
+A coin is named by where it falls (round, client, critic, purpose) and never taken from a running
+stream, so a client that answers more or less often than another flips the same coins for the rest.
+Mode ``seeded`` derives the three keys from one root seed: a run repeats bit for bit, and is an
+experiment. Mode ``secure`` takes the secret and the noise key from the operating system when the
+process starts; they live in memory alone and end with it.
+Secret draws and noise are SHAKE-256 streams under their key, the same code in both modes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+
+Where = int | str
+Mode = Literal["seeded", "secure"]
+
+
+@dataclass(frozen=True)
+class Coins:
+    """The coins of one place in a run; ``at`` walks to a more specific place."""
+
+    public_key: bytes
+    secret_key: bytes
+    noise_key: bytes
+    mode: Mode
+    place: tuple[Where, ...] = ()
+
+    @classmethod
+    def of(cls, seed: int, mode: Mode) -> Coins:
+        """All coins of a run with root ``seed``; see the module for the two modes."""
+        root = seed.to_bytes(16, "little", signed=True)
+
+        def derived(purpose: bytes) -> bytes:
+            return hashlib.shake_256(b"fedgen/" + purpose + b"/" + root).digest(32)
+
+        if mode == "secure":
+            return cls(derived(b"public"), secrets.token_bytes(32), secrets.token_bytes(32), mode)
+        return cls(derived(b"public"), derived(b"secret"), derived(b"noise"), mode)
+
+    def at(self, *where: Where) -> Coins:
+        """The coins of a place inside this one, e.g. ``coins.at("client", 3, "round", 7)``."""
+        place = (*self.place, *where)
+        return Coins(self.public_key, self.secret_key, self.noise_key, self.mode, place)
+
+    def public(self, *where: Where) -> torch.Generator:
+        """A generator (on the CPU) for public draws at this place."""
+        seed = int.from_bytes(_stream(self.public_key, (*self.place, *where), 8), "little")
+        return torch.Generator().manual_seed(seed >> 1)
+
+    def secret(self, *where: Where) -> random.Random:
+        """A source of secret draws at this place (``sample``, ``random``, ``randrange``, ...)."""
+        return _StreamRandom(self.secret_key, (*self.place, *where))
+
+    def noise(self, shape: tuple[int, ...], *where: Where) -> torch.Tensor:
+        """Standard Gaussian noise, float32, by the inverse normal of 52-bit uniforms in (0, 1)."""
+        count = int(np.prod(shape))
+        raw = _stream(self.noise_key, (*self.place, *where), 8 * count)
+        uniform = ((np.frombuffer(raw, dtype="<u8") >> np.uint64(12)) + 0.5) * 2.0**-52
+        return torch.from_numpy(ndtri(uniform).astype(np.float32).reshape(shape))
+
+
+def _stream(key: bytes, where: tuple[Where, ...], length: int) -> bytes:
+    """``length`` pseudo-random bytes; json keeps different places apart."""
+    return hashlib.shake_256(key + json.dumps(where).encode()).digest(length)
+
+
+class _StreamRandom(random.Random):
+    """``random.Random`` over a SHAKE-256 stream, as ``random.SystemRandom`` is over the system's."""
+
+    def __init__(self, key: bytes, where: tuple[Where, ...]) -> None:
+        self._key, self._where, self._block, self._bits, self._left = key, where, 0, 0, 0
+        super().__init__()
+
+    def seed(self, *_: object, **__: object) -> None:
+        """The key and the place are the seed."""
+
+    def getrandbits(self, k: int, /) -> int:
+        while self._left < k:
+            block = _stream(self._key, (*self._where, "block", self._block), 64)
+            self._bits |= int.from_bytes(block, "little") << self._left
+            self._left += 512
+            self._block += 1
+        value = self._bits & ((1 << k) - 1)
+        self._bits >>= k
+        self._left -= k
+        return value
+
+    def random(self) -> float:
+        return float(self.getrandbits(53) * 2.0**-53)

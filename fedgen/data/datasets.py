@@ -1,0 +1,337 @@
+"""Data sets: uint8 images, real labels, a real test split, and writers where there are any.
+
+Found in this order under ``data.root`` (default: the environment variable FEDGEN_DATA, else
+``~/.cache/fedgen``): ``NAME.npz`` with the arrays named below; the folder that torchvision keeps;
+torchvision's download.
+
+``NAME.npz``: ``train_images`` (n, h, w) or (n, h, w, 3) uint8, ``train_labels`` (n,) integers, and
+the same with ``test_``; optional ``train_writer`` (n,).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of one client: images (n, channels, height, width) uint8 and labels (n,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Images as floats in [0, 1] and labels of some rows; any shape of index."""
+        return self.images[index].to(torch.float32) / 255, self.labels[index]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set in memory.
+
+    images, labels: the private training rows, (n, channels, height, width) uint8 and (n,) int64.
+    test_images, test_labels: the real test split.
+    writers: who made each training row, (n,) int64, or None.
+    classes: number of labels.
+    """
+
+    name: str
+    images: Images
+    labels: Labels
+    test_images: Images
+    test_labels: Labels
+    writers: Labels | None
+    classes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)."""
+        _, channels, height, width = self.images.shape
+        return channels, height, width
+
+    def shard(self, index: Labels) -> Shard:
+        """The given training rows."""
+        return Shard(torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index]))
+
+
+def root_of(root: str | None) -> Path:
+    """Where data is looked for."""
+    return Path(root or os.environ.get("FEDGEN_DATA") or "~/.cache/fedgen").expanduser()
+
+
+def digits(coins: Coins, **_: object) -> Dataset:
+    """scikit-learn's bundled 8x8 digits (UCI, 1,797 rows): 1,437 to train, 360 to test, by public
+    coins."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    scaled = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+    order = torch.randperm(len(labels), generator=coins.public("digits", "split")).numpy()
+    train, test = order[:1437], order[1437:]
+    return _checked(
+        "digits", scaled[train], labels[train], scaled[test], labels[test], None, classes=10
+    )
+
+
+def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Dataset:
+    """MNIST or Fashion-MNIST: ``NAME.npz``, else torchvision's files, else its download.
+
+    Args:
+        name: ``mnist`` or ``fashion_mnist``.
+        kind: torchvision's class, ``MNIST`` or ``FashionMNIST``.
+    """
+    folder = root_of(root)
+    if (folder / f"{name}.npz").exists():
+        return _from_npz(name, folder / f"{name}.npz", classes=10)
+    import torchvision
+
+    load = getattr(torchvision.datasets, kind)
+    try:
+        train, test = (load(str(folder), train=part, download=True) for part in (True, False))
+    except (RuntimeError, OSError) as error:
+        raise FedgenError(
+            "data.root",
+            f"{name} is neither in {folder} nor could it be downloaded",
+            f"put {name}.npz or torchvision's files there, or connect to a network",
+        ) from error
+    return _checked(
+        name,
+        train.data.numpy()[:, None],
+        train.targets.numpy(),
+        test.data.numpy()[:, None],
+        test.targets.numpy(),
+        None,
+        classes=10,
+    )
+
+
+def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> Dataset:
+    """Federated EMNIST (LEAF) from ``femnist.npz``: ``images``, ``labels`` 0..61, ``writer``; black
+    on white in the file, white on black here, as MNIST has it.
+
+    A tenth of each writer's rows, by public coins keyed by row, is the test split.
+
+    Args:
+        classes: 10 (digits), 36 (letters of either case merged) or 62.
+    """
+    file = root_of(root) / "femnist.npz"
+    if not file.exists():
+        raise FedgenError(
+            "data.root", f"femnist.npz is not in {file.parent}",
+            "put it there (arrays images, labels, writer), or point data.root to it",
+        )
+    arrays = _arrays(file, ["images", "labels", "writer"])
+    images = 255 - _as_images(file, arrays["images"])
+    labels, writers = arrays["labels"].astype(np.int64), arrays["writer"].astype(np.int64)
+    if classes == 10:
+        kept = labels < 10
+        images, labels, writers = images[kept], labels[kept], writers[kept]
+    elif classes == 36:
+        labels = np.where(labels >= 36, labels - 26, labels)
+    elif classes != 62:
+        raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
+    coin = torch.rand(len(labels), generator=coins.public("femnist", "split")).numpy()
+    test = coin < 0.1
+    return _checked(
+        "femnist", images[~test], labels[~test], images[test], labels[test], writers[~test], classes
+    )
+
+
+def celeba(root: str | None, **_: object) -> Dataset:
+    """CelebA at 32x32 with gender as the label, from the user's own copy in torchvision's layout:
+    ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
+    ``celeba/list_eval_partition.txt``. The validation part is left alone."""
+    from PIL import Image
+
+    folder = root_of(root) / "celeba"
+    try:
+        names, male = _celeba_attribute(folder / "list_attr_celeba.txt", "Male")
+        parts = dict(
+            line.split() for line in (folder / "list_eval_partition.txt").read_text().splitlines()
+        )
+        part = np.array([int(parts[name]) for name in names])
+        images = np.stack(
+            [
+                _centre_square(Image.open(folder / "img_align_celeba" / name).convert("RGB"), 32)
+                for name in names
+            ]
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise FedgenError(
+            "data.root", f"no readable CelebA in {folder} ({type(error).__name__})",
+            "put your own copy there: img_align_celeba/, list_attr_celeba.txt, "
+            "list_eval_partition.txt",
+        ) from error
+    train, test = part == 0, part == 2
+    return _checked(
+        "celeba", images[train], male[train], images[test], male[test], None, classes=2
+    )
+
+
+def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
+    lines = file.read_text().splitlines()
+    column = lines[1].split().index(attribute)
+    rows = [line.split() for line in lines[2:] if line.strip()]
+    values = np.array([int(row[1 + column] == "1") for row in rows], dtype=np.int64)
+    return [row[0] for row in rows], values
+
+
+def folder(coins: Coins, root: str | None, path: str | None, size: int | None = None, **_: object
+           ) -> Dataset:
+    """A user's own images: an ``.npz`` as in the module's text, or a folder with one sub-folder of
+    images per label (``train/`` and ``test/`` inside, else a tenth by public coins is the test
+    split).
+
+    Args:
+        path: the file or folder, absolute or below ``data.root``.
+        size: images are cropped to a square and resized to this many pixels; None leaves them.
+    """
+    if not path:
+        raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
+    place = root_of(root) / Path(path).expanduser()
+    if not place.exists():
+        raise FedgenError("data.path", f"{place} does not exist", "give an .npz file or a folder")
+    if place.is_file():
+        return _from_npz("folder", place, classes=None)
+    if (place / "train").is_dir() and (place / "test").is_dir():
+        names = sorted(p.name for p in (place / "train").iterdir() if p.is_dir())
+        train, train_labels = _image_folder(place / "train", names, size)
+        test, test_labels = _image_folder(place / "test", names, size)
+        return _checked("folder", train, train_labels, test, test_labels, None, len(names))
+    names = sorted(p.name for p in place.iterdir() if p.is_dir())
+    images, labels = _image_folder(place, names, size)
+    coin = torch.rand(len(labels), generator=coins.public("folder", "split")).numpy() < 0.1
+    return _checked(
+        "folder", images[~coin], labels[~coin], images[coin], labels[coin], None, len(names)
+    )
+
+
+def _image_folder(place: Path, names: list[str], size: int | None) -> tuple[Images, Labels]:
+    from PIL import Image, UnidentifiedImageError
+
+    images, labels = [], []
+    for label, name in enumerate(names):
+        for file in sorted((place / name).iterdir()):
+            try:
+                image = Image.open(file)
+                image = image.convert("L" if image.mode in ("1", "L", "I", "I;16") else "RGB")
+            except (UnidentifiedImageError, OSError) as error:
+                raise FedgenError("data.path", f"{file} is not a readable image", "remove it"
+                                  ) from error
+            images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
+            labels.append(label)
+    if not images:
+        raise FedgenError("data.path", f"{place} has no images", "one sub-folder per label")
+    shapes = {image.shape for image in images}
+    if len(shapes) > 1:
+        raise FedgenError(
+            "data.path", f"images in {place} have {len(shapes)} different shapes",
+            "set data.size=32 (or another size) to bring them to one",
+        )
+    return _as_images(place, np.stack(images)), np.array(labels, dtype=np.int64)
+
+
+def _centre_square(image: object, size: int) -> Images:
+    from PIL import Image, ImageOps
+
+    assert isinstance(image, Image.Image)
+    fitted = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(fitted, dtype=np.uint8)
+
+
+def _from_npz(name: str, file: Path, classes: int | None) -> Dataset:
+    arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"])
+    found = classes or int(max(arrays["train_labels"].max(), arrays["test_labels"].max())) + 1
+    return _checked(
+        name,
+        _as_images(file, arrays["train_images"]),
+        arrays["train_labels"],
+        _as_images(file, arrays["test_images"]),
+        arrays["test_labels"],
+        arrays.get("train_writer"),
+        found,
+    )
+
+
+def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
+    """The arrays of an npz file, never unpickled."""
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise FedgenError("data.root", f"{file} is not a readable npz file", "copy it again"
+                          ) from error
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise FedgenError(
+            "data.root", f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
+        )
+    if any(len(found[name]) == 0 for name in needed):
+        raise FedgenError("data.root", f"{file} has no rows", "give it some")
+    return found
+
+
+def _as_images(file: Path, images: NDArray[np.generic]) -> Images:
+    """(n, h, w) or (n, h, w, channels) uint8 to (n, channels, h, w)."""
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise FedgenError(
+            "data", f"{file} holds images of type {images.dtype} and shape {images.shape}",
+            "they must be uint8, (n, height, width) or (n, height, width, 3)",
+        )
+    channels_last = images[..., None] if images.ndim == 3 else images
+    return np.ascontiguousarray(channels_last.transpose(0, 3, 1, 2).astype(np.uint8, copy=False))
+
+
+def _checked(
+    name: str,
+    images: NDArray[np.generic],
+    labels: NDArray[np.generic],
+    test_images: NDArray[np.generic],
+    test_labels: NDArray[np.generic],
+    writers: NDArray[np.generic] | None,
+    classes: int,
+) -> Dataset:
+    if images.ndim == 4 and images.shape[-1] == 3 and images.shape[1] != 3:
+        images, test_images = images.transpose(0, 3, 1, 2), test_images.transpose(0, 3, 1, 2)
+    if (
+        images.ndim != 4
+        or images.shape[1] not in (1, 3)
+        or images.shape[2] != images.shape[3]
+        or images.shape[1:] != test_images.shape[1:]
+    ):
+        raise FedgenError(
+            "data", f"{name} has images of shape {images.shape[1:]} to train on and "
+            f"{test_images.shape[1:]} to test on",
+            "they must be square, with one or three channels, and the same in both splits",
+        )
+    sizes = {len(images), len(labels)} | ({len(writers)} if writers is not None else set())
+    if len(sizes) > 1 or len(test_images) != len(test_labels):
+        raise FedgenError("data", f"{name} has not one label (and writer) per image", "mend it")
+    if len(labels) and (labels.min() < 0 or labels.max() >= classes):  # type: ignore[operator]
+        raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
+    return Dataset(
+        name,
+        np.ascontiguousarray(images, dtype=np.uint8),
+        labels.astype(np.int64),
+        np.ascontiguousarray(test_images, dtype=np.uint8),
+        test_labels.astype(np.int64),
+        None if writers is None else writers.astype(np.int64),
+        classes,
+    )

@@ -1,0 +1,121 @@
+"""Rows to clients, as pure functions of labels or writers, the number of clients and public coins.
+
+Stable: whose row a row is depends on its own label or writer and on coins keyed by its position,
+never on other rows. Replacing one row moves no other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+
+Index = NDArray[np.int64]
+
+
+def single(labels: Index, **_: object) -> list[Index]:
+    """One client holds everything: the centralized case."""
+    return [np.arange(len(labels))]
+
+
+def iid(labels: Index, clients: int, coins: Coins, **_: object) -> list[Index]:
+    """Equal shards (sizes differ by at most one) of a public permutation of the positions."""
+    order = torch.randperm(len(labels), generator=coins.public("partition", "iid")).numpy()
+    return _checked([np.sort(order[client::clients]) for client in range(clients)], len(labels))
+
+
+def by_writer(
+    labels: Index, writers: Index | None, clients: int | None, coins: Coins, **_: object
+) -> list[Index]:
+    """Natural users: one client per writer; of these, ``clients`` by public coins, or all."""
+    if writers is None:
+        raise FedgenError(
+            "partition", "by_writer needs a data set with writers",
+            "take data=femnist, or an mnist.npz with train_writer, or another partition",
+        )
+    names = np.unique(writers)
+    if clients is not None:
+        if clients > len(names):
+            raise FedgenError(
+                "partition.clients", f"{clients} clients are more than {len(names)} writers",
+                "lower it, or leave it out for one client per writer",
+            )
+        order = torch.randperm(len(names), generator=coins.public("partition", "by_writer"))
+        names = np.sort(names[order[:clients].numpy()])
+    order_by_writer = np.argsort(writers, kind="stable")
+    starts = np.searchsorted(writers[order_by_writer], names, side="left")
+    ends = np.searchsorted(writers[order_by_writer], names, side="right")
+    shards = [order_by_writer[a:b] for a, b in zip(starts, ends, strict=True)]
+    return _checked(shards, len(labels))
+
+
+def dirichlet(labels: Index, clients: int, alpha: float, coins: Coins, **_: object) -> list[Index]:
+    """Label skew (Hsu et al. 2019): each class is spread over the clients by Dirichlet(alpha)
+    proportions, and each row takes its place in its class's proportions by a coin of its own."""
+    if not alpha > 0:
+        raise FedgenError("partition.alpha", f"must be positive, got {alpha}", "e.g. 0.5")
+    seed = int(torch.randint(2**62, (), generator=coins.public("partition", "dirichlet")))
+    classes = int(labels.max()) + 1
+    shares = np.random.default_rng(seed).dirichlet(np.full(clients, alpha), size=classes)
+    place = torch.rand(
+        len(labels), generator=coins.public("partition", "dirichlet", "rows"), dtype=torch.float64
+    ).numpy()
+    edges = np.cumsum(shares, axis=1)[labels]
+    owner = np.minimum((edges < place[:, None]).sum(1), clients - 1)
+    return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
+
+
+def shards(
+    labels: Index, clients: int, classes_per_client: int, coins: Coins, **_: object
+) -> list[Index]:
+    """Pathological label skew (after McMahan et al. 2017): each client holds few classes, dealt in
+    turn from a public order; each row goes to one of the holders of its class by its own coin."""
+    classes = int(labels.max()) + 1
+    if not 1 <= classes_per_client <= classes:
+        raise FedgenError(
+            "partition.classes_per_client", f"must lie in 1..{classes}, got {classes_per_client}",
+            "e.g. 2",
+        )
+    order = torch.randperm(classes, generator=coins.public("partition", "shards")).numpy()
+    clients_of: list[list[int]] = [[] for _ in range(classes)]
+    for deal in range(clients * classes_per_client):
+        clients_of[order[deal % classes]].append(deal // classes_per_client)
+    empty = [c for c in range(classes) if not clients_of[c]]
+    if empty:
+        raise FedgenError(
+            "partition.clients", f"{clients} clients of {classes_per_client} classes leave "
+            f"{len(empty)} classes to nobody", "raise it, or partition.classes_per_client",
+        )
+    place = torch.rand(
+        len(labels), generator=coins.public("partition", "shards", "rows"), dtype=torch.float64
+    ).numpy()
+    owner = np.array(
+        [
+            clients_of[label][int(coin * len(clients_of[label]))]
+            for label, coin in zip(labels, place, strict=True)
+        ]
+    )
+    return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
+
+
+def check_clients(clients: int | None, rows: int) -> None:
+    """Raises FedgenError for a number of clients that no partition can serve."""
+    if clients is not None and clients < 1:
+        raise FedgenError("partition.clients", f"must be at least 1, got {clients}", "raise it")
+    if clients is not None and clients > rows:
+        raise FedgenError(
+            "partition.clients", f"{clients} clients are more than {rows} rows", "lower it"
+        )
+
+
+def _checked(found: list[Index], rows: int) -> list[Index]:
+    empty = [client for client, shard in enumerate(found) if len(shard) == 0]
+    if empty:
+        raise FedgenError(
+            "partition", f"{len(empty)} of {len(found)} clients have no row of {rows}, the first "
+            f"is client {empty[0]}", "lower partition.clients, or take another partition or seed",
+        )
+    return found

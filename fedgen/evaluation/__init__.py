@@ -1,0 +1,1 @@
+"""How good the samples are: features, statistics, numbers."""

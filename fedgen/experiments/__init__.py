@@ -1,0 +1,1 @@
+"""Whole runs, composed from a resolved configuration."""

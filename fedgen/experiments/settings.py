@@ -1,0 +1,228 @@
+"""A resolved configuration, checked and turned into objects. Nothing here writes anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Dataset
+from fedgen.data.partition import Index, check_clients
+from fedgen.errors import FedgenError
+from fedgen.method import Method, PublicFacts
+from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
+from fedgen.privacy.calibration import least_noise, most_repetitions
+from fedgen.privacy.events import canonical
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "privacy.adversary": ("server", "release"),
+    "privacy.noise": ("seeded", "secure"),
+    "runtime.store": ("memory", "disk"),
+}
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The privacy of a run, decided before it starts."""
+
+    delta: float
+    noise: Literal["seeded", "secure"]
+    noise_multiplier: float | None
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a run is made of."""
+
+    config: DictConfig
+    coins: Coins
+    dataset: Dataset
+    shards: list[Index]
+    method: Method
+    privacy: Privacy
+
+
+def setup(config: DictConfig) -> Setup:
+    """Checks a configuration and builds the run's objects.
+
+    Raises:
+        FedgenError: for the first setting that does not work.
+    """
+    check(config)
+    torch.set_num_threads(config.runtime.threads)
+    coins = Coins.of(config.seed, config.privacy.noise)
+    dataset: Dataset = build(config.data)(coins=coins.at("data"))
+    check_clients(config.partition.clients, len(dataset.labels))
+    shards: list[Index] = build(config.partition)(
+        labels=dataset.labels, writers=dataset.writers, coins=coins.at("data")
+    )
+    facts = PublicFacts(len(shards), dataset.classes, dataset.shape)
+    make = build(config.method, without="strategy")
+
+    def method(noise_multiplier: float | None) -> Method:
+        made: Method = make(
+            facts=facts, noise_multiplier=noise_multiplier, device=device(config.device)
+        )
+        return made
+
+    privacy = decide(config, method)
+    return Setup(config, coins, dataset, shards, method(privacy.noise_multiplier), privacy)
+
+
+def build(config: DictConfig, without: str | None = None) -> Callable[..., Any]:
+    """The ``_target_`` of a group with its settings filled in, to be called with the rest."""
+    settings = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(settings, dict)
+    settings.pop(without, None)
+    target: Callable[..., Any] = instantiate(settings, _partial_=True, _convert_="all")
+    return target
+
+
+def device(name: str) -> str:
+    """``auto`` is CUDA where there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise FedgenError("device", "cuda is not available here", "set device=cpu")
+    return name
+
+
+def check(config: DictConfig) -> None:
+    """Raises FedgenError for the first setting that cannot be."""
+    for key, allowed in CHOICES.items():
+        value = OmegaConf.select(config, key)
+        if value not in allowed:
+            raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
+    for key, least in {
+        "rounds": 1, "sample_every": 1, "log_every": 1, "runtime.threads": 1,
+        "runtime.checkpoint_every": 1, "evaluation.samples": 0, "evaluation.seeds": 0,
+    }.items():
+        value = OmegaConf.select(config, key)
+        if not isinstance(value, int) or value < least:
+            raise FedgenError(
+                key, f"must be a whole number of at least {least}, got {value!r}", "mend it"
+            )
+    check_delta(config.privacy.delta)
+    for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
+        value = OmegaConf.select(config, key)
+        if value is not None and not (0 < value < math.inf):
+            raise FedgenError(key, f"must be positive, got {value:g}", "e.g. 10, or null")
+    hints = typing.get_type_hints(get_object(config.method._target_))
+    for name, value in config.method.items():
+        _check_parameter(f"method.{name}", value, hints.get(str(name)))
+
+
+def _check_parameter(key: str, value: Any, hint: Any) -> None:
+    """Holds a method's parameter against its type: one of its words; a number not below zero."""
+    words = [w for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal
+             for w in typing.get_args(part)]
+    if isinstance(value, str) and words and value not in words:
+        raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(words)}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        may_be_zero = key.endswith(("warm_start", "penalty", "ema"))
+        if value < 0 or (value == 0 and not may_be_zero):
+            raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
+
+
+def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
+    """The noise and the budget: a target solves for the noise; noise and target end the run in
+    time; noise alone runs all rounds.
+
+    Raises:
+        FedgenError: if the target cannot be reached, or neither is given.
+    """
+    target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
+    delta, rounds = config.privacy.delta, config.rounds
+    all_rows = method(None).plan.rows_per_round * rounds
+    unlimited = Budget(rounds, all_rows, 0.0)
+    mode = config.privacy.noise
+    if config.names.privacy == "none":
+        if target is not None or noise is not None:
+            raise FedgenError("privacy", "none has no target and no noise", "take privacy=dp")
+        return Privacy(delta, mode, None, unlimited)
+    if target is None and noise is None:
+        raise FedgenError(
+            "privacy", "neither privacy.target_epsilon nor privacy.noise_multiplier is given",
+            "give one, or take privacy=none",
+        )
+    if target is None:
+        return Privacy(delta, mode, noise, unlimited)
+    server = config.privacy.adversary == "server"
+    if noise is None:
+        noise = least_noise(lambda sigma: planned(method(sigma), config, server), target)
+        return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
+    return Privacy(delta, mode, noise, affordable(method(noise), config, server, target))
+
+
+def calibrated(method: Method, rounds: int) -> Budget:
+    """The budget that the noise was solved for: rows of the busiest client but for a tail."""
+    rows = method.cohort.busiest(method.plan.rows_per_round, rounds, TAIL)
+    stop = method.cohort.stop_probability(method.plan.rows_per_round, rounds, rows)
+    return Budget(rounds, rows, stop)
+
+
+def planned(method: Method, config: DictConfig, server: bool) -> float:
+    """epsilon promised for the whole run to one adversary."""
+    budget = calibrated(method, config.rounds)
+    return view(method, budget, config.rounds, budget.rows, config.privacy.delta, server).or_infinity
+
+
+def view(
+    method: Method, budget: Budget, rounds: int, rows: int, delta: float, server: bool
+) -> Epsilon:
+    """epsilon to one adversary after ``rounds`` rounds, for a client that answered ``rows``."""
+    against_server = epsilon(canonical(method.plan.server(rows)), delta)
+    if server or method.plan.release is None:
+        return against_server
+    event = method.plan.release(rounds)
+    return smaller(release_epsilon(event, delta, budget.stop_probability), against_server)
+
+
+def affordable(method: Method, config: DictConfig, server: bool, target: float) -> Budget:
+    """How far given noise may go: rows of a client (against the server), or rounds."""
+    per_round, delta = method.plan.rows_per_round, config.privacy.delta
+    all_rows = per_round * config.rounds
+    if server or method.plan.release is None:
+        def spent(rows: int) -> float:
+            return epsilon(canonical(method.plan.server(rows)), delta).or_infinity
+
+        unit = per_round if method.cohort.population == 1 else 1
+        rows = unit * most_repetitions(
+            lambda count: spent(unit * count), target, all_rows // unit
+        )
+        stop = method.cohort.stop_probability(per_round, config.rounds, rows)
+        rounds = min(config.rounds, rows // per_round) if unit > 1 else config.rounds
+        stop = 0.0 if unit > 1 else stop
+        if rows == 0:
+            raise _impossible(target)
+        return Budget(rounds, rows, stop)
+    release = method.plan.release
+    rounds = most_repetitions(
+        lambda count: epsilon(canonical(release(count)), delta).or_infinity, target, config.rounds
+    )
+    if rounds == 0:
+        raise _impossible(target)
+    return Budget(rounds, all_rows, 0.0)
+
+
+def _impossible(target: float) -> FedgenError:
+    return FedgenError(
+        "privacy.target_epsilon", f"{target:g} is spent by the first round at this noise",
+        "raise privacy.noise_multiplier, or leave it out to solve for it",
+    )
+
+
+def threads(value: object) -> int:
+    """``auto`` is one thread per core."""
+    return os.cpu_count() or 1 if value == "auto" else typing.cast(int, value)

@@ -1,0 +1,1 @@
+"""Flower messages, apps, grids, client state and the round loop."""

@@ -1,0 +1,116 @@
+"""A run's state on disk: the server's tensors, the clients' manifests, the counts. Safetensors and
+JSON, replaced in one step: a process that dies while writing leaves the checkpoint before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from fedgen.errors import FedgenError
+from fedgen.federation.client_store import ClientStore
+from fedgen.federation.rounds import RunState
+from fedgen.privacy.ledger import spends_from_json, spends_to_json
+
+SCHEMA = 1
+_NAME = "checkpoint.json"
+_REMEDY = "restore the run directory from a copy, or start a new run"
+
+
+def save(folder: Path, state: RunState, store: ClientStore | None, extra: dict[str, Any]) -> None:
+    """Writes a checkpoint and drops the one before.
+
+    Args:
+        store: the clients' states; None once a run is complete and they are of no more use.
+        extra: plain data of the caller's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.cpu().contiguous() for name, value in state.server.items()}
+    data = safetensors.torch.save(tensors)
+    file = f"server_{state.rounds:06d}.safetensors"
+    _write(folder / file, data)
+    clients = store.snapshot() if store is not None else {}
+    record = {
+        "schema": SCHEMA,
+        "rounds": state.rounds,
+        "prepared": state.prepared,
+        "server": [file, _digest(data)],
+        "clients": clients,
+        "spends": spends_to_json(state.spends),
+        "rows": _counts(state.rows),
+        "sent": _counts(state.sent),
+        "received": _counts(state.received),
+        "extra": extra,
+    }
+    body = json.dumps(record, sort_keys=True)
+    sealed = json.dumps({"digest": _digest(body.encode()), "record": record}, sort_keys=True)
+    _write(folder / _NAME, sealed.encode())
+    if store is not None:
+        store.pin(clients)
+    for old in folder.glob("server_*.safetensors"):
+        if old.name != file:
+            old.unlink()
+
+
+def load(folder: Path, store: ClientStore) -> tuple[RunState, dict[str, Any]] | None:
+    """The last checkpoint, with the clients' states put back into ``store``; None if there is none.
+
+    Raises:
+        FedgenError: if it was cut short or altered.
+    """
+    path = folder / _NAME
+    if not path.exists():
+        return None
+    try:
+        sealed = json.loads(path.read_text())
+        record = sealed["record"]
+        if _digest(json.dumps(record, sort_keys=True).encode()) != sealed["digest"]:
+            raise ValueError
+        if record["schema"] != SCHEMA:
+            raise FedgenError(str(path), f"has schema {record['schema']}, not {SCHEMA}", _REMEDY)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
+    file, digest = record["server"]
+    try:
+        data = (folder / file).read_bytes()
+    except OSError as error:
+        raise FedgenError(str(folder / file), "is missing", _REMEDY) from error
+    if _digest(data) != digest:
+        raise FedgenError(str(folder / file), "was cut short or altered", _REMEDY)
+    store.restore(record["clients"])
+    state = RunState(
+        server=safetensors.torch.load(data),
+        rounds=record["rounds"],
+        prepared=record["prepared"],
+        spends=spends_from_json(record["spends"]),
+        rows=_counter(record["rows"]),
+        sent=_counter(record["sent"]),
+        received=_counter(record["received"]),
+    )
+    return state, record["extra"]
+
+
+def _counts(counter: Counter[int]) -> dict[str, int]:
+    return {str(client): count for client, count in sorted(counter.items())}
+
+
+def _counter(data: dict[str, int]) -> Counter[int]:
+    return Counter({int(client): count for client, count in data.items()})
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    fresh = path.with_suffix(path.suffix + ".new")
+    with fresh.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)

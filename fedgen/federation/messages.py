@@ -1,0 +1,157 @@
+"""Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
+
+Only an empty acknowledgement, a client's number and a Release can be packed into a reply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from dp_accounting import DpEvent
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgen.method import Query
+from fedgen.privacy.events import Unit, from_json, to_json
+from fedgen.privacy.mechanisms import Release
+
+HELLO, PREPARE, TRAIN, ASK = "query.hello", "train.prepare", "train.broadcast", "query.ask"
+"""Message types: who are you; make one part of your state; train; answer."""
+
+_RAW = "fedgen.raw"
+_ROWS, _SHARED, _ARRAYS, _FACTS = "rows", "shared", "arrays", "facts"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A Release as it arrives: arrays, and what they cost the client."""
+
+    arrays: Mapping[str, NDArray[np.generic]]
+    event: DpEvent
+    unit: Unit
+
+
+def pack_arrays(arrays: Mapping[str, Tensor | NDArray[np.generic]]) -> ArrayRecord:
+    """Named arrays (numpy or torch, any device) as a record."""
+    record = {}
+    for name, value in arrays.items():
+        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        record[name] = Array(
+            dtype=array.dtype.name, shape=tuple(array.shape), stype=_RAW, data=little.tobytes()
+        )
+    return ArrayRecord(record)
+
+
+def unpack_arrays(record: ArrayRecord) -> dict[str, Tensor]:
+    """The inverse of ``pack_arrays``, as torch tensors with memory of their own.
+
+    Raises:
+        ValueError: if the bytes are not those of an array of the stated type and shape.
+    """
+    arrays = {}
+    for name, array in record.items():
+        if array.stype != _RAW:
+            raise ValueError(f"array {name} is not raw")
+        flat = np.frombuffer(array.data, dtype=np.dtype(array.dtype).newbyteorder("<"))
+        native = flat.astype(np.dtype(array.dtype), copy=True)
+        arrays[name] = torch.from_numpy(native.reshape(array.shape))
+    return arrays
+
+
+def pack_hello() -> RecordDict:
+    """Asks a node for its partition."""
+    return RecordDict({_FACTS: ConfigRecord({"round": 0, "number": 0})})
+
+
+def pack_prepare(number: int) -> RecordDict:
+    """Asks a client to make one part of its state."""
+    return RecordDict({_FACTS: ConfigRecord({"round": 0, "number": number})})
+
+
+def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
+    """What clients train on in a round."""
+    return RecordDict(
+        {_FACTS: ConfigRecord({"round": server_round, "number": 0}), _ARRAYS: arrays}
+    )
+
+
+def pack_query(server_round: int, query: Query) -> RecordDict:
+    """What a client is asked in a round."""
+    return RecordDict(
+        {
+            _FACTS: ConfigRecord({"round": server_round, "number": 0}),
+            _ROWS: pack_arrays(query.rows),
+            _SHARED: pack_arrays(query.shared),
+        }
+    )
+
+
+def read_place(message: Message) -> tuple[int, int]:
+    """(round, number) of an instruction."""
+    facts = message.content.config_records[_FACTS]
+    return int(str(facts["round"])), int(str(facts["number"]))
+
+
+def read_broadcast(message: Message) -> dict[str, Tensor]:
+    """The arrays of a broadcast."""
+    return unpack_arrays(message.content.array_records[_ARRAYS])
+
+
+def read_query(message: Message) -> Query:
+    """The query of an instruction."""
+    records = message.content.array_records
+    return Query(unpack_arrays(records[_ROWS]), unpack_arrays(records[_SHARED]))
+
+
+def pack_acknowledgement() -> RecordDict:
+    """Done; nothing else is said."""
+    return RecordDict({_FACTS: ConfigRecord({"done": True})})
+
+
+def pack_partition(partition: int) -> RecordDict:
+    """Which partition a node is."""
+    return RecordDict({_FACTS: ConfigRecord({"partition": partition})})
+
+
+def read_partition(message: Message) -> int:
+    """The inverse of ``pack_partition``."""
+    return int(str(message.content.config_records[_FACTS]["partition"]))
+
+
+def pack_release(release: Release) -> RecordDict:
+    """A Release, the only private thing that leaves a client.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if not isinstance(release, Release):
+        raise TypeError(f"only a Release leaves a client, not {type(release).__name__}")
+    return pack_answer(Answer(release.arrays, release.event, release.unit))
+
+
+def pack_answer(answer: Answer) -> RecordDict:
+    """A Release that was made before, sent again."""
+    cost = {"event": json.dumps(to_json(answer.event)), "unit": answer.unit.value}
+    return RecordDict({_FACTS: ConfigRecord(dict(cost)), _ARRAYS: pack_arrays(answer.arrays)})
+
+
+def read_answer(message: Message) -> Answer:
+    """A Release as it arrived. Raises ValueError if the message holds none."""
+    facts = message.content.config_records[_FACTS]
+    arrays = unpack_arrays(message.content.array_records[_ARRAYS])
+    return Answer(
+        {name: value.numpy() for name, value in arrays.items()},
+        from_json(json.loads(str(facts["event"]))),
+        Unit(str(facts["unit"])),
+    )
+
+
+def count_bytes(message: Message) -> int:
+    """Size of a message's content, as Flower counts it."""
+    return sum(record.count_bytes() for record in message.content.values())

@@ -1,0 +1,1 @@
+"""Losses, each as its paper writes it."""

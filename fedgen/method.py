@@ -1,0 +1,142 @@
+"""The contract between a method and everything else.
+
+A method is a record of functions: state goes in, state comes out. Public parameters are frozen
+inside of them; private facts are arguments and leave a client in a Release alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dp_accounting import DpEvent
+from torch import Tensor
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.mechanisms import Release
+from fedgen.privacy.routing import Routing
+
+Tensors = Mapping[str, Tensor]
+"""Named tensors."""
+
+State = Mapping[str, Tensors]
+"""A client's state: named parts, each read when it is asked for. A part that was never written is
+missing from the mapping."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the server asks: arrays with one row per question, and arrays common to all rows."""
+
+    rows: Tensors
+    shared: Tensors = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return next(iter(self.rows.values())).shape[0]
+
+    def take(self, index: list[int]) -> Query:
+        """Some of the rows."""
+        if index == list(range(self.count)):
+            return self
+        return Query({name: rows[index] for name, rows in self.rows.items()}, self.shared)
+
+
+@dataclass(frozen=True)
+class ClientProgram:
+    """The only code that sees private rows.
+
+    preparations: how many calls of ``prepare`` make a client ready (a public number).
+    prepare: (number, shard, coins) -> the parts of the state that it makes; server independent.
+    train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
+        leaves.
+    answer: (state, query, shard, round, coins) -> Release. Changes nothing that ``train`` or a
+        later ``answer`` reads.
+    """
+
+    preparations: int
+    prepare: Callable[[int, Shard, Coins], State]
+    train: Callable[[State, Tensors, Shard, int, Coins], State]
+    answer: Callable[[State, Query, Shard, int, Coins], Release]
+
+
+@dataclass(frozen=True)
+class ServerProgram:
+    """Holds the generator; post-processing all the way.
+
+    init: coins -> state.
+    broadcast: (state, round, coins) -> what clients train on.
+    query: (state, round, coins) -> what clients answer.
+    update: (state, answers (the mean answer to each row), round, coins) -> state.
+    generator: state -> what may be published: the weights that ``sample`` reads.
+    sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
+    """
+
+    init: Callable[[Coins], Tensors]
+    broadcast: Callable[[Tensors, int, Coins], Tensors]
+    query: Callable[[Tensors, int, Coins], Query]
+    update: Callable[[Tensors, Tensor, int, Coins], Tensors]
+    generator: Callable[[Tensors], Tensors]
+    sample: Callable[[Tensors, Tensor, Coins], Tensor]
+
+
+@dataclass(frozen=True)
+class PublicFacts:
+    """What everybody may know about the data before a run: the number of clients and of labels, and
+    the images' shape (channels, height, width)."""
+
+    clients: int
+    classes: int
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The epsilon that a paper's formula gives for these settings, from (rounds, delta). Never a
+    bound."""
+
+    epsilon: Callable[[int, float], float]
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The spend promised before a run.
+
+    sampler: the draws that gate data, in words.
+    rows_per_round: rows in one query.
+    server: rows answered by one client in the run -> its event, as the server sees it.
+    release: rounds -> any client's event as the published generator shows it, where secret draws
+        amplify; None where they do not, and then the server's bound holds for both.
+    amplified_by: what amplifies, per view, in words; reasons: why nothing does.
+    """
+
+    unit: Unit
+    relation: Relation
+    sampler: str
+    rows_per_round: int
+    server: Callable[[int], DpEvent]
+    release: Callable[[int], DpEvent] | None
+    amplified_by: Mapping[str, str | None]
+    reasons: Mapping[str, str | None]
+    claim: Claim | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: what clients do, what the server does, and what it will cost.
+
+    cohort: the draw that routes a query's rows to clients.
+    trained_per_round: clients that a public rotation trains each round; None trains those that the
+        round asks.
+    """
+
+    client: ClientProgram
+    server: ServerProgram
+    plan: Plan
+    cohort: Routing
+    trained_per_round: int | None

@@ -1,0 +1,1 @@
+"""One file per method, the paper named at the top."""

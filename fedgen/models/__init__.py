@@ -1,0 +1,1 @@
+"""Networks: generators, critics, classifiers; all functions of explicit parameters."""

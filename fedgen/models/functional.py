@@ -1,0 +1,167 @@
+"""Networks as functions of explicit parameters: initialization, spectral norm, Adam, stacking.
+
+A module serves as a template: its parameters and buffers live outside of it, in mappings that may
+carry a leading dimension, one entry per network of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.adam import adam
+
+Tensors = dict[str, Tensor]
+
+
+def template(module: nn.Module) -> nn.Module:
+    """The module without its numbers, to be called with ``torch.func.functional_call``."""
+    return module.to("meta").requires_grad_(False)
+
+
+def initial(module: nn.Module, generator: torch.Generator) -> Tensors:
+    """Fresh parameters and buffers for a template: Kaiming uniform weights as torch's layers have
+    them, zero biases, standard normal embeddings and spectral vectors."""
+    found: Tensors = {}
+    embeddings = {
+        f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)
+    }
+    for name, shape in [(n, p.shape) for n, p in module.named_parameters()]:
+        value = torch.zeros(shape)
+        if name in embeddings:
+            value.normal_(generator=generator)
+        elif len(shape) > 1:
+            nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
+        found[name] = value
+    for name, buffer in module.named_buffers():
+        found[name] = torch.empty(buffer.shape).normal_(generator=generator)
+    return found
+
+
+def stack(networks: list[Tensors]) -> Tensors:
+    """Several networks of one architecture as one mapping with a leading dimension."""
+    return {name: torch.stack([net[name] for net in networks]) for name in networks[0]}
+
+
+class Spectral:
+    """Mixin: the layer's weight is divided by its largest singular value, as estimated by power
+    iteration from the buffer ``u``. The forward pass leaves ``u`` alone; ``power_iteration``,
+    called by training code only, moves it. So answering a query changes nothing."""
+
+    weight: Tensor
+    u: Tensor
+
+    def normalized(self) -> Tensor:
+        """The weight over its spectral norm."""
+        matrix = self.weight.flatten(1)
+        u = F.normalize(self.u, dim=0)
+        v = F.normalize(matrix.detach().T @ u, dim=0)
+        return self.weight / (u @ (matrix @ v))
+
+
+class SpectralConv2d(nn.Conv2d, Spectral):
+    """Convolution with spectral normalization (Miyato et al. 2018)."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, padding: int) -> None:
+        super().__init__(inputs, outputs, kernel, stride, padding)
+        self.register_buffer("u", torch.zeros(outputs))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.conv2d(images, self.normalized(), self.bias, self.stride, self.padding)
+
+
+class SpectralLinear(nn.Linear, Spectral):
+    """Linear layer with spectral normalization."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("u", torch.zeros(outputs))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.normalized(), self.bias)
+
+
+class SpectralEmbedding(nn.Embedding, Spectral):
+    """Embedding with spectral normalization of its table."""
+
+    def __init__(self, entries: int, size: int) -> None:
+        super().__init__(entries, size)
+        self.register_buffer("u", torch.zeros(entries))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.normalized())
+
+
+def power_iteration(network: Mapping[str, Tensor], stacked: bool) -> Tensors:
+    """One step of power iteration for every spectral vector: the new buffers."""
+    moved = {}
+    for name, u in network.items():
+        if name.endswith(".u"):
+            matrix = network[name[:-1] + "weight"].flatten(2 if stacked else 1)
+            v = F.normalize((u.unsqueeze(-2) @ matrix).squeeze(-2), dim=-1)
+            moved[name] = F.normalize((matrix @ v.unsqueeze(-1)).squeeze(-1), dim=-1)
+    return moved
+
+
+def adam_start(network: Mapping[str, Tensor]) -> Tensors:
+    """Adam's state for all parameters (what is not a spectral vector) of a network or stack."""
+    state = {"step": torch.zeros(())}
+    for name in parameter_names(network):
+        state[f"m.{name}"] = torch.zeros_like(network[name])
+        state[f"v.{name}"] = torch.zeros_like(network[name])
+    return state
+
+
+def adam_step(
+    network: Tensors,
+    gradients: Mapping[str, Tensor],
+    state: Tensors,
+    learning_rate: float,
+    betas: tuple[float, float],
+) -> None:
+    """One step of Adam (Kingma and Ba 2015), in place; elementwise, so a stack steps as one."""
+    names = parameter_names(network)
+    adam(
+        [network[name] for name in names],
+        [gradients[name] for name in names],
+        [state[f"m.{name}"] for name in names],
+        [state[f"v.{name}"] for name in names],
+        [],
+        [state["step"].clone() for _ in names],
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=learning_rate,
+        weight_decay=0.0,
+        eps=1e-8,
+        maximize=False,
+    )
+    state["step"] = state["step"] + 1
+
+
+def parameter_names(network: Mapping[str, Tensor]) -> list[str]:
+    """The names of what is trained: everything but the spectral vectors."""
+    return [name for name in network if not name.endswith(".u")]
+
+
+def split(network: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+    """What is trained, and the spectral vectors."""
+    names = parameter_names(network)
+    return (
+        {name: network[name] for name in names},
+        {name: value for name, value in network.items() if name not in names},
+    )
+
+
+def join(**parts: Mapping[str, Tensor]) -> Tensors:
+    """Several mappings in one, each name below its part's."""
+    return {f"{part}/{name}": value for part, ts in parts.items() for name, value in ts.items()}
+
+
+def part(joined: Mapping[str, Tensor], name: str) -> Tensors:
+    """One of the mappings that ``join`` joined."""
+    prefix = f"{name}/"
+    return {n.removeprefix(prefix): v for n, v in joined.items() if n.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""Privacy: mechanisms, events, accountants, ledgers. The only room where noise is drawn."""

@@ -1,0 +1,174 @@
+"""Coins to privacy events: one random draw, one node around all that it gates.
+
+The vocabulary is dp_accounting's, and one node of our own:
+
+``GaussianDpEvent(sigma)``
+    one Gaussian release; ``sigma`` is the noise multiplier, std over L2 sensitivity under the
+    stated neighbouring relation.
+``SampledWithoutReplacementDpEvent(K, m, event)``
+    a fresh, secret, uniform draw of ``m`` out of ``K`` disjoint subsets decides whose contribution
+    goes into ``event``; whatever is not drawn contributes nothing and keeps no trace of the draw.
+``RevealedDraw(q, event)``
+    the record's subset is drawn with probability ``q``, independently each time, but the adversary
+    is assumed to see the draw: no amplification, yet the number of visits is a random number.
+``SelfComposedDpEvent(event, count)``
+    ``count`` of them.
+``NonPrivateDpEvent()``
+    no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import attr
+from dp_accounting import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+
+Spend = Mapping[DpEvent, int]
+"""Canonical spend: leaf events (a Gaussian, a draw around a Gaussian, no bound) and how often."""
+
+
+class Unit(Enum):
+    """Whose data one protected unit is."""
+
+    RECORD = "record"
+    CLIENT = "client"
+
+
+class Relation(Enum):
+    """When two data sets are neighbours."""
+
+    REPLACE_ONE = "replace_one"
+    ADD_OR_REMOVE_ONE = "add_or_remove_one"
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class RevealedDraw(DpEvent):  # type: ignore[misc]
+    """A draw with probability ``probability`` that the adversary is assumed to see."""
+
+    probability: float
+    event: DpEvent
+
+
+def repeat(event: DpEvent, count: int) -> DpEvent:
+    """``count`` independent (adaptive) repetitions of ``event``."""
+    return event if count == 1 else SelfComposedDpEvent(event, count)
+
+
+def canonical(event: DpEvent, count: int = 1) -> Spend:
+    """The spend of ``count`` times ``event``.
+
+    Gaussians inside a draw melt into one: n-fold composition of noise multiplier sigma is one
+    Gaussian with sigma / sqrt(n). A draw of everybody is no draw.
+
+    Raises:
+        ValueError: for an event, or a nesting of draws, that has no accountant here.
+    """
+    match event:
+        case SelfComposedDpEvent(event=inner, count=times):
+            return canonical(inner, count * times)
+        case GaussianDpEvent() | NonPrivateDpEvent():
+            return {event: count}
+        case SampledWithoutReplacementDpEvent(
+            source_dataset_size=population, sample_size=taken, event=inner
+        ):
+            gate = _single_gaussian(inner)
+            if taken >= population:
+                return canonical(gate, count)
+            return {SampledWithoutReplacementDpEvent(population, taken, gate): count}
+        case RevealedDraw(probability=probability, event=inner):
+            gate = _single_gaussian(inner)
+            if probability >= 1:
+                return canonical(gate, count)
+            return {RevealedDraw(probability, gate): count}
+        case _:
+            raise ValueError(f"no accountant for {event}")
+
+
+def _single_gaussian(event: DpEvent) -> GaussianDpEvent:
+    """All that one draw gates, as a single Gaussian."""
+    precision = 0.0
+    for leaf, times in canonical(event).items():
+        if not isinstance(leaf, GaussianDpEvent):
+            raise ValueError(f"a draw inside a draw has no accountant: {event}")
+        precision += times / leaf.noise_multiplier**2
+    return GaussianDpEvent(1 / math.sqrt(precision))
+
+
+def total(spends: list[Spend]) -> Spend:
+    """The sum of several spends."""
+    counter: Counter[DpEvent] = Counter()
+    for spend in spends:
+        counter.update(spend)
+    return dict(counter)
+
+
+def to_json(event: DpEvent) -> dict[str, Any]:
+    """The event as plain data."""
+    match event:
+        case GaussianDpEvent(noise_multiplier=sigma):
+            return {"event": "gaussian", "noise_multiplier": sigma}
+        case SelfComposedDpEvent(event=inner, count=count):
+            return {"event": "repeat", "count": count, "of": to_json(inner)}
+        case SampledWithoutReplacementDpEvent(
+            source_dataset_size=population, sample_size=taken, event=inner
+        ):
+            return {"event": "draw", "of": population, "take": taken, "gates": to_json(inner)}
+        case RevealedDraw(probability=probability, event=inner):
+            return {"event": "revealed_draw", "probability": probability, "gates": to_json(inner)}
+        case NonPrivateDpEvent():
+            return {"event": "non_private"}
+        case _:
+            raise ValueError(f"no JSON form for {event}")
+
+
+def from_json(data: Mapping[str, Any]) -> DpEvent:
+    """The inverse of ``to_json``; raises ValueError for data that is no event."""
+    match data:
+        case {"event": "gaussian", "noise_multiplier": float() | int() as sigma}:
+            return GaussianDpEvent(float(sigma))
+        case {"event": "repeat", "count": int() as count, "of": dict() as inner}:
+            return SelfComposedDpEvent(from_json(inner), count)
+        case {"event": "draw", "of": int() as population, "take": int() as taken, "gates": inner}:
+            return SampledWithoutReplacementDpEvent(population, taken, from_json(inner))
+        case {"event": "revealed_draw", "probability": float() as probability, "gates": inner}:
+            return RevealedDraw(probability, from_json(inner))
+        case {"event": "non_private"}:
+            return NonPrivateDpEvent()
+        case _:
+            raise ValueError(f"not a privacy event: {data}")
+
+
+def in_words(spend: Spend) -> str:
+    """The spend in a sentence fragment."""
+    words = []
+    for event, count in spend.items():
+        match event:
+            case GaussianDpEvent(noise_multiplier=sigma):
+                words.append(f"{count:,} Gaussian releases at noise multiplier {sigma:.4g}")
+            case SampledWithoutReplacementDpEvent(
+                source_dataset_size=population, sample_size=taken, event=gate
+            ):
+                words.append(
+                    f"{count:,} secret draws of {taken} out of {population}, each gating one "
+                    f"Gaussian release at noise multiplier {gate.noise_multiplier:.4g}"
+                )
+            case RevealedDraw(probability=probability, event=gate):
+                words.append(
+                    f"{count:,} draws with probability {probability:.4g} that the adversary sees, "
+                    f"each gating one Gaussian release at noise multiplier "
+                    f"{gate.noise_multiplier:.4g}"
+                )
+            case _:
+                words.append("releases without noise")
+    return ", ".join(words) or "nothing"

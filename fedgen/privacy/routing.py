@@ -1,0 +1,98 @@
+"""Who answers which row: the draws that route generated samples to critics or clients.
+
+The same draw serves inside a client (over its critics, drawn by the client) and across clients
+(over their ids, drawn by the server), so its event and its coins are written once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
+from scipy.stats import binom
+
+from fedgen.privacy.events import RevealedDraw, repeat
+
+Mode = Literal["per_sample", "per_step", "mean"]
+Sampling = Literal["fixed", "poisson"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Public parameters of the draw of ``take`` members out of ``population``.
+
+    mode: ``per_sample`` draws anew for each row, ``per_step`` once for all rows of a step, ``mean``
+        draws nobody: all members answer every row.
+    take: members drawn (fixed size), or the expected number (Poisson).
+    sampling: ``fixed`` draws exactly ``take`` without replacement, ``poisson`` each member
+        independently with probability take / population.
+    """
+
+    mode: Mode
+    population: int
+    take: int = 1
+    sampling: Sampling = "fixed"
+
+    @property
+    def answers_per_row(self) -> int:
+        """How many members answer a row (in expectation, for Poisson draws)."""
+        return self.population if self.mode == "mean" else self.take
+
+    def draw(self, rows: int, rng: Random) -> dict[int, list[int]]:
+        """Member -> the rows (ascending) that it answers; members without a row are left out."""
+        routed: dict[int, list[int]] = {}
+        everyone = list(range(rows))
+        if self.mode == "mean":
+            return dict.fromkeys(range(self.population), everyone)
+        if self.mode == "per_step":
+            return dict.fromkeys(sorted(self._members(rng)), everyone) if rows else {}
+        for row in everyone:
+            for member in self._members(rng):
+                routed.setdefault(member, []).append(row)
+        return dict(sorted(routed.items()))
+
+    def _members(self, rng: Random) -> list[int]:
+        if self.sampling == "fixed":
+            return rng.sample(range(self.population), self.take)
+        rate = self.take / self.population
+        return [member for member in range(self.population) if rng.random() < rate]
+
+    def event(self, rows: int, noise_multiplier: float, hidden: bool) -> DpEvent:
+        """What routing ``rows`` rows costs one subset or client, seen from outside of the draw.
+
+        ``hidden``: nobody outside sees the draw, and nothing but the answer depends on it. A
+        Poisson draw is not amplified even then: the absence of an answer is no Gaussian near its
+        presence, as the theorem on secret draws needs.
+        """
+        if self.mode == "mean" or self.population == self.take:
+            return repeat(GaussianDpEvent(noise_multiplier), rows)
+        draws = self._draws(rows)
+        gate = GaussianDpEvent(noise_multiplier / math.sqrt(rows / draws))
+        if hidden and self.sampling == "fixed":
+            return repeat(SampledWithoutReplacementDpEvent(self.population, self.take, gate), draws)
+        return repeat(RevealedDraw(self.take / self.population, gate), draws)
+
+    def _draws(self, rows: int) -> int:
+        return rows if self.mode == "per_sample" else 1
+
+    def busiest(self, rows: int, steps: int, tail: float) -> int:
+        """Rows that no member answers more of in ``steps`` steps, but for probability ``tail``."""
+        if self.mode == "mean" or self.population == self.take:
+            return rows * steps
+        draws = self._draws(rows)
+        visits = binom.isf(tail / self.population, draws * steps, self.take / self.population)
+        return min(int(visits) * rows // draws, rows * steps)
+
+    def stop_probability(self, rows: int, steps: int, cap: int) -> float:
+        """An upper bound on the probability that some member is asked for more than ``cap``."""
+        if self.mode == "mean" or self.population == self.take:
+            return float(cap < rows * steps)
+        draws = self._draws(rows)
+        visits = cap * draws // rows
+        one = float(binom.sf(visits, draws * steps, self.take / self.population))
+        return min(1.0, self.population * one)
+
+

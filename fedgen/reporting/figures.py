@@ -1,0 +1,48 @@
+"""Pictures of a run: grids of samples, epsilon against rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+
+def sample_grid(images: NDArray[np.uint8], columns: int, path: Path) -> None:
+    """Writes images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, with a
+    thin line between them."""
+    count, channels, height, width = images.shape
+    scale = max(1, -(-28 // height))
+    tiles = images.repeat(scale, axis=2).repeat(scale, axis=3)
+    rows = -(-count // columns)
+    tall, wide = height * scale + 2, width * scale + 2
+    sheet = np.full((rows * tall, columns * wide, channels), 64, dtype=np.uint8)
+    for number, tile in enumerate(tiles):
+        top, left = number // columns * tall + 1, number % columns * wide + 1
+        sheet[top : top + tall - 2, left : left + wide - 2] = tile.transpose(1, 2, 0)
+    Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet).save(path)
+
+
+def epsilon_against_rounds(
+    rounds: list[int], curves: dict[str, list[float | None]], delta: float, path: Path
+) -> None:
+    """Writes the figure of each adversary's epsilon, and of the paper's claim, against rounds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, values in curves.items():
+        known = [(r, v) for r, v in zip(rounds, values, strict=True) if v is not None]
+        if known:
+            style = "--" if name.startswith("claimed") else "-"
+            axes.plot(*zip(*known, strict=True), style, label=name)
+    axes.set_xlabel("rounds")
+    axes.set_ylabel(f"ε at δ = {delta:g}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path, dpi=120)

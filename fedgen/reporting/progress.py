@@ -1,0 +1,81 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+_QUIET_SECONDS = 10.0
+
+
+class RunProgress:
+    """A progress bar on a terminal; elsewhere a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=False, highlight=False, soft_wrap=True)
+        self._live = sys.stdout.isatty()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._spoke = time.monotonic()
+
+    def __enter__(self) -> RunProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        self._progress.console.print(line, markup=False)
+
+    def show(self, stage: str, done: int, of: int, facts: str) -> None:
+        """Moves a stage's bar."""
+        if not self._live:
+            now = time.monotonic()
+            if now - self._spoke >= _QUIET_SECONDS or done == of:
+                self._spoke = now
+                self.say(f"{stage} {done}/{of}  {facts}")
+            return
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=of, facts="", completed=done)
+        self._progress.update(self._tasks[stage], completed=done, facts=facts)
+
+
+def epsilon_in_words(value: float | None) -> str:
+    """An epsilon for people, rounded up: 9.9991 reads 10.00, never 9.99."""
+    if value is None:
+        return "∞"
+    return f"{-(-value * 100 // 1) / 100:.2f}"
+
+
+def bytes_in_words(count: int) -> str:
+    """A number of bytes for people."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,115 @@
+"""The run directory: everything that a run writes, and nothing of it in halves."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.errors import FedgenError
+
+
+class RunDir:
+    """Paths and writers of one run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.clients = path / "clients"
+        self.samples = path / "samples"
+        self.public = path / "public"
+        self._metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
+        """A new run directory with its resolved configuration.
+
+        Raises:
+            FedgenError: if there is something at ``path``.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise FedgenError(
+                "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
+            )
+        run = cls(path)
+        try:
+            for folder in (run.clients, run.samples, run.public):
+                folder.mkdir(parents=True, exist_ok=True)
+            write_text(path / "run.json", json.dumps(identity) + "\n")
+            write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+        except OSError as error:
+            raise FedgenError(
+                "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
+        """An existing run directory, its configuration and identity.
+
+        Args:
+            key: the setting that named it, for the error.
+
+        Raises:
+            FedgenError: if it is none.
+        """
+        try:
+            config = OmegaConf.load(path / "config.yaml")
+            identity = json.loads((path / "run.json").read_text())
+        except (OSError, ValueError) as error:
+            raise FedgenError(
+                key, f"{path} is not a run directory", "give one that fedgen train made"
+            ) from error
+        if not isinstance(config, DictConfig):
+            raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
+        return cls(path), config, identity
+
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        """Appends a line of metrics. Nothing in it depends on the clock: runs can be compared."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def metrics_size(self) -> int:
+        """Bytes of metrics so far."""
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
+
+    def cut_metrics(self, size: int) -> None:
+        """Goes back to a size that ``metrics_size`` gave."""
+        if self.metrics_size() > size:
+            os.truncate(self._metrics, size)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics."""
+        if not self._metrics.exists():
+            return []
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+
+    def write(self, name: str, data: dict[str, Any]) -> None:
+        """Writes ``NAME.json`` in one step, checked by the schema of that name."""
+        jsonschema.validate(data, schema(name))
+        write_text(self.path / f"{name}.json", json.dumps(data, indent=2) + "\n")
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON schema of a file in the run directory: ``privacy`` or ``results``."""
+    text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
+    found: dict[str, Any] = json.loads(text.read_text())
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one step: readers see the old one or the new one."""
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_text(text)
+    os.replace(fresh, path)
+
+
+def or_null(value: float | None) -> float | None:
+    """JSON knows no infinity."""
+    return value if value is not None and math.isfinite(value) else None

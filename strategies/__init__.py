@@ -1,0 +1,1 @@
+"""Flower server strategies, one per wire pattern."""

@@ -1,0 +1,114 @@
+"""Flower strategy for sample gradients: the server sends images, clients answer with sanitized
+gradients of their loss with respect to them. It moves arrays and knows no method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedgen.coins import Coins
+from fedgen.federation import messages
+from fedgen.federation.messages import Answer
+from fedgen.method import Query
+from fedgen.privacy.routing import Routing
+
+
+class SampleGradients(Strategy):
+    """Who trains, who is asked what, and how the answers become one.
+
+    A round has two exchanges: a broadcast that clients train on, and a query whose rows are routed
+    to clients by the secret draw of ``cohort``. Training goes by public rotation, or to the round's
+    cohort; it carries nothing back.
+
+    Args:
+        cohort: the draw of clients for rows.
+        trained_per_round: clients that the rotation trains each round; None: those that are asked.
+        coins: the strategy's own.
+    """
+
+    def __init__(self, cohort: Routing, trained_per_round: int | None, coins: Coins) -> None:
+        self.cohort, self.trained_per_round, self._coins = cohort, trained_per_round, coins
+        self.nodes: Mapping[int, int] = {}  # client -> node
+        self._routes: dict[int, list[int]] = {}
+
+    def route(self, server_round: int, rows: int) -> dict[int, list[int]]:
+        """Client -> the rows that it is asked in a round; a function of the round."""
+        return self.cohort.draw(rows, self._coins.secret("cohort", server_round))
+
+    def trainees(self, server_round: int, rows: int) -> list[int]:
+        """The clients that train in a round."""
+        if self.trained_per_round is None:
+            return sorted(self.route(server_round, rows))
+        clients = self.cohort.population
+        first = server_round * self.trained_per_round
+        return sorted({(first + turn) % clients for turn in range(self.trained_per_round)})
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The broadcast, to each trainee. ``config["rows"]``: rows of the round's query."""
+        content = messages.pack_broadcast(server_round, arrays)
+        trainees = self.trainees(server_round, int(str(config["rows"])))
+        return [self._message(content, messages.TRAIN, client) for client in trainees]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Acknowledgements carry nothing."""
+        return None, None
+
+    def configure_query(self, server_round: int, query: Query) -> list[Message]:
+        """The query's rows, each to the clients that the draw gave it to."""
+        self._routes = self.route(server_round, query.count)
+        everyone = messages.pack_query(server_round, query)
+        whole = list(range(query.count))
+        return [
+            self._message(
+                everyone if rows == whole
+                else messages.pack_query(server_round, query.take(rows)),
+                messages.ASK,
+                client,
+            )
+            for client, rows in self._routes.items()
+        ]
+
+    def aggregate_query(
+        self, server_round: int, answers: Mapping[int, Answer], rows: int
+    ) -> Tensor | None:
+        """The mean answer to each row, over the clients that a row is routed to (in expectation,
+        for Poisson cohorts); None if nobody was asked.
+
+        Args:
+            answers: client -> answer, summed in the order of clients.
+            rows: rows of the query.
+        """
+        total: Tensor | None = None
+        for client in sorted(answers):
+            gradients = torch.from_numpy(answers[client].arrays["gradients"])
+            if total is None:
+                total = torch.zeros((rows, *gradients.shape[1:]))
+            total.index_add_(0, torch.tensor(self._routes[client]), gradients)
+        return None if total is None else total / self.cohort.answers_per_row
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nothing is evaluated on clients: it would touch private rows outside a mechanism."""
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """See ``configure_evaluate``."""
+        return None
+
+    def summary(self) -> None:
+        """The settings are in the run's configuration."""
+
+    def _message(self, content: object, kind: str, client: int) -> Message:
+        return Message(content, dst_node_id=self.nodes[client], message_type=kind)
