@@ -79,7 +79,7 @@ def _stream(key: bytes, where: tuple[Where, ...], length: int) -> bytes:
 
 
 class _StreamRandom(random.Random):
-    """``random.Random`` over a SHAKE-256 stream, as ``random.SystemRandom`` is over the system's."""
+    """``random.Random`` over a SHAKE-256 stream, as ``random.SystemRandom`` over the system's."""
 
     def __init__(self, key: bytes, where: tuple[Where, ...]) -> None:
         self._key, self._where, self._block, self._bits, self._left = key, where, 0, 0, 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
@@ -69,8 +69,7 @@ class SampleGradients(Strategy):
         whole = list(range(query.count))
         return [
             self._message(
-                everyone if rows == whole
-                else messages.pack_query(server_round, query.take(rows)),
+                everyone if rows == whole else messages.pack_query(server_round, query.take(rows)),
                 messages.ASK,
                 client,
             )
@@ -110,5 +109,5 @@ class SampleGradients(Strategy):
     def summary(self) -> None:
         """The settings are in the run's configuration."""
 
-    def _message(self, content: object, kind: str, client: int) -> Message:
+    def _message(self, content: RecordDict, kind: str, client: int) -> Message:
         return Message(content, dst_node_id=self.nodes[client], message_type=kind)

@@ -134,7 +134,8 @@ def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> D
     file = root_of(root) / "femnist.npz"
     if not file.exists():
         raise FedgenError(
-            "data.root", f"femnist.npz is not in {file.parent}",
+            "data.root",
+            f"femnist.npz is not in {file.parent}",
             "put it there (arrays images, labels, writer), or point data.root to it",
         )
     arrays = _arrays(file, ["images", "labels", "writer"])
@@ -175,14 +176,13 @@ def celeba(root: str | None, **_: object) -> Dataset:
         )
     except (OSError, ValueError, KeyError) as error:
         raise FedgenError(
-            "data.root", f"no readable CelebA in {folder} ({type(error).__name__})",
+            "data.root",
+            f"no readable CelebA in {folder} ({type(error).__name__})",
             "put your own copy there: img_align_celeba/, list_attr_celeba.txt, "
             "list_eval_partition.txt",
         ) from error
     train, test = part == 0, part == 2
-    return _checked(
-        "celeba", images[train], male[train], images[test], male[test], None, classes=2
-    )
+    return _checked("celeba", images[train], male[train], images[test], male[test], None, classes=2)
 
 
 def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
@@ -193,8 +193,9 @@ def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
     return [row[0] for row in rows], values
 
 
-def folder(coins: Coins, root: str | None, path: str | None, size: int | None = None, **_: object
-           ) -> Dataset:
+def folder(
+    coins: Coins, root: str | None, path: str | None, size: int | None = None, **_: object
+) -> Dataset:
     """A user's own images: an ``.npz`` as in the module's text, or a folder with one sub-folder of
     images per label (``train/`` and ``test/`` inside, else a tenth by public coins is the test
     split).
@@ -230,11 +231,12 @@ def _image_folder(place: Path, names: list[str], size: int | None) -> tuple[Imag
     for label, name in enumerate(names):
         for file in sorted((place / name).iterdir()):
             try:
-                image = Image.open(file)
-                image = image.convert("L" if image.mode in ("1", "L", "I", "I;16") else "RGB")
+                raw = Image.open(file)
+                image = raw.convert("L" if raw.mode in ("1", "L", "I", "I;16") else "RGB")
             except (UnidentifiedImageError, OSError) as error:
-                raise FedgenError("data.path", f"{file} is not a readable image", "remove it"
-                                  ) from error
+                raise FedgenError(
+                    "data.path", f"{file} is not a readable image", "remove it"
+                ) from error
             images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
             labels.append(label)
     if not images:
@@ -242,7 +244,8 @@ def _image_folder(place: Path, names: list[str], size: int | None) -> tuple[Imag
     shapes = {image.shape for image in images}
     if len(shapes) > 1:
         raise FedgenError(
-            "data.path", f"images in {place} have {len(shapes)} different shapes",
+            "data.path",
+            f"images in {place} have {len(shapes)} different shapes",
             "set data.size=32 (or another size) to bring them to one",
         )
     return _as_images(place, np.stack(images)), np.array(labels, dtype=np.int64)
@@ -276,8 +279,9 @@ def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
         with np.load(file, allow_pickle=False) as archive:
             found = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise FedgenError("data.root", f"{file} is not a readable npz file", "copy it again"
-                          ) from error
+        raise FedgenError(
+            "data.root", f"{file} is not a readable npz file", "copy it again"
+        ) from error
     missing = [name for name in needed if name not in found]
     if missing:
         raise FedgenError(
@@ -292,7 +296,8 @@ def _as_images(file: Path, images: NDArray[np.generic]) -> Images:
     """(n, h, w) or (n, h, w, channels) uint8 to (n, channels, h, w)."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise FedgenError(
-            "data", f"{file} holds images of type {images.dtype} and shape {images.shape}",
+            "data",
+            f"{file} holds images of type {images.dtype} and shape {images.shape}",
             "they must be uint8, (n, height, width) or (n, height, width, 3)",
         )
     channels_last = images[..., None] if images.ndim == 3 else images
@@ -317,14 +322,15 @@ def _checked(
         or images.shape[1:] != test_images.shape[1:]
     ):
         raise FedgenError(
-            "data", f"{name} has images of shape {images.shape[1:]} to train on and "
+            "data",
+            f"{name} has images of shape {images.shape[1:]} to train on and "
             f"{test_images.shape[1:]} to test on",
             "they must be square, with one or three channels, and the same in both splits",
         )
     sizes = {len(images), len(labels)} | ({len(writers)} if writers is not None else set())
     if len(sizes) > 1 or len(test_images) != len(test_labels):
         raise FedgenError("data", f"{name} has not one label (and writer) per image", "mend it")
-    if len(labels) and (labels.min() < 0 or labels.max() >= classes):  # type: ignore[operator]
+    if len(labels) and (labels.min() < 0 or labels.max() >= classes):
         raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
     return Dataset(
         name,

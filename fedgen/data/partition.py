@@ -33,14 +33,16 @@ def by_writer(
     """Natural users: one client per writer; of these, ``clients`` by public coins, or all."""
     if writers is None:
         raise FedgenError(
-            "partition", "by_writer needs a data set with writers",
+            "partition",
+            "by_writer needs a data set with writers",
             "take data=femnist, or an mnist.npz with train_writer, or another partition",
         )
     names = np.unique(writers)
     if clients is not None:
         if clients > len(names):
             raise FedgenError(
-                "partition.clients", f"{clients} clients are more than {len(names)} writers",
+                "partition.clients",
+                f"{clients} clients are more than {len(names)} writers",
                 "lower it, or leave it out for one client per writer",
             )
         order = torch.randperm(len(names), generator=coins.public("partition", "by_writer"))
@@ -76,7 +78,8 @@ def shards(
     classes = int(labels.max()) + 1
     if not 1 <= classes_per_client <= classes:
         raise FedgenError(
-            "partition.classes_per_client", f"must lie in 1..{classes}, got {classes_per_client}",
+            "partition.classes_per_client",
+            f"must lie in 1..{classes}, got {classes_per_client}",
             "e.g. 2",
         )
     order = torch.randperm(classes, generator=coins.public("partition", "shards")).numpy()
@@ -86,8 +89,10 @@ def shards(
     empty = [c for c in range(classes) if not clients_of[c]]
     if empty:
         raise FedgenError(
-            "partition.clients", f"{clients} clients of {classes_per_client} classes leave "
-            f"{len(empty)} classes to nobody", "raise it, or partition.classes_per_client",
+            "partition.clients",
+            f"{clients} clients of {classes_per_client} classes leave "
+            f"{len(empty)} classes to nobody",
+            "raise it, or partition.classes_per_client",
         )
     place = torch.rand(
         len(labels), generator=coins.public("partition", "shards", "rows"), dtype=torch.float64
@@ -115,7 +120,9 @@ def _checked(found: list[Index], rows: int) -> list[Index]:
     empty = [client for client, shard in enumerate(found) if len(shard) == 0]
     if empty:
         raise FedgenError(
-            "partition", f"{len(empty)} of {len(found)} clients have no row of {rows}, the first "
-            f"is client {empty[0]}", "lower partition.clients, or take another partition or seed",
+            "partition",
+            f"{len(empty)} of {len(found)} clients have no row of {rows}, the first "
+            f"is client {empty[0]}",
+            "lower partition.clients, or take another partition or seed",
         )
     return found

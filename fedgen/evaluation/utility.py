@@ -24,8 +24,15 @@ Classifier = Callable[[Images, Labels, Images, Labels, int, int], float]
 
 
 def cnn(
-    images: Images, labels: Labels, test_images: Images, test_labels: Labels, classes: int,
-    seed: int, *, epochs: int, device: str = "cpu",
+    images: Images,
+    labels: Labels,
+    test_images: Images,
+    test_labels: Labels,
+    classes: int,
+    seed: int,
+    *,
+    epochs: int,
+    device: str = "cpu",
 ) -> float:
     """The paper's CNN (32 and 64 kernels, dropout), Adam 1e-3, batches of 128."""
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
@@ -34,13 +41,13 @@ def cnn(
         optimizer = torch.optim.Adam(net.parameters(), 1e-3)
         rows, targets = torch.from_numpy(images), torch.from_numpy(labels)
         for _ in range(epochs):
-            for batch in torch.randperm(len(rows)).split(128):
+            for batch in torch.split(torch.randperm(len(rows)), 128):
                 if len(batch) > 1 or len(rows) == 1:
                     loss = F.cross_entropy(
                         net(_floats(rows[batch], device)), targets[batch].to(device)
                     )
                     optimizer.zero_grad()
-                    loss.backward()
+                    torch.autograd.backward(loss)
                     optimizer.step()
         return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels), device)
 
@@ -54,13 +61,17 @@ def _accuracy(net: nn.Module, images: Tensor, labels: Tensor, device: str) -> fl
     with torch.no_grad():
         hits = [
             (net(_floats(images[rows], device)).argmax(1).cpu() == labels[rows]).sum()
-            for rows in torch.arange(len(images)).split(512)
+            for rows in torch.split(torch.arange(len(images)), 512)
         ]
     return float(torch.stack(hits).sum()) / len(images)
 
 
 def logistic_regression(
-    images: Images, labels: Labels, test_images: Images, test_labels: Labels, classes: int,
+    images: Images,
+    labels: Labels,
+    test_images: Images,
+    test_labels: Labels,
+    classes: int,
     seed: int,
 ) -> float:
     """scikit-learn's logistic regression with its defaults, on pixels in [0, 1]."""
@@ -77,8 +88,14 @@ def logistic_regression(
 
 
 def accuracies(
-    classifiers: Mapping[str, Classifier], images: Images, labels: Labels, test_images: Images,
-    test_labels: Labels, classes: int, seeds: int, done: Callable[[str], None],
+    classifiers: Mapping[str, Classifier],
+    images: Images,
+    labels: Labels,
+    test_images: Images,
+    test_labels: Labels,
+    classes: int,
+    seeds: int,
+    done: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Mean and standard deviation over seeds, by classifier, with the number of rows n."""
     found: dict[str, dict[str, Any]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +83,8 @@ def build(config: DictConfig, without: str | None = None) -> Callable[..., Any]:
     """The ``_target_`` of a group with its settings filled in, to be called with the rest."""
     settings = OmegaConf.to_container(config, resolve=True)
     assert isinstance(settings, dict)
-    settings.pop(without, None)
+    if without is not None:
+        settings.pop(without)
     target: Callable[..., Any] = instantiate(settings, _partial_=True, _convert_="all")
     return target
 
@@ -105,8 +105,13 @@ def check(config: DictConfig) -> None:
         if value not in allowed:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key, least in {
-        "rounds": 1, "sample_every": 1, "log_every": 1, "runtime.threads": 1,
-        "runtime.checkpoint_every": 1, "evaluation.samples": 0, "evaluation.seeds": 0,
+        "rounds": 1,
+        "sample_every": 1,
+        "log_every": 1,
+        "runtime.threads": 1,
+        "runtime.checkpoint_every": 1,
+        "evaluation.samples": 0,
+        "evaluation.seeds": 0,
     }.items():
         value = OmegaConf.select(config, key)
         if not isinstance(value, int) or value < least:
@@ -125,8 +130,12 @@ def check(config: DictConfig) -> None:
 
 def _check_parameter(key: str, value: Any, hint: Any) -> None:
     """Holds a method's parameter against its type: one of its words; a number not below zero."""
-    words = [w for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Literal
-             for w in typing.get_args(part)]
+    words = [
+        w
+        for part in (hint, *typing.get_args(hint))
+        if typing.get_origin(part) is Literal
+        for w in typing.get_args(part)
+    ]
     if isinstance(value, str) and words and value not in words:
         raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(words)}")
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -153,7 +162,8 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         return Privacy(delta, mode, None, unlimited)
     if target is None and noise is None:
         raise FedgenError(
-            "privacy", "neither privacy.target_epsilon nor privacy.noise_multiplier is given",
+            "privacy",
+            "neither privacy.target_epsilon nor privacy.noise_multiplier is given",
             "give one, or take privacy=none",
         )
     if target is None:
@@ -175,7 +185,8 @@ def calibrated(method: Method, rounds: int) -> Budget:
 def planned(method: Method, config: DictConfig, server: bool) -> float:
     """epsilon promised for the whole run to one adversary."""
     budget = calibrated(method, config.rounds)
-    return view(method, budget, config.rounds, budget.rows, config.privacy.delta, server).or_infinity
+    found = view(method, budget, config.rounds, budget.rows, config.privacy.delta, server)
+    return found.or_infinity
 
 
 def view(
@@ -194,13 +205,12 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
     per_round, delta = method.plan.rows_per_round, config.privacy.delta
     all_rows = per_round * config.rounds
     if server or method.plan.release is None:
+
         def spent(rows: int) -> float:
             return epsilon(canonical(method.plan.server(rows)), delta).or_infinity
 
         unit = per_round if method.cohort.population == 1 else 1
-        rows = unit * most_repetitions(
-            lambda count: spent(unit * count), target, all_rows // unit
-        )
+        rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
         stop = method.cohort.stop_probability(per_round, config.rounds, rows)
         rounds = min(config.rounds, rows // per_round) if unit > 1 else config.rounds
         stop = 0.0 if unit > 1 else stop
@@ -218,11 +228,7 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
 
 def _impossible(target: float) -> FedgenError:
     return FedgenError(
-        "privacy.target_epsilon", f"{target:g} is spent by the first round at this noise",
+        "privacy.target_epsilon",
+        f"{target:g} is spent by the first round at this noise",
         "raise privacy.noise_multiplier, or leave it out to solve for it",
     )
-
-
-def threads(value: object) -> int:
-    """``auto`` is one thread per core."""
-    return os.cpu_count() or 1 if value == "auto" else typing.cast(int, value)

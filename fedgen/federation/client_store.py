@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +25,8 @@ from fedgen.privacy.events import Unit, from_json, to_json
 
 @dataclass
 class _Client:
-    """One client: parts in memory (memory store), files on disk, its last deed of each kind, and the
-    cost of the last Release, whose arrays are a part like any other."""
+    """One client: parts in memory (memory store), files on disk, its last deed of each kind, and
+    the cost of the last Release, whose arrays are a part like any other."""
 
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)  # part -> [file, digest]
@@ -157,7 +156,9 @@ class ClientStore:
     def _manifest(self, client: int) -> dict[str, Any]:
         entry = self._of(client)
         return {
-            "files": dict(entry.files), "done": dict(entry.done), "cost": entry.cost,
+            "files": dict(entry.files),
+            "done": dict(entry.done),
+            "cost": entry.cost,
             "written": entry.written,
         }
 
@@ -223,4 +224,4 @@ def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text)
-    os.replace(fresh, path)
+    fresh.replace(path)

@@ -76,9 +76,7 @@ def pack_prepare(number: int) -> RecordDict:
 
 def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
     """What clients train on in a round."""
-    return RecordDict(
-        {_FACTS: ConfigRecord({"round": server_round, "number": 0}), _ARRAYS: arrays}
-    )
+    return RecordDict({_FACTS: ConfigRecord({"round": server_round, "number": 0}), _ARRAYS: arrays})
 
 
 def pack_query(server_round: int, query: Query) -> RecordDict:

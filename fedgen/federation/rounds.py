@@ -1,4 +1,4 @@
-"""The round loop: exchange messages over a Grid, keep count, stop before the budget is overspent."""
+"""The round loop: messages over a Grid, counts, and a stop before the budget is overspent."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ def critic_loss(
     fake: Tensor,
     fake_labels: Tensor,
     mix: Tensor,
+    *,
     gradient_penalty: float,
     drift_penalty: float,
 ) -> Tensor:
@@ -37,11 +38,7 @@ def critic_loss(
     )
     norms = torch.sqrt(slopes.flatten(1).square().sum(1) + 1e-12)
     penalty = (norms - 1).square().mean()
-    return (
-        wasserstein
-        + gradient_penalty * penalty
-        + drift_penalty * real_scores.square().mean()
-    )
+    return wasserstein + gradient_penalty * penalty + drift_penalty * real_scores.square().mean()
 
 
 def generator_loss(score: Score, fake: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ variant back, at its true cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,9 +77,9 @@ class Networks:
         """D as a function of images (n, ...) and labels (n,)."""
         return lambda images, labels: functional_call(self.critic, critic, (images, labels))
 
-    def generate(self, generator: Tensors, latents: Tensor, labels: Tensor) -> Tensor:
+    def generate(self, generator: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
         """G(latents, labels), in [0, 1]."""
-        images: Tensor = functional_call(self.generator, generator, (latents, labels))
+        images: Tensor = functional_call(self.generator, dict(generator), (latents, labels))
         return images
 
     def inputs(self, shape: tuple[int, ...], coins: Coins) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,8 @@ class Critics:
         permutation: of a fixed number of rows, replacing one moves no other."""
         if len(shard) < self.count:
             raise FedgenError(
-                "method.critics", f"{self.count} critics are more than {len(shard)} rows",
+                "method.critics",
+                f"{self.count} critics are more than {len(shard)} rows",
                 "lower it: each critic needs rows of its own",
             )
         if self.count == 1:
@@ -146,8 +147,13 @@ class Critics:
         return dict(state[name]) if name in state else self.fresh(block, coins)
 
     def descend(
-        self, critics: Tensors, moments: Tensors, subsets: tuple[Tensor, Tensor], shard: Shard,
-        fakes: tuple[Tensor, Tensor], coins: Coins,
+        self,
+        critics: Tensors,
+        moments: Tensors,
+        subsets: tuple[Tensor, Tensor],
+        shard: Shard,
+        fakes: tuple[Tensor, Tensor],
+        coins: Coins,
     ) -> None:
         """One step of WGAN-GP for all critics of a block, in place, each on rows of its own subset.
 
@@ -160,11 +166,19 @@ class Critics:
 
         def loss(weights: Tensors, spectral: Tensors, *batch: Tensor) -> Tensor:
             score = self.nets.score({**weights, **spectral})
-            return critic_loss(score, *batch, self.gradient_penalty, self.drift_penalty)
+            return critic_loss(
+                score,
+                *batch,
+                gradient_penalty=self.gradient_penalty,
+                drift_penalty=self.drift_penalty,
+            )
 
         fake_dim = None if fakes[1].dim() == 1 else 0
         gradients = vmap(grad(loss), in_dims=(0, 0, 0, 0, fake_dim, fake_dim, 0))(
-            *split(critics), real.to(self.nets.device), real_labels.to(self.nets.device), *fakes,
+            *split(critics),
+            real.to(self.nets.device),
+            real_labels.to(self.nets.device),
+            *fakes,
             flips[1].to(self.nets.device),
         )
         adam_step(critics, gradients, moments, *self.adam)
@@ -181,8 +195,9 @@ class Critics:
         rivals = {name: value.to(nets.device) for name, value in rivals.items()}
         rival_moments = adam_start(rivals)
 
-        def rival_loss(weights: Tensors, spectral: Tensors, critic: Tensors, latents: Tensor,
-                       labels: Tensor) -> Tensor:
+        def rival_loss(
+            weights: Tensors, spectral: Tensors, critic: Tensors, latents: Tensor, labels: Tensor
+        ) -> Tensor:
             images = nets.generate({**weights, **spectral}, latents, labels)
             return generator_loss(nets.score(critic), images, labels) / self.batch
 
@@ -205,8 +220,9 @@ class Critics:
         query sees the draw that answering uses, and neither advances the other's coins."""
         return self.routing.draw(rows, coins.secret("routing", round_))
 
-    def train(self, state: State, broadcast: Tensors, shard: Shard, round_: int, coins: Coins
-              ) -> State:
+    def train(
+        self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
+    ) -> State:
         """The block whose turn it is (or the critics that the round draws) descends."""
         images, labels = (broadcast[n].to(self.nets.device) for n in ("images", "labels"))
         drawn = self.draw(self.rows_per_query, round_, coins) if self.on_query else {}
@@ -223,8 +239,9 @@ class Critics:
             changed |= {f"critics.{block}": critics, name: moments}
         return changed
 
-    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-               ) -> Release:
+    def answer(
+        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
+    ) -> Release:
         """The routed critics' gradients, sanitized."""
         del shard  # an answer sees the critics alone
         draw = self.draw(query.count, round_, coins)
@@ -286,14 +303,14 @@ class Generator:
         state = join(generator=weights, average=average, adam=adam_start(weights))
         return {name: value.to(self.nets.device) for name, value in state.items()}
 
-    def broadcast(self, state: Tensors, round_: int, coins: Coins) -> Tensors:
+    def broadcast(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
         """Fresh fakes for the critics to train on."""
         latents, labels = self.nets.inputs((self.fakes,), coins.at("broadcast", round_))
         with torch.no_grad():
             images = self.nets.generate(part(state, "generator"), latents, labels)
         return {"images": images, "labels": labels}
 
-    def query(self, state: Tensors, round_: int, coins: Coins) -> Query:
+    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
         """A batch of images and labels, or what makes them, to be judged."""
         latents, labels = self.nets.inputs((self.batch,), coins.at("query", round_))
         weights = part(state, "generator")
@@ -302,21 +319,25 @@ class Generator:
         with torch.no_grad():
             return Query({"images": self.nets.generate(weights, latents, labels), "labels": labels})
 
-    def gradient(self, state: Tensors, answers: Tensor, round_: int, coins: Coins) -> Tensors:
+    def gradient(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
         """The generator's gradient from the answers: their product with its Jacobian."""
         weights, spectral = split(part(state, "generator"))
         answers = answers.to(self.nets.device)
         if self.sanitize == "parameters":
-            pieces = answers[0].split([value.numel() for value in weights.values()])
+            pieces = torch.split(answers[0], [value.numel() for value in weights.values()])
             return {n: p.view_as(weights[n]) for n, p in zip(weights, pieces, strict=True)}
         latents, labels = self.nets.inputs((self.batch,), coins.at("query", round_))
-        _, pull_back = vjp(
+        pull_back = vjp(
             lambda given: self.nets.generate({**given, **spectral}, latents, labels), weights
-        )
+        )[1]
         gradients: Tensors = pull_back(answers / self.batch)[0]
         return gradients
 
-    def update(self, state: Tensors, answers: Tensor, round_: int, coins: Coins) -> Tensors:
+    def update(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
         """One step of Adam, and the average."""
         gradients = self.gradient(state, answers, round_, coins)
         weights = {name: value.clone() for name, value in part(state, "generator").items()}
@@ -329,7 +350,7 @@ class Generator:
         average = {name: torch.lerp(value, old[name], keep) for name, value in weights.items()}
         return join(generator=weights, average=average, adam=moments)
 
-    def sample(self, weights: Tensors, labels: Tensor, coins: Coins) -> Tensor:
+    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Images of the published average, one per label."""
         latents, _ = self.nets.inputs((len(labels),), coins)
         with torch.no_grad():
@@ -401,25 +422,46 @@ def gs_wgan(
     nets = Networks(
         template(generator(latent=latent, classes=facts.classes, shape=facts.shape)),
         template(critic(classes=facts.classes, shape=facts.shape)),
-        latent, facts.classes, device,
+        latent,
+        facts.classes,
+        device,
     )
     rows = batch if sanitize == "samples" else 1
     client = Critics(
-        nets, mechanism, inside, on_query and not federated, rows, sanitize, count,
-        1 if federated else min(critics_per_step, count), critic_steps, critic_batch,
-        (critic_learning_rate, critic_betas), gradient_penalty, drift_penalty, warm_start,
+        nets,
+        mechanism,
+        inside,
+        on_query and not federated,
+        rows,
+        sanitize,
+        count,
+        1 if federated else min(critics_per_step, count),
+        critic_steps,
+        critic_batch,
+        (critic_learning_rate, critic_betas),
+        gradient_penalty,
+        drift_penalty,
+        warm_start,
     )
     server = Generator(
-        nets, sanitize, batch, critic_steps * critic_batch,
-        (generator_learning_rate, generator_betas), ema,
+        nets,
+        sanitize,
+        batch,
+        critic_steps * critic_batch,
+        (generator_learning_rate, generator_betas),
+        ema,
     )
     return Method(
         ClientProgram(
             client.blocks if warm_start else 0, client.prepare, client.train, client.answer
         ),
         ServerProgram(
-            server.init, server.broadcast, server.query, server.update,
-            lambda state: part(state, "average"), server.sample,
+            server.init,
+            server.broadcast,
+            server.query,
+            server.update,
+            lambda state: part(state, "average"),
+            server.sample,
         ),
         _plan(mechanism, rows, cohort if federated else inside, federated, on_query),
         cohort,
@@ -463,13 +505,17 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
         unit=Unit.CLIENT if federated else Unit.RECORD,
         relation=Relation.REPLACE_ONE,
         sampler=f"{draw.sampling} draw of {draw.take} of {draw.population} {who}, "
-        f"{draw.mode.replace('_', ' ')}" if drawn else "none",
+        f"{draw.mode.replace('_', ' ')}"
+        if drawn
+        else "none",
         rows_per_round=rows,
         server=server,
         release=release if federated and by else None,
         amplified_by={"server": None if federated else by, "release": by},
         reasons={"server": server_reason, "release": reason},
-        claim=None if noise is None or draw.mode == "mean" else Claim(
+        claim=None
+        if noise is None or draw.mode == "mean"
+        else Claim(
             lambda rounds, delta: claimed_by_wang(draw.population, noise, rounds * rows, delta),
             f"RDP of subsampling without replacement at rate 1/{draw.population}, a draw for each "
             "answered row",
@@ -479,16 +525,24 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
 
 
 def _check(
-    facts: PublicFacts, count: int, critics_per_step: int, on_query: bool, sanitize: str,
-    routing: str, answerers: int, cohort_sampling: str,
+    facts: PublicFacts,
+    count: int,
+    critics_per_step: int,
+    on_query: bool,
+    sanitize: str,
+    routing: str,
+    answerers: int,
+    cohort_sampling: str,
 ) -> None:
     """Raises FedgenError for parameters that contradict each other."""
     federated = facts.clients > 1
     population = facts.clients if federated else count
     if federated and count > 1:
         raise FedgenError(
-            "method.critics", f"{count} critics in each of {facts.clients} clients would nest two "
-            "draws, which has no accountant", "set method.critics=1, or partition=single",
+            "method.critics",
+            f"{count} critics in each of {facts.clients} clients would nest two "
+            "draws, which has no accountant",
+            "set method.critics=1, or partition=single",
         )
     if not 1 <= answerers <= population:
         raise FedgenError(
@@ -496,21 +550,25 @@ def _check(
         )
     if cohort_sampling == "poisson" and not federated:
         raise FedgenError(
-            "method.cohort_sampling", "one client draws a fixed number of critics",
+            "method.cohort_sampling",
+            "one client draws a fixed number of critics",
             "set method.cohort_sampling=fixed, or take several clients",
         )
     if on_query and not federated and critics_per_step != 1:
         raise FedgenError(
-            "method.critics_per_step", "critics that train when they are drawn train one by one",
+            "method.critics_per_step",
+            "critics that train when they are drawn train one by one",
             "set method.critics_per_step=1",
         )
     if on_query and routing == "mean":
         raise FedgenError(
-            "method.critic_schedule", "on_query needs a draw, and routing=mean has none",
+            "method.critic_schedule",
+            "on_query needs a draw, and routing=mean has none",
             "set method.critic_schedule=public",
         )
     if sanitize == "parameters" and routing == "per_sample":
         raise FedgenError(
-            "method.routing", "a gradient of the generator's weights is one row, not one per "
-            "sample", "set method.routing=per_step or mean",
+            "method.routing",
+            "a gradient of the generator's weights is one row, not one per sample",
+            "set method.routing=per_step or mean",
         )

@@ -19,7 +19,8 @@ def upsamplings(size: int) -> int:
         doublings += 1
     if size % 2**doublings or size < 8:
         raise FedgenError(
-            "data", f"images of {size}x{size} do not fit the generators",
+            "data",
+            f"images of {size}x{size} do not fit the generators",
             "resize them to 8, 12, 16, 20, 24, 28, 32, 40, 48, 56 or 64 pixels",
         )
     return doublings
@@ -28,8 +29,9 @@ def upsamplings(size: int) -> int:
 def with_one_hot(latents: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Latents (n, d) and one-hot labels side by side, (n, d + classes)."""
     # a comparison, since torch.nn.functional.one_hot does not work under vmap
-    return torch.cat([latents, (labels[:, None] == torch.arange(classes, device=labels.device))
-                      .to(latents)], 1)
+    return torch.cat(
+        [latents, (labels[:, None] == torch.arange(classes, device=labels.device)).to(latents)], 1
+    )
 
 
 class PixelNorm(nn.Module):
@@ -90,9 +92,7 @@ class Critic(nn.Module):
         channels, size, _ = shape
         self.convolutions = nn.ModuleList(
             SpectralConv2d(inputs, outputs, 5, 2, 2)
-            for inputs, outputs in [
-                (channels, width), (width, 2 * width), (2 * width, 4 * width)
-            ]
+            for inputs, outputs in [(channels, width), (width, 2 * width), (2 * width, 4 * width)]
         )
         features = 4 * width * (-(-size // 8)) ** 2
         self.score = SpectralLinear(features, 1)
@@ -104,4 +104,5 @@ class Critic(nn.Module):
         for layer in self.convolutions:
             features = F.leaky_relu(layer(features), 0.2)
         features = features.flatten(1)
-        return self.score(features)[:, 0] + (self.label(labels) * features).sum(1)
+        scores: Tensor = self.score(features)[:, 0] + (self.label(labels) * features).sum(1)
+        return scores

@@ -24,7 +24,8 @@ class UpBlock(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         up = F.interpolate(F.relu(self.norm(features)), scale_factor=2.0)
         residual = self.second(F.relu(self.norm(self.first(up))))
-        return residual + self.skip(F.interpolate(features, scale_factor=2.0))
+        image: Tensor = residual + self.skip(F.interpolate(features, scale_factor=2.0))
+        return image
 
 
 class Generator(nn.Module):

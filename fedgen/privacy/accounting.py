@@ -133,8 +133,11 @@ def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float)
     low, high = binom.interval(1 - 1e-3 * delta, draws, probability)
     visits = np.arange(max(1, int(low)), int(high) + 2)
     weights = binom.pmf(visits, draws, probability)
-    beyond = float(binom.sf(visits[-1], draws, probability) + binom.cdf(visits[0] - 1, draws,
-                   probability) - binom.pmf(0, draws, probability))
+    beyond = float(
+        binom.sf(visits[-1], draws, probability)
+        + binom.cdf(visits[0] - 1, draws, probability)
+        - binom.pmf(0, draws, probability)
+    )
     mus = np.sqrt(visits) / sigma
 
     def delta_at(eps: float) -> float:
@@ -203,9 +206,9 @@ def subset_draw_pmf(gamma: float, mu: float, step: float) -> pld_pmf.PLDPmf:
     (Doroshenko et al. 2022).
     """
     cells = max(math.ceil(_largest_loss(gamma, mu) / step), 1)
-    grid = np.arange(cells + 1) * step
+    grid: NDArray[np.float64] = np.arange(cells + 1, dtype=np.float64) * step
     # the point x of N(0, 1) at which the mixture's loss is `grid`
-    x = (_log1p_expm1_over(grid, gamma) + mu**2 / 2) / mu
+    x: NDArray[np.float64] = (_log1p_expm1_over(grid, gamma) + mu**2 / 2) / mu
     base, shifted = _interval_masses(x), _interval_masses(x - mu)
     upper = (1 - gamma) * base + gamma * shifted  # P-mass of each bin, grid[i] to grid[i + 1]
     lower = base  # Q-mass of the same bin
@@ -232,7 +235,7 @@ def _log1p_expm1_over(loss: NDArray[np.float64], gamma: float) -> NDArray[np.flo
     """log(1 + (exp(loss) - 1) / gamma), also where exp(loss) overflows."""
     with np.errstate(over="ignore"):
         direct = np.log1p(np.expm1(loss) / gamma)
-    return np.where(loss < 500, direct, loss - math.log(gamma))
+    return np.asarray(np.where(loss < 500, direct, loss - math.log(gamma)), dtype=np.float64)
 
 
 def _interval_masses(points: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -251,9 +254,7 @@ def _draws_rdp(spend: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def subset_draw_rdp(
-    gamma: float, mu: float, orders: Sequence[int] = ORDERS
-) -> tuple[float, ...]:
+def subset_draw_rdp(gamma: float, mu: float, orders: Sequence[int] = ORDERS) -> tuple[float, ...]:
     """Renyi divergences (integer orders >= 2) of one draw as in ``subset_draw_pmf``.
 
     (l - 1) rdp(l) = log(1 + sum_{j=2..l} binom(l, j) gamma^j T_j), T_2 = exp(mu^2) - 1,
@@ -296,5 +297,3 @@ def claimed_by_wang(population: int, sigma: float, releases: int, delta: float) 
         event = SampledWithoutReplacementDpEvent(population, 1, event)
     accountant.compose(event, releases)
     return float(accountant.get_epsilon(delta))
-
-

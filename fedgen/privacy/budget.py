@@ -1,4 +1,4 @@
-"""A run's budget: how much noise, how many rounds, how many rows a client, decided before it starts.
+"""A run's budget of rounds and of rows a client, decided before it starts.
 
 Two adversaries. The ``server`` sees every message and who sent it: cohorts give it no
 amplification. The ``release`` adversary sees what is published: the generator and its samples.
@@ -65,6 +65,7 @@ def check_delta(delta: float) -> None:
     """Raises FedgenError unless 0 < delta < 1."""
     if not 0 < delta < 1:
         raise FedgenError(
-            "privacy.delta", f"must lie strictly between 0 and 1, got {delta:g}",
+            "privacy.delta",
+            f"must lie strictly between 0 and 1, got {delta:g}",
             "take one well below 1 / (number of records or clients), e.g. 1e-5",
         )

@@ -1,4 +1,4 @@
-"""What each client has spent: append-only, one JSON line a release, written before the reply leaves.
+"""What each client has spent: append-only, a JSON line a release, written before the reply leaves.
 
 The client's own ledger is authoritative. The server keeps a second one from the events that it
 received; where they differ, the larger counts.

@@ -130,4 +130,3 @@ def _clipped_sum(
 
 
 Mechanism = RowGaussian | NoMechanism
-

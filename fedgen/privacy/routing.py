@@ -94,5 +94,3 @@ class Routing:
         visits = cap * draws // rows
         one = float(binom.sf(visits, draws * steps, self.take / self.population))
         return min(1.0, self.population * one)
-
-

@@ -107,7 +107,7 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file in one step: readers see the old one or the new one."""
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text)
-    os.replace(fresh, path)
+    fresh.replace(path)
 
 
 def or_null(value: float | None) -> float | None:

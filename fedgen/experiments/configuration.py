@@ -1,0 +1,128 @@
+"""Command-line overrides to a resolved Hydra configuration; every mistake in one line.
+
+Imports neither torch nor anything else that is slow to load: a mistyped override answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from fedgen.errors import FedgenError
+
+_NUMBER_OR_NULL = ("privacy.target_epsilon", "privacy.noise_multiplier")
+
+
+def compose(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration ``name`` with overrides, and the chosen groups' options under ``names``.
+
+    Raises:
+        FedgenError: for an override that does not fit.
+    """
+    for word in overrides:
+        if "=" not in word:
+            raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
+    try:
+        with initialize_config_module("configs", version_base="1.3"):
+            whole = hydra_compose(name, overrides, return_hydra_config=True)
+            groups = dict(whole.hydra.runtime.choices)
+            default = hydra_compose(name, [w for w in overrides if _key(w) in groups])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _in_one_line(error, name) from error
+    config = whole.copy()
+    with open_dict(config):
+        del config.hydra
+        config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
+        if OmegaConf.select(config, "runtime.threads") == "auto":
+            config.runtime.threads = os.cpu_count() or 1
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
+    _check_types(config, default, "")
+    return config
+
+
+def combinations(overrides: list[str]) -> list[list[str]]:
+    """Every combination of comma-separated values, as Hydra's own sweeps write them."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        options = [
+            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+            if each.is_sweep_override()
+            else [word]
+            for each, word in zip(parsed, overrides, strict=True)
+        ]
+    except HydraException as error:
+        raise _in_one_line(error, "config") from error
+    return [list(batch) for batch in itertools.product(*options)]
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
+
+
+def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
+    """Holds each value against its default: numbers stay numbers."""
+    for key in default:
+        if OmegaConf.is_missing(default, key):
+            continue
+        new, old, name = config[key], default[key], f"{prefix}{key!s}"
+        if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+            _check_types(new, old, f"{name}.")
+        elif name in _NUMBER_OR_NULL:
+            if new is not None and not _is_number(new):
+                raise FedgenError(name, f"must be a number or null, got {new!r}", "e.g. 10")
+        elif isinstance(old, bool) != isinstance(new, bool):
+            raise FedgenError(name, f"cannot be {new!r}", f"the default is {old!r}")
+        elif isinstance(old, int) and not isinstance(new, int):
+            raise FedgenError(name, f"must be a whole number, got {new!r}", f"default {old}")
+        elif isinstance(old, float) and not _is_number(new):
+            raise FedgenError(name, f"must be a number, got {new!r}", f"default {old}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _in_one_line(error: Exception, name: str) -> FedgenError:
+    """Hydra's error as key, problem, remedy."""
+    text = str(error)
+    option = re.search(r"Could not find '([\w/]+)/([^'/]+)'", text)
+    if option:
+        known = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+        near = difflib.get_close_matches(option[2], known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return FedgenError(
+            option[1], f"there is no {option[2]!r}", f"{hint}choose {', '.join(known)}"
+        )
+    key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
+    if key:
+        wrong = key[1] or key[2]
+        near = difflib.get_close_matches(wrong, _known_keys(name), 1)
+        remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
+        return FedgenError(wrong, "is no setting", remedy)
+    return FedgenError("override", text.splitlines()[0], "see fedgen --help")
+
+
+def _known_keys(name: str) -> list[str]:
+    with initialize_config_module("configs", version_base="1.3"):
+        config = hydra_compose(name)
+
+    def walk(part: DictConfig, prefix: str) -> list[str]:
+        keys = []
+        for key in part:
+            keys.append(f"{prefix}{key!s}")
+            if not OmegaConf.is_missing(part, key) and isinstance(part[key], DictConfig):
+                keys += walk(part[key], f"{prefix}{key!s}.")
+        return keys
+
+    return walk(config, "")
