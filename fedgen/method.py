@@ -85,10 +85,12 @@ class ServerProgram:
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """What everybody may know about the data before a run: the number of clients and of labels, and
-    the images' shape (channels, height, width)."""
+    """What everybody may know about the data before a run: the number of clients, of labels, the
+    images' shape (channels, height, width), and the rows of a single client: replacing one record
+    keeps their number. How many rows each of several clients has is private: None."""
 
     clients: int
+    rows: int | None
     classes: int
     shape: tuple[int, int, int]
 

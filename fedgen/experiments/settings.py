@@ -66,7 +66,8 @@ def setup(config: DictConfig) -> Setup:
     shards: list[Index] = build(config.partition)(
         labels=dataset.labels, writers=dataset.writers, coins=coins.at("data")
     )
-    facts = PublicFacts(len(shards), dataset.classes, dataset.shape)
+    rows = len(shards[0]) if len(shards) == 1 else None
+    facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape)
     make = build(config.method, without="strategy")
 
     def method(noise_multiplier: float | None) -> Method:

@@ -150,9 +150,9 @@ class Training:
             state, extra = found
             self.run_dir.cut_metrics(extra["metrics"])
             self.clock = Clock(extra["seconds"], extra["parts"])
-        if self.ready.privacy.noise == "secure":
-            for client, ledger in self.ledgers.items():
-                state.rows[client] = max(state.rows[client], ledger.rows)
+        for client, ledger in self.ledgers.items():
+            ledger.rewind(state.rounds)
+            state.rows[client] = max(state.rows[client], ledger.rows)
         self._board = _board(self.run_dir, state.rounds)
         return state
 

@@ -15,9 +15,8 @@ Score = Callable[[Tensor, Tensor], Tensor]
 def critic_loss(
     score: Score,
     real: Tensor,
-    real_labels: Tensor,
     fake: Tensor,
-    fake_labels: Tensor,
+    labels: Tensor,
     mix: Tensor,
     *,
     gradient_penalty: float,
@@ -27,15 +26,14 @@ def critic_loss(
 
     Args:
         score: (images, labels) -> (n,).
-        real, fake: images (n, channels, height, width) in [0, 1]; labels (n,).
-        mix: (n,) in [0, 1]; x_hat = mix * real + (1 - mix) * fake, with the label of the real.
+        real, fake: images (n, channels, height, width) in [0, 1], pairs of one label.
+        labels: (n,), of both.
+        mix: (n,) in [0, 1]; x_hat = mix * real + (1 - mix) * fake.
     """
-    real_scores = score(real, real_labels)
-    wasserstein = score(fake, fake_labels).mean() - real_scores.mean()
+    real_scores = score(real, labels)
+    wasserstein = score(fake, labels).mean() - real_scores.mean()
     share = mix.view(-1, 1, 1, 1)
-    slopes = grad(lambda images: score(images, real_labels).sum())(
-        share * real + (1 - share) * fake
-    )
+    slopes = grad(lambda images: score(images, labels).sum())(share * real + (1 - share) * fake)
     norms = torch.sqrt(slopes.flatten(1).square().sum(1) + 1e-12)
     penalty = (norms - 1).square().mean()
     return wasserstein + gradient_penalty * penalty + drift_penalty * real_scores.square().mean()

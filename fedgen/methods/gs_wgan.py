@@ -83,11 +83,12 @@ class Networks:
         return images
 
     def inputs(self, shape: tuple[int, ...], coins: Coins) -> tuple[Tensor, Tensor]:
-        """Latents (*shape, latent), Bernoulli(0.5), and labels (*shape), uniform: neither depends
-        on the data."""
+        """Latents (*shape, latent), Bernoulli(0.5), and labels (*shape), uniform and as balanced
+        as their number allows along the last dimension: neither depends on the data."""
         size = (*shape, self.latent)
         latents = torch.randint(0, 2, size, generator=coins.public("latents")).float()
-        labels = torch.randint(0, self.classes, shape, generator=coins.public("labels"))
+        first = torch.randint(0, self.classes, (*shape[:-1], 1), generator=coins.public("labels"))
+        labels = (first + torch.arange(shape[-1])) % self.classes
         return latents.to(self.device), labels.to(self.device)
 
 
@@ -123,12 +124,6 @@ class Critics:
     def subsets(self, block: int, shard: Shard, coins: Coins) -> tuple[Tensor, Tensor]:
         """The rows of each critic in a block (padded), and how many. By position in a public
         permutation: of a fixed number of rows, replacing one moves no other."""
-        if len(shard) < self.count:
-            raise FedgenError(
-                "method.critics",
-                f"{self.count} critics are more than {len(shard)} rows",
-                "lower it: each critic needs rows of its own",
-            )
         if self.count == 1:
             return torch.arange(len(shard))[None], torch.tensor([len(shard)])
         order = torch.randperm(len(shard), generator=coins.public("subsets"))
@@ -152,17 +147,23 @@ class Critics:
         moments: Tensors,
         subsets: tuple[Tensor, Tensor],
         shard: Shard,
-        fakes: tuple[Tensor, Tensor],
+        fakes: Callable[[Tensor, Coins], Tensor],
         coins: Coins,
     ) -> None:
         """One step of WGAN-GP for all critics of a block, in place, each on rows of its own subset.
 
-        ``fakes``: images and labels, (batch, ...) common to all, or (block, batch, ...).
+        ``fakes``: labels (block, batch) -> images with these labels. A fake that is paired with a
+        real image of another label teaches a critic nothing about either label.
         """
         index, sizes = subsets
-        flips = torch.rand((2, len(sizes), self.batch), generator=coins.public("rows"))
-        picks = torch.minimum((flips[0] * sizes[:, None]).long(), sizes[:, None] - 1)
-        real, real_labels = shard.rows(torch.gather(index, 1, picks))
+        flips = torch.rand(index.shape, generator=coins.public("rows"))
+        padding = torch.arange(index.shape[1]) >= sizes[:, None]
+        order = torch.argsort(flips.masked_fill(padding, 2.0))
+        # rows in random order, from the start again where a subset is smaller than a batch
+        picks = torch.gather(order, 1, torch.arange(self.batch) % sizes[:, None])
+        real, labels = shard.rows(torch.gather(index, 1, picks))
+        real, labels = real.to(self.nets.device), labels.to(self.nets.device)
+        mix = torch.rand(picks.shape, generator=coins.public("mix")).to(self.nets.device)
 
         def loss(weights: Tensors, spectral: Tensors, *batch: Tensor) -> Tensor:
             score = self.nets.score({**weights, **spectral})
@@ -173,14 +174,7 @@ class Critics:
                 drift_penalty=self.drift_penalty,
             )
 
-        fake_dim = None if fakes[1].dim() == 1 else 0
-        gradients = vmap(grad(loss), in_dims=(0, 0, 0, 0, fake_dim, fake_dim, 0))(
-            *split(critics),
-            real.to(self.nets.device),
-            real_labels.to(self.nets.device),
-            *fakes,
-            flips[1].to(self.nets.device),
-        )
+        gradients = vmap(grad(loss))(*split(critics), real, fakes(labels, coins), labels, mix)
         adam_step(critics, gradients, moments, *self.adam)
         critics.update(power_iteration(critics, stacked=True))
 
@@ -201,14 +195,17 @@ class Critics:
             images = nets.generate({**weights, **spectral}, latents, labels)
             return generator_loss(nets.score(critic), images, labels) / self.batch
 
+        def rival_fakes(labels: Tensor, coins: Coins) -> Tensor:
+            latents = nets.inputs(tuple(labels.shape), coins)[0]
+            with torch.no_grad():
+                images: Tensor = vmap(nets.generate)(rivals, latents, labels)
+            return images
+
         for step in range(self.warm_start):
             here = coins.at("warm_start", block, step)
             for inner in range(self.steps):
                 at = here.at("critic", inner)
-                latents, labels = nets.inputs((len(members), self.batch), at)
-                with torch.no_grad():
-                    images = vmap(nets.generate)(rivals, latents, labels)
-                self.descend(critics, moments, subsets, shard, (images, labels), at)
+                self.descend(critics, moments, subsets, shard, rival_fakes, at)
             latents, labels = nets.inputs((len(members), self.batch), here.at("rival"))
             gradients = vmap(grad(rival_loss))(*split(rivals), critics, latents, labels)
             adam_step(rivals, gradients, rival_moments, *self.adam)
@@ -224,7 +221,14 @@ class Critics:
         self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
     ) -> State:
         """The block whose turn it is (or the critics that the round draws) descends."""
-        images, labels = (broadcast[n].to(self.nets.device) for n in ("images", "labels"))
+        pool = broadcast["images"].to(self.nets.device)  # (classes, fakes per label, ...)
+
+        def pool_fakes(labels: Tensor, coins: Coins) -> Tensor:
+            which = torch.randint(
+                pool.shape[1], tuple(labels.shape), generator=coins.public("fakes")
+            )
+            return pool[labels, which.to(pool.device)]
+
         drawn = self.draw(self.rows_per_query, round_, coins) if self.on_query else {}
         changed: dict[str, Tensors] = {}
         for block in list(drawn) if self.on_query else [round_ % self.blocks]:
@@ -233,9 +237,8 @@ class Critics:
             moments = dict(state[name]) if name in state else adam_start(critics)
             subsets = self.subsets(block, shard, coins)
             for step in range(self.steps):
-                rows = slice(step * self.batch, (step + 1) * self.batch)
                 here = coins.at("train", round_, "block", block, "step", step)
-                self.descend(critics, moments, subsets, shard, (images[rows], labels[rows]), here)
+                self.descend(critics, moments, subsets, shard, pool_fakes, here)
             changed |= {f"critics.{block}": critics, name: moments}
         return changed
 
@@ -292,7 +295,7 @@ class Generator:
     nets: Networks
     sanitize: Literal["samples", "parameters"]
     batch: int
-    fakes: int
+    fakes_per_label: int
     adam: Adam
     ema: float
 
@@ -304,11 +307,14 @@ class Generator:
         return {name: value.to(self.nets.device) for name, value in state.items()}
 
     def broadcast(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
-        """Fresh fakes for the critics to train on."""
-        latents, labels = self.nets.inputs((self.fakes,), coins.at("broadcast", round_))
+        """Fresh fakes for the critics to train on, (classes, fakes per label, ...)."""
+        labels = torch.arange(self.nets.classes).repeat_interleave(self.fakes_per_label)
+        latents, _ = self.nets.inputs((len(labels),), coins.at("broadcast", round_))
         with torch.no_grad():
-            images = self.nets.generate(part(state, "generator"), latents, labels)
-        return {"images": images, "labels": labels}
+            images = self.nets.generate(
+                part(state, "generator"), latents, labels.to(self.nets.device)
+            )
+        return {"images": images.view(self.nets.classes, -1, *images.shape[1:])}
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
         """A batch of images and labels, or what makes them, to be judged."""
@@ -365,10 +371,11 @@ def gs_wgan(
     critic: Callable[..., nn.Module],
     latent: int,
     batch: int,
+    fakes_per_label: int,
     generator_learning_rate: float,
     generator_betas: tuple[float, float],
     ema: float,
-    critics: int | Literal["auto"],
+    critics: int,
     critics_per_step: int,
     critic_schedule: Literal["public", "on_query"],
     critic_steps: int,
@@ -391,8 +398,9 @@ def gs_wgan(
         noise_multiplier: noise std over the sensitivity 2C of an answered row; None neither clips
             nor noises.
         batch: images per generator step. critic_batch: real (and fake) images per critic step.
+        fakes_per_label: images of each label that a round's critics train on.
         ema: decay of the average of the generator that is published.
-        critics: K, in the keeping of one client; "auto" is 1000 for one client, 1 for several.
+        critics: K, in the keeping of a single client; each of several clients holds one.
         critics_per_step: width of the public rotation: the critics of one client, or the clients,
             that train in a step.
         critic_schedule: "public" trains a rotation, "on_query" whoever the step's draw chose.
@@ -406,7 +414,7 @@ def gs_wgan(
         FedgenError: for parameters that contradict each other.
     """
     federated = facts.clients > 1
-    count = critics if critics != "auto" else (1 if federated else 1000)
+    count = 1 if federated else critics
     on_query = critic_schedule == "on_query"
     _check(facts, count, critics_per_step, on_query, sanitize, routing, answerers, cohort_sampling)
     # the draw that amplifies: of a client by the server, or of a critic by the one client
@@ -447,7 +455,7 @@ def gs_wgan(
         nets,
         sanitize,
         batch,
-        critic_steps * critic_batch,
+        fakes_per_label,
         (generator_learning_rate, generator_betas),
         ema,
     )
@@ -537,12 +545,11 @@ def _check(
     """Raises FedgenError for parameters that contradict each other."""
     federated = facts.clients > 1
     population = facts.clients if federated else count
-    if federated and count > 1:
+    if facts.rows is not None and count > facts.rows:
         raise FedgenError(
             "method.critics",
-            f"{count} critics in each of {facts.clients} clients would nest two "
-            "draws, which has no accountant",
-            "set method.critics=1, or partition=single",
+            f"{count} critics are more than {facts.rows} rows",
+            "lower it: each critic needs rows of its own",
         )
     if not 1 <= answerers <= population:
         raise FedgenError(

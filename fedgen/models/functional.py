@@ -125,7 +125,9 @@ def adam_step(
     names = parameter_names(network)
     adam(
         [network[name] for name in names],
-        [gradients[name] for name in names],
+        # contiguous: the fused step walks through memory, and would pair weights of one network
+        # with gradients of another if vmap left them in another order
+        [gradients[name].contiguous() for name in names],
         [state[f"m.{name}"] for name in names],
         [state[f"v.{name}"] for name in names],
         [],

@@ -9,7 +9,7 @@ multiplier is std over the diameter of the set that a contribution is clipped to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -98,8 +98,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _smallest_epsilon(lambda eps: float(gaussian_delta(mu, eps)), delta)
 
 
-def _smallest_epsilon(delta_at: object, delta: float) -> float:
-    assert callable(delta_at)
+def _smallest_epsilon(delta_at: Callable[[float], float], delta: float) -> float:
     if delta_at(0.0) <= delta:
         return 0.0
     high = 1.0
@@ -157,7 +156,11 @@ def _draws_pld(spend: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
         part = subset_draw_pmf(gamma, 1 / sigma, step).self_compose(count, 1e-3 * delta)
         pmf = part if pmf is None else pmf.compose(part, 1e-3 * delta)
     assert pmf is not None
-    return float(pmf.get_epsilon_for_delta(delta))
+    composed = pmf
+    if composed.get_delta_for_epsilon(math.inf) > delta:
+        return math.inf
+    # not get_epsilon_for_delta: it gives up where exp(-loss) underflows
+    return _smallest_epsilon(lambda eps: float(composed.get_delta_for_epsilon(eps)), delta)
 
 
 def _discretization(spend: tuple[tuple[DpEvent, int], ...]) -> float:

@@ -7,6 +7,7 @@ received; where they differ, the larger counts.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,9 +32,10 @@ class Ledger:
 
     def __init__(self, path: Path, run: str, client: int, seeded: bool) -> None:
         self._path, self._seeded = path, seeded
-        self._rounds: set[int] = set()
+        self._written: dict[int, tuple[int, DpEvent]] = {}  # round -> (rows, event), seeded mode
         self._spend: Counter[DpEvent] = Counter()
         self._words: dict[DpEvent, tuple[str, Spend]] = {}
+        self._ahead: set[int] = set()  # written, and not yet done again after a rewind
         self.releases, self.rows = 0, 0
         head = json.dumps({"schema": SCHEMA, "run": run, "client": client})
         if path.exists() and path.stat().st_size > 0:
@@ -46,7 +48,7 @@ class Ledger:
         text = self._path.read_text()
         whole, _, torn = text.rpartition("\n")
         if torn:  # the process died while charging: the reply had not left
-            self._path.write_text(whole + "\n" if whole else "")
+            os.truncate(self._path, len(whole.encode()) + 1 if whole else 0)
         lines = whole.split("\n") if whole else []
         if not lines:
             self._path.write_text(head + "\n")
@@ -62,11 +64,14 @@ class Ledger:
 
     def is_repeat(self, server_round: int) -> bool:
         """Whether the round's release is one that was charged before, to the last bit."""
-        return self._seeded and server_round in self._rounds
+        return server_round in self._written
 
     def charge(self, server_round: int, rows: int, event: DpEvent) -> None:
         """Writes the cost of a release of some rows down. Call before it leaves the client."""
         if self.is_repeat(server_round):
+            if server_round in self._ahead:
+                self._ahead.remove(server_round)
+                self._note(server_round, rows, event)
             return
         if event not in self._words:
             self._words[event] = (json.dumps(to_json(event)), canonical(event))
@@ -76,10 +81,25 @@ class Ledger:
         self._note(server_round, rows, event)
 
     def _note(self, server_round: int, rows: int, event: DpEvent) -> None:
-        self._rounds.add(server_round)
+        if self._seeded:
+            self._written[server_round] = (rows, event)
         self._spend.update(self._words[event][1] if event in self._words else canonical(event))
         self.releases += 1
         self.rows += rows
+
+    def rewind(self, rounds: int) -> None:
+        """Goes back to where ``rounds`` rounds were done; in mode ``seeded`` alone. What was
+        written of later rounds stays written, and counts again when the run gets there: the
+        release is the same to the last bit."""
+        entries = dict(self._written)
+        if not self._seeded or all(server_round < rounds for server_round in entries):
+            return
+        self._spend.clear()
+        self.releases, self.rows = 0, 0
+        self._ahead = {server_round for server_round in entries if server_round >= rounds}
+        for server_round, (rows, event) in entries.items():
+            if server_round < rounds:
+                self._note(server_round, rows, event)
 
     def spend(self) -> Spend:
         """All that was charged, canonical."""

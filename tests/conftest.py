@@ -1,0 +1,61 @@
+"""Small settings and small data that the tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from tiny import TINY, Train
+
+from fedgen import cli
+from fedgen.coins import Coins
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("fedgen", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fedgen")
+
+
+@pytest.fixture
+def coins() -> Coins:
+    return Coins.of(0, "seeded")
+
+
+@pytest.fixture
+def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
+    """Trains with tiny settings through the command line; returns the run directory."""
+
+    def run(*overrides: str, name: str = "run") -> Path:
+        place = tmp_path / name
+        status = cli.run(["train", *TINY, *overrides, f"run_dir={place}"])
+        assert status == 0, capsys.readouterr().err
+        return place
+
+    return run
+
+
+@pytest.fixture
+def data_root(tmp_path: Path) -> Path:
+    """mnist.npz and femnist.npz in the layout of the real files, with 60 rows and 6 writers."""
+    rng = np.random.default_rng(0)
+    rows = 60
+    images = rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8)
+    labels = np.arange(rows, dtype=np.uint8) % 10
+    writers = (np.arange(rows) // 10).astype(np.int16)
+    np.savez_compressed(
+        tmp_path / "mnist.npz",
+        train_images=images,
+        train_labels=labels,
+        train_writer=writers,
+        test_images=images[:20],
+        test_labels=labels[:20],
+    )
+    np.savez_compressed(
+        tmp_path / "femnist.npz", images=images, labels=np.arange(rows) % 62, writer=writers
+    )
+    return tmp_path

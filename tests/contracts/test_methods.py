@@ -1,0 +1,120 @@
+"""What every method must do, whatever it is. Methods are found by their yaml."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tiny import Train
+
+import configs
+from fedgen import cli
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import from_json
+
+METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
+PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
+
+
+def record(run: Path, name: str) -> dict:
+    return json.loads((run / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("clients", PARTITIONS)
+@pytest.mark.parametrize("method", METHODS)
+class TestEveryMethod:
+    def test_spend_stays_within_the_plan(self, train: Train, method: str, clients: str) -> None:
+        run = train(
+            f"method={method}", *PARTITIONS[clients], "privacy.target_epsilon=3", "rounds=2"
+        )
+        privacy = record(run, "privacy")
+        assert 0 < privacy["views"]["server"]["epsilon"] <= 3
+        assert privacy["views"]["release"]["epsilon"] <= privacy["views"]["server"]["epsilon"]
+        assert privacy["rounds"] == 2
+
+    def test_the_ledgers_add_up_to_what_is_printed(
+        self, train: Train, method: str, clients: str
+    ) -> None:
+        """Recomputed from the ledgers' lines alone, with nothing of the run's own sums."""
+        run = train(f"method={method}", *PARTITIONS[clients], "rounds=2")
+        printed = record(run, "privacy")
+        for client, page in printed["clients"].items():
+            lines = (run / "clients" / client / "ledger.jsonl").read_text().splitlines()[1:]
+            spend: dict = {}
+            for line in lines:
+                event, count = from_json(json.loads(line)["event"]), 1
+                while hasattr(event, "count"):
+                    event, count = event.event, count * event.count
+                spend[event] = spend.get(event, 0) + count
+            assert len(lines) == page["releases"]
+            found = epsilon(spend, printed["delta"]).or_infinity
+            assert page["server"] == pytest.approx(found, rel=1e-9)
+
+    def test_it_stops_before_it_would_overspend(
+        self, train: Train, method: str, clients: str
+    ) -> None:
+        run = train(
+            f"method={method}",
+            *PARTITIONS[clients],
+            "rounds=40",
+            "privacy.noise_multiplier=8",
+            "privacy.target_epsilon=2",
+        )
+        privacy = record(run, "privacy")
+        assert privacy["rounds"] < 40
+        assert privacy["views"]["server"]["epsilon"] <= 2
+        assert privacy["views"]["server"]["epsilon"] > 1
+
+    def test_without_privacy_there_is_no_epsilon(
+        self, train: Train, method: str, clients: str
+    ) -> None:
+        run = train(f"method={method}", *PARTITIONS[clients], "privacy=none", "rounds=2")
+        privacy = record(run, "privacy")
+        assert privacy["views"]["server"]["epsilon"] is None
+        assert "no" in privacy["views"]["server"]["reason"]
+        assert "no bound" in (run / "public" / "PRIVACY.md").read_text()
+
+    def test_it_leaves_what_a_run_leaves(self, train: Train, method: str, clients: str) -> None:
+        run = train(f"method={method}", *PARTITIONS[clients], "rounds=2", "sample_every=1")
+        for name in (
+            "config.yaml",
+            "metrics.jsonl",
+            "privacy.json",
+            "results.json",
+            "epsilon.png",
+            "samples/round_000001.png",
+            "samples/round_000002.png",
+            "checkpoints/checkpoint.json",
+            "public/generator.safetensors",
+            "public/samples.png",
+            "public/PRIVACY.md",
+        ):
+            assert (run / name).stat().st_size > 0, name
+        assert list(run.glob("events.out.tfevents.*"))
+        assert not list(run.glob("clients/*/*.safetensors")), "critics do not outlive the run"
+        results = record(run, "results")
+        count = len(results["bytes"]["per_client"])
+        assert results["clients"] == count == len(record(run, "privacy")["clients"])
+        assert results["bytes"]["up"] == sum(
+            client["up"] for client in results["bytes"]["per_client"].values()
+        )
+        assert math.isfinite(results["rounds_per_second"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_public_holds_nothing_of_single_clients(train: Train, method: str) -> None:
+    run = train(f"method={method}", *PARTITIONS["several"], "rounds=2")
+    assert sorted(p.name for p in (run / "public").iterdir()) == [
+        "PRIVACY.md",
+        "generator.safetensors",
+        "samples.png",
+    ]
+
+
+def test_a_plan_is_made_before_anything_is_written(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    status = cli.run(["train", "privacy.delta=2", f"run_dir={place}"])
+    assert status == 2
+    assert not place.exists()

@@ -1,0 +1,174 @@
+"""Data sets: layouts, shapes, labels, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedgen.coins import Coins
+from fedgen.data import datasets
+from fedgen.errors import FedgenError
+
+REAL = os.environ.get("FEDGEN_DATA")
+
+
+def test_digits(coins: Coins) -> None:
+    data = datasets.digits(coins)
+    assert data.images.shape == (1437, 1, 8, 8)
+    assert data.test_images.shape == (360, 1, 8, 8)
+    assert data.images.dtype == np.uint8
+    assert data.images.max() == 255
+    assert set(data.labels) == set(range(10))
+
+
+def test_a_shard_gives_floats_in_the_unit_interval(coins: Coins) -> None:
+    shard = datasets.digits(coins).shard(np.arange(5))
+    images, labels = shard.rows(torch.tensor([[0, 1], [2, 4]]))
+    assert images.shape == (2, 2, 1, 8, 8)
+    assert labels.shape == (2, 2)
+    assert images.min() >= 0
+    assert images.max() <= 1
+    assert len(shard) == 5
+
+
+def test_mnist_from_npz(data_root: Path) -> None:
+    data = datasets.torchvision_set("mnist", str(data_root), "MNIST")
+    assert data.images.shape == (60, 1, 28, 28)
+    assert data.writers is not None
+    assert len(set(data.writers)) == 6
+
+
+def test_mnist_from_torchvisions_files(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part, rows in (("train", 6), ("t10k", 4)):
+        images, labels = np.zeros((rows, 28, 28), np.uint8), np.arange(rows, dtype=np.uint8)
+        head = np.array([2051, rows, 28, 28], ">i4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        head = np.array([2049, rows], ">i4").tobytes()
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+    data = datasets.torchvision_set("mnist", str(tmp_path), "MNIST")
+    assert data.images.shape == (6, 1, 28, 28)
+    assert list(data.test_labels) == [0, 1, 2, 3]
+
+
+def test_femnist_label_sets_and_polarity(data_root: Path, coins: Coins) -> None:
+    with np.load(data_root / "femnist.npz") as file:
+        dark = file["images"].mean()
+    for classes in (10, 36, 62):
+        data = datasets.femnist(coins, str(data_root), classes)
+        assert data.labels.max() < classes
+        assert data.writers is not None
+        assert len(data.writers) == len(data.labels)
+    assert np.concatenate([data.images, data.test_images]).mean() == pytest.approx(255 - dark)
+    with pytest.raises(FedgenError, match=r"data\.classes"):
+        datasets.femnist(coins, str(data_root), 11)
+
+
+def test_celeba_in_its_layout(tmp_path: Path) -> None:
+    root = tmp_path / "celeba"
+    (root / "img_align_celeba").mkdir(parents=True)
+    names = [f"{i:06d}.jpg" for i in range(1, 7)]
+    for i, name in enumerate(names):
+        Image.new("RGB", (178, 218), (i * 40, 0, 0)).save(root / "img_align_celeba" / name)
+    rows = "\n".join(f"{name} 1 {1 if i % 2 else -1}" for i, name in enumerate(names))
+    (root / "list_attr_celeba.txt").write_text(f"6\nYoung Male\n{rows}\n")
+    parts = zip(names, [0, 0, 0, 1, 2, 2], strict=True)
+    (root / "list_eval_partition.txt").write_text("\n".join(f"{n} {p}" for n, p in parts))
+    data = datasets.celeba(str(tmp_path))
+    assert data.images.shape == (3, 3, 32, 32)
+    assert list(data.labels) == [0, 1, 0]
+    assert list(data.test_labels) == [0, 1]
+    assert data.classes == 2
+
+
+def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for i in range(20):
+            Image.new("RGB", (40, 50), (i, i, i)).save(tmp_path / label / f"{i}.png")
+    data = datasets.folder(coins, None, str(tmp_path), size=16)
+    assert data.shape == (3, 16, 16)
+    assert data.classes == 2
+    assert len(data.labels) + len(data.test_labels) == 40
+    with pytest.raises(FedgenError, match="square"):
+        datasets.folder(coins, None, str(tmp_path))
+    (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
+    with pytest.raises(FedgenError, match="not a readable image"):
+        datasets.folder(coins, None, str(tmp_path), size=16)
+
+
+def test_a_folder_with_its_own_split(tmp_path: Path, coins: Coins) -> None:
+    for part, rows in (("train", 6), ("test", 2)):
+        (tmp_path / part / "only").mkdir(parents=True)
+        for i in range(rows):
+            Image.new("L", (8, 8), i).save(tmp_path / part / "only" / f"{i}.png")
+    data = datasets.folder(coins, str(tmp_path.parent), tmp_path.name)
+    assert (len(data.labels), len(data.test_labels)) == (6, 2)
+
+
+def npz(path: Path, **changed: np.ndarray) -> str:
+    arrays = {
+        "train_images": np.zeros((4, 8, 8), np.uint8),
+        "train_labels": np.arange(4),
+        "test_images": np.zeros((2, 8, 8), np.uint8),
+        "test_labels": np.arange(2),
+        **changed,
+    }
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return str(path)
+
+
+def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
+    rgb = {
+        "train_images": np.zeros((4, 8, 8, 3), np.uint8),
+        "test_images": np.zeros((2, 8, 8, 3), np.uint8),
+    }
+    data = datasets.folder(coins, None, npz(tmp_path / "a.npz", **rgb))
+    assert data.shape == (3, 8, 8)
+    assert data.classes == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"train_images": np.zeros((4, 8, 9), np.uint8)}, "square"),
+        ({"train_images": np.zeros((4, 8, 8), np.float32)}, "must be uint8"),
+        ({"train_images": np.zeros((4, 8, 8, 2), np.uint8)}, "square"),
+        ({"train_labels": np.arange(3)}, "one label"),
+        ({"train_labels": np.arange(4) - 1}, "labels outside"),
+        ({"train_labels": None}, "lacks train_labels"),
+        ({"train_images": np.zeros((0, 8, 8), np.uint8)}, "no rows"),
+        ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
+    ],
+)
+def test_a_users_npz_that_does_not_fit(
+    tmp_path: Path, coins: Coins, changed: dict, words: str
+) -> None:
+    with pytest.raises(FedgenError, match=words):
+        datasets.folder(coins, None, npz(tmp_path / "a.npz", **changed))
+
+
+def test_pickled_data_is_never_loaded(tmp_path: Path, coins: Coins) -> None:
+    bad = npz(tmp_path / "a.npz", train_labels=np.array([{}, {}, {}, {}], dtype=object))
+    with pytest.raises(FedgenError, match="not a readable npz"):
+        datasets.folder(coins, None, bad)
+
+
+@pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")
+def test_the_real_files(coins: Coins) -> None:
+    mnist = datasets.torchvision_set("mnist", None, "MNIST")
+    assert mnist.images.shape == (60000, 1, 28, 28)
+    assert mnist.writers is not None
+    assert len(set(mnist.writers)) == 539
+    assert mnist.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
+    fashion = datasets.torchvision_set("fashion_mnist", None, "FashionMNIST")
+    assert list(np.bincount(fashion.labels)) == [6000] * 10
+    femnist = datasets.femnist(coins, None, 62)
+    assert len(femnist.labels) + len(femnist.test_labels) == 87391
+    assert femnist.images.mean() < 127

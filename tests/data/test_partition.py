@@ -1,0 +1,96 @@
+"""Partitions: complete, disjoint, of the promised law, and stable under replacing one row."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgen.coins import Coins
+from fedgen.data import partition
+from fedgen.errors import FedgenError
+
+COINS = Coins.of(0, "seeded")
+ROWS = 400
+labels = np.random.default_rng(0).integers(0, 10, ROWS)
+writers = np.random.default_rng(1).integers(0, 12, ROWS)
+KINDS = {
+    "single": partition.single,
+    "iid": partial(partition.iid, clients=7),
+    "by_writer": partial(partition.by_writer, clients=None),
+    "dirichlet": partial(partition.dirichlet, clients=5, alpha=0.7),
+    "shards": partial(partition.shards, clients=10, classes_per_client=2),
+}
+
+
+def owners(kind: str, given_labels: np.ndarray, given_writers: np.ndarray) -> np.ndarray:
+    found = KINDS[kind](labels=given_labels, writers=given_writers, coins=COINS)
+    owner = np.full(len(given_labels), -1)
+    for client, rows in enumerate(found):
+        assert (owner[rows] == -1).all(), "a row with two owners"
+        owner[rows] = client
+    return owner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_row_has_one_owner(kind: str) -> None:
+    assert (owners(kind, labels, writers) >= 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(row=st.integers(0, ROWS - 1), label=st.integers(0, 9), writer=st.integers(0, 11))
+def test_replacing_a_row_moves_no_other(kind: str, row: int, label: int, writer: int) -> None:
+    changed_labels, changed_writers = labels.copy(), writers.copy()
+    changed_labels[row], changed_writers[row] = label, writer
+    before, after = owners(kind, labels, writers), owners(kind, changed_labels, changed_writers)
+    others = np.arange(ROWS) != row
+    assert (before[others] == after[others]).all()
+
+
+def test_iid_shards_are_equal() -> None:
+    sizes = np.bincount(owners("iid", labels, writers))
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_by_writer_is_one_client_a_writer() -> None:
+    owner = owners("by_writer", labels, writers)
+    assert all(len(set(writers[owner == client])) == 1 for client in set(owner))
+    some = partition.by_writer(labels, writers, 5, COINS)
+    assert len(some) == 5
+
+
+def test_shards_have_few_classes() -> None:
+    owner = owners("shards", labels, writers)
+    assert all(len(set(labels[owner == client])) <= 2 for client in set(owner))
+
+
+def test_small_alpha_skews_more() -> None:
+    def largest_share(alpha: float) -> float:
+        many = np.tile(np.arange(10), 300)
+        found = partition.dirichlet(many, 5, alpha, COINS)
+        return float(np.mean([np.bincount(many[rows]).max() / len(rows) for rows in found]))
+
+    assert largest_share(0.1) > largest_share(100.0) + 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "run"),
+    [
+        ("partition.clients", lambda: partition.check_clients(500, 400)),
+        ("partition.clients", lambda: partition.check_clients(0, 400)),
+        ("partition", lambda: partition.by_writer(labels, None, None, COINS)),
+        ("partition.clients", lambda: partition.by_writer(labels, writers, 13, COINS)),
+        ("partition.alpha", lambda: partition.dirichlet(labels, 5, 0.0, COINS)),
+        ("partition", lambda: partition.dirichlet(labels, 200, 0.01, COINS)),
+        ("partition.classes_per_client", lambda: partition.shards(labels, 5, 11, COINS)),
+        ("partition.clients", lambda: partition.shards(labels, 2, 1, COINS)),
+    ],
+)
+def test_what_cannot_be_is_refused(key: str, run: object) -> None:
+    assert callable(run)
+    with pytest.raises(FedgenError) as error:
+        run()
+    assert error.value.key == key

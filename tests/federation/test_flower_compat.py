@@ -1,0 +1,70 @@
+"""The private corners of Flower that we stand on: if one moves, this says so first."""
+
+from __future__ import annotations
+
+import flwr
+import pytest
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedgen.federation import flower_compat
+from fedgen.federation.in_process import InProcessGrid
+
+
+def test_version() -> None:
+    assert flwr.__version__.startswith("1.41.")
+
+
+def grid(app: ClientApp, serialize: bool = False) -> InProcessGrid:
+    return InProcessGrid(app, 3, serialize)
+
+
+def ask(node: int) -> Message:
+    content = RecordDict({"facts": ConfigRecord({"x": 1})})
+    return Message(content, dst_node_id=node, message_type="query.hello")
+
+
+def test_code_of_a_raising_client() -> None:
+    assert flower_compat.CLIENT_RAISED == 2
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+def test_a_message_reaches_its_client_and_its_reply_comes_back(serialize: bool) -> None:
+    app = ClientApp()
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        partition = context.node_config["partition-id"]
+        return Message(RecordDict({"facts": ConfigRecord({"p": partition})}), reply_to=message)
+
+    here = grid(app, serialize)
+    nodes = list(here.get_node_ids())
+    ids = list(here.push_messages([ask(node) for node in nodes]))
+    replies = {}
+    while len(replies) < 3:
+        for reply in here.pull_messages(ids):
+            replies[reply.metadata.reply_to_message_id] = reply
+    found = [replies[i].content.config_records["facts"]["p"] for i in ids]
+    assert found == [0, 1, 2]
+    assert list(here.pull_messages(ids)) == []
+    assert here.run.run_id == 1
+    [again] = here.send_and_receive([here.create_message(ask(2).content, "query.hello", 2, "g")])
+    assert again.content.config_records["facts"]["p"] == 0
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+def test_an_exceptions_text_stays_inside(serialize: bool) -> None:
+    app = ClientApp()
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        raise ValueError("label of row 17 is 3")
+
+    [reply] = grid(app, serialize).send_and_receive([ask(2)])
+    assert reply.error == Error(flower_compat.CLIENT_RAISED)
+    assert "label of row" not in repr(reply)
+
+
+def test_unknown_nodes_answer_with_an_error() -> None:
+    [reply] = grid(ClientApp()).send_and_receive([ask(99)])
+    assert reply.has_error()

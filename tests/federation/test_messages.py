@@ -1,0 +1,73 @@
+"""Messages: what goes in comes out, and only a Release gets out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent
+from flwr.app import Message
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from fedgen.coins import Coins
+from fedgen.federation import messages
+from fedgen.federation.flower_compat import identify_process, set_message_id, through_the_wire
+from fedgen.federation.messages import Answer
+from fedgen.method import Query
+from fedgen.privacy.events import Unit, repeat
+from fedgen.privacy.mechanisms import RowGaussian
+from fedgen.privacy.routing import Routing
+
+identify_process(1)
+numbers = st.sampled_from([np.float32, np.int64, np.uint8, np.float64]).flatmap(
+    lambda dtype: arrays(dtype, array_shapes(max_dims=3, max_side=4))
+)
+
+
+@given(st.dictionaries(st.text("abc/.", min_size=1), numbers, max_size=3))
+def test_arrays_keep_every_bit(given_arrays: dict) -> None:
+    found = messages.unpack_arrays(messages.pack_arrays(given_arrays))
+    assert found.keys() == given_arrays.keys()
+    for name, value in given_arrays.items():
+        assert found[name].numpy().dtype == value.dtype
+        assert found[name].numpy().tobytes() == value.tobytes()
+
+
+def test_a_query_survives_the_wire() -> None:
+    query = Query({"images": torch.rand(4, 1, 8, 8), "labels": torch.arange(4)})
+    message = Message(messages.pack_query(3, query), dst_node_id=2, message_type=messages.ASK)
+    set_message_id(message, "1")
+    for arrived in (message, through_the_wire(message)):
+        assert messages.read_place(arrived) == (3, 0)
+        found = messages.read_query(arrived)
+        assert all(torch.equal(found.rows[name], query.rows[name]) for name in query.rows)
+
+
+def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
+    mechanism = RowGaussian(1.0, 2.0, Routing("mean", 1), True, Unit.CLIENT)
+    rows = [(torch.arange(32), torch.rand(32, 1, 28, 28))]
+    release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
+    question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
+    set_message_id(question, "1")
+    reply = Message(messages.pack_release(release), reply_to=question)
+    found = messages.read_answer(through_the_wire(reply))
+    assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
+    assert found.unit is Unit.CLIENT
+    assert np.array_equal(found.arrays["gradients"], release.arrays["gradients"])
+    size = release.arrays["gradients"].nbytes
+    assert size < messages.count_bytes(reply) < 1.01 * size
+
+
+def test_nothing_but_a_release_is_packed() -> None:
+    raw = Answer({"gradients": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
+    with pytest.raises(TypeError, match="only a Release"):
+        messages.pack_release(raw)  # type: ignore[arg-type]
+
+
+def test_foreign_bytes_are_refused() -> None:
+    record = messages.pack_arrays({"x": np.zeros(3, np.float32)})
+    record["x"].data = record["x"].data[:-1]
+    with pytest.raises(ValueError, match="buffer size"):
+        messages.unpack_arrays(record)

@@ -1,0 +1,120 @@
+"""A run that is killed at any moment goes on to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import TINY, Train, fingerprint
+
+from fedgen import cli
+
+LONG = [
+    "partition=iid",
+    "partition.clients=5",
+    "method.routing=per_sample",
+    "rounds=60",
+    "runtime.checkpoint_every=7",
+    "log_every=3",
+    "sample_every=20",
+    "privacy.target_epsilon=null",
+    "privacy.noise_multiplier=1.0",
+]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedgen.cli", "train", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def rounds_written(run: Path) -> int:
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])["round"])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def kill_at(run: Path, arguments: list[str], moment: float, at_round: int) -> bool:
+    """Kills the process ``moment`` seconds after it passed a round; False if it ended before."""
+    process = start(arguments)
+    while process.poll() is None and rounds_written(run) < at_round:
+        time.sleep(0.005)
+    time.sleep(moment)
+    if process.poll() is not None:
+        return False
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_kill_and_resume_to_the_same_bit(train: Train, tmp_path: Path, store: str) -> None:
+    """Three kills at random moments, the first before any round, then to the end."""
+    whole = fingerprint(train(*LONG, f"runtime.store={store}", name="whole"))
+    run = tmp_path / "killed"
+    rng = random.Random(store)
+    arguments = [*TINY, *LONG, f"runtime.store={store}", f"run_dir={run}"]
+    kills = 0
+    for at_round in (1, 12, 30):
+        kills += kill_at(run, arguments, rng.uniform(0, 0.15), at_round)
+        assert not (run / "results.json").exists()
+        arguments = [f"resume={run}"]
+    assert kills == 3
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == whole
+
+
+@pytest.mark.slow
+def test_killed_in_warm_start(tmp_path: Path, train: Train) -> None:
+    slow_start = [
+        "partition=iid",
+        "partition.clients=5",
+        "method.warm_start=30",
+        "privacy.target_epsilon=null",
+        "privacy.noise_multiplier=1.0",
+    ]
+    whole = fingerprint(train(*slow_start, name="whole"))
+    run = tmp_path / "killed"
+    process = start([*TINY, *slow_start, f"run_dir={run}"])
+    while not (run / "config.yaml").exists():
+        time.sleep(0.005)
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == whole
+
+
+def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:
+    run = train()
+    before = fingerprint(run)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == before
+
+
+@pytest.mark.slow
+def test_secure_mode_never_forgets(tmp_path: Path) -> None:
+    """A round that is done again releases fresh noise, and is charged again."""
+    run = tmp_path / "secure"
+    settings = [*LONG, "privacy.noise=secure", "runtime.checkpoint_every=1000"]
+    assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.0, 30)
+    spent = sum(len(p.read_text().splitlines()) - 1 for p in run.glob("clients/*/ledger.jsonl"))
+    assert spent > 0
+    assert cli.run(["train", f"resume={run}"]) == 0
+    privacy = json.loads((run / "privacy.json").read_text())
+    releases = sum(client["releases"] for client in privacy["clients"].values())
+    rows = sum(count for c in privacy["clients"].values() for _, count in c["events"])
+    assert releases > spent
+    assert rows > 60 * 8, "more rows than an uninterrupted run of 60 rounds answers"

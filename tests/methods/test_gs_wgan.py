@@ -1,0 +1,272 @@
+"""GS-WGAN against autograd, and the separations that its privacy rests on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tiny import COINS, SHARD, make
+from torch.func import functional_call, grad
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.losses.wgan_gp import critic_loss, generator_loss
+from fedgen.method import Method
+from fedgen.methods.gs_wgan import Generator
+from fedgen.models import dcgan, resnet
+from fedgen.models.functional import part, split
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import canonical
+
+
+def prepared(method: Method, shard: Shard = SHARD) -> dict:
+    state: dict = {}
+    for number in range(method.client.preparations):
+        state |= method.client.prepare(number, shard, COINS)
+    return state
+
+
+def trained(method: Method, state: dict, rounds: range, shard: Shard = SHARD) -> dict:
+    server = method.server.init(COINS)
+    for round_ in rounds:
+        broadcast = method.server.broadcast(server, round_, COINS)
+        state = {**state, **method.client.train(state, broadcast, shard, round_, COINS)}
+    return state
+
+
+def same(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name][key])
+        for name, tensors in first.items()
+        for key, value in tensors.items()
+    )
+
+
+def critic_of(state: dict, number: int, width: int = 2) -> dict:
+    return {
+        key: value[number % width] for key, value in state[f"critics.{number // width}"].items()
+    }
+
+
+# The gradient
+
+
+@pytest.mark.parametrize("generator", [dcgan.Generator, resnet.Generator])
+@pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
+def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, routing: str) -> None:
+    method = make(generator=partial(generator, width=4), routing=routing)
+    client, server = method.client, method.server
+    state, weights = prepared(method), server.init(COINS)
+    query = server.query(weights, 0, COINS)
+    answers = torch.from_numpy(client.answer(state, query, SHARD, 0, COINS).arrays["gradients"])
+    program = server.update.__self__
+    assert isinstance(program, Generator)
+    ours = program.gradient(weights, answers, 0, COINS)
+
+    critics = client.train.__self__
+    draw = critics.draw(6, 0, COINS)
+    trainable, spectral = split(part(weights, "generator"))
+    latents, labels = critics.nets.inputs((6,), COINS.at("query", 0))
+
+    def whole(given: dict) -> torch.Tensor:
+        images = functional_call(critics.nets.generator, {**given, **spectral}, (latents, labels))
+        losses = [
+            generator_loss(critics.nets.score(critic_of(state, k)), images[rows], labels[rows])
+            for k, rows in draw.items()
+        ]
+        return torch.stack(losses).sum() / 6 / critics.routing.answers_per_row
+
+    expected = grad(whole)(trainable)
+    for name, value in expected.items():
+        assert torch.allclose(ours[name], value, atol=1e-6), name
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-5
+
+
+def test_gradient_of_parameters_is_the_same_gradient() -> None:
+    by_sample, by_weights = make(routing="mean"), make(routing="mean", sanitize="parameters")
+    state, weights = prepared(by_sample), by_sample.server.init(COINS)
+    found = []
+    for method in (by_sample, by_weights):
+        query = method.server.query(weights, 0, COINS)
+        release = method.client.answer(state, query, SHARD, 0, COINS)
+        answers = torch.from_numpy(release.arrays["gradients"])
+        found.append(method.server.update.__self__.gradient(weights, answers, 0, COINS))
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], atol=1e-6)
+
+
+def test_the_critics_loss_is_the_papers() -> None:
+    """Equation 12 by plain autograd, with a critic that is no network."""
+    matrix = torch.randn(10, 64, generator=COINS.public("matrix"))
+
+    def score(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (images.flatten(1).square() * matrix[labels]).sum(1)
+
+    real, fake = torch.rand(4, 1, 8, 8), torch.rand(4, 1, 8, 8)
+    labels, mix = torch.tensor([1, 2, 3, 4]), torch.rand(4)
+    ours = critic_loss(score, real, fake, labels, mix, gradient_penalty=10.0, drift_penalty=0.1)
+    between = mix[:, None, None, None] * real + (1 - mix[:, None, None, None]) * fake
+    between.requires_grad_()
+    [slope] = torch.autograd.grad(score(between, labels).sum(), between)
+    expected = (
+        score(fake, labels).mean()
+        - score(real, labels).mean()
+        + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        + 0.1 * score(real, labels).square().mean()
+    )
+    assert float(ours) == pytest.approx(float(expected), rel=1e-5)
+
+
+# The separations
+
+
+@pytest.mark.parametrize("row", [0, 17, 59])
+def test_replacing_a_row_changes_one_critic(row: int) -> None:
+    """After warm start and training, K - 1 critics are bit-identical."""
+    method = make()
+    images, labels = SHARD.images.clone(), SHARD.labels.clone()
+    images[row], labels[row] = 255 - images[row], (labels[row] + 1) % 10
+    changed = Shard(images, labels)
+    before = trained(method, prepared(method), range(6))
+    after = trained(method, prepared(method, changed), range(6), changed)
+    different = [
+        k
+        for k in range(5)
+        if any(not torch.equal(v, critic_of(after, k)[n]) for n, v in critic_of(before, k).items())
+    ]
+    assert len(different) <= 1
+
+
+def test_every_row_has_a_critic() -> None:
+    critics = make().client.train.__self__
+    rows = []
+    for block in range(critics.blocks):
+        index, sizes = critics.subsets(block, SHARD, COINS)
+        rows += [int(i) for part_, n in zip(index, sizes, strict=True) for i in part_[:n]]
+    assert sorted(rows) == list(range(60))
+
+
+@pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
+def test_answering_changes_no_later_training(routing: str) -> None:
+    method = make(noise=1.0, routing=routing)
+    quiet, asked = prepared(method), prepared(method)
+    server = method.server.init(COINS)
+    for round_ in range(4):
+        quiet = trained(method, quiet, range(round_, round_ + 1))
+        asked = trained(method, asked, range(round_, round_ + 1))
+        method.client.answer(
+            asked, method.server.query(server, round_, COINS), SHARD, round_, COINS
+        )
+    assert same(quiet, asked)
+
+
+def test_training_by_rotation_does_not_see_the_draw() -> None:
+    """Other secret coins, the same critics; on query, other critics."""
+    other = Coins(COINS.public_key, b"another secret key", COINS.noise_key, "seeded")
+    for changed, expected in (
+        ({}, True),
+        ({"critic_schedule": "on_query", "routing": "per_step", "critics_per_step": 1}, False),
+    ):
+        method = make(**changed)
+        server, states = method.server.init(COINS), []
+        for coins in (COINS, other):
+            state: dict = {}
+            for round_ in range(3):
+                broadcast = method.server.broadcast(server, round_, COINS)
+                state = {**state, **method.client.train(state, broadcast, SHARD, round_, coins)}
+            states.append(state)
+        assert same(*states) == expected
+
+
+def test_stacked_critics_train_as_single_ones() -> None:
+    """The width of a block is a matter of speed (to rounding)."""
+    wide, narrow = make(critics_per_step=5), make(critics_per_step=1)
+    server = wide.server.init(COINS)
+    broadcast = wide.server.broadcast(server, 0, COINS)
+    together = wide.client.train({}, broadcast, SHARD, 0, COINS)["critics.0"]
+    assert set(together) == set(narrow.client.train({}, broadcast, SHARD, 0, COINS)["critics.0"])
+    fresh = narrow.client.train.__self__.fresh(3, COINS)
+    for name, value in wide.client.train.__self__.fresh(0, COINS).items():
+        assert torch.equal(value[3], fresh[name][0])
+
+
+def test_non_finite_critics_release_noise_alone() -> None:
+    method = make(noise=1.0)
+    state = {
+        name: {k: torch.full_like(v, torch.nan) for k, v in tensors.items()}
+        for name, tensors in prepared(method).items()
+    }
+    query = method.server.query(method.server.init(COINS), 0, COINS)
+    release = method.client.answer(state, query, SHARD, 0, COINS)
+    assert np.isfinite(release.arrays["gradients"]).all()
+
+
+# What it costs
+
+
+def eps(method: Method, rounds: int, rows: int | None = None) -> tuple[float, float]:
+    plan = method.plan
+    server = epsilon(canonical(plan.server(rows or rounds * 6)), 1e-5).or_infinity
+    if plan.release is None:
+        return server, server
+    return server, epsilon(canonical(plan.release(rounds)), 1e-5).or_infinity
+
+
+def test_centralized_draws_amplify_against_the_server_too() -> None:
+    drawn, mean = make(noise=1.0), make(noise=1.0, routing="mean")
+    assert eps(drawn, 100)[0] < eps(mean, 100)[0] / 2
+    assert drawn.plan.unit.value == "record"
+    assert "5 critics" in str(drawn.plan.amplified_by["server"])
+
+
+def test_the_published_variant_is_not_amplified() -> None:
+    published = make(noise=1.0, routing="per_step", critic_schedule="on_query", critics_per_step=1)
+    provable = make(noise=1.0, routing="per_step")
+    assert eps(published, 100)[0] > eps(provable, 100)[0]
+    assert published.plan.amplified_by["server"] is None
+    assert "past draws" in str(published.plan.reasons["server"])
+
+
+def test_federated_draws_amplify_in_the_release_view_alone() -> None:
+    method = make(clients=50, noise=1.0)
+    server, release = eps(method, 100, rows=30)
+    assert method.plan.unit.value == "client"
+    assert release < server
+    assert method.plan.amplified_by["server"] is None
+    busiest = epsilon(canonical(method.plan.server(600)), 1e-5).or_infinity
+    assert release < busiest
+
+
+def test_without_a_mechanism_there_is_no_bound() -> None:
+    method = make(noise=None)
+    assert eps(method, 1)[0] == float("inf")
+    assert method.plan.claim is None
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "clients"),
+    [
+        ("method.answerers", {"answerers": 6}, 1),
+        ("method.cohort_sampling", {"cohort_sampling": "poisson"}, 1),
+        ("method.critics_per_step", {"critic_schedule": "on_query", "critics_per_step": 2}, 1),
+        (
+            "method.critic_schedule",
+            {"critic_schedule": "on_query", "routing": "mean", "critics_per_step": 1},
+            1,
+        ),
+        ("method.routing", {"sanitize": "parameters"}, 1),
+        ("method.answerers", {"answerers": 51}, 50),
+    ],
+)
+def test_contradictions_are_refused(key: str, changed: dict, clients: int) -> None:
+    with pytest.raises(FedgenError) as error:
+        make(clients, 1.0, **changed)
+    assert error.value.key == key
+
+
+def test_more_critics_than_rows_are_refused() -> None:
+    with pytest.raises(FedgenError, match=r"method\.critics"):
+        make(critics=61)

@@ -1,0 +1,120 @@
+"""Networks: shapes, ranges, spectral norm, and stacks that keep their members apart."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.func import functional_call, vmap
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.models import dcgan, resnet
+from fedgen.models.functional import (
+    adam_start,
+    adam_step,
+    initial,
+    power_iteration,
+    split,
+    stack,
+    template,
+)
+
+SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 12, 12)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [dcgan.Generator, resnet.Generator])
+def test_generators(make: type, shape: tuple[int, int, int], coins: Coins) -> None:
+    net = template(make(latent=5, classes=3, shape=shape, width=4))
+    weights = initial(net, coins.public("weights"))
+    images = functional_call(net, weights, (torch.randn(2, 5), torch.tensor([0, 2])))
+    assert images.shape == (2, *shape)
+    assert images.min() >= 0
+    assert images.max() <= 1
+    assert (images[0] != images[1]).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_critic(shape: tuple[int, int, int], coins: Coins) -> None:
+    net = template(dcgan.Critic(classes=3, shape=shape, width=4))
+    weights = initial(net, coins.public("weights"))
+    images = torch.rand(2, *shape).repeat(2, 1, 1, 1)
+    scores = functional_call(net, weights, (images, torch.tensor([0, 0, 1, 1])))
+    assert scores.shape == (4,)
+    assert (scores[:2] != scores[2:]).all(), "the label counts"
+
+
+def test_critic_has_the_papers_size() -> None:
+    net = dcgan.Critic(classes=10, shape=(1, 28, 28), width=64)
+    assert sum(p.numel() for p in net.parameters()) == 1_071_105
+
+
+def test_sizes_that_doubling_does_not_reach_are_refused() -> None:
+    for size in (7, 9, 30, 33):
+        with pytest.raises(FedgenError, match="do not fit"):
+            dcgan.upsamplings(size)
+
+
+def test_power_iteration_finds_the_spectral_norm(coins: Coins) -> None:
+    net = template(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
+    weights = initial(net, coins.public("weights"))
+    for _ in range(200):
+        weights.update(power_iteration(weights, stacked=False))
+    name = "convolutions.1.weight"
+    matrix, u = weights[name].flatten(1), weights["convolutions.1.u"]
+    v = torch.nn.functional.normalize(matrix.T @ u, dim=0)
+    top = torch.linalg.matrix_norm(matrix, 2)
+    assert float(u @ matrix @ v) == pytest.approx(float(top), rel=1e-3)
+
+
+def test_a_stack_steps_as_its_members_do(coins: Coins) -> None:
+    """Power iteration and Adam on a stack equal those on each member, exactly."""
+    net = template(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
+    members = [initial(net, coins.public("weights", i)) for i in range(3)]
+    gradients = [initial(net, coins.public("gradients", i)) for i in range(3)]
+    stacked, state = stack(members), adam_start(stack(members))
+    adam_step(stacked, split(stack(gradients))[0], state, 1e-2, (0.5, 0.9))
+    stacked.update(power_iteration(stacked, stacked=True))
+    for i, member in enumerate(members):
+        adam_step(member, split(gradients[i])[0], adam_start(member), 1e-2, (0.5, 0.9))
+        member.update(power_iteration(member, stacked=False))
+        for name, value in member.items():
+            assert torch.allclose(value, stacked[name][i], rtol=1e-6, atol=1e-7), name
+
+
+def test_adam_is_torchs(coins: Coins) -> None:
+    ours = {"w": torch.ones(4)}
+    state = adam_start(ours)
+    theirs = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([theirs], 1e-2, betas=(0.5, 0.9))
+    for step in range(5):
+        gradient = torch.randn(4, generator=coins.public("gradient", step))
+        adam_step(ours, {"w": gradient}, state, 1e-2, (0.5, 0.9))
+        theirs.grad = gradient
+        optimizer.step()
+    assert torch.allclose(ours["w"], theirs.detach(), atol=1e-7)
+
+
+def test_adam_takes_gradients_in_any_memory_order() -> None:
+    """vmap returns gradients with permuted strides; each element must meet its own."""
+    gradient = torch.arange(12.0).view(3, 4)
+    steps = []
+    for given in (gradient, gradient.T.contiguous().T):
+        network = {"w": torch.zeros(3, 4)}
+        adam_step(network, {"w": given}, adam_start(network), 1e-2, (0.5, 0.9))
+        steps.append(network["w"])
+    assert torch.equal(*steps)
+    assert (steps[0] == 0).sum() == 1
+
+
+@pytest.mark.parametrize("make", [dcgan.Generator, resnet.Generator])
+def test_forward_passes_change_nothing_and_can_be_stacked(make: type, coins: Coins) -> None:
+    net = template(make(latent=5, classes=3, shape=(1, 8, 8), width=4))
+    stacked = stack([initial(net, coins.public("weights", i)) for i in range(2)])
+    before = {name: value.clone() for name, value in stacked.items()}
+    inputs = torch.randn(2, 3, 5), torch.tensor([[0, 1, 2], [2, 1, 0]])
+    images = vmap(partial(functional_call, net))(stacked, inputs)
+    assert images.shape == (2, 3, 1, 8, 8)
+    assert all(torch.equal(before[name], stacked[name]) for name in before)

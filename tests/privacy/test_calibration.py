@@ -1,0 +1,64 @@
+"""Calibration and budgets: never above the target, and close below it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from dp_accounting import GaussianDpEvent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgen.errors import FedgenError
+from fedgen.privacy.accounting import epsilon, gaussian_epsilon
+from fedgen.privacy.budget import check_delta, release_epsilon
+from fedgen.privacy.calibration import least_noise, most_repetitions
+from fedgen.privacy.events import canonical
+from fedgen.privacy.routing import Routing
+
+
+@given(st.floats(0.05, 50), st.integers(1, 10**6))
+def test_noise_inverts_accounting(target: float, count: int) -> None:
+    def at(sigma: float) -> float:
+        return gaussian_epsilon(math.sqrt(count) / sigma, 1e-5)
+
+    found = at(least_noise(at, target))
+    assert target - 1e-3 <= found <= target
+
+
+@pytest.mark.parametrize("target", [1.0, 10.0])
+def test_noise_for_secret_draws(target: float) -> None:
+    routing = Routing("per_sample", 1000)
+
+    def at(sigma: float) -> float:
+        return epsilon(canonical(routing.event(640_000, sigma, True)), 1e-5).or_infinity
+
+    sigma = least_noise(at, target)
+    assert target - 1e-3 <= at(sigma) <= target
+    if target == 10:
+        assert sigma == pytest.approx(0.739, abs=1e-3)
+
+
+def test_an_impossible_target_is_refused() -> None:
+    with pytest.raises(FedgenError, match=r"privacy\.target_epsilon"):
+        least_noise(lambda _: 5.0, 1.0)
+
+
+@given(st.integers(0, 1000), st.integers(1, 1000))
+def test_most_repetitions_is_the_last_that_fits(fits: int, limit: int) -> None:
+    assert most_repetitions(lambda n: float(n), fits + 0.5, limit) == min(fits, limit)
+
+
+@pytest.mark.parametrize("delta", [0.0, -1.0, 1.0, 2.0, math.nan])
+def test_delta_is_checked(delta: float) -> None:
+    with pytest.raises(FedgenError, match=r"privacy\.delta"):
+        check_delta(delta)
+
+
+def test_a_likely_stop_forbids_amplification() -> None:
+    event = GaussianDpEvent(1.0)
+    free, rare = release_epsilon(event, 1e-5, 0.0), release_epsilon(event, 1e-5, 1e-12)
+    assert free is not None
+    assert rare is not None
+    assert free.or_infinity < rare.or_infinity < free.or_infinity + 0.01
+    assert release_epsilon(event, 1e-5, 1e-6) is None

@@ -1,0 +1,71 @@
+"""Events: canonical form, JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedgen.privacy.events import RevealedDraw, canonical, from_json, in_words, to_json
+
+gaussians = st.floats(0.1, 100).map(GaussianDpEvent)
+events = st.recursive(
+    st.one_of(
+        gaussians,
+        st.builds(SampledWithoutReplacementDpEvent, st.integers(2, 99), st.just(1), gaussians),
+        st.builds(RevealedDraw, st.floats(0.01, 0.99), gaussians),
+        st.just(NonPrivateDpEvent()),
+    ),
+    lambda inner: st.builds(SelfComposedDpEvent, inner, st.integers(1, 50)),
+)
+
+
+@given(events)
+def test_json_keeps_events(event: object) -> None:
+    assert from_json(json.loads(json.dumps(to_json(event)))) == event
+
+
+@given(events, st.integers(1, 9))
+def test_canonical_counts(event: object, count: int) -> None:
+    once, often = canonical(event), canonical(event, count)
+    assert {leaf: number * count for leaf, number in once.items()} == dict(often)
+
+
+def test_gaussians_inside_a_draw_melt_into_one() -> None:
+    gate = SelfComposedDpEvent(GaussianDpEvent(2.0), 16)
+    [leaf] = canonical(SampledWithoutReplacementDpEvent(100, 1, gate))
+    assert leaf.event.noise_multiplier == pytest.approx(2.0 / 4)
+
+
+def test_a_draw_of_everybody_is_no_draw() -> None:
+    assert canonical(SampledWithoutReplacementDpEvent(1, 1, GaussianDpEvent(3.0)), 5) == {
+        GaussianDpEvent(3.0 * math.sqrt(1)): 5
+    }
+
+
+def test_draws_in_draws_are_refused() -> None:
+    inner = SampledWithoutReplacementDpEvent(10, 1, GaussianDpEvent(1.0))
+    with pytest.raises(ValueError, match="draw inside a draw"):
+        canonical(SampledWithoutReplacementDpEvent(10, 1, inner))
+
+
+def test_unknown_events_are_refused() -> None:
+    with pytest.raises(ValueError, match="no accountant"):
+        canonical(LaplaceDpEvent(1.0))
+    with pytest.raises(ValueError, match="not a privacy event"):
+        from_json({"event": "laplace"})
+
+
+@given(events)
+def test_every_spend_has_words(event: object) -> None:
+    assert in_words(canonical(event))

@@ -1,0 +1,260 @@
+"""The command line: every mistake is one line that names the key, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, Train
+
+from fedgen import cli
+
+MISTAKES = [
+    ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
+    ("data", ["data=mnits"], "did you mean mnist"),
+    ("partition", ["partition=idd"], "did you mean iid"),
+    ("privcy.delta", ["privcy.delta=1e-5"], "did you mean privacy.delta"),
+    ("method.clp", ["method.clp=1"], "did you mean method.clip"),
+    ("noise", ["noise"], "key=value"),
+    ("rounds", ["rounds=many"], "whole number"),
+    ("rounds", ["rounds=0"], "at least 1"),
+    ("method.clip", ["method.clip=wide"], "must be a number"),
+    ("method.clip", ["method.clip=0"], "must be positive"),
+    ("method.batch", ["method.batch=-3"], "must be positive"),
+    ("method.routing", ["method.routing=per_row"], "per_sample"),
+    ("privacy.delta", ["privacy.delta=1"], "between 0 and 1"),
+    ("privacy.delta", ["privacy.delta=1.5"], "between 0 and 1"),
+    ("privacy.delta", ["privacy.delta=0"], "between 0 and 1"),
+    ("privacy.delta", ["privacy.delta=-1e-5"], "between 0 and 1"),
+    ("privacy.target_epsilon", ["privacy.target_epsilon=-1"], "must be positive"),
+    ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),
+    (
+        "privacy.target_epsilon",
+        ["privacy.target_epsilon=1e-9", "privacy.delta=1e-12"],
+        "cannot be reached",
+    ),
+    (
+        "privacy.target_epsilon",
+        ["privacy.target_epsilon=0.1", "privacy.noise_multiplier=0.5"],
+        "spent by the first round",
+    ),
+    ("privacy", ["privacy.target_epsilon=null"], "neither"),
+    ("privacy", ["privacy=none", "privacy.target_epsilon=1"], "no target"),
+    ("privacy.noise", ["privacy.noise=loud"], "seeded or secure"),
+    ("privacy.adversary", ["privacy.adversary=god"], "server or release"),
+    ("partition.clients", ["partition=iid", "partition.clients=2000"], "more than 1437 rows"),
+    ("partition.clients", ["partition=iid", "partition.clients=0"], "at least 1"),
+    (
+        "partition",
+        ["partition=dirichlet", "partition.clients=300", "partition.alpha=0.001"],
+        "have no row",
+    ),
+    ("partition", ["partition=by_writer"], "writers"),
+    ("method.critics", ["method.critics=2000"], "more than 1437 rows"),
+    ("method.answerers", ["method.answerers=9", "method.routing=per_sample"], "cannot be drawn"),
+    ("runtime.store", ["runtime.store=tape"], "memory or disk"),
+    ("data.path", ["data=folder"], "is not set"),
+    ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
+    ("resume", ["resume=/nowhere"], "not a run directory"),
+    ("experiment", ["experiment=dmo"], "did you mean demo"),
+]
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides", "words"), MISTAKES, ids=[" ".join(m[1]) for m in MISTAKES]
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, overrides: list[str], words: str
+) -> None:
+    place = tmp_path / "run"
+    arguments = ["train", *TINY, f"run_dir={place}", *overrides]
+    assert cli.run(arguments) == 2
+    line = one_line(capsys)
+    assert line.startswith(f"fedgen: {key}: "), line
+    assert words in line, line
+    assert not place.exists(), "nothing is written"
+
+
+def test_corrupt_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], data_root: Path) -> None:
+    file = data_root / "mnist.npz"
+    file.write_bytes(file.read_bytes()[:5000])
+    place = tmp_path / "run"
+    command = ["train", *TINY, "data=mnist", f"data.root={data_root}", f"run_dir={place}"]
+    assert cli.run(command) == 2
+    assert "mnist.npz is not a readable npz file" in one_line(capsys)
+    assert not place.exists()
+
+
+def test_wrong_image_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, labels = np.zeros((20, 30, 30), np.uint8), np.arange(20) % 2
+    np.savez(
+        tmp_path / "a.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+    )
+    command = ["train", *TINY, "data=folder", f"data.path={tmp_path / 'a.npz'}"]
+    assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert one_line(capsys).startswith("fedgen: data: images of 30x30 do not fit")
+
+
+def test_missing_data_without_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision.datasets import mnist
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(mnist, "download_and_extract_archive", unreachable)
+    command = ["train", *TINY, "data=fashion_mnist", f"data.root={tmp_path}"]
+    assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert one_line(capsys).startswith("fedgen: data.root: fashion_mnist is neither in")
+    for name in ("femnist", "celeba"):
+        command = ["train", *TINY, f"data={name}", f"data.root={tmp_path}"]
+        assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2
+        assert one_line(capsys).startswith("fedgen: data.root: ")
+
+
+def test_an_existing_run_directory_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    assert cli.run(["train", *TINY, f"run_dir={tmp_path}"]) == 2
+    line = one_line(capsys)
+    assert line.startswith("fedgen: run_dir: ")
+    assert "resume=" in line
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "alter", "cut server", "alter server", "lose server"])
+def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+    run = train()
+    folder = run / "checkpoints"
+    file = next(folder.glob("server_*")) if "server" in harm else folder / "checkpoint.json"
+    data = file.read_bytes()
+    if harm.startswith("cut"):
+        file.write_bytes(data[: len(data) // 2])
+    elif harm.startswith("alter"):
+        file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    else:
+        file.unlink()
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    line = one_line(capsys)
+    assert file.name in line
+    assert "altered" in line or "missing" in line
+    after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    assert after == before, "nothing is lost"
+
+
+def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train()
+    ledger = run / "clients" / "0" / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"run": "', '"run": "x'))
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "belongs to another run" in one_line(capsys)
+
+
+def test_sample_and_evaluate(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train()
+    out = tmp_path / "samples.npz"
+    assert cli.run(["sample", f"run={run}", "n=25", f"out={out}"]) == 0
+    with np.load(out) as file:
+        assert file["images"].shape == (25, 1, 8, 8)
+        assert file["images"].dtype == np.uint8
+        assert file["labels"].shape == (25,)
+    command = ["evaluate", f"run={run}", "evaluation.samples=200", "evaluation.seeds=2"]
+    assert cli.run(command) == 0
+    results = json.loads((run / "results.json").read_text())
+    assert set(results["gen2real"]) == set(results["real2real"]) == {"cnn", "logistic_regression"}
+    assert results["gen2real"]["cnn"]["n"] == 200
+    assert results["real2real"]["logistic_regression"]["mean"] > 0.7
+    capsys.readouterr()
+    for command, key in [
+        (["sample", f"run={run}", f"out={out}", "n=0"], "n"),
+        (["sample", f"run={run}", "out=a.txt"], "out"),
+        (["sample", f"run={tmp_path / 'no'}", f"out={out}"], "run"),
+        (["sample", f"out={out}"], "run"),
+        (["evaluate", "-m", f"run={run}"], "-m"),
+        (["mample"], "mample"),
+    ]:
+        assert cli.run(command) == 2
+        assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+def test_an_unfinished_run_has_no_samples(
+    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = train()
+    (run / "public" / "generator.safetensors").unlink()
+    capsys.readouterr()
+    assert cli.run(["sample", f"run={run}", f"out={tmp_path / 'a.npz'}"]) == 2
+    assert "resume=" in one_line(capsys)
+
+
+def test_sweeps_run_every_combination(tmp_path: Path) -> None:
+    place = tmp_path / "sweep"
+    command = ["train", "-m", *TINY, "seed=0,1", "method.clip=1.0,2.0", f"run_dir={place}"]
+    assert cli.run(command) == 0
+    seeds = [json.loads((place / str(i) / "results.json").read_text())["seed"] for i in range(4)]
+    assert sorted(seeds) == [0, 0, 1, 1]
+
+
+def test_cfg_prints_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "run"
+    assert cli.run(["train", "--cfg", "rounds=7", f"run_dir={place}"]) == 0
+    assert "rounds: 7" in capsys.readouterr().out
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "method.clp=1"], ["train", "data=x"]])
+def test_help_and_mistakes_load_nothing_slow(arguments: list[str]) -> None:
+    """Fast because torch stays out; what is loaded is tested, the time is printed."""
+    code = (
+        "import sys; from fedgen import cli; cli.run(sys.argv[1:]);"
+        "sys.exit(3 if {'torch', 'flwr', 'ray', 'scipy', 'matplotlib'} & set(sys.modules) else 0)"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    print(f"{' '.join(arguments)}: {time.perf_counter() - begin:.2f} s")
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
+    code = (
+        "import sys; from fedgen import cli; assert cli.run(sys.argv[1:]) == 0;"
+        "bad = {'ray', 'opacus', 'torchvision', 'sklearn.ensemble', 'pytorch_fid',"
+        " 'flwr.simulation', 'pandas'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", *TINY, f"run_dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "run")

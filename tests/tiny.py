@@ -1,0 +1,86 @@
+"""The smallest settings that still do everything, and what two runs must share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import digits
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.gs_wgan import gs_wgan
+from fedgen.models import dcgan
+
+Train = Callable[..., Path]
+
+TINY = [
+    "method.critics=4",
+    "method.critics_per_step=2",
+    "method.critic.width=2",
+    "method.generator.width=4",
+    "method.batch=8",
+    "method.critic_batch=4",
+    "method.fakes_per_label=2",
+    "method.critic_steps=2",
+    "method.warm_start=1",
+    "rounds=3",
+    "evaluation=none",
+    "runtime.threads=1",
+]
+
+SETTINGS: dict[str, Any] = {
+    "generator": partial(dcgan.Generator, width=4),
+    "critic": partial(dcgan.Critic, width=3),
+    "latent": 4,
+    "batch": 6,
+    "fakes_per_label": 3,
+    "generator_learning_rate": 1e-2,
+    "generator_betas": (0.5, 0.9),
+    "ema": 0.9,
+    "critics": 5,
+    "critics_per_step": 2,
+    "critic_schedule": "public",
+    "critic_steps": 2,
+    "critic_batch": 4,
+    "critic_learning_rate": 1e-2,
+    "critic_betas": (0.5, 0.9),
+    "gradient_penalty": 10.0,
+    "drift_penalty": 1e-3,
+    "warm_start": 2,
+    "clip": 1.0,
+    "sanitize": "samples",
+    "routing": "per_sample",
+    "answerers": 1,
+    "cohort_sampling": "fixed",
+    "device": "cpu",
+}
+COINS = Coins.of(7, "seeded")
+SHARD = digits(COINS).shard(np.arange(60))
+
+
+def make(clients: int = 1, noise: float | None = None, **changed: Any) -> Method:
+    return gs_wgan(
+        PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8)),
+        noise,
+        **{**SETTINGS, **changed},
+    )
+
+
+def fingerprint(run: Path) -> dict[str, object]:
+    """All that two runs must share: weights, spend, metrics."""
+    ledgers = {
+        p.parent.name: p.read_text().split("\n", 1)[1]
+        for p in sorted(run.glob("clients/*/ledger.jsonl"))
+    }
+    privacy = json.loads((run / "privacy.json").read_text())
+    return {
+        "generator": json.loads((run / "results.json").read_text())["generator_sha256"],
+        "ledgers": ledgers,
+        "privacy": privacy,
+        "metrics": (run / "metrics.jsonl").read_text(),
+    }
