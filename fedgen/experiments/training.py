@@ -106,6 +106,7 @@ class Training:
         self.accounts = Accounts(ready.method.plan, ready.privacy, self.ledgers)
         self.clock = Clock()
         self.stopped: str | None = None
+        self._kept = time.monotonic()
         self.progress = RunProgress()
 
     def go(self) -> Path:
@@ -123,7 +124,7 @@ class Training:
 
         def run(_: object) -> None:
             rounds.hello()
-            rounds.prepare(self._prepared)
+            rounds.prepare(lambda done, of: self._prepared(state, done, of))
             self._checkpoint(state)
             self.stopped = rounds.run(server_coins, self.ready.privacy.budget, self._finished)
 
@@ -163,6 +164,7 @@ class Training:
             "parts": self.clock.parts,
         }
         checkpoint.save(self.run_dir.checkpoints, state, None if last else self.store, extra)
+        self._kept = time.monotonic()
 
     # --- while it runs ----------------------------------------------------------------------------
 
@@ -188,8 +190,11 @@ class Training:
             f"δ = {privacy.delta:g}, noise multiplier {noise}"
         )
 
-    def _prepared(self, done: int, of: int) -> None:
+    def _prepared(self, state: RunState, done: int, of: int) -> None:
+        """A warm start may take hours: keep what is done."""
         self.progress.show("warm start", done, of, "")
+        if time.monotonic() - self._kept > _WARM_START_CHECKPOINT_SECONDS:
+            self._checkpoint(state)
 
     def _finished(self, state: RunState, facts: RoundFacts) -> None:
         """After each round: numbers, pictures and checkpoints as often as configured."""

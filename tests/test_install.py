@@ -1,0 +1,81 @@
+"""The packages import from a checkout, from a wheel and from a Flower app bundle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from flwr.cli.build import build_fab_from_files
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fedgen", "strategies", "configs")
+
+
+def imports_from(place: Path) -> None:
+    """In a fresh process with ``place`` first on the path: all from there, and they work."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "import fedgen, strategies.sample_gradients, configs, fedgen.experiments.training;"
+        "from fedgen.experiments.configuration import compose; from fedgen.reporting import run_dir;"
+        "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
+        "print(*(m.__path__[0] for m in (fedgen, strategies, configs)), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(place)],
+        capture_output=True, text=True, check=False, cwd=place,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(place / package) for package in PACKAGES]
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_from_a_checkout(tmp_path: Path) -> None:
+    for name in tracked():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    imports_from(tmp_path)
+
+
+@pytest.mark.slow
+def test_from_a_wheel(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )
+    [wheel] = tmp_path.glob("fedgen-*.whl")
+    place = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(place)
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
+    imports_from(place)
+
+
+def test_from_a_flower_app_bundle(tmp_path: Path) -> None:
+    """Flower's own rules choose the files. The components are named here: the test is about what
+    is in the bundle."""
+    project = (ROOT / "pyproject.toml").read_bytes()
+    assert "app" in tomllib.loads(project.decode())["tool"]["flwr"]
+    named = (
+        b"\n[tool.flwr.app.components]\n"
+        b'serverapp = "fedgen.federation.server_app:server_app"\n'
+        b'clientapp = "fedgen.federation.client_app:client_app"\n'
+    )
+    files: dict[str, bytes | Path] = {name: ROOT / name for name in tracked()}
+    files["pyproject.toml"] = project + named
+    bundle, _ = build_fab_from_files(files)
+    (tmp_path / "app.fab").write_bytes(bundle)
+    with zipfile.ZipFile(tmp_path / "app.fab") as archive:
+        archive.extractall(tmp_path / "app")
+    imports_from(tmp_path / "app")
