@@ -13,6 +13,7 @@ test: $(INSTALLED) lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -20,13 +20,17 @@ def imports_from(place: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "import fedgen, strategies.sample_gradients, configs, fedgen.experiments.training;"
-        "from fedgen.experiments.configuration import compose; from fedgen.reporting import run_dir;"
+        "from fedgen.experiments.configuration import compose;"
+        "from fedgen.reporting import run_dir;"
         "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
         "print(*(m.__path__[0] for m in (fedgen, strategies, configs)), sep='\\n')"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(place)],
-        capture_output=True, text=True, check=False, cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=place,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(place / package) for package in PACKAGES]
@@ -35,7 +39,10 @@ def imports_from(place: Path) -> None:
 def tracked() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
@@ -51,7 +58,9 @@ def test_from_a_checkout(tmp_path: Path) -> None:
 def test_from_a_wheel(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)],
-        cwd=ROOT, check=True, capture_output=True,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     [wheel] = tmp_path.glob("fedgen-*.whl")
     place = tmp_path / "site"

@@ -1,0 +1,64 @@
+"""The README's commands work: CI runs the set-up, this runs the recipes at two rounds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from tiny import TINY
+
+from fedgen import cli
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+RECIPES = [
+    line.split("#")[0].strip()
+    for block in BLOCKS[1:]
+    for line in block.splitlines()
+    if line.startswith("fedgen train")
+]
+SHORT = [word for word in TINY if not word.startswith(("rounds=", "method.critics="))]
+
+
+def test_ci_runs_the_set_up_commands() -> None:
+    commands = [line for line in BLOCKS[0].splitlines() if line]
+    assert commands == ["make demo", "make test"]
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in script if line.startswith("make ")] == commands
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 8
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_at_two_rounds(
+    recipe: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDGEN_DATA", str(data_root))
+    critics = [] if "method.critics=" in recipe else ["method.critics=4"]
+    words = shlex.split(recipe)[1:]
+    overrides = [w for w in SHORT if w.split("=")[0] not in {x.split("=")[0] for x in words}]
+    place = tmp_path / "run"
+    assert cli.run([*words, *overrides, *critics, "rounds=2", f"run_dir={place}"]) == 0
+    for results in place.rglob("results.json"):
+        assert json.loads(results.read_text())["rounds"] == 2
+
+
+def test_every_experiment_is_complete() -> None:
+    """Each composes, and each is named in the README or the help."""
+    from fedgen.experiments.configuration import compose
+
+    text = (ROOT / "README.md").read_text() + cli.HELP
+    for file in (ROOT / "configs" / "experiment").glob("*.yaml"):
+        compose("config", [f"experiment={file.stem}"])
+        assert f"experiment={file.stem}" in text
+
+
+def test_the_help_names_every_option_group() -> None:
+    for group in ("method", "data", "partition", "privacy", "runtime", "evaluation"):
+        for file in (ROOT / "configs" / group).glob("*.yaml"):
+            assert re.search(rf"{group}=[\w|]*\b{file.stem}\b", cli.HELP), (group, file.stem)
