@@ -62,7 +62,7 @@ MISTAKES = [
     ("runtime.store", ["runtime.store=tape"], "memory or disk"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
-    ("resume", ["resume=/nowhere"], "not a run directory"),
+    ("resume", ["resume=/nowhere"], "keeps its settings"),
     ("experiment", ["experiment=dmo"], "did you mean demo"),
 ]
 
@@ -88,6 +88,11 @@ def test_a_mistake_is_one_line(
     assert line.startswith(f"fedgen: {key}: "), line
     assert words in line, line
     assert not place.exists(), "nothing is written"
+
+
+def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", f"resume={tmp_path}"]) == 2
+    assert "not a run directory" in one_line(capsys)
 
 
 def test_corrupt_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], data_root: Path) -> None:

@@ -276,7 +276,7 @@ def _from_npz(name: str, file: Path, classes: int | None) -> Dataset:
 def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
     """The arrays of an npz file, never unpickled."""
     try:
-        with np.load(file, allow_pickle=False) as archive:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             found = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FedgenError(

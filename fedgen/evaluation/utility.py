@@ -32,35 +32,32 @@ def cnn(
     seed: int,
     *,
     epochs: int,
-    device: str = "cpu",
 ) -> float:
     """The paper's CNN (32 and 64 kernels, dropout), Adam 1e-3, batches of 128."""
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
         torch.manual_seed(seed)
-        net = small_cnn(images.shape[1:], classes).to(device)
+        net = small_cnn(images.shape[1:], classes)
         optimizer = torch.optim.Adam(net.parameters(), 1e-3)
         rows, targets = torch.from_numpy(images), torch.from_numpy(labels)
         for _ in range(epochs):
             for batch in torch.split(torch.randperm(len(rows)), 128):
                 if len(batch) > 1 or len(rows) == 1:
-                    loss = F.cross_entropy(
-                        net(_floats(rows[batch], device)), targets[batch].to(device)
-                    )
+                    loss = F.cross_entropy(net(_floats(rows[batch])), targets[batch])
                     optimizer.zero_grad()
                     torch.autograd.backward(loss)
                     optimizer.step()
-        return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels), device)
+        return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels))
 
 
-def _floats(images: Tensor, device: str) -> Tensor:
-    return images.to(device).to(torch.float32) / 255
+def _floats(images: Tensor) -> Tensor:
+    return images.to(torch.float32) / 255
 
 
-def _accuracy(net: nn.Module, images: Tensor, labels: Tensor, device: str) -> float:
+def _accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
     net.eval()
     with torch.no_grad():
         hits = [
-            (net(_floats(images[rows], device)).argmax(1).cpu() == labels[rows]).sum()
+            (net(_floats(images[rows])).argmax(1) == labels[rows]).sum()
             for rows in torch.split(torch.arange(len(images)), 512)
         ]
     return float(torch.stack(hits).sum()) / len(images)

@@ -10,7 +10,7 @@ from fedgen.federation.rounds import RunState
 from fedgen.method import Plan
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.budget import release_epsilon, smaller
-from fedgen.privacy.events import Spend, in_words, to_json
+from fedgen.privacy.events import Spend, canonical, in_words, to_json
 from fedgen.privacy.ledger import Ledger, larger
 from fedgen.reporting.run_dir import or_null
 
@@ -51,14 +51,14 @@ class Accounts:
         claim = self.plan.claim
         return None if claim is None else or_null(claim.epsilon(rounds, self.privacy.delta))
 
-    def busiest_in_words(self, state: RunState) -> str:
-        """The spend of the busiest client."""
-        return in_words(
-            max(
-                self.spends(state).values(),
-                key=lambda spend: epsilon(spend, self.privacy.delta).or_infinity,
-            )
-        )
+    def published_in_words(self, state: RunState) -> str:
+        """What may be said of the spend to everybody. Of several clients, how often each was asked
+        is nobody's business but the server's: their draws are described, not counted."""
+        if self.plan.release is not None:
+            return in_words(canonical(self.plan.release(state.rounds)))
+        if len(self.ledgers) == 1:
+            return in_words(canonical(self.plan.server(state.rounds * self.plan.rows_per_round)))
+        return "what the busiest client released"
 
     def record(self, state: RunState, stopped: str | None) -> dict[str, Any]:
         """The content of privacy.json."""

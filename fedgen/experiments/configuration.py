@@ -44,6 +44,11 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
             config.runtime.threads = os.cpu_count() or 1
+    if OmegaConf.select(config, "resume") is not None and len(overrides) > 1:
+        others = " ".join(word for word in overrides if _key(word) != "resume")
+        raise FedgenError(
+            "resume", f"a resumed run keeps its settings, got {others}", "give resume=DIR alone"
+        )
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")

@@ -265,7 +265,7 @@ class Training:
         (self.run_dir.public / "generator.safetensors").write_bytes(data)
         write_text(
             self.run_dir.public / "PRIVACY.md",
-            statement(record, self.accounts.busiest_in_words(state)),
+            statement(record, self.accounts.published_in_words(state)),
         )
         self._write_results(state, record, generator, hashlib.sha256(data).hexdigest())
         self._board.close()

@@ -79,7 +79,7 @@ class ClientStore:
             entry.cost = {"event": to_json(answer.event), "unit": answer.unit.value}
         replaced = []
         for name, tensors in changed.items():
-            detached = {key: value.detach() for key, value in tensors.items()}
+            detached = {key: value.detach().cpu() for key, value in tensors.items()}
             if self._in_memory:
                 entry.parts[name] = detached
                 entry.dirty.add(name)

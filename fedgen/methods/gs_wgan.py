@@ -133,13 +133,15 @@ class Critics:
     def fresh(self, block: int, coins: Coins) -> Tensors:
         """Initial weights of a block, each critic's by coins of its own."""
         generators = [coins.public("critic", critic, "init") for critic in self.members(block)]
-        fresh = stack([initial(self.nets.critic, generator) for generator in generators])
-        return {name: value.to(self.nets.device) for name, value in fresh.items()}
+        return self._here(stack([initial(self.nets.critic, each) for each in generators]))
 
     def weights(self, state: State, block: int, coins: Coins) -> Tensors:
         """A block's weights; those that never trained are made anew from their coins."""
         name = f"critics.{block}"
-        return dict(state[name]) if name in state else self.fresh(block, coins)
+        return self._here(state[name]) if name in state else self.fresh(block, coins)
+
+    def _here(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        return {name: value.to(self.nets.device) for name, value in tensors.items()}
 
     def descend(
         self,
@@ -185,8 +187,7 @@ class Critics:
         critics, subsets = self.fresh(block, coins), self.subsets(block, shard, coins)
         moments = adam_start(critics)
         generators = [coins.public("critic", critic, "rival") for critic in members]
-        rivals = stack([initial(nets.generator, generator) for generator in generators])
-        rivals = {name: value.to(nets.device) for name, value in rivals.items()}
+        rivals = self._here(stack([initial(nets.generator, each) for each in generators]))
         rival_moments = adam_start(rivals)
 
         def rival_loss(
@@ -234,7 +235,7 @@ class Critics:
         for block in list(drawn) if self.on_query else [round_ % self.blocks]:
             critics = self.weights(state, block, coins)
             name = f"adam.{block}"
-            moments = dict(state[name]) if name in state else adam_start(critics)
+            moments = self._here(state[name]) if name in state else adam_start(critics)
             subsets = self.subsets(block, shard, coins)
             for step in range(self.steps):
                 here = coins.at("train", round_, "block", block, "step", step)

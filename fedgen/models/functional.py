@@ -131,7 +131,7 @@ def adam_step(
         [state[f"m.{name}"] for name in names],
         [state[f"v.{name}"] for name in names],
         [],
-        [state["step"].clone() for _ in names],
+        [state["step"].to(network[names[0]].device, copy=True) for _ in names],
         fused=True,
         amsgrad=False,
         beta1=betas[0],

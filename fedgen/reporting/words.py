@@ -36,7 +36,7 @@ def statement(record: dict[str, Any], words: str) -> str:
         f"- Protected is {unit}; neighbours: {record['relation'].replace('_', ' ')}.\n"
         f"- Draws: {record['sampler']}. {release['amplified_by'] or 'No amplification'}"
         f"{'' if release['amplified_by'] else ': ' + (release['reason'] or '')}.\n"
-        f"- Busiest client: {words}.\n"
+        f"- Counted: {words}.\n"
         "- Not covered: timing, what is known from elsewhere, and choices among several runs.\n"
     )
 
