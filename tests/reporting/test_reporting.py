@@ -1,0 +1,78 @@
+"""What people and scripts read of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tiny import Train
+
+from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
+from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir, schema
+from fedgen.reporting.words import statement, summary
+
+
+@given(st.floats(0, 1e4))
+def test_epsilon_is_never_rounded_down(value: float) -> None:
+    assert float(epsilon_in_words(value)) >= value
+    assert float(epsilon_in_words(value)) <= value + 0.0101
+
+
+def test_words() -> None:
+    assert epsilon_in_words(None) == "∞"
+    assert bytes_in_words(999) == "999 B"
+    assert bytes_in_words(2_500_000) == "2.5 MB"
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_grid_shows_every_image(tmp_path: Path, channels: int) -> None:
+    images = np.full((7, channels, 8, 8), 255, np.uint8)
+    sample_grid(images, 3, tmp_path / "grid.png")
+    picture = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert picture.shape[:2] == (3 * 34, 3 * 34)
+    assert (picture == 255).sum() == 7 * 32 * 32 * channels
+
+
+def test_the_figure_bears_missing_values(tmp_path: Path) -> None:
+    epsilon_against_rounds([1, 2], {"a": [None, 2.0], "b": [None, None]}, 1e-5, tmp_path / "e.png")
+    assert (tmp_path / "e.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["privacy", "results"])
+def test_records_are_held_against_their_schema(train: Train, name: str, tmp_path: Path) -> None:
+    run = train()
+    record = json.loads((run / f"{name}.json").read_text())
+    jsonschema.validate(record, schema(name))
+    for key in schema(name)["required"]:
+        harmed = {k: v for k, v in record.items() if k != key}
+        with pytest.raises(jsonschema.ValidationError):
+            RunDir(tmp_path).write(name, harmed)
+
+
+def test_the_statement_says_what_it_must(train: Train) -> None:
+    run = train("partition=iid", "partition.clients=4", "method.routing=per_sample")
+    record = json.loads((run / "privacy.json").read_text())
+    text = (run / "public" / "PRIVACY.md").read_text()
+    for words in ("not for release", "one client", "replace one", "Not covered"):
+        assert words in text
+    for client in record["clients"].values():
+        assert f"{client['server']:.4g}" not in text, "participation is the server's business"
+    secure = statement({**record, "noise": "secure"}, "draws")
+    assert "not for release" not in secure
+    assert "proven ε" in summary(run)
+
+
+def test_metrics_can_be_cut(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.add_metrics({"round": 1})
+    size = run.metrics_size()
+    run.add_metrics({"round": 2})
+    run.cut_metrics(size)
+    assert run.metrics() == [{"round": 1}]
