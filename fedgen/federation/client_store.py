@@ -16,6 +16,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
@@ -32,7 +33,7 @@ class _Client:
     files: dict[str, list[str]] = field(default_factory=dict)  # part -> [file, digest]
     dirty: set[str] = field(default_factory=set)
     done: dict[str, int] = field(default_factory=dict)  # kind of message -> last round
-    cost: dict[str, Any] | None = None
+    cost: tuple[DpEvent, Unit] | None = None
     written: int = 0
 
 
@@ -66,7 +67,7 @@ class ClientStore:
         if cost is None:
             return None
         arrays = {name: value.numpy() for name, value in self._part(client, _ANSWER).items()}
-        return Answer(arrays, from_json(cost["event"]), Unit(cost["unit"]))
+        return Answer(arrays, *cost)
 
     def commit(
         self, client: int, kind: str, server_round: int, changed: State, answer: Answer | None
@@ -76,7 +77,7 @@ class ClientStore:
         if answer is not None:
             arrays = {name: torch.from_numpy(value) for name, value in answer.arrays.items()}
             changed = {**changed, _ANSWER: arrays}
-            entry.cost = {"event": to_json(answer.event), "unit": answer.unit.value}
+            entry.cost = answer.event, answer.unit
         replaced = []
         for name, tensors in changed.items():
             detached = {key: value.detach().cpu() for key, value in tensors.items()}
@@ -119,7 +120,9 @@ class ClientStore:
             entry = _Client(
                 files={part: list(file) for part, file in manifest["files"].items()},
                 done=dict(manifest["done"]),
-                cost=manifest["cost"],
+                cost=None
+                if manifest["cost"] is None
+                else (from_json(manifest["cost"]["event"]), Unit(manifest["cost"]["unit"])),
                 written=manifest["written"],
             )
             self._clients[int(name)] = entry
@@ -158,7 +161,9 @@ class ClientStore:
         return {
             "files": dict(entry.files),
             "done": dict(entry.done),
-            "cost": entry.cost,
+            "cost": None
+            if entry.cost is None
+            else {"event": to_json(entry.cost[0]), "unit": entry.cost[1].value},
             "written": entry.written,
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -135,8 +136,18 @@ def pack_release(release: Release) -> RecordDict:
 
 def pack_answer(answer: Answer) -> RecordDict:
     """A Release that was made before, sent again."""
-    cost = {"event": json.dumps(to_json(answer.event)), "unit": answer.unit.value}
-    return RecordDict({_FACTS: ConfigRecord(dict(cost)), _ARRAYS: pack_arrays(answer.arrays)})
+    facts = ConfigRecord({"event": _event_text(answer.event), "unit": answer.unit.value})
+    return RecordDict({_FACTS: facts, _ARRAYS: pack_arrays(answer.arrays)})
+
+
+@lru_cache(maxsize=1024)
+def _event_text(event: DpEvent) -> str:
+    return json.dumps(to_json(event))
+
+
+@lru_cache(maxsize=1024)
+def _event_of(text: str) -> DpEvent:
+    return from_json(json.loads(text))
 
 
 def read_answer(message: Message) -> Answer:
@@ -145,7 +156,7 @@ def read_answer(message: Message) -> Answer:
     arrays = unpack_arrays(message.content.array_records[_ARRAYS])
     return Answer(
         {name: value.numpy() for name, value in arrays.items()},
-        from_json(json.loads(str(facts["event"]))),
+        _event_of(str(facts["event"])),
         Unit(str(facts["unit"])),
     )
 

@@ -30,8 +30,9 @@ def critic_loss(
         labels: (n,), of both.
         mix: (n,) in [0, 1]; x_hat = mix * real + (1 - mix) * fake.
     """
-    real_scores = score(real, labels)
-    wasserstein = score(fake, labels).mean() - real_scores.mean()
+    scores = score(torch.cat([real, fake]), torch.cat([labels, labels]))
+    real_scores, fake_scores = scores[: len(labels)], scores[len(labels) :]
+    wasserstein = fake_scores.mean() - real_scores.mean()
     share = mix.view(-1, 1, 1, 1)
     slopes = grad(lambda images: score(images, labels).sum())(share * real + (1 - share) * fake)
     norms = torch.sqrt(slopes.flatten(1).square().sum(1) + 1e-12)

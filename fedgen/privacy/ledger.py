@@ -75,9 +75,14 @@ class Ledger:
             return
         if event not in self._words:
             self._words[event] = (json.dumps(to_json(event)), canonical(event))
-        with self._path.open("a") as file:
-            words = self._words[event][0]
-            file.write(f'{{"round": {server_round}, "rows": {rows}, "event": {words}}}\n')
+        words = self._words[event][0]
+        line = f'{{"round": {server_round}, "rows": {rows}, "event": {words}}}\n'
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if os.write(file, line.encode()) != len(line):
+                raise OSError(f"{self._path} took half a charge")
+        finally:
+            os.close(file)
         self._note(server_round, rows, event)
 
     def _note(self, server_round: int, rows: int, event: DpEvent) -> None:
