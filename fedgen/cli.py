@@ -32,7 +32,7 @@ settings (defaults in brackets):
                          privacy.adversary=server|release privacy.noise=seeded|secure
   runtime=in_process     runtime.store=memory|disk runtime.threads=N runtime.checkpoint_every=N
   evaluation=quick|full|none [quick]
-  experiment=demo
+  experiment=demo|mnist_writers|gs_wgan_mnist
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
@@ -55,7 +55,13 @@ def run(arguments: list[str]) -> int:
             raise FedgenError(
                 command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
             )
-        for config in _configurations(command, rest):
+        configs = _configurations(command, rest)
+        if len(configs) > 1 and "--cfg" not in rest:
+            from fedgen.experiments.settings import check
+
+            for config in configs:  # no combination runs if one cannot
+                check(config)
+        for config in configs:
             _execute(command, config, show="--cfg" in rest)
     except FedgenError as error:
         print(f"fedgen: {error}", file=sys.stderr)

@@ -112,8 +112,9 @@ class Plan:
     sampler: the draws that gate data, in words.
     rows_per_round: rows in one query.
     server: rows answered by one client in the run -> its event, as the server sees it.
-    release: rounds -> any client's event as the published generator shows it, where secret draws
-        amplify; None where they do not, and then the server's bound holds for both.
+    release: rounds -> any client's event as the published generator shows it, a function of public
+        parameters alone: whom the draws chose is not for everybody. None where one client is all
+        there is, and the server's bound holds for both.
     amplified_by: what amplifies, per view, in words; reasons: why nothing does.
     """
 

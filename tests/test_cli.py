@@ -28,6 +28,18 @@ MISTAKES = [
     ("method.clip", ["method.clip=wide"], "must be a number"),
     ("method.clip", ["method.clip=0"], "must be positive"),
     ("method.batch", ["method.batch=-3"], "must be positive"),
+    ("method.clip", ["method.clip=inf"], "must be positive"),
+    ("method.clip", ["method.clip=nan"], "must be positive"),
+    ("method.ema", ["method.ema=5"], "below 1"),
+    ("method.critic.width", ["method.critic.width=0"], "must be positive"),
+    ("method.generator_betas", ["method.generator_betas=[0.5]"], "two numbers"),
+    ("method.generator_betas", ["method.generator_betas=[2,3]"], "below 1"),
+    ("method.routing", ["method.routing=7"], "per_sample"),
+    ("seed", ["seed=99999999999999999999"], "whole number"),
+    ("runtime.threads", ["runtime.threads=100000"], "whole number"),
+    ("evaluation.samples", ["evaluation=quick", "evaluation.samples=0"], "at least 1"),
+    ("evaluation.seeds", ["evaluation=quick", "evaluation.seeds=0"], "at least 1"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=-3"], "at least 8"),
     ("method.routing", ["method.routing=per_row"], "per_sample"),
     ("privacy.delta", ["privacy.delta=1"], "between 0 and 1"),
     ("privacy.delta", ["privacy.delta=1.5"], "between 0 and 1"),
@@ -114,7 +126,7 @@ def test_wrong_image_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         test_images=images,
         test_labels=labels,
     )
-    command = ["train", *TINY, "data=folder", f"data.path={tmp_path / 'a.npz'}"]
+    command = ["train", *TINY, "data=folder", f"data.path={tmp_path / 'a.npz'}", "data.classes=2"]
     assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2
     assert one_line(capsys).startswith("fedgen: data: images of 30x30 do not fit")
 
@@ -170,6 +182,69 @@ def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], h
     assert after == before, "nothing is lost"
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("run.json", lambda text: "{}", "not a run directory"),
+        ("config.yaml", lambda text: text + "\n{[", "not a run directory"),
+        ("config.yaml", lambda text: text.replace("clip: 1.0", "clip: 9.0"), "was altered"),
+        ("clients/0/ledger.jsonl", lambda text: None, "ledger of client 0 is missing"),
+        ("clients/0/ledger.jsonl", lambda text: text.split("\n")[0] + "\n", "lacks what"),
+        ("clients/0/ledger.jsonl", lambda text: "\xff\xfe", "another run"),
+        ("metrics.jsonl", lambda text: text[:-5] + "\n", "was altered"),
+        ("checkpoints/checkpoint.json", lambda text: None, "is missing"),
+    ],
+)
+def test_a_harmed_run(
+    train: Train, capsys: pytest.CaptureFixture[str], file: str, change: object, words: str
+) -> None:
+    assert callable(change)
+    run = train()
+    text = change((run / file).read_text())
+    if text is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_text(text, encoding="latin-1")
+    public = {p: p.read_bytes() for p in (run / "public").iterdir()}
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert words in one_line(capsys)
+    assert {p: p.read_bytes() for p in (run / "public").iterdir()} == public
+
+
+def test_other_data_does_not_resume(
+    train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("data=mnist", f"data.root={data_root}")
+    with np.load(data_root / "mnist.npz") as archive:
+        arrays = dict(archive)
+    arrays["train_images"] = 255 - arrays["train_images"]
+    np.savez(data_root / "mnist.npz", **arrays)
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "other data" in one_line(capsys)
+
+
+def test_two_processes_do_not_go_on_with_one_run(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both would spend the budget that is left."""
+    run = train()
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print('in', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run / "run.json")], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        capsys.readouterr()
+        assert cli.run(["train", f"resume={run}"]) == 2
+        assert "in use by another process" in one_line(capsys)
+        other.kill()
+
+
 def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train()
     ledger = run / "clients" / "0" / "ledger.jsonl"
@@ -206,6 +281,30 @@ def test_sample_and_evaluate(
     ]:
         assert cli.run(command) == 2
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+def test_the_public_folder_alone_draws_the_same_samples(
+    train: Train, tmp_path: Path, data_root: Path
+) -> None:
+    """Whoever is handed the generator needs no data and nothing else of the run."""
+    run = train("data=mnist", f"data.root={data_root}", "partition=by_writer")
+    handed = tmp_path / "handed"
+    shutil.copytree(run / "public", handed)
+    (data_root / "mnist.npz").unlink()
+    for place, out in ((run, "a.npz"), (handed, "b.npz")):
+        assert cli.run(["sample", f"run={place}", "n=12", f"out={tmp_path / out}"]) == 0
+    with np.load(tmp_path / "a.npz") as first, np.load(tmp_path / "b.npz") as second:
+        assert np.array_equal(first["images"], second["images"])
+        assert first["images"].shape == (12, 1, 28, 28)
+
+
+def test_a_sweep_with_a_mistake_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "-m", *TINY, "privacy.delta=1e-5,5", f"run_dir={tmp_path / 'sweep'}"]
+    assert cli.run(command) == 2
+    assert one_line(capsys).startswith("fedgen: privacy.delta: ")
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_an_unfinished_run_has_no_samples(

@@ -71,7 +71,7 @@ def make(clients: int = 1, noise: float | None = None, **changed: Any) -> Method
     )
 
 
-def fingerprint(run: Path) -> dict[str, object]:
+def fingerprint(run: Path) -> dict[str, Any]:
     """All that two runs must share: weights, spend, metrics."""
     ledgers = {
         p.parent.name: p.read_text().split("\n", 1)[1]

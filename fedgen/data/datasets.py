@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
+from fedgen.files import digest
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -66,6 +67,11 @@ class Dataset:
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    def digest(self) -> str:
+        """A digest of all training rows; it belongs to the server side."""
+        writers = b"" if self.writers is None else self.writers.tobytes()
+        return digest(self.images.tobytes(), self.labels.tobytes(), writers)
+
     def shard(self, index: Labels) -> Shard:
         """The given training rows."""
         return Shard(torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index]))
@@ -99,7 +105,7 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
     """
     folder = root_of(root)
     if (folder / f"{name}.npz").exists():
-        return _from_npz(name, folder / f"{name}.npz", classes=10)
+        return _from_npz(name, folder / f"{name}.npz", 10)
     import torchvision
 
     load = getattr(torchvision.datasets, kind)
@@ -126,7 +132,9 @@ def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> D
     """Federated EMNIST (LEAF) from ``femnist.npz``: ``images``, ``labels`` 0..61, ``writer``; black
     on white in the file, white on black here, as MNIST has it.
 
-    A tenth of each writer's rows, by public coins keyed by row, is the test split.
+    A tenth of each writer's rows is the test split, by public coins keyed by the writer and the
+    row's place among the writer's: another writer's rows, or their number, move none of these.
+    Record-level privacy is that of the rows in the label set.
 
     Args:
         classes: 10 (digits), 36 (letters of either case merged) or 62.
@@ -140,16 +148,19 @@ def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> D
         )
     arrays = _arrays(file, ["images", "labels", "writer"])
     images = 255 - _as_images(file, arrays["images"])
-    labels, writers = arrays["labels"].astype(np.int64), arrays["writer"].astype(np.int64)
+    labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
+    test = np.zeros(len(writers), dtype=bool)
+    for writer in np.unique(writers):
+        rows = np.flatnonzero(writers == writer)
+        generator = coins.public("femnist", "split", int(writer))
+        test[rows] = torch.rand(len(rows), generator=generator).numpy() < 0.1
     if classes == 10:
         kept = labels < 10
-        images, labels, writers = images[kept], labels[kept], writers[kept]
+        images, labels, writers, test = images[kept], labels[kept], writers[kept], test[kept]
     elif classes == 36:
         labels = np.where(labels >= 36, labels - 26, labels)
     elif classes != 62:
         raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
-    coin = torch.rand(len(labels), generator=coins.public("femnist", "split")).numpy()
-    test = coin < 0.1
     return _checked(
         "femnist", images[~test], labels[~test], images[test], labels[test], writers[~test], classes
     )
@@ -194,53 +205,100 @@ def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
 
 
 def folder(
-    coins: Coins, root: str | None, path: str | None, size: int | None = None, **_: object
+    coins: Coins,
+    root: str | None,
+    path: str | None,
+    size: int | None = None,
+    classes: int | None = None,
+    **_: object,
 ) -> Dataset:
     """A user's own images: an ``.npz`` as in the module's text, or a folder with one sub-folder of
     images per label (``train/`` and ``test/`` inside, else a tenth by public coins is the test
     split).
 
+    A record of an image folder is told by its file name, whatever its label: rows are in the order
+    of the names' digests, so an image that changes, or changes its label, moves no other.
+
     Args:
         path: the file or folder, absolute or below ``data.root``.
         size: images are cropped to a square and resized to this many pixels; None leaves them.
+        classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
     """
     if not path:
         raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
+    if size is not None and size < 8:
+        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
     place = root_of(root) / Path(path).expanduser()
     if not place.exists():
         raise FedgenError("data.path", f"{place} does not exist", "give an .npz file or a folder")
     if place.is_file():
-        return _from_npz("folder", place, classes=None)
-    if (place / "train").is_dir() and (place / "test").is_dir():
-        names = sorted(p.name for p in (place / "train").iterdir() if p.is_dir())
-        train, train_labels = _image_folder(place / "train", names, size)
-        test, test_labels = _image_folder(place / "test", names, size)
+        if classes is None:
+            raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
+        return _from_npz("folder", place, classes)
+    parts = [place / "train", place / "test"]
+    split = all(part.is_dir() for part in parts)
+    names = sorted(p.name for p in (parts[0] if split else place).iterdir() if p.is_dir())
+    if split:
+        (train, train_labels, __), (test, test_labels, __) = (
+            _image_folder(part, names, size) for part in parts
+        )
         return _checked("folder", train, train_labels, test, test_labels, None, len(names))
-    names = sorted(p.name for p in place.iterdir() if p.is_dir())
-    images, labels = _image_folder(place, names, size)
-    coin = torch.rand(len(labels), generator=coins.public("folder", "split")).numpy() < 0.1
+    images, labels, file_names = _image_folder(place, names, size)
+    test_rows = np.array(
+        [
+            float(torch.rand((), generator=coins.public("folder", "split", name))) < 0.1
+            for name in file_names
+        ]
+    )
     return _checked(
-        "folder", images[~coin], labels[~coin], images[coin], labels[coin], None, len(names)
+        "folder",
+        images[~test_rows],
+        labels[~test_rows],
+        images[test_rows],
+        labels[test_rows],
+        None,
+        len(names),
     )
 
 
-def _image_folder(place: Path, names: list[str], size: int | None) -> tuple[Images, Labels]:
+def _image_folder(
+    place: Path, names: list[str], size: int | None
+) -> tuple[Images, Labels, list[str]]:
+    """Images, labels and file names, in the order of the file names' digests."""
     from PIL import Image, UnidentifiedImageError
 
-    images, labels = [], []
-    for label, name in enumerate(names):
-        for file in sorted((place / name).iterdir()):
-            try:
-                raw = Image.open(file)
-                image = raw.convert("L" if raw.mode in ("1", "L", "I", "I;16") else "RGB")
-            except (UnidentifiedImageError, OSError) as error:
-                raise FedgenError(
-                    "data.path", f"{file} is not a readable image", "remove it"
-                ) from error
-            images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
-            labels.append(label)
-    if not images:
+    found: dict[str, tuple[Path, int]] = {
+        file.name: (file, label)
+        for label, name in enumerate(names)
+        if (place / name).is_dir()
+        for file in sorted((place / name).iterdir())
+        if file.is_file()
+    }
+    total = sum(
+        sum(file.is_file() for file in (place / name).iterdir())
+        for name in names
+        if (place / name).is_dir()
+    )
+    if not found:
         raise FedgenError("data.path", f"{place} has no images", "one sub-folder per label")
+    if total > len(found):
+        raise FedgenError(
+            "data.path",
+            f"{total - len(found)} file names in {place} occur under several labels",
+            "rename them: a record is told by its file name",
+        )
+    order = sorted(found, key=lambda name: digest(name.encode()))
+    images = []
+    for name in order:
+        file = found[name][0]
+        try:
+            raw = Image.open(file)
+            image = raw.convert("L" if raw.mode in ("1", "L", "I", "I;16") else "RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise FedgenError(
+                "data.path", f"{file} is not a readable image", "remove it"
+            ) from error
+        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
     shapes = {image.shape for image in images}
     if len(shapes) > 1:
         raise FedgenError(
@@ -248,7 +306,8 @@ def _image_folder(place: Path, names: list[str], size: int | None) -> tuple[Imag
             f"images in {place} have {len(shapes)} different shapes",
             "set data.size=32 (or another size) to bring them to one",
         )
-    return _as_images(place, np.stack(images)), np.array(labels, dtype=np.int64)
+    labels = np.array([found[name][1] for name in order], dtype=np.int64)
+    return _as_images(place, np.stack(images)), labels, order
 
 
 def _centre_square(image: object, size: int) -> Images:
@@ -259,18 +318,28 @@ def _centre_square(image: object, size: int) -> Images:
     return np.asarray(fitted, dtype=np.uint8)
 
 
-def _from_npz(name: str, file: Path, classes: int | None) -> Dataset:
+def _from_npz(name: str, file: Path, classes: int) -> Dataset:
     arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"])
-    found = classes or int(max(arrays["train_labels"].max(), arrays["test_labels"].max())) + 1
+    writers = arrays.get("train_writer")
     return _checked(
         name,
         _as_images(file, arrays["train_images"]),
-        arrays["train_labels"],
+        _whole_numbers(file, arrays["train_labels"]),
         _as_images(file, arrays["test_images"]),
-        arrays["test_labels"],
-        arrays.get("train_writer"),
-        found,
+        _whole_numbers(file, arrays["test_labels"]),
+        None if writers is None else _whole_numbers(file, writers),
+        classes,
     )
+
+
+def _whole_numbers(file: Path, values: NDArray[np.generic]) -> Labels:
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise FedgenError(
+            "data",
+            f"{file} holds labels or writers of type {values.dtype} and shape {values.shape}",
+            "they must be whole numbers, (n,)",
+        )
+    return values.astype(np.int64)
 
 
 def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:

@@ -1,7 +1,7 @@
 """Rows to clients, as pure functions of labels or writers, the number of clients and public coins.
 
-Stable: whose row a row is depends on its own label or writer and on coins keyed by its position,
-never on other rows. Replacing one row moves no other.
+Stable: whose row a row is depends on its own label or writer, on coins keyed by its position, and
+on who the writers are. Replacing one row by another, of a writer that is there, moves no other.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def by_writer(
     return _checked(shards, len(labels))
 
 
-def dirichlet(labels: Index, clients: int, alpha: float, coins: Coins, **_: object) -> list[Index]:
+def dirichlet(
+    labels: Index, classes: int, clients: int, alpha: float, coins: Coins, **_: object
+) -> list[Index]:
     """Label skew (Hsu et al. 2019): each class is spread over the clients by Dirichlet(alpha)
     proportions, and each row takes its place in its class's proportions by a coin of its own."""
     if not alpha > 0:
         raise FedgenError("partition.alpha", f"must be positive, got {alpha}", "e.g. 0.5")
     seed = int(torch.randint(2**62, (), generator=coins.public("partition", "dirichlet")))
-    classes = int(labels.max()) + 1
     shares = np.random.default_rng(seed).dirichlet(np.full(clients, alpha), size=classes)
     place = torch.rand(
         len(labels), generator=coins.public("partition", "dirichlet", "rows"), dtype=torch.float64
@@ -71,11 +72,10 @@ def dirichlet(labels: Index, clients: int, alpha: float, coins: Coins, **_: obje
 
 
 def shards(
-    labels: Index, clients: int, classes_per_client: int, coins: Coins, **_: object
+    labels: Index, classes: int, clients: int, classes_per_client: int, coins: Coins, **_: object
 ) -> list[Index]:
     """Pathological label skew (after McMahan et al. 2017): each client holds few classes, dealt in
     turn from a public order; each row goes to one of the holders of its class by its own coin."""
-    classes = int(labels.max()) + 1
     if not 1 <= classes_per_client <= classes:
         raise FedgenError(
             "partition.classes_per_client",

@@ -94,9 +94,14 @@ def accuracies(
     seeds: int,
     done: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Mean and standard deviation over seeds, by classifier, with the number of rows n."""
+    """Mean and standard deviation over seeds, by classifier, with the number of rows n; a mean of
+    None where all rows have one label, which teaches nothing."""
     found: dict[str, dict[str, Any]] = {}
     for name, classifier in classifiers.items():
+        if len(np.unique(labels)) < 2:
+            found[name] = {"mean": None, "std": None, "n": len(labels), "seeds": 0}
+            done(name)
+            continue
         scores = [
             classifier(images, labels, test_images, test_labels, classes, seed)
             for seed in range(seeds)

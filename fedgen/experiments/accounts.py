@@ -7,7 +7,7 @@ from typing import Any
 
 from fedgen.experiments.settings import Privacy
 from fedgen.federation.rounds import RunState
-from fedgen.method import Plan
+from fedgen.method import Method
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
@@ -19,7 +19,7 @@ from fedgen.reporting.run_dir import or_null
 class Accounts:
     """Accounts of one run. The clients' ledgers are authoritative."""
 
-    plan: Plan
+    method: Method
     privacy: Privacy
     ledgers: dict[int, Ledger]
 
@@ -30,48 +30,69 @@ class Accounts:
             for client, ledger in self.ledgers.items()
         }
 
-    def views(self, state: RunState) -> dict[str, Epsilon]:
-        """epsilon of the busiest client so far, by adversary."""
+    def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
+        """epsilon by adversary so far: of the busiest client against the server, of any client in
+        what is published."""
         distinct = {tuple(sorted(s.items(), key=repr)) for s in self.spends(state).values()}
         server = max(
             (epsilon(dict(spend), self.privacy.delta) for spend in distinct),
             key=lambda found: found.or_infinity,
         )
-        return {"server": server, "release": self._release(state, server)}
+        return {"server": server, "release": self.release(state, stopped) or server}
 
-    def _release(self, state: RunState, server: Epsilon) -> Epsilon:
-        """What the published generator shows of a client that spent ``server``."""
-        if self.plan.release is None or state.rounds == 0:
-            return server
-        event, stop = self.plan.release(state.rounds), self.privacy.budget.stop_probability
-        return smaller(release_epsilon(event, self.privacy.delta, stop), server)
+    def release(self, state: RunState, stopped: bool) -> Epsilon | None:
+        """What the published generator shows of any one of several clients; None for a single one.
+
+        A function of what everybody may know, never of whom the draws chose: the plan after so many
+        rounds, or the rows that no client may exceed, whichever bounds it better. A run that its
+        budget stopped is accounted as if it had gone on: when it stopped depends on the draws.
+        """
+        plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
+        if plan.release is None:
+            return None
+        if state.rounds == 0:
+            return epsilon({}, delta)
+        rounds = budget.rounds if stopped else state.rounds
+        cap = epsilon(canonical(plan.server(min(budget.rows, rounds * plan.rows_per_round))), delta)
+        stop = 0.0
+        if budget.stop_probability > 0:
+            steps = budget.rounds + self._repeated_rounds(state)
+            stop = self.method.cohort.stop_probability(plan.rows_per_round, steps, budget.rows)
+        return smaller(release_epsilon(plan.release(rounds), delta, stop), cap)
+
+    def _repeated_rounds(self, state: RunState) -> int:
+        """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
+        and make a stop likelier."""
+        rows = sum(ledger.rows for ledger in self.ledgers.values())
+        a_round = self.method.plan.rows_per_round * self.method.cohort.answers_per_row
+        return max(0, -(-rows // a_round) - state.rounds)
 
     def claimed(self, rounds: int) -> float | None:
         """epsilon by the paper's formula, None where it gives none."""
-        claim = self.plan.claim
+        claim = self.method.plan.claim
         return None if claim is None else or_null(claim.epsilon(rounds, self.privacy.delta))
 
-    def published_in_words(self, state: RunState) -> str:
-        """What may be said of the spend to everybody. Of several clients, how often each was asked
-        is nobody's business but the server's: their draws are described, not counted."""
-        if self.plan.release is not None:
-            return in_words(canonical(self.plan.release(state.rounds)))
-        if len(self.ledgers) == 1:
-            return in_words(canonical(self.plan.server(state.rounds * self.plan.rows_per_round)))
-        return "what the busiest client released"
+    def published_in_words(self, state: RunState, stopped: bool) -> str:
+        """What may be said of the spend to everybody: the plan's events, not the draws' outcome."""
+        plan = self.method.plan
+        if plan.release is not None:
+            return in_words(
+                canonical(plan.release(self.privacy.budget.rounds if stopped else state.rounds))
+            )
+        return in_words(canonical(plan.server(state.rounds * plan.rows_per_round)))
 
     def record(self, state: RunState, stopped: str | None) -> dict[str, Any]:
         """The content of privacy.json."""
-        plan, claim, clients = self.plan, self.plan.claim, {}
+        plan, claim, clients = self.method.plan, self.method.plan.claim, {}
+        views = self.views(state, stopped is not None)
         for client, spend in self.spends(state).items():
             server = epsilon(spend, self.privacy.delta)
             clients[str(client)] = {
                 "server": or_null(server.value),
-                "release": or_null(self._release(state, server).value),
+                "release": or_null(views["release"].value),
                 "releases": self.ledgers[client].releases,
                 "events": [[to_json(event), count] for event, count in spend.items()],
             }
-        views = self.views(state)
         return {
             "schema": 1,
             "delta": self.privacy.delta,
@@ -82,7 +103,7 @@ class Accounts:
             "noise_multiplier": self.privacy.noise_multiplier,
             "rounds": state.rounds,
             "stopped": stopped,
-            "views": {name: self._view(name, views) for name in views},
+            "views": {name: self._view(name, found) for name, found in views.items()},
             "claimed": None
             if claim is None
             else {
@@ -93,11 +114,11 @@ class Accounts:
             "clients": clients,
         }
 
-    def _view(self, name: str, views: dict[str, Epsilon]) -> dict[str, Any]:
-        found = views[name]
-        amplified, reason = self.plan.amplified_by[name], self.plan.reasons[name]
-        if name == "release" and self.plan.release is not None and found is views["server"]:
-            amplified, reason = None, "what the server sees bounds it better than the draw"
+    def _view(self, name: str, found: Epsilon) -> dict[str, Any]:
+        amplified = self.method.plan.amplified_by[name]
+        reason = self.method.plan.reasons[name]
+        if name == "release" and amplified and "draw" not in found.accountant:
+            amplified, reason = None, "the rows that no client may exceed bound it better"
         return {
             "epsilon": or_null(found.value),
             "accountant": found.accountant,

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from fedgen.coins import Coins
@@ -18,21 +18,23 @@ from fedgen.errors import FedgenError
 from fedgen.evaluation.utility import accuracies
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
-from fedgen.method import Tensors
+from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
 
 
-def evaluate(ready: Setup, generator: Tensors, progress: RunProgress) -> dict[str, Any]:
+def evaluate(
+    chosen: DictConfig, ready: Setup, generator: Tensors, progress: RunProgress
+) -> dict[str, Any]:
     """gen2real, and the same classifiers trained on real rows (``real2real``: it touches private
     rows outside a mechanism, and stays on the server side)."""
-    chosen, data = ready.config.evaluation, ready.dataset
+    data = ready.dataset
     classifiers = {name: build(each) for name, each in chosen.classifiers.items()}
     if not classifiers:
         return {"gen2real": {}, "real2real": {}}
     coins = ready.coins.at("evaluation")
     labels = torch.randint(0, data.classes, (chosen.samples,), generator=coins.public("labels"))
-    images = draw_samples(ready, generator, labels, coins.at("samples"))
+    images = draw_samples(ready.method, generator, labels, coins.at("samples"))
     real = torch.randperm(len(data.labels), generator=coins.public("real"))[: chosen.samples]
     done = 0
 
@@ -42,55 +44,65 @@ def evaluate(ready: Setup, generator: Tensors, progress: RunProgress) -> dict[st
         progress.show("evaluation", done, 2 * len(classifiers), "")
 
     rest = (data.test_images, data.test_labels, data.classes, chosen.seeds, step)
-    real_index = real.numpy()
+    index = real.numpy()
     return {
         "gen2real": accuracies(classifiers, images, labels.numpy(), *rest),
-        "real2real": accuracies(
-            classifiers, data.images[real_index], data.labels[real_index], *rest
-        ),
+        "real2real": accuracies(classifiers, data.images[index], data.labels[index], *rest),
     }
 
 
 def draw_samples(
-    ready: Setup, generator: Tensors, labels: Tensor, coins: Coins
+    method: Method, generator: Tensors, labels: Tensor, coins: Coins
 ) -> NDArray[np.uint8]:
     """Samples (n, channels, height, width) uint8, made in batches of 1,000."""
     batches = [
-        ready.method.server.sample(generator, part, coins.at("batch", number))
+        method.server.sample(generator, part, coins.at("batch", number))
         for number, part in enumerate(torch.split(labels, 1000))
     ]
     images: NDArray[np.uint8] = (torch.cat(batches) * 255).round().to(torch.uint8).numpy()
     return images
 
 
-def load_run(path: Path) -> tuple[Setup, RunDir, Tensors]:
-    """A finished run: its setup, and its published generator.
+def describe(ready: Setup) -> str:
+    """What is needed beside the weights to draw samples: public parameters alone."""
+    method = OmegaConf.to_container(ready.config.method, resolve=True)
+    facts = {"classes": ready.dataset.classes, "shape": list(ready.dataset.shape)}
+    return json.dumps({"schema": 1, "method": method, **facts}, indent=2) + "\n"
+
+
+def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
+    """The generator of a finished run, or of its ``public`` folder handed out: the method that
+    samples it, its weights, the number of labels.
 
     Raises:
-        FedgenError: if it has not been finished.
+        FedgenError: if there is none.
     """
-    run_dir, config, _ = RunDir.open(path, "run")
-    file = run_dir.public / "generator.safetensors"
+    folder = path / "public" if (path / "public").is_dir() else path
     try:
-        weights = safetensors.torch.load(file.read_bytes())
-    except (OSError, safetensors.SafetensorError) as error:
+        described = json.loads((folder / "generator.json").read_text())
+        weights = safetensors.torch.load((folder / "generator.safetensors").read_bytes())
+        facts = PublicFacts(2, None, described["classes"], tuple(described["shape"]))
+        make = build(OmegaConf.create(described["method"]), without="strategy")
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise FedgenError(
             "run", f"{path} has no readable generator", f"finish it: fedgen train resume={path}"
         ) from error
-    return settings.setup(config), run_dir, weights
+    method: Method = make(facts=facts, noise_multiplier=None, device=settings.device(device))
+    return method, weights, facts.classes
 
 
 def sample(config: DictConfig) -> Path:
-    """Writes samples of a finished run: images (n, channels, height, width) uint8, labels (n,)."""
+    """Writes samples of a finished run: images (n, channels, height, width) uint8, labels (n,).
+    Needs its ``public`` folder alone."""
     out = Path(config.out)
     if out.suffix != ".npz":
         raise FedgenError("out", f"{out} is no .npz file", "give out=FILE.npz")
     if not isinstance(config.n, int) or config.n < 1:
         raise FedgenError("n", f"must be a positive whole number, got {config.n!r}", "e.g. n=1000")
-    ready, _, generator = load_run(Path(config.run))
+    method, generator, classes = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
-    labels = torch.randint(0, ready.dataset.classes, (config.n,), generator=coins.public("labels"))
-    images = draw_samples(ready, generator, labels, coins)
+    labels = torch.randint(0, classes, (config.n,), generator=coins.public("labels"))
+    images = draw_samples(method, generator, labels, coins)
     try:
         np.savez_compressed(out, images=images, labels=labels.numpy())
     except OSError as error:
@@ -100,10 +112,12 @@ def sample(config: DictConfig) -> Path:
 
 def evaluate_run(config: DictConfig) -> Path:
     """Evaluates a finished run again and renews its results."""
-    ready, run_dir, generator = load_run(Path(config.run))
-    ready.config.evaluation = config.evaluation
+    settings.check_evaluation(config)
+    run_dir, trained, _ = RunDir.open(Path(config.run), "run")
+    results = run_dir.results()
+    ready = settings.setup(trained)
+    _, generator, _ = load_generator(Path(config.run), config.device)
     with RunProgress() as progress:
-        utility = evaluate(ready, generator, progress)
-    results = json.loads((run_dir.path / "results.json").read_text())
-    run_dir.write("results", {**results, **utility})
+        judged = evaluate(config.evaluation, ready, generator, progress)
+    run_dir.write("results", {**results, **judged})
     return run_dir.path

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset
@@ -64,7 +64,10 @@ def setup(config: DictConfig) -> Setup:
     dataset: Dataset = build(config.data)(coins=coins.at("data"))
     check_clients(config.partition.clients, len(dataset.labels))
     shards: list[Index] = build(config.partition)(
-        labels=dataset.labels, writers=dataset.writers, coins=coins.at("data")
+        labels=dataset.labels,
+        classes=dataset.classes,
+        writers=dataset.writers,
+        coins=coins.at("data"),
     )
     rows = len(shards[0]) if len(shards) == 1 else None
     facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape)
@@ -105,20 +108,11 @@ def check(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if value not in allowed:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
-    for key, least in {
-        "rounds": 1,
-        "sample_every": 1,
-        "log_every": 1,
-        "runtime.threads": 1,
-        "runtime.checkpoint_every": 1,
-        "evaluation.samples": 0,
-        "evaluation.seeds": 0,
-    }.items():
-        value = OmegaConf.select(config, key)
-        if not isinstance(value, int) or value < least:
-            raise FedgenError(
-                key, f"must be a whole number of at least {least}, got {value!r}", "mend it"
-            )
+    for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
+        _whole(config, key, 1, 10**9)
+    _whole(config, "runtime.threads", 1, 1024)
+    _whole(config, "seed", -(2**63), 2**63 - 1)
+    check_evaluation(config)
     check_delta(config.privacy.delta)
     for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
         value = OmegaConf.select(config, key)
@@ -126,23 +120,48 @@ def check(config: DictConfig) -> None:
             raise FedgenError(key, f"must be positive, got {value:g}", "e.g. 10, or null")
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
-        _check_parameter(f"method.{name}", value, hints.get(str(name)))
+        _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
+
+
+def check_evaluation(config: DictConfig) -> None:
+    """Raises FedgenError unless there is something to judge by, or no judge."""
+    least = 1 if config.evaluation.classifiers else 0
+    _whole(config, "evaluation.samples", least, 10**7)
+    _whole(config, "evaluation.seeds", least, 1000)
+
+
+def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
+    value = OmegaConf.select(config, key)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise FedgenError(
+            key,
+            f"must be a whole number of at least {least}, got {value!r}",
+            f"at most {most}",
+        )
 
 
 def _check_parameter(key: str, value: Any, hint: Any) -> None:
-    """Holds a method's parameter against its type: one of its words; a number not below zero."""
-    words = [
-        w
-        for part in (hint, *typing.get_args(hint))
-        if typing.get_origin(part) is Literal
-        for w in typing.get_args(part)
-    ]
-    if isinstance(value, str) and words and value not in words:
+    """Holds a method's parameter against its type: one of its words, a finite number that is not
+    below zero, decays and betas below one."""
+    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+        words = [str(word) for word in typing.get_args(hint)]
         raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(words)}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        may_be_zero = key.endswith(("warm_start", "penalty", "ema"))
-        if value < 0 or (value == 0 and not may_be_zero):
+    if isinstance(value, DictConfig):
+        for name, inner in value.items():
+            if not str(name).startswith("_"):
+                _check_parameter(f"{key}.{name!s}", inner, None)
+    elif isinstance(value, ListConfig):
+        if len(value) != 2:
+            raise FedgenError(key, f"must be two numbers, got {list(value)}", "e.g. [0.5, 0.9]")
+        for inner in value:
+            _check_parameter(key, inner, None)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        decay = key.endswith(("betas", "ema"))
+        may_be_zero = decay or key.endswith(("warm_start", "penalty"))
+        if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
+        if decay and value >= 1:
+            raise FedgenError(key, f"must be below 1, got {value:g}", "lower it")
 
 
 def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:

@@ -21,18 +21,19 @@ from torch import Tensor
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import Accounts
-from fedgen.experiments.generation import draw_samples, evaluate
+from fedgen.experiments.generation import describe, draw_samples, evaluate
 from fedgen.experiments.settings import Setup, build, view
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.rounds import ClientFailedError, RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app, start
+from fedgen.files import digest, write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Ledger
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, write_text
+from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import statement
 
 _WARM_START_CHECKPOINT_SECONDS = 30.0
@@ -54,41 +55,61 @@ class Clock:
 
 def train(config: DictConfig) -> Path:
     """Trains as configured, or goes on with ``config.resume``; returns the run directory."""
-    if config.resume is not None:
-        run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
+    if config.resume is None:
         ready = settings.setup(config)
-    else:
-        ready = settings.setup(config)
-        run_dir, identity = _new_run(config)
-    return Training(ready, run_dir, identity).go()
+        return Training(ready, *_new_run(ready)).go()
+    run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
+    ready = settings.setup(config)
+    _check_same_run(run_dir, ready, identity)
+    return Training(ready, run_dir, identity["run"]).go()
 
 
-def _new_run(config: DictConfig) -> tuple[RunDir, dict[str, Any]]:
+def _new_run(ready: Setup) -> tuple[RunDir, str]:
     """A run directory, and the run's name: seeded runs with the same settings are the same run."""
-    settings_alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
-    text = OmegaConf.to_yaml(settings_alone, resolve=True, sort_keys=True)
-    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    if config.privacy.noise == "secure":
-        name = secrets.token_hex(8)
+    config = ready.config
+    name = secrets.token_hex(8) if ready.privacy.noise == "secure" else _settings_digest(config)
     place = config.run_dir or time.strftime(
         f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
     )
-    identity = {"run": name}
-    return RunDir.create(Path(place), config, identity), identity
+    identity = {"run": name, "data": ready.dataset.digest()}
+    return RunDir.create(Path(place), config, identity), name
+
+
+def _settings_digest(config: DictConfig) -> str:
+    alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
+    return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
+
+
+def _check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
+    """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
+    the same coins would sanitize something else."""
+    if identity["data"] != ready.dataset.digest():
+        raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
+    if ready.privacy.noise == "seeded" and identity["run"] != _settings_digest(ready.config):
+        raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
+    if (run_dir.checkpoints / checkpoint.NAME).exists():
+        for client in range(len(ready.shards)):
+            if not (run_dir.clients / str(client) / "ledger.jsonl").exists():
+                raise FedgenError(
+                    "resume",
+                    f"the ledger of client {client} is missing from {run_dir.path}",
+                    "restore it: spend is never forgotten",
+                )
+    elif (run_dir.path / "privacy.json").exists():
+        raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
 class Training:
     """One run: its clients' homes, its rounds, and what it leaves behind."""
 
-    def __init__(self, ready: Setup, run_dir: RunDir, identity: dict[str, Any]) -> None:
+    def __init__(self, ready: Setup, run_dir: RunDir, name: str) -> None:
+        run_dir.lock()
         self.ready, self.run_dir = ready, run_dir
         self.config, self.method = ready.config, ready.method
         self.store = ClientStore(run_dir.clients, ready.config.runtime.store == "memory")
         seeded = ready.privacy.noise == "seeded"
         self.ledgers = {
-            client: Ledger(
-                run_dir.clients / str(client) / "ledger.jsonl", identity["run"], client, seeded
-            )
+            client: Ledger(run_dir.clients / str(client) / "ledger.jsonl", name, client, seeded)
             for client in range(len(ready.shards))
         }
         self.homes = {
@@ -103,9 +124,11 @@ class Training:
             )
             for client, index in enumerate(ready.shards)
         }
-        self.accounts = Accounts(ready.method.plan, ready.privacy, self.ledgers)
+        self.accounts = Accounts(ready.method, ready.privacy, self.ledgers)
         self.clock = Clock()
         self.stopped: str | None = None
+        self._last_facts: RoundFacts | None = None
+        self._over = False  # all rounds are done; only what a run leaves may be missing
         self._kept = time.monotonic()
         self.progress = RunProgress()
 
@@ -123,10 +146,15 @@ class Training:
         server_coins = self.ready.coins.at("server")
 
         def run(_: object) -> None:
+            if self._over:
+                return
             rounds.hello()
             rounds.prepare(lambda done, of: self._prepared(state, done, of))
             self._checkpoint(state)
             self.stopped = rounds.run(server_coins, self.ready.privacy.budget, self._finished)
+            if self.stopped and self._last_facts is not None:
+                self._log(state, self._last_facts)
+                self._draw_samples(state)
 
         self._announce()
         with self.progress:
@@ -151,7 +179,15 @@ class Training:
             state, extra = found
             self.run_dir.cut_metrics(extra["metrics"])
             self.clock = Clock(extra["seconds"], extra["parts"])
+            self._over, self.stopped = extra["over"], extra["stopped"]
         for client, ledger in self.ledgers.items():
+            own, seen = ledger.spend(), state.spends.get(client, {})
+            if any(own.get(event, 0) < count for event, count in seen.items()):
+                raise FedgenError(
+                    "resume",
+                    f"the ledger of client {client} lacks what the server has seen",
+                    "restore it: spend is never forgotten",
+                )
             ledger.rewind(state.rounds)
             state.rows[client] = max(state.rows[client], ledger.rows)
         self._board = _board(self.run_dir, state.rounds)
@@ -162,6 +198,8 @@ class Training:
             "metrics": self.run_dir.metrics_size(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
+            "over": last,
+            "stopped": self.stopped,
         }
         checkpoint.save(self.run_dir.checkpoints, state, None if last else self.store, extra)
         self._kept = time.monotonic()
@@ -199,6 +237,7 @@ class Training:
     def _finished(self, state: RunState, facts: RoundFacts) -> None:
         """After each round: numbers, pictures and checkpoints as often as configured."""
         self.clock.add(facts)
+        self._last_facts = facts
         last = state.rounds == self.ready.privacy.budget.rounds
         if state.rounds % self.config.log_every == 0 or last or state.rounds == 1:
             self._log(state, facts)
@@ -208,7 +247,7 @@ class Training:
             self._checkpoint(state)
 
     def _log(self, state: RunState, facts: RoundFacts) -> None:
-        views = self.accounts.views(state)
+        views = self.accounts.views(state, self.stopped is not None)
         down, up = sum(state.sent.values()), sum(state.received.values())
         line = {
             "round": state.rounds,
@@ -244,7 +283,7 @@ class Training:
         self._board.add_image("samples", _sheet(self.run_dir.samples / name), state.rounds)
 
     def _sample(self, generator: Tensors, labels: Tensor, purpose: str) -> NDArray[np.uint8]:
-        return draw_samples(self.ready, generator, labels, self.ready.coins.at("samples", purpose))
+        return draw_samples(self.method, generator, labels, self.ready.coins.at("samples", purpose))
 
     # --- what it leaves ---------------------------------------------------------------------------
 
@@ -262,12 +301,15 @@ class Training:
         )
         weights = {name: value.cpu().contiguous() for name, value in sorted(generator.items())}
         data = safetensors.torch.save(weights)
-        (self.run_dir.public / "generator.safetensors").write_bytes(data)
-        write_text(
-            self.run_dir.public / "PRIVACY.md",
-            statement(record, self.accounts.published_in_words(state)),
-        )
-        self._write_results(state, record, generator, hashlib.sha256(data).hexdigest())
+        write_whole(self.run_dir.public / "generator.safetensors", data)
+        write_whole(self.run_dir.public / "generator.json", describe(self.ready).encode())
+        words = self.accounts.published_in_words(state, self.stopped is not None)
+        write_whole(self.run_dir.public / "PRIVACY.md", statement(record, words).encode())
+        results = self._results(state, record, hashlib.sha256(data).hexdigest())
+        # a first time without: nothing of a run is lost if its evaluation fails
+        self.run_dir.write("results", {**results, "gen2real": {}, "real2real": {}})
+        judged = evaluate(self.ready.config.evaluation, self.ready, generator, self.progress)
+        self.run_dir.write("results", {**results, **judged})
         self._board.close()
         return self.run_dir.path
 
@@ -284,40 +326,31 @@ class Training:
             self.run_dir.path / "epsilon.png",
         )
 
-    def _write_results(
-        self, state: RunState, record: dict[str, Any], generator: Tensors, digest: str
-    ) -> None:
-        utility = evaluate(self.ready, generator, self.progress)
+    def _results(self, state: RunState, record: dict[str, Any], sha256: str) -> dict[str, Any]:
         rounds = max(state.rounds, 1)
-        self.run_dir.write(
-            "results",
-            {
-                "schema": 1,
-                "method": self.config.names.method,
-                "data": self.config.names.data,
-                "clients": len(self.homes),
-                "rounds": state.rounds,
-                "seed": self.config.seed,
-                "stopped": self.stopped,
-                "epsilon": {name: found["epsilon"] for name, found in record["views"].items()},
-                **utility,
-                "bytes": {
-                    "up": sum(state.received.values()),
-                    "down": sum(state.sent.values()),
-                    "per_client": {
-                        str(client): {"up": state.received[client], "down": state.sent[client]}
-                        for client in self.homes
-                    },
+        return {
+            "schema": 1,
+            "method": self.config.names.method,
+            "data": self.config.names.data,
+            "clients": len(self.homes),
+            "rounds": state.rounds,
+            "seed": self.config.seed,
+            "stopped": self.stopped,
+            "epsilon": {name: found["epsilon"] for name, found in record["views"].items()},
+            "bytes": {
+                "up": sum(state.received.values()),
+                "down": sum(state.sent.values()),
+                "per_client": {
+                    str(client): {"up": state.received[client], "down": state.sent[client]}
+                    for client in self.homes
                 },
-                "seconds": self.clock.rounds,
-                "rounds_per_second": state.rounds / self.clock.rounds
-                if self.clock.rounds
-                else None,
-                "seconds_per_round": {n: s / rounds for n, s in self.clock.parts.items()},
-                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "generator_sha256": digest,
             },
-        )
+            "seconds": self.clock.rounds,
+            "rounds_per_second": state.rounds / self.clock.rounds if self.clock.rounds else None,
+            "seconds_per_round": {n: s / rounds for n, s in self.clock.parts.items()},
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "generator_sha256": sha256,
+        }
 
 
 def _board(run_dir: RunDir, rounds: int) -> Any:

@@ -3,9 +3,7 @@ JSON, replaced in one step: a process that dies while writing leaves the checkpo
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,11 @@ import safetensors.torch
 from fedgen.errors import FedgenError
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.rounds import RunState
+from fedgen.files import digest, write_whole
 from fedgen.privacy.ledger import spends_from_json, spends_to_json
 
 SCHEMA = 1
-_NAME = "checkpoint.json"
+NAME = "checkpoint.json"
 _REMEDY = "restore the run directory from a copy, or start a new run"
 
 
@@ -33,13 +32,13 @@ def save(folder: Path, state: RunState, store: ClientStore | None, extra: dict[s
     tensors = {name: value.cpu().contiguous() for name, value in state.server.items()}
     data = safetensors.torch.save(tensors)
     file = f"server_{state.rounds:06d}.safetensors"
-    _write(folder / file, data)
+    write_whole(folder / file, data)
     clients = store.snapshot() if store is not None else {}
     record = {
         "schema": SCHEMA,
         "rounds": state.rounds,
         "prepared": state.prepared,
-        "server": [file, _digest(data)],
+        "server": [file, digest(data)],
         "clients": clients,
         "spends": spends_to_json(state.spends),
         "rows": _counts(state.rows),
@@ -48,8 +47,8 @@ def save(folder: Path, state: RunState, store: ClientStore | None, extra: dict[s
         "extra": extra,
     }
     body = json.dumps(record, sort_keys=True)
-    sealed = json.dumps({"digest": _digest(body.encode()), "record": record}, sort_keys=True)
-    _write(folder / _NAME, sealed.encode())
+    sealed = json.dumps({"digest": digest(body.encode()), "record": record}, sort_keys=True)
+    write_whole(folder / NAME, sealed.encode())
     if store is not None:
         store.pin(clients)
     for old in folder.glob("server_*.safetensors"):
@@ -63,24 +62,24 @@ def load(folder: Path, store: ClientStore) -> tuple[RunState, dict[str, Any]] | 
     Raises:
         FedgenError: if it was cut short or altered.
     """
-    path = folder / _NAME
+    path = folder / NAME
     if not path.exists():
         return None
     try:
         sealed = json.loads(path.read_text())
         record = sealed["record"]
-        if _digest(json.dumps(record, sort_keys=True).encode()) != sealed["digest"]:
+        if digest(json.dumps(record, sort_keys=True).encode()) != sealed["digest"]:
             raise ValueError
         if record["schema"] != SCHEMA:
             raise FedgenError(str(path), f"has schema {record['schema']}, not {SCHEMA}", _REMEDY)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
-    file, digest = record["server"]
+    file, expected = record["server"]
     try:
         data = (folder / file).read_bytes()
     except OSError as error:
         raise FedgenError(str(folder / file), "is missing", _REMEDY) from error
-    if _digest(data) != digest:
+    if digest(data) != expected:
         raise FedgenError(str(folder / file), "was cut short or altered", _REMEDY)
     store.restore(record["clients"])
     state = RunState(
@@ -101,16 +100,3 @@ def _counts(counter: Counter[int]) -> dict[str, int]:
 
 def _counter(data: dict[str, int]) -> Counter[int]:
     return Counter({int(client): count for client, count in data.items()})
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    fresh = path.with_suffix(path.suffix + ".new")
-    with fresh.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

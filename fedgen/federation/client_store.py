@@ -7,7 +7,6 @@ files of all clients; whatever a killed run wrote after it is dropped when the r
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
+from fedgen.files import digest, write_whole
 from fedgen.method import State, Tensors
 from fedgen.privacy.events import Unit, from_json, to_json
 
@@ -88,7 +88,8 @@ class ClientStore:
                 replaced.append(self._write(client, name, detached))
         entry.done[kind] = server_round
         if not self._in_memory:
-            _replace(self.folder(client) / "manifest.json", json.dumps(self._manifest(client)))
+            manifest = json.dumps(self._manifest(client)).encode()
+            write_whole(self.folder(client) / "manifest.json", manifest)
             self._drop(client, [file for file in replaced if file])
 
     def snapshot(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class ClientStore:
         self.folder(client).mkdir(parents=True, exist_ok=True)
         (self.folder(client) / file).write_bytes(data)
         before = entry.files.get(name)
-        entry.files[name] = [file, _digest(data)]
+        entry.files[name] = [file, digest(data)]
         return before[0] if before else None
 
     def _read(self, client: int, file: list[str]) -> dict[str, torch.Tensor]:
@@ -185,7 +186,7 @@ class ClientStore:
             data = path.read_bytes()
         except OSError as error:
             raise FedgenError(str(path), "is missing", _REMEDY) from error
-        if _digest(data) != file[1]:
+        if digest(data) != file[1]:
             raise FedgenError(str(path), "was cut short or altered", _REMEDY)
         return safetensors.torch.load(data)
 
@@ -218,15 +219,3 @@ class _Parts(Mapping[str, Tensors]):
 
 _ANSWER = "answer"
 _REMEDY = "restore the run directory from a copy, or start a new run"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file in one step: readers see the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text)
-    fresh.replace(path)

@@ -495,7 +495,7 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
 
     def release(rounds: int) -> DpEvent:
         assert noise is not None
-        return repeat(draw.event(rows, noise, hidden=True), rounds)
+        return repeat(draw.event(rows, noise, hidden=not on_query), rounds)
 
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"
@@ -519,7 +519,7 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
         else "none",
         rows_per_round=rows,
         server=server,
-        release=release if federated and by else None,
+        release=release if federated and noise is not None else None,
         amplified_by={"server": None if federated else by, "release": by},
         reasons={"server": server_reason, "release": reason},
         claim=None

@@ -29,6 +29,9 @@ from scipy.stats import binom
 
 from fedgen.privacy.events import RevealedDraw, Spend
 
+# Below, the noise hides so little that a draw's loss is out of floating point's range.
+_LEAST_SIGMA = 0.02
+
 ORDERS: tuple[int, ...] = (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16))
 
 
@@ -68,6 +71,10 @@ def _epsilon(spend: tuple[tuple[DpEvent, int], ...], delta: float) -> Epsilon:
         return Epsilon(gaussian_epsilon(mu, delta), "Gaussian, exact", _gaussian_rdp(mu, delta))
     if kinds == {SampledWithoutReplacementDpEvent}:
         by_pld, by_rdp = _draws_pld(spend, delta), _draws_rdp(spend, delta)
+        mu = math.sqrt(sum(count / event.event.noise_multiplier**2 for event, count in spend))
+        undrawn = gaussian_epsilon(mu, delta)
+        if undrawn <= min(by_pld, by_rdp):
+            return Epsilon(undrawn, "Gaussian, as if always drawn", min(by_pld, by_rdp))
         if by_rdp <= by_pld:
             return Epsilon(by_rdp, "RDP of secret subset draws", by_pld)
         return Epsilon(by_pld, "PLD of secret subset draws", by_rdp)
@@ -150,6 +157,8 @@ def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float)
 
 def _draws_pld(spend: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
     pmf: pld_pmf.PLDPmf | None = None
+    if any(event.event.noise_multiplier < _LEAST_SIGMA for event, _ in spend):
+        return math.inf
     step = _discretization(spend)
     for event, count in spend:
         sigma, gamma = event.event.noise_multiplier, event.sample_size / event.source_dataset_size
@@ -171,7 +180,7 @@ def _discretization(spend: tuple[tuple[DpEvent, int], ...]) -> float:
         mu = 1 / event.event.noise_multiplier
         variance += count * min(mu**2, gamma**2 * math.expm1(min(mu**2, 50.0)))
         top = max(top, _largest_loss(gamma, mu))
-    return float(min(max(math.sqrt(variance) / 5000, top / 1e5), 1e-2))
+    return float(max(min(math.sqrt(variance) / 5000, 1e-2), top / 1e5))
 
 
 def _largest_loss(gamma: float, mu: float) -> float:
@@ -216,9 +225,10 @@ def subset_draw_pmf(gamma: float, mu: float, step: float) -> pld_pmf.PLDPmf:
     upper = (1 - gamma) * base + gamma * shifted  # P-mass of each bin, grid[i] to grid[i + 1]
     lower = base  # Q-mass of the same bin
     ratio = math.exp(step)
-    q_scale = np.exp(grid)  # a P-mass w at loss l has Q-mass w exp(-l)
-    # solve left + right = upper, left e^-l + right e^-(l + step) = lower
-    scaled = lower * q_scale[:-1]
+    # a P-mass w at loss l has Q-mass w e^-l: solve left + right = upper,
+    # left e^-l + right e^-(l + step) = lower
+    with np.errstate(divide="ignore"):
+        scaled = np.exp(np.log(lower) + grid[:-1])
     right = np.clip((upper - scaled) / (1 - 1 / ratio), 0.0, upper)
     left = upper - right
     positive = np.zeros(cells + 1)

@@ -45,16 +45,16 @@ class Ledger:
             path.write_text(head + "\n")
 
     def _read(self, head: str) -> None:
-        text = self._path.read_text()
+        text = self._path.read_text(errors="replace")
         whole, _, torn = text.rpartition("\n")
-        if torn:  # the process died while charging: the reply had not left
-            os.truncate(self._path, len(whole.encode()) + 1 if whole else 0)
         lines = whole.split("\n") if whole else []
-        if not lines:
+        if not lines and head.startswith(torn):  # it died while writing the first line
             self._path.write_text(head + "\n")
             return
-        if lines[0] != head:
+        if not lines or lines[0] != head:
             raise FedgenError(str(self._path), "belongs to another run or client", _REMEDY)
+        if torn:  # it died while charging: the reply had not left
+            os.truncate(self._path, len(whole.encode()) + 1)
         for line in lines[1:]:
             try:
                 entry = json.loads(line)
@@ -81,6 +81,8 @@ class Ledger:
         try:
             if os.write(file, line.encode()) != len(line):
                 raise OSError(f"{self._path} took half a charge")
+            if not self._seeded:
+                os.fsync(file)  # spend that cannot be repeated outlives a power cut
         finally:
             os.close(file)
         self._note(server_round, rows, event)

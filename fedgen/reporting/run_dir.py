@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.resources
 import json
 import math
@@ -11,8 +12,10 @@ from typing import Any
 
 import jsonschema
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from fedgen.errors import FedgenError
+from fedgen.files import write_whole
 
 
 class RunDir:
@@ -41,8 +44,8 @@ class RunDir:
         try:
             for folder in (run.clients, run.samples, run.public):
                 folder.mkdir(parents=True, exist_ok=True)
-            write_text(path / "run.json", json.dumps(identity) + "\n")
-            write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+            write_whole(path / "run.json", (json.dumps(identity) + "\n").encode())
+            write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
         except OSError as error:
             raise FedgenError(
                 "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
@@ -62,7 +65,8 @@ class RunDir:
         try:
             config = OmegaConf.load(path / "config.yaml")
             identity = json.loads((path / "run.json").read_text())
-        except (OSError, ValueError) as error:
+            identity["run"], identity["data"]
+        except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
             raise FedgenError(
                 key, f"{path} is not a run directory", "give one that fedgen train made"
             ) from error
@@ -88,12 +92,41 @@ class RunDir:
         """All lines of metrics."""
         if not self._metrics.exists():
             return []
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+        try:
+            return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+        except ValueError as error:
+            raise FedgenError(str(self._metrics), "was altered", "restore it") from error
+
+    def results(self) -> dict[str, Any]:
+        """The results of a finished run. Raises FedgenError if it is not finished."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "results.json").read_text())
+        except (OSError, ValueError) as error:
+            raise FedgenError(
+                "run", f"{self.path} has no results", f"finish it: fedgen train resume={self.path}"
+            ) from error
+        return found
+
+    def lock(self) -> None:
+        """Keeps other processes out until this one ends: two that went on with one run would spend
+        its budget twice.
+
+        Raises:
+            FedgenError: if another process is in.
+        """
+        self._held = (self.path / "run.json").open()
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise FedgenError(
+                "resume", f"{self.path} is in use by another process", "wait for its end"
+            ) from error
 
     def write(self, name: str, data: dict[str, Any]) -> None:
         """Writes ``NAME.json`` in one step, checked by the schema of that name."""
         jsonschema.validate(data, schema(name))
-        write_text(self.path / f"{name}.json", json.dumps(data, indent=2) + "\n")
+        text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+        write_whole(self.path / f"{name}.json", text.encode())
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -101,13 +134,6 @@ def schema(name: str) -> dict[str, Any]:
     text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
     found: dict[str, Any] = json.loads(text.read_text())
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in one step: readers see the old one or the new one."""
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def or_null(value: float | None) -> float | None:

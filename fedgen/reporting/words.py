@@ -27,7 +27,7 @@ def statement(record: dict[str, Any], words: str) -> str:
         bound = f"There is no bound: {release['reason']}."
     else:
         bound = (
-            f"(ε, δ)-differential privacy with ε = {release['epsilon']:.4g} and "
+            f"(ε, δ)-differential privacy with ε = {epsilon_in_words(release['epsilon'])} and "
             f"δ = {record['delta']:g} ({release['accountant']}), against anybody who sees this "
             "folder and nothing else of the run."
         )
@@ -37,7 +37,8 @@ def statement(record: dict[str, Any], words: str) -> str:
         f"- Draws: {record['sampler']}. {release['amplified_by'] or 'No amplification'}"
         f"{'' if release['amplified_by'] else ': ' + (release['reason'] or '')}.\n"
         f"- Counted: {words}.\n"
-        "- Not covered: timing, what is known from elsewhere, and choices among several runs.\n"
+        "- Not covered: timing, the finite precision of floating point, what is known from "
+        "elsewhere, and choices among several runs.\n"
     )
 
 
@@ -61,6 +62,9 @@ def summary(path: Path) -> str:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
     for name, found in results["gen2real"].items():
         real = results["real2real"][name]["mean"]
+        if found["mean"] is None or real is None:
+            lines.append(f"gen2real {name}: not computed, there is one label only")
+            continue
         lines.append(f"gen2real {name}: {found['mean']:.1%} (trained on real rows: {real:.1%})")
     parts = ", ".join(f"{n} {s:.3g} s" for n, s in results["seconds_per_round"].items())
     if results["rounds_per_second"]:

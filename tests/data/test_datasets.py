@@ -91,7 +91,7 @@ def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
     for label in ("cat", "dog"):
         (tmp_path / label).mkdir()
         for i in range(20):
-            Image.new("RGB", (40, 50), (i, i, i)).save(tmp_path / label / f"{i}.png")
+            Image.new("RGB", (40, 50), (i, i, i)).save(tmp_path / label / f"{label}{i}.png")
     data = datasets.folder(coins, None, str(tmp_path), size=16)
     assert data.shape == (3, 16, 16)
     assert data.classes == 2
@@ -101,6 +101,55 @@ def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
     (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
     with pytest.raises(FedgenError, match="not a readable image"):
         datasets.folder(coins, None, str(tmp_path), size=16)
+
+
+def test_the_number_of_labels_is_not_read_off_private_rows(tmp_path: Path, coins: Coins) -> None:
+    with pytest.raises(FedgenError, match=r"data\.classes"):
+        datasets.folder(coins, None, npz(tmp_path / "a.npz"))
+
+
+def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: Coins) -> None:
+    """A record is its file name; whose subset a record is in follows from its position."""
+    for label in ("a", "b", "c"):
+        (tmp_path / label).mkdir()
+    for i in range(30):
+        Image.new("L", (8, 8), i).save(tmp_path / "abc"[i % 3] / f"{i}.png")
+    before = datasets.folder(coins, None, str(tmp_path))
+    (tmp_path / "a" / "12.png").rename(tmp_path / "c" / "12.png")
+    after = datasets.folder(coins, None, str(tmp_path))
+    assert np.array_equal(before.images, after.images)
+    moved = (before.labels != after.labels).sum()
+    moved += (before.test_labels != after.test_labels).sum()
+    assert moved == 1
+    Image.new("L", (8, 8)).save(tmp_path / "b" / "12.png")
+    with pytest.raises(FedgenError, match="several labels"):
+        datasets.folder(coins, None, str(tmp_path))
+
+
+@pytest.mark.parametrize("classes", [10, 62])
+def test_another_writers_rows_move_none_of_mine(
+    data_root: Path, coins: Coins, classes: int
+) -> None:
+    """A writer with more rows, and other ones: the shards of all others stay."""
+
+    def shards() -> dict[int, bytes]:
+        data = datasets.femnist(coins, str(data_root), classes)
+        assert data.writers is not None
+        return {int(w): data.images[data.writers == w].tobytes() for w in np.unique(data.writers)}
+
+    before = shards()
+    with np.load(data_root / "femnist.npz") as file:
+        arrays = dict(file)
+    fresh = np.zeros((5, 28, 28), np.uint8)
+    np.savez(
+        data_root / "femnist.npz",
+        images=np.concatenate([fresh, arrays["images"][3:]]),
+        labels=np.concatenate([np.arange(5), arrays["labels"][3:]]),
+        writer=np.concatenate([np.zeros(5, np.int16), arrays["writer"][3:]]),
+    )
+    after = shards()
+    assert before[0] != after[0]
+    assert all(before[w] == after[w] for w in before if w != 0)
 
 
 def test_a_folder_with_its_own_split(tmp_path: Path, coins: Coins) -> None:
@@ -129,7 +178,7 @@ def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
         "train_images": np.zeros((4, 8, 8, 3), np.uint8),
         "test_images": np.zeros((2, 8, 8, 3), np.uint8),
     }
-    data = datasets.folder(coins, None, npz(tmp_path / "a.npz", **rgb))
+    data = datasets.folder(coins, None, npz(tmp_path / "a.npz", **rgb), classes=4)
     assert data.shape == (3, 8, 8)
     assert data.classes == 4
 
@@ -142,6 +191,11 @@ def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
         ({"train_images": np.zeros((4, 8, 8, 2), np.uint8)}, "square"),
         ({"train_labels": np.arange(3)}, "one label"),
         ({"train_labels": np.arange(4) - 1}, "labels outside"),
+        ({"train_labels": np.arange(4) + 10**6}, "labels outside"),
+        ({"train_labels": np.arange(4) / 2}, "whole numbers"),
+        ({"train_labels": np.arange(4)[:, None]}, "whole numbers"),
+        ({"train_labels": np.array(["a", "b", "c", "d"])}, "whole numbers"),
+        ({"train_writer": np.array(["a", "b", "c", "d"])}, "whole numbers"),
         ({"train_labels": None}, "lacks train_labels"),
         ({"train_images": np.zeros((0, 8, 8), np.uint8)}, "no rows"),
         ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
@@ -151,13 +205,13 @@ def test_a_users_npz_that_does_not_fit(
     tmp_path: Path, coins: Coins, changed: dict, words: str
 ) -> None:
     with pytest.raises(FedgenError, match=words):
-        datasets.folder(coins, None, npz(tmp_path / "a.npz", **changed))
+        datasets.folder(coins, None, npz(tmp_path / "a.npz", **changed), classes=4)
 
 
 def test_pickled_data_is_never_loaded(tmp_path: Path, coins: Coins) -> None:
     bad = npz(tmp_path / "a.npz", train_labels=np.array([{}, {}, {}, {}], dtype=object))
     with pytest.raises(FedgenError, match="not a readable npz"):
-        datasets.folder(coins, None, bad)
+        datasets.folder(coins, None, bad, classes=4)
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")

@@ -27,7 +27,7 @@ KINDS = {
 
 
 def owners(kind: str, given_labels: np.ndarray, given_writers: np.ndarray) -> np.ndarray:
-    found = KINDS[kind](labels=given_labels, writers=given_writers, coins=COINS)
+    found = KINDS[kind](labels=given_labels, classes=10, writers=given_writers, coins=COINS)
     owner = np.full(len(given_labels), -1)
     for client, rows in enumerate(found):
         assert (owner[rows] == -1).all(), "a row with two owners"
@@ -70,7 +70,7 @@ def test_shards_have_few_classes() -> None:
 def test_small_alpha_skews_more() -> None:
     def largest_share(alpha: float) -> float:
         many = np.tile(np.arange(10), 300)
-        found = partition.dirichlet(many, 5, alpha, COINS)
+        found = partition.dirichlet(many, 10, 5, alpha, COINS)
         return float(np.mean([np.bincount(many[rows]).max() / len(rows) for rows in found]))
 
     assert largest_share(0.1) > largest_share(100.0) + 0.1
@@ -83,10 +83,10 @@ def test_small_alpha_skews_more() -> None:
         ("partition.clients", lambda: partition.check_clients(0, 400)),
         ("partition", lambda: partition.by_writer(labels, None, None, COINS)),
         ("partition.clients", lambda: partition.by_writer(labels, writers, 13, COINS)),
-        ("partition.alpha", lambda: partition.dirichlet(labels, 5, 0.0, COINS)),
-        ("partition", lambda: partition.dirichlet(labels, 200, 0.01, COINS)),
-        ("partition.classes_per_client", lambda: partition.shards(labels, 5, 11, COINS)),
-        ("partition.clients", lambda: partition.shards(labels, 2, 1, COINS)),
+        ("partition.alpha", lambda: partition.dirichlet(labels, 10, 5, 0.0, COINS)),
+        ("partition", lambda: partition.dirichlet(labels, 10, 200, 0.01, COINS)),
+        ("partition.classes_per_client", lambda: partition.shards(labels, 10, 5, 11, COINS)),
+        ("partition.clients", lambda: partition.shards(labels, 10, 2, 1, COINS)),
     ],
 )
 def test_what_cannot_be_is_refused(key: str, run: object) -> None:

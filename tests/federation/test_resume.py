@@ -104,6 +104,16 @@ def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:
     assert fingerprint(run) == before
 
 
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
+def test_resuming_a_run_that_its_budget_stopped_adds_nothing(train: Train, noise: str) -> None:
+    settings = ["privacy.noise_multiplier=8", "privacy.target_epsilon=2", "rounds=40"]
+    run = train(*settings, "partition=iid", "partition.clients=4", f"privacy.noise={noise}")
+    before = fingerprint(run)
+    assert before["privacy"]["rounds"] < 40
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == before
+
+
 @pytest.mark.slow
 def test_secure_mode_never_forgets(tmp_path: Path) -> None:
     """A round that is done again releases fresh noise, and is charged again."""

@@ -227,6 +227,7 @@ def test_the_published_variant_is_not_amplified() -> None:
     provable = make(noise=1.0, routing="per_step")
     assert eps(published, 100)[0] > eps(provable, 100)[0]
     assert published.plan.amplified_by["server"] is None
+    assert published.plan.release is None
     assert "past draws" in str(published.plan.reasons["server"])
 
 
