@@ -134,9 +134,7 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
     value = OmegaConf.select(config, key)
     if not isinstance(value, int) or not least <= value <= most:
         raise FedgenError(
-            key,
-            f"must be a whole number of at least {least}, got {value!r}",
-            f"at most {most}",
+            key, f"must be a whole number from {least} to {most}, got {value!r}", "mend it"
         )
 
 

@@ -57,11 +57,14 @@ def train(config: DictConfig) -> Path:
     """Trains as configured, or goes on with ``config.resume``; returns the run directory."""
     if config.resume is None:
         ready = settings.setup(config)
-        return Training(ready, *_new_run(ready)).go()
+        run_dir, name = _new_run(ready)
+        with run_dir.locked():
+            return Training(ready, run_dir, name).go()
     run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
     ready = settings.setup(config)
     _check_same_run(run_dir, ready, identity)
-    return Training(ready, run_dir, identity["run"]).go()
+    with run_dir.locked():
+        return Training(ready, run_dir, identity["run"]).go()
 
 
 def _new_run(ready: Setup) -> tuple[RunDir, str]:
@@ -103,7 +106,6 @@ class Training:
     """One run: its clients' homes, its rounds, and what it leaves behind."""
 
     def __init__(self, ready: Setup, run_dir: RunDir, name: str) -> None:
-        run_dir.lock()
         self.ready, self.run_dir = ready, run_dir
         self.config, self.method = ready.config, ready.method
         self.store = ClientStore(run_dir.clients, ready.config.runtime.store == "memory")

@@ -140,8 +140,8 @@ class Critics:
         name = f"critics.{block}"
         return self._here(state[name]) if name in state else self.fresh(block, coins)
 
-    def _here(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        return {name: value.to(self.nets.device) for name, value in tensors.items()}
+    def _here(self, tensors: Mapping[str, Tensor], copy: bool = False) -> Tensors:
+        return {name: value.to(self.nets.device, copy=copy) for name, value in tensors.items()}
 
     def descend(
         self,
@@ -233,9 +233,10 @@ class Critics:
         drawn = self.draw(self.rows_per_query, round_, coins) if self.on_query else {}
         changed: dict[str, Tensors] = {}
         for block in list(drawn) if self.on_query else [round_ % self.blocks]:
-            critics = self.weights(state, block, coins)
+            # copies: training is in place, and a state that went in must stay as it was
+            critics = self._here(self.weights(state, block, coins), copy=True)
             name = f"adam.{block}"
-            moments = self._here(state[name]) if name in state else adam_start(critics)
+            moments = self._here(state[name], True) if name in state else adam_start(critics)
             subsets = self.subsets(block, shard, coins)
             for step in range(self.steps):
                 here = coins.at("train", round_, "block", block, "step", step)
@@ -285,7 +286,7 @@ class Critics:
             return generator_loss(self.nets.score(critic), images, labels) / len(labels)
 
         gradients = grad(loss)(weights)
-        return torch.cat([gradients[name].flatten() for name in weights])[None]
+        return torch.cat([gradients[name].flatten() for name in sorted(weights)])[None]
 
 
 @dataclass(frozen=True)
@@ -333,8 +334,9 @@ class Generator:
         weights, spectral = split(part(state, "generator"))
         answers = answers.to(self.nets.device)
         if self.sanitize == "parameters":
-            pieces = torch.split(answers[0], [value.numel() for value in weights.values()])
-            return {n: p.view_as(weights[n]) for n, p in zip(weights, pieces, strict=True)}
+            names = sorted(weights)
+            pieces = torch.split(answers[0], [weights[name].numel() for name in names])
+            return {n: p.view_as(weights[n]) for n, p in zip(names, pieces, strict=True)}
         latents, labels = self.nets.inputs((self.batch,), coins.at("query", round_))
         pull_back = vjp(
             lambda given: self.nets.generate({**given, **spectral}, latents, labels), weights

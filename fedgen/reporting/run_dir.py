@@ -7,6 +7,8 @@ import importlib.resources
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +109,21 @@ class RunDir:
             ) from error
         return found
 
-    def lock(self) -> None:
-        """Keeps other processes out until this one ends: two that went on with one run would spend
-        its budget twice.
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out: two that went on with one run would spend its budget twice.
 
         Raises:
             FedgenError: if another process is in.
         """
-        self._held = (self.path / "run.json").open()
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise FedgenError(
-                "resume", f"{self.path} is in use by another process", "wait for its end"
-            ) from error
+        with (self.path / "run.json").open() as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise FedgenError(
+                    "resume", f"{self.path} is in use by another process", "wait for its end"
+                ) from error
+            yield
 
     def write(self, name: str, data: dict[str, Any]) -> None:
         """Writes ``NAME.json`` in one step, checked by the schema of that name."""

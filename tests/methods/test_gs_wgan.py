@@ -163,6 +163,17 @@ def test_answering_changes_no_later_training(routing: str) -> None:
     assert same(quiet, asked)
 
 
+def test_training_leaves_the_state_that_went_in() -> None:
+    """A round that fails half way, or is done again, starts from where it started."""
+    method = make()
+    state = prepared(method)
+    before = {p: {n: v.clone() for n, v in tensors.items()} for p, tensors in state.items()}
+    first, again = (trained(method, state, range(1)) for _ in range(2))
+    assert same(state, before)
+    assert same(first, again)
+    assert not same(first, state)
+
+
 def test_training_by_rotation_does_not_see_the_draw() -> None:
     """Other secret coins, the same critics; on query, other critics."""
     other = Coins(COINS.public_key, b"another secret key", COINS.noise_key, "seeded")
