@@ -117,8 +117,8 @@ class Accounts:
     def _view(self, name: str, found: Epsilon) -> dict[str, Any]:
         amplified = self.method.plan.amplified_by[name]
         reason = self.method.plan.reasons[name]
-        if name == "release" and amplified and "draw" not in found.accountant:
-            amplified, reason = None, "the rows that no client may exceed bound it better"
+        if amplified and "secret" not in found.accountant and found.value:
+            amplified, reason = None, "the draw helps less than the rows that nobody may exceed"
         return {
             "epsilon": or_null(found.value),
             "accountant": found.accountant,
