@@ -49,7 +49,7 @@ def client_app(find_home: Callable[[Context], ClientHome]) -> ClientApp:
     @app.train("prepare")
     def prepare(message: Message, context: Context) -> Message:
         home = find_home(context)
-        _, number = messages.read_place(message)
+        number = messages.read_place(message)
         done = home.store.done(home.number, messages.PREPARE)
         if done is None or done < number:
             parts = home.program.prepare(number, home.shard, home.coins)
@@ -59,7 +59,7 @@ def client_app(find_home: Callable[[Context], ClientHome]) -> ClientApp:
     @app.train("broadcast")
     def train(message: Message, context: Context) -> Message:
         home = find_home(context)
-        server_round, _ = messages.read_place(message)
+        server_round = messages.read_place(message)
         done = home.store.done(home.number, messages.TRAIN)
         if done is None or done < server_round:
             arrays = messages.read_broadcast(message)
@@ -71,9 +71,9 @@ def client_app(find_home: Callable[[Context], ClientHome]) -> ClientApp:
     @app.query("ask")
     def ask(message: Message, context: Context) -> Message:
         home = find_home(context)
-        server_round, _ = messages.read_place(message)
-        last = home.store.answer(home.number)
-        if last is not None and home.store.done(home.number, messages.ASK) == server_round:
+        server_round = messages.read_place(message)
+        if home.store.done(home.number, messages.ASK) == server_round:
+            last = home.store.answer(home.number)
             return Message(messages.pack_answer(last), reply_to=message)
         query = messages.read_query(message)
         repeat = home.ledger.is_repeat(server_round)

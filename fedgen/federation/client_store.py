@@ -61,11 +61,12 @@ class ClientStore:
         """The last round (or number) of this kind of message that the client completed."""
         return self._of(client).done.get(kind)
 
-    def answer(self, client: int) -> Answer | None:
-        """The client's last Release, to be sent again if its round is asked for again."""
+    def answer(self, client: int) -> Answer:
+        """The client's last Release, to be sent again if its round is asked for again. Raises
+        LookupError if there is none."""
         cost = self._of(client).cost
         if cost is None:
-            return None
+            raise LookupError(f"client {client} has released nothing")
         arrays = {name: value.numpy() for name, value in self._part(client, _ANSWER).items()}
         return Answer(arrays, *cost)
 
@@ -155,7 +156,9 @@ class ClientStore:
 
     def _names(self, client: int) -> list[str]:
         entry = self._of(client)
-        return sorted(set(entry.parts if self._in_memory else entry.files) - {_ANSWER})
+        return [
+            name for name in (entry.parts if self._in_memory else entry.files) if name != _ANSWER
+        ]
 
     def _manifest(self, client: int) -> dict[str, Any]:
         entry = self._of(client)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from dp_accounting import DpEvent
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +25,7 @@ HELLO, PREPARE, TRAIN, ASK = "query.hello", "train.prepare", "train.broadcast", 
 """Message types: who are you; make one part of your state; train; answer."""
 
 _RAW = "fedgen.raw"
-_ROWS, _SHARED, _ARRAYS, _FACTS = "rows", "shared", "arrays", "facts"
+_ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,33 @@ def unpack_arrays(record: ArrayRecord) -> dict[str, Tensor]:
 
 def pack_hello() -> RecordDict:
     """Asks a node for its partition."""
-    return RecordDict({_FACTS: ConfigRecord({"round": 0, "number": 0})})
+    return RecordDict({_FACTS: ConfigRecord({"hello": True})})
 
 
 def pack_prepare(number: int) -> RecordDict:
     """Asks a client to make one part of its state."""
-    return RecordDict({_FACTS: ConfigRecord({"round": 0, "number": number})})
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: number})})
 
 
 def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
     """What clients train on in a round."""
-    return RecordDict({_FACTS: ConfigRecord({"round": server_round, "number": 0}), _ARRAYS: arrays})
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round}), _ARRAYS: arrays})
 
 
 def pack_query(server_round: int, query: Query) -> RecordDict:
     """What a client is asked in a round."""
-    return RecordDict(
-        {
-            _FACTS: ConfigRecord({"round": server_round, "number": 0}),
-            _ROWS: pack_arrays(query.rows),
-            _SHARED: pack_arrays(query.shared),
-        }
-    )
+    records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
+        _FACTS: ConfigRecord({_PLACE: server_round}),
+        _ROWS: pack_arrays(query.rows),
+    }
+    if query.shared:
+        records[_SHARED] = pack_arrays(query.shared)
+    return RecordDict(records)
 
 
-def read_place(message: Message) -> tuple[int, int]:
-    """(round, number) of an instruction."""
-    facts = message.content.config_records[_FACTS]
-    return int(str(facts["round"])), int(str(facts["number"]))
+def read_place(message: Message) -> int:
+    """The round of a broadcast or query, the number of a part to prepare."""
+    return int(str(message.content.config_records[_FACTS][_PLACE]))
 
 
 def read_broadcast(message: Message) -> dict[str, Tensor]:
@@ -105,7 +104,8 @@ def read_broadcast(message: Message) -> dict[str, Tensor]:
 def read_query(message: Message) -> Query:
     """The query of an instruction."""
     records = message.content.array_records
-    return Query(unpack_arrays(records[_ROWS]), unpack_arrays(records[_SHARED]))
+    shared = unpack_arrays(records[_SHARED]) if _SHARED in records else {}
+    return Query(unpack_arrays(records[_ROWS]), shared)
 
 
 def pack_acknowledgement() -> RecordDict:
