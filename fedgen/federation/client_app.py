@@ -21,6 +21,11 @@ class BudgetError(Exception):
     """A client was asked for more rows than its budget allows; it answered nothing."""
 
 
+class PastRoundError(Exception):
+    """A client was asked about a round before its last; it answered nothing. A round's noise is a
+    function of the round: with another question it would cancel out of the two answers."""
+
+
 @dataclass
 class ClientHome:
     """What one client has at hand. ``rows`` is its budget for the run, which it enforces itself."""
@@ -72,9 +77,12 @@ def client_app(find_home: Callable[[Context], ClientHome]) -> ClientApp:
     def ask(message: Message, context: Context) -> Message:
         home = find_home(context)
         server_round = messages.read_place(message)
-        if home.store.done(home.number, messages.ASK) == server_round:
+        done = home.store.done(home.number, messages.ASK)
+        if done == server_round:
             last = home.store.answer(home.number)
             return Message(messages.pack_answer(last), reply_to=message)
+        if done is not None and server_round < done:
+            raise PastRoundError
         query = messages.read_query(message)
         repeat = home.ledger.is_repeat(server_round)
         if not repeat and home.ledger.rows + query.count > home.rows:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.events import canonical
-
-Adversary = Literal["server", "release"]
 
 # A calibrated run stops early, because a client was drawn too often, with at most this probability.
 TAIL = 1e-12

@@ -53,14 +53,14 @@ class Ledger:
             return
         if not lines or lines[0] != head:
             raise FedgenError(str(self._path), "belongs to another run or client", _REMEDY)
-        if torn:  # it died while charging: the reply had not left
-            os.truncate(self._path, len(whole.encode()) + 1)
         for line in lines[1:]:
             try:
                 entry = json.loads(line)
                 self._note(int(entry["round"]), int(entry["rows"]), from_json(entry["event"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise FedgenError(str(self._path), "is not a ledger any more", _REMEDY) from error
+        if torn:  # it died while charging: the reply had not left
+            os.truncate(self._path, len(whole.encode()) + 1)
 
     def is_repeat(self, server_round: int) -> bool:
         """Whether the round's release is one that was charged before, to the last bit."""

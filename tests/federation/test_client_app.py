@@ -51,6 +51,14 @@ def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
     assert home.ledger.releases == 2
 
 
+def test_a_round_of_the_past_is_not_answered_again(home: ClientHome, ask: Ask) -> None:
+    """Its noise would be the old one: a server that asks something else could subtract it."""
+    assert not ask(0).has_error()
+    assert not ask(1).has_error()
+    assert ask(0).has_error()
+    assert home.ledger.releases == 2
+
+
 def test_the_client_enforces_its_budget(home: ClientHome, ask: Ask) -> None:
     replies = [ask(server_round) for server_round in range(4)]
     assert [reply.has_error() for reply in replies] == [False, False, False, True]

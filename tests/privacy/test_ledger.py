@@ -81,6 +81,16 @@ def test_another_runs_or_clients_ledger_is_refused(tmp_path: Path, other: dict) 
         ledger(tmp_path, **other)
 
 
+def test_a_broken_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    ledger(tmp_path).charge(0, 8, EVENT)
+    file = tmp_path / "ledger.jsonl"
+    broken = file.read_bytes().replace(b"gaussian", b"gauss\xff\xff") + b"torn"
+    file.write_bytes(broken)
+    with pytest.raises(FedgenError, match="is not a ledger any more"):
+        ledger(tmp_path)
+    assert file.read_bytes() == broken
+
+
 def test_a_broken_line_is_refused(tmp_path: Path) -> None:
     ledger(tmp_path).charge(0, 8, EVENT)
     file = tmp_path / "ledger.jsonl"
