@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, Interrupted
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,7 +30,12 @@ settings (defaults in brackets):
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
-  runtime=in_process     runtime.store=memory|disk runtime.threads=N runtime.checkpoint_every=N
+  runtime=in_process|ray|flower [one client: in_process, several: ray]
+                         runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
+                         runtime.checkpoint_every=N runtime.faults.<fault>=PROBABILITY
+      in_process         runtime.store=memory|disk
+      ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
+      ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=quick|full|none [quick]
   experiment=demo|mnist_writers|gs_wgan_mnist
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
@@ -66,8 +71,8 @@ def run(arguments: list[str]) -> int:
     except FedgenError as error:
         print(f"fedgen: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("fedgen: interrupted", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     return 0
 

@@ -1,5 +1,7 @@
 """Mistakes that a user can mend. The command line prints them as one line, without a traceback."""
 
+from __future__ import annotations
+
 
 class FedgenError(Exception):
     """A user's mistake: the configuration key, what is wrong, and what to do.
@@ -13,3 +15,10 @@ class FedgenError(Exception):
     def __init__(self, key: str, problem: str, remedy: str) -> None:
         self.key, self.problem, self.remedy = key, problem, remedy
         super().__init__(" ".join(f"{key}: {problem}; {remedy}".split()))
+
+    def __reduce__(self) -> tuple[type[FedgenError], tuple[str, str, str]]:
+        return FedgenError, (self.key, self.problem, self.remedy)
+
+
+class Interrupted(Exception):  # noqa: N818 (it is no error)
+    """A run that was asked to end before it was done."""

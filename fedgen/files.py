@@ -7,14 +7,18 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file in one step and waits for the disk: readers see the old one or the new."""
+def write_whole(path: Path, data: bytes, durable: bool = True) -> None:
+    """Replaces a file in one step: readers see the old one or the new.
+
+    durable: waits for the disk, so that the new one outlives a power cut as well.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
     with fresh.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     fresh.replace(path)
 
 

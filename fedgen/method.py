@@ -87,12 +87,17 @@ class ServerProgram:
 class PublicFacts:
     """What everybody may know about the data before a run: the number of clients, of labels, the
     images' shape (channels, height, width), and the rows of a single client: replacing one record
-    keeps their number. How many rows each of several clients has is private: None."""
+    keeps their number. How many rows each of several clients has is private: None.
+
+    all_answer: whether a run ends when a client does not answer. One that goes on without it shows
+        by the gap whom a secret draw chose.
+    """
 
     clients: int
     rows: int | None
     classes: int
     shape: tuple[int, int, int]
+    all_answer: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Plan:
 
     sampler: the draws that gate data, in words.
     rows_per_round: rows in one query.
+    answer: shape of the answer to one row.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
@@ -122,6 +128,7 @@ class Plan:
     relation: Relation
     sampler: str
     rows_per_round: int
+    answer: tuple[int, ...]
     server: Callable[[int], DpEvent]
     release: Callable[[int], DpEvent] | None
     amplified_by: Mapping[str, str | None]

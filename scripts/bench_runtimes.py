@@ -1,36 +1,187 @@
-"""What a runtime adds to a bare loop over the same client and server functions.
+"""What the runtimes cost, next to plain calls and to Flower's own simulation engine.
 
-GS-WGAN with narrow networks (width 4: the work is not what is measured), 28x28 images, 32 samples a
-query, every client answering each of them. The same rounds run twice in turn: as plain function
-calls, and through messages, grid, client store and ledger. Prints a table, and last a line of JSON.
+First, a round of trivial clients: each gets 100 KB and answers with 100 KB. Plain calls, clients in
+this process, fedgen's Ray actors, and Flower's engine, for 1, 10 and 100 clients and for 10 of
+3,400; medians, with start-up, shut-down, and the memory of all processes. Then what messages, grid,
+store and ledger add to GS-WGAN's own work: narrow networks (width 4), 28x28 images, 32 samples a
+query, every client answering each of them, as plain calls and in process.
 
-    python scripts/bench_runtimes.py [--clients 20] [--rounds 30]
+Prints tables, and last a line of JSON.
+
+    python scripts/bench_runtimes.py [--rounds 20]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import numpy as np
 import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.federation.client_app import ClientHome, client_app
-from fedgen.federation.client_store import ClientStore
+from fedgen.federation.client_app import Homes, Site, client_app
 from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.messages import pack_arrays, unpack_arrays
+from fedgen.federation.ray_grid import RayGrid, cluster
 from fedgen.federation.rounds import Rounds, RunState
-from fedgen.method import Method, PublicFacts
+from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.models import dcgan
 from fedgen.privacy.budget import Budget
-from fedgen.privacy.ledger import Ledger
+from fedgen.reporting.memory import memory_of_tree
 from strategies.sample_gradients import SampleGradients
+
+CASES = ((1, 1), (10, 10), (100, 100), (10, 3400))  # clients of a round, of all
+FLOATS = 25_000  # 100 KB
+
+# --- trivial clients ------------------------------------------------------------------------------
+
+
+def trivial(array: torch.Tensor) -> torch.Tensor:
+    """The client's work."""
+    return array + 1
+
+
+def trivial_app() -> ClientApp:
+    """A client that reads 100 KB and answers with 100 KB."""
+    app = ClientApp()
+
+    @app.query("add")
+    def add(message: Message, context: Context) -> Message:
+        found = unpack_arrays(message.content.array_records["a"])["x"]
+        return Message(RecordDict({"a": pack_arrays({"x": trivial(found)})}), reply_to=message)
+
+    return app
+
+
+def content() -> ArrayRecord:
+    """100 KB of its own."""
+    return pack_arrays({"x": np.zeros(FLOATS, np.float32)})
+
+
+def grid_round(grid: Grid, nodes: list[int]) -> None:
+    """One round over a grid; every reply is read."""
+    sent = [
+        Message(RecordDict({"a": content()}), dst_node_id=node, message_type="query.add")
+        for node in nodes
+    ]
+    grid.push_messages(sent)
+    waiting = {message.metadata.message_id for message in sent}
+    while waiting:
+        replies = list(grid.pull_messages(list(waiting)))
+        if not replies:
+            time.sleep(0.001)
+        for reply in replies:
+            assert unpack_arrays(reply.content.array_records["a"])["x"][0] == 1
+            waiting.remove(reply.metadata.reply_to_message_id)
+
+
+def median_ms(work: Callable[[], None], rounds: int) -> float:
+    """Median time of a round, after two to warm up."""
+    times = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[2:])
+
+
+class Cost:
+    """A runtime's figures for one case."""
+
+    def __init__(self) -> None:
+        self.ms = self.up = self.down = 0.0
+        self.memory = 0
+
+    def measure(self, grid: Grid, clients: int, rounds: int, begin: float) -> None:
+        """A start-up that began at ``begin`` ends with the first round; then some more."""
+        while not (nodes := list(grid.get_node_ids())):
+            time.sleep(0.001)
+        grid_round(grid, nodes[:1])
+        self.up = time.perf_counter() - begin
+        nodes = list(grid.get_node_ids())
+        step = len(nodes) // clients
+        self.ms = median_ms(lambda: grid_round(grid, nodes[::step][:clients]), rounds)
+        self.memory = memory_of_tree()
+
+
+def on_ray(clients: int, of: int, rounds: int) -> Cost:
+    """fedgen's actors, one per core."""
+    cost, begin = Cost(), time.perf_counter()
+    with cluster(None):
+        cost.measure(RayGrid.of(trivial_app, of, 60.0, 1, 1.0, 0.0, of), clients, rounds, begin)
+        end = time.perf_counter()
+    cost.down = time.perf_counter() - end
+    return cost
+
+
+def on_flower(clients: int, of: int, rounds: int) -> Cost:
+    """Flower's engine, one actor per core."""
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    cost, server, ended = Cost(), ServerApp(), [0.0]
+    begin = time.perf_counter()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        while len(list(grid.get_node_ids())) < of:
+            time.sleep(0.001)
+        cost.measure(grid, clients, rounds, begin)
+        ended[0] = time.perf_counter()
+
+    init = {"log_to_driver": False, "logging_level": "ERROR"}
+    settings = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": init}
+    run_simulation(server, trivial_app(), of, backend_config=settings)
+    cost.down = time.perf_counter() - ended[0]
+    return cost
+
+
+def compare_runtimes(rounds: int) -> dict[str, float]:
+    """The first table."""
+    figures: dict[str, float] = {}
+    print(f"trivial clients, 100 KB each way, median of {rounds} rounds")
+    print(f"{'':14}{'':22}{'ms a round':>12}{'start s':>9}{'stop s':>8}{'memory':>10}")
+    for clients, of in CASES:
+        name = str(clients) if clients == of else f"{clients}_of_{of}"
+        arrays = [torch.zeros(FLOATS) for _ in range(clients)]
+        bare = median_ms(lambda arrays=arrays: [trivial(a) for a in arrays] and None, rounds)
+        here = InProcessGrid(trivial_app(), of, 60.0, serialize=False)
+        nodes = list(here.get_node_ids())[:clients]
+        inside = median_ms(lambda here=here, nodes=nodes: grid_round(here, nodes), rounds)
+        ray, flower = on_ray(clients, of, rounds), on_flower(clients, of, rounds)
+        print(f"{name.replace('_', ' '):14}{'bare calls':22}{bare:12.3f}")
+        print(f"{'':14}{'in process':22}{inside:12.3f}")
+        for title, cost in (("ray", ray), ("Flower's engine", flower)):
+            print(
+                f"{'':14}{title:22}{cost.ms:12.3f}{cost.up:9.1f}{cost.down:8.1f}"
+                f"{cost.memory / 1e9:7.2f} GB"
+            )
+        figures[f"ray_over_flower_speedup_{name}"] = round(flower.ms / ray.ms, 2)
+        figures[f"in_process_ms_{name}"] = round(inside, 4)
+        figures[f"ray_ms_{name}"] = round(ray.ms, 3)
+        figures[f"flower_ms_{name}"] = round(flower.ms, 3)
+    return figures
+
+
+# --- GS-WGAN's clients ----------------------------------------------------------------------------
 
 
 def method(clients: int) -> Method:
@@ -97,32 +248,22 @@ class Bare:
 class InProcess:
     """The same rounds through messages, grid, store and ledger."""
 
-    def __init__(
-        self,
-        made: Method,
-        shards: list[Shard],
-        coins: Coins,
-        root: Path,
-        memory: bool,
-        serialize: bool,
-    ) -> None:
-        store = ClientStore(root, memory)
-        homes = {
-            i: ClientHome(
-                i,
-                made.client,
-                shard,
-                coins.at("client", i),
-                store,
-                Ledger(root / str(i) / "ledger.jsonl", "bench", i, seeded=True),
-                10**9,
-            )
-            for i, shard in enumerate(shards)
-        }
-        app = client_app(lambda context: homes[int(str(context.node_config["partition-id"]))])
+    def __init__(self, made: Method, site: Site, clients: int, serialize: bool) -> None:
+        grid = InProcessGrid(client_app(Homes(site)), clients, 60.0, serialize)
+        coins = Coins.of(site.seed, site.noise)
         strategy = SampleGradients(made.cohort, made.trained_per_round, coins.at("strategy"))
         state = RunState(made.server.init(coins.at("server")))
-        self.rounds = Rounds(InProcessGrid(app, len(shards), serialize), strategy, made, state)
+        self.rounds = Rounds(
+            grid,
+            strategy,
+            made,
+            state,
+            clients=clients,
+            min_success=1.0,
+            timeout=60.0,
+            failed=print,
+            errors="",
+        )
         self.rounds.hello()
         self.coins = coins
 
@@ -132,50 +273,70 @@ class InProcess:
         self.rounds.run(self.coins.at("server"), budget, lambda *_: None)
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    coins, clients = Coins.of(0, "seeded"), arguments.clients
+def program_of(clients: int) -> ClientProgram:
+    """The client of the method."""
+    return method(clients).client
+
+
+def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
+    """The second table."""
+    coins = Coins.of(0, "seeded")
     shards = [
         Shard(torch.randint(0, 256, (50, 1, 28, 28), dtype=torch.uint8), torch.arange(50) % 10)
         for _ in range(clients)
     ]
     made = method(clients)
     with tempfile.TemporaryDirectory() as root:
+        site = Site(
+            program=partial(program_of, clients),
+            shard=shards.__getitem__,
+            seed=0,
+            noise="seeded",
+            run="bench",
+            folder=Path(root) / "a",
+            rows=10**9,
+            in_memory=True,
+            cache_bytes=0.0,
+            threads=1,
+        )
+        on_disk = replace(site, folder=Path(root) / "c", in_memory=False)
         runners = {
             "bare loop": Bare(made, shards, coins),
-            "in process": InProcess(made, shards, coins, Path(root) / "a", True, False),
-            "in process, serialized": InProcess(made, shards, coins, Path(root) / "b", True, True),
-            "in process, disk store": InProcess(
-                made, shards, coins, Path(root) / "c", False, False
+            "in process": InProcess(made, site, clients, False),
+            "in process, serialized": InProcess(
+                made, replace(site, folder=Path(root) / "b"), clients, True
             ),
+            "in process, disk store": InProcess(made, on_disk, clients, False),
         }
         times: dict[str, list[float]] = {name: [] for name in runners}
-        for number in range(arguments.rounds):
+        for number in range(rounds):
             for name, runner in runners.items():
                 begin = time.perf_counter()
                 runner.round(number)
                 times[name].append((time.perf_counter() - begin) * 1e3)
     median = {name: statistics.median(values[2:]) for name, values in times.items()}
-    print(f"{clients} clients, {arguments.rounds} rounds, B = 32, medians")
+    print(f"\nGS-WGAN, {clients} clients, B = 32, median of {rounds} rounds")
     print(f"{'':26}{'ms a round':>12}{'added ms per client and round':>32}")
     added = {n: (value - median["bare loop"]) / clients for n, value in median.items()}
     for name, value in median.items():
         print(f"{name:26}{value:12.2f}{added[name]:32.3f}")
-    print(
-        json.dumps(
-            {
-                "in_process_ms_per_client": round(added["in process"], 4),
-                "in_process_over_bare": round(median["in process"] / median["bare loop"], 4),
-                "in_process_serialized_ms_per_client": round(added["in process, serialized"], 4),
-                "in_process_disk_ms_per_client": round(added["in process, disk store"], 4),
-            }
-        )
-    )
+    return {
+        "in_process_ms_per_client": round(added["in process"], 4),
+        "in_process_over_bare": round(median["in process"] / median["bare loop"], 4),
+        "in_process_serialized_ms_per_client": round(added["in process, serialized"], 4),
+        "in_process_disk_ms_per_client": round(added["in process, disk store"], 4),
+    }
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    overheads = compare_overheads(20, arguments.rounds + 10)
+    runtimes = compare_runtimes(arguments.rounds)
+    print(json.dumps(overheads | runtimes))
 
 
 if __name__ == "__main__":

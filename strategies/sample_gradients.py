@@ -79,11 +79,12 @@ class SampleGradients(Strategy):
     def aggregate_query(
         self, server_round: int, answers: Mapping[int, Answer], rows: int
     ) -> Tensor | None:
-        """The mean answer to each row, over the clients that a row is routed to (in expectation,
-        for Poisson cohorts); None if nobody was asked.
+        """The mean answer to each row, over the clients that answered it (for Poisson cohorts: over
+        their expected number); zero for a row that nobody answered, None if nobody was asked.
 
         Args:
-            answers: client -> answer, summed in the order of clients.
+            answers: client -> answer, summed in the order of clients. A client that was asked and
+                is missing failed; the others count for it.
             rows: rows of the query.
         """
         total: Tensor | None = None
@@ -95,7 +96,21 @@ class SampleGradients(Strategy):
                 total += gradients
             else:
                 total.index_add_(0, torch.tensor(self._routes[client]), gradients)
-        return None if total is None else total / self.cohort.answers_per_row
+        if total is None:
+            return None
+        mean = total / self.cohort.answers_per_row
+        if len(answers) < len(self._routes):
+            mean *= self._asked_over_answered(answers, rows).view(-1, *[1] * (mean.dim() - 1))
+        return mean
+
+    def _asked_over_answered(self, answers: Mapping[int, Answer], rows: int) -> Tensor:
+        """By how much the answers to each row must stand in for those that are missing (rows,);
+        zero where all are."""
+        asked, answered = torch.zeros(rows), torch.zeros(rows)
+        for client, routed in self._routes.items():
+            asked[routed] += 1
+            answered[routed] += client in answers
+        return torch.where(answered > 0, asked / answered, 0.0)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

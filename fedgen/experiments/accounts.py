@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedgen.experiments.settings import Privacy
@@ -11,24 +11,35 @@ from fedgen.method import Method
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
-from fedgen.privacy.ledger import Ledger, larger
+from fedgen.privacy.ledger import Account, larger
 from fedgen.reporting.run_dir import or_null
 
 
 @dataclass(frozen=True)
 class Accounts:
-    """Accounts of one run. The clients' ledgers are authoritative."""
+    """Accounts of one run. The clients' ledgers are authoritative.
+
+    ledgers: what they came to, of the clients that told; until the end of a run, none.
+    """
 
     method: Method
     privacy: Privacy
-    ledgers: dict[int, Ledger]
+    clients: int
+    ledgers: dict[int, Account] = field(default_factory=dict)
+    _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
-        """Each client's spend: its own ledger's or the server's, whichever is larger."""
-        return {
-            client: larger(ledger.spend(), state.spends.get(client, {}))
-            for client, ledger in self.ledgers.items()
-        }
+        """Each client's spend, the largest of three: what its ledger says, what arrived at the
+        server, and what all that it was sent costs if it was answered."""
+        spends = {}
+        for client in range(self.clients):
+            rows = state.rows[client]
+            if rows not in self._planned:
+                self._planned[rows] = canonical(self.method.plan.server(rows)) if rows else {}
+            seen = larger(self._planned[rows], state.spends.get(client, {}))
+            told = self.ledgers.get(client)
+            spends[client] = larger(seen, told.spend) if told else seen
+        return spends
 
     def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
         """epsilon by adversary so far: of the busiest client against the server, of any client in
@@ -63,7 +74,7 @@ class Accounts:
     def _repeated_rounds(self, state: RunState) -> int:
         """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
         and make a stop likelier."""
-        rows = sum(ledger.rows for ledger in self.ledgers.values())
+        rows = sum(state.rows.values())
         a_round = self.method.plan.rows_per_round * self.method.cohort.answers_per_row
         return max(0, -(-rows // a_round) - state.rounds)
 
@@ -90,7 +101,9 @@ class Accounts:
             clients[str(client)] = {
                 "server": or_null(server.value),
                 "release": or_null(views["release"].value),
-                "releases": self.ledgers[client].releases,
+                "releases": self.ledgers[client].releases
+                if client in self.ledgers
+                else state.asks[client],
                 "events": [[to_json(event), count] for event, count in spend.items()],
             }
         return {

@@ -33,6 +33,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
     try:
         with initialize_config_module("configs", version_base="1.3"):
+            overrides = _with_a_runtime(name, overrides)
             whole = hydra_compose(name, overrides, return_hydra_config=True)
             groups = dict(whole.hydra.runtime.choices)
             default = hydra_compose(name, [w for w in overrides if _key(w) in groups])
@@ -43,7 +44,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         del config.hydra
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
-            config.runtime.threads = os.cpu_count() or 1
+            alone = config.names.runtime == "in_process"
+            config.runtime.threads = (os.cpu_count() or 1) if alone else 1
     if OmegaConf.select(config, "resume") is not None and len(overrides) > 1:
         others = " ".join(word for word in overrides if _key(word) != "resume")
         raise FedgenError(
@@ -54,6 +56,15 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     _check_types(config, default, "")
     return config
+
+
+def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
+    """Several clients run on Ray, if nothing else is asked for."""
+    if name != "config" or "runtime" in map(_key, overrides):
+        return overrides
+    config = hydra_compose(name, [w for w in overrides if not _key(w).startswith("runtime.")])
+    several = OmegaConf.select(config, "partition.clients", default=1) != 1
+    return ["runtime=ray", *overrides] if several else overrides
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:

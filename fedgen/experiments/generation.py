@@ -82,7 +82,7 @@ def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
         described = json.loads((folder / "generator.json").read_text())
         weights = safetensors.torch.load((folder / "generator.safetensors").read_bytes())
         facts = PublicFacts(2, None, described["classes"], tuple(described["shape"]))
-        make = build(OmegaConf.create(described["method"]), without="strategy")
+        make = build(OmegaConf.create(described["method"]), without=("strategy",))
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise FedgenError(
             "run", f"{path} has no readable generator", f"finish it: fedgen train resume={path}"

@@ -6,6 +6,7 @@ import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts
+from fedgen.federation.faults import Faults
+from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
 from fedgen.privacy.calibration import least_noise, most_repetitions
@@ -28,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
 }
+OPTIONAL = ("runtime.store",)  # not every runtime has it
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a run is made of."""
+    """All that a run is made of. ``program`` makes the client program in another process."""
 
     config: DictConfig
     coins: Coins
@@ -50,6 +53,8 @@ class Setup:
     shards: list[Index]
     method: Method
     privacy: Privacy
+    program: Callable[[], ClientProgram]
+    faults: Faults
 
 
 def setup(config: DictConfig) -> Setup:
@@ -70,25 +75,38 @@ def setup(config: DictConfig) -> Setup:
         coins=coins.at("data"),
     )
     rows = len(shards[0]) if len(shards) == 1 else None
-    facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape)
-    make = build(config.method, without="strategy")
-
-    def method(noise_multiplier: float | None) -> Method:
-        made: Method = make(
-            facts=facts, noise_multiplier=noise_multiplier, device=device(config.device)
-        )
-        return made
-
-    privacy = decide(config, method)
-    return Setup(config, coins, dataset, shards, method(privacy.noise_multiplier), privacy)
+    all_answer = config.runtime.min_success >= 1
+    facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape, all_answer)
+    make = partial(_method, build(config.method, without=("strategy",)), facts, config.device)
+    privacy = decide(config, make)
+    method = make(privacy.noise_multiplier)
+    program = partial(_program, make, privacy.noise_multiplier)
+    return Setup(config, coins, dataset, shards, method, privacy, program, faults(config))
 
 
-def build(config: DictConfig, without: str | None = None) -> Callable[..., Any]:
+def _method(
+    make: Callable[..., Method], facts: PublicFacts, where: str, noise_multiplier: float | None
+) -> Method:
+    return make(facts=facts, noise_multiplier=noise_multiplier, device=device(where))
+
+
+def _program(make: Callable[[float | None], Method], noise: float | None) -> ClientProgram:
+    return make(noise).client
+
+
+def faults(config: DictConfig) -> Faults:
+    """The faults that a run is put through."""
+    kinds = OmegaConf.to_container(config.runtime.faults)
+    assert isinstance(kinds, dict)
+    return Faults(**{str(k): float(v) for k, v in kinds.items() if k != "server_dies"})
+
+
+def build(config: DictConfig, without: tuple[str, ...] = ()) -> Callable[..., Any]:
     """The ``_target_`` of a group with its settings filled in, to be called with the rest."""
     settings = OmegaConf.to_container(config, resolve=True)
     assert isinstance(settings, dict)
-    if without is not None:
-        settings.pop(without)
+    for name in without:
+        settings.pop(name, None)
     target: Callable[..., Any] = instantiate(settings, _partial_=True, _convert_="all")
     return target
 
@@ -106,11 +124,12 @@ def check(config: DictConfig) -> None:
     """Raises FedgenError for the first setting that cannot be."""
     for key, allowed in CHOICES.items():
         value = OmegaConf.select(config, key)
-        if value not in allowed:
+        if value not in allowed and (value is not None or key not in OPTIONAL):
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
     _whole(config, "runtime.threads", 1, 1024)
+    _check_runtime(config)
     _whole(config, "seed", -(2**63), 2**63 - 1)
     check_evaluation(config)
     check_delta(config.privacy.delta)
@@ -121,6 +140,37 @@ def check(config: DictConfig) -> None:
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
+
+
+def _check_runtime(config: DictConfig) -> None:
+    """Raises FedgenError for a runtime that cannot be."""
+    runtime = config.runtime
+    for name in ("timeout", "num_cpus", "cache_gb"):
+        value = runtime.get(name, 1.0)
+        if not 0 < value < math.inf:
+            raise FedgenError(f"runtime.{name}", f"must be positive, got {value:g}", "raise it")
+    if not 0 <= runtime.get("num_gpus", 0.0) < math.inf:
+        raise FedgenError("runtime.num_gpus", f"cannot be {runtime.num_gpus:g}", "e.g. 0.5")
+    if runtime.get("actors") is not None:
+        _whole(config, "runtime.actors", 1, 10**6)
+    if not 0 < runtime.min_success <= 1:
+        raise FedgenError(
+            "runtime.min_success",
+            f"must lie above 0 and be at most 1, got {runtime.min_success:g}",
+            "it is a share of the clients that are asked, e.g. 0.8",
+        )
+    _whole(config, "runtime.faults.server_dies", 0, 10**9)
+    for name, value in runtime.faults.items():
+        if name != "server_dies" and not 0 <= value <= 1:
+            raise FedgenError(
+                f"runtime.faults.{name}", f"must be a probability, got {value:g}", "e.g. 0.01"
+            )
+    if faults(config).total > 1:
+        raise FedgenError("runtime.faults", "the probabilities exceed 1 in all", "lower them")
+    if runtime.faults.dies and config.names.runtime != "ray":
+        raise FedgenError(
+            "runtime.faults.dies", "clients have no process of their own here", "take runtime=ray"
+        )
 
 
 def check_evaluation(config: DictConfig) -> None:

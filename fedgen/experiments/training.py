@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 import secrets
+import signal
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-from flwr.app import Context
+from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.generation import describe, draw_samples, evaluate
+from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build, view
 from fedgen.federation import checkpoint
-from fedgen.federation.client_app import ClientHome, client_app
-from fedgen.federation.client_store import ClientStore
-from fedgen.federation.rounds import ClientFailedError, RoundFacts, Rounds, RunState
-from fedgen.federation.server_app import server_app, start
+from fedgen.federation.client_app import ERRORS, LEDGER, Site
+from fedgen.federation.faults import FaultyClients, FaultyGrid
+from fedgen.federation.rounds import RoundFacts, Rounds, RunState
+from fedgen.federation.server_app import server_app
 from fedgen.files import digest, write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Ledger
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
+from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import statement
 
+# settings of the runtime group that are the run's, not the runtime's
+_NOT_THE_RUNTIMES = ("store", "cache_gb", "threads", "checkpoint_every", "min_success", "faults")
 _WARM_START_CHECKPOINT_SECONDS = 30.0
 
 
@@ -54,17 +62,22 @@ class Clock:
 
 
 def train(config: DictConfig) -> Path:
-    """Trains as configured, or goes on with ``config.resume``; returns the run directory."""
+    """Trains as configured, or goes on with ``config.resume``; returns the run directory.
+
+    Raises:
+        FedgenError: for a mistake of the user's, or if too few clients answered.
+        Interrupted: if the run was asked to end.
+    """
     if config.resume is None:
         ready = settings.setup(config)
         run_dir, name = _new_run(ready)
-        with run_dir.locked():
-            return Training(ready, run_dir, name).go()
-    run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
-    ready = settings.setup(config)
-    _check_same_run(run_dir, ready, identity)
+    else:
+        run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
+        ready, name = settings.setup(config), identity["run"]
+        _check_same_run(run_dir, ready, identity)
     with run_dir.locked():
-        return Training(ready, run_dir, identity["run"]).go()
+        training = Training(ready, run_dir, name)
+        return training.go(training.on_its_runtime)
 
 
 def _new_run(ready: Setup) -> tuple[RunDir, str]:
@@ -92,7 +105,7 @@ def _check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> 
         raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
     if (run_dir.checkpoints / checkpoint.NAME).exists():
         for client in range(len(ready.shards)):
-            if not (run_dir.clients / str(client) / "ledger.jsonl").exists():
+            if not (run_dir.clients / str(client) / LEDGER).exists():
                 raise FedgenError(
                     "resume",
                     f"the ledger of client {client} is missing from {run_dir.path}",
@@ -102,108 +115,191 @@ def _check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> 
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
+@dataclass(frozen=True)
+class SiteOf:
+    """Makes the site of a run in another process, from its directory."""
+
+    path: str
+
+    def __call__(self) -> Site:
+        """See the class."""
+        run_dir, config, identity = RunDir.open(Path(self.path), "run_dir")
+        return site(settings.setup(config), run_dir, identity["run"])
+
+
+def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
+    """What a process needs to be home to a run's clients."""
+    runtime, folder = ready.config.runtime, run_dir.clients.absolute()
+    faulty = FaultyClients(ready.faults, ready.coins.at("faults"), runtime.timeout, folder)
+    return Site(
+        program=ready.program,
+        shard=lambda client: ready.dataset.shard(ready.shards[client]),
+        seed=ready.config.seed,
+        noise=ready.privacy.noise,
+        run=name,
+        folder=folder,
+        rows=ready.privacy.budget.rows,
+        in_memory=runtime.get("store") == "memory",
+        cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
+        threads=runtime.threads,
+        mods=(faulty,) if ready.faults.total else (),
+    )
+
+
 class Training:
-    """One run: its clients' homes, its rounds, and what it leaves behind."""
+    """One run as the server sees it: its rounds, and what it leaves behind."""
 
     def __init__(self, ready: Setup, run_dir: RunDir, name: str) -> None:
-        self.ready, self.run_dir = ready, run_dir
+        self.ready, self.run_dir, self.name = ready, run_dir, name
         self.config, self.method = ready.config, ready.method
-        self.store = ClientStore(run_dir.clients, ready.config.runtime.store == "memory")
-        seeded = ready.privacy.noise == "seeded"
-        self.ledgers = {
-            client: Ledger(run_dir.clients / str(client) / "ledger.jsonl", name, client, seeded)
-            for client in range(len(ready.shards))
-        }
-        self.homes = {
-            client: ClientHome(
-                client,
-                ready.method.client,
-                ready.dataset.shard(index),
-                ready.coins.at("client", client),
-                self.store,
-                self.ledgers[client],
-                ready.privacy.budget.rows,
-            )
-            for client, index in enumerate(ready.shards)
-        }
-        self.accounts = Accounts(ready.method, ready.privacy, self.ledgers)
+        self.clients = len(ready.shards)
+        self.accounts = Accounts(ready.method, ready.privacy, self.clients)
         self.clock = Clock()
         self.stopped: str | None = None
         self._last_facts: RoundFacts | None = None
         self._over = False  # all rounds are done; only what a run leaves may be missing
         self._kept = time.monotonic()
         self.progress = RunProgress()
+        self.interrupt = Interrupt(self.progress.say)
 
-    def go(self) -> Path:
-        """Trains, then writes everything that a run leaves."""
+    def go(self, play: Callable[[Callable[[Grid], None]], None]) -> Path:
+        """Trains, then writes everything that a run leaves.
+
+        Args:
+            play: calls what it is given with a Grid to the run's clients.
+        """
         state = self._restore()
-        app = client_app(self._home)
-        grid = build(self.config.runtime.grid)(app=app, clients=len(self.homes))
+        self._announce()
+        with self.progress, PeakMemory() as self.memory, self.interrupt:
+            try:
+                play(lambda grid: self._rounds(grid, state))
+            except KeyboardInterrupt:
+                raise Interrupted(self._how_to_go_on("its last checkpoint")) from None
+            return self._leave(state)
+
+    def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
+        """Plays a run on the runtime that is configured for it."""
+        play = build(self.config.runtime, without=_NOT_THE_RUNTIMES)
+        here = site(self.ready, self.run_dir, self.name)
+        again = SiteOf(str(self.run_dir.path.absolute()))
+        play(server_app(main), here, self.clients, again)
+
+    def _rounds(self, grid: Grid, state: RunState) -> None:
+        """What the ServerApp does."""
+        if self.ready.faults.total:
+            grid = FaultyGrid(grid, self.ready.faults, self.ready.coins.at("faults"))
         strategy = build(self.config.method.strategy)(
             cohort=self.method.cohort,
             trained_per_round=self.method.trained_per_round,
             coins=self.ready.coins.at("strategy"),
         )
-        rounds = Rounds(grid, strategy, self.method, state)
-        server_coins = self.ready.coins.at("server")
+        rounds = Rounds(
+            grid,
+            strategy,
+            self.method,
+            state,
+            clients=self.clients,
+            min_success=self.config.runtime.min_success,
+            timeout=self.config.runtime.timeout,
+            failed=lambda failure: self.run_dir.add_failure(asdict(failure)),
+            errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
+        )
+        rounds.hello()
+        if not self._over:
+            rounds.restore()
+            self._train(rounds, state)
+            self.accounts.ledgers.update(rounds.accounts())
+            self._checkpoint(state, last=True)
+        rounds.forget()
 
-        def run(_: object) -> None:
-            if self._over:
-                return
-            rounds.hello()
-            rounds.prepare(lambda done, of: self._prepared(state, done, of))
+    def _train(self, rounds: Rounds, state: RunState) -> None:
+        def keep() -> None:
+            rounds.keep()
             self._checkpoint(state)
-            self.stopped = rounds.run(server_coins, self.ready.privacy.budget, self._finished)
-            if self.stopped and self._last_facts is not None:
-                self._log(state, self._last_facts)
-                self._draw_samples(state)
 
-        self._announce()
-        with self.progress:
-            try:
-                start(server_app(run), grid)
-            except ClientFailedError as error:
-                cause = getattr(grid, "exception", None)
-                raise cause if isinstance(cause, FedgenError) else error from cause
-            return self._leave(state)
+        def stop_if_asked() -> None:
+            if self.interrupt.asked:
+                if time.monotonic() - self._kept > 1 or not state.rounds:
+                    keep()
+                raise Interrupted(self._how_to_go_on(f"round {state.rounds}"))
 
-    def _home(self, context: Context) -> ClientHome:
-        return self.homes[int(str(context.node_config["partition-id"]))]
+        def prepared(done: int, of: int) -> None:
+            self.progress.show("warm start", done, of, "")
+            if time.monotonic() - self._kept > _WARM_START_CHECKPOINT_SECONDS:
+                keep()
+            stop_if_asked()
+
+        def finished(state: RunState, facts: RoundFacts) -> None:
+            self._finished(state, facts)
+            last = state.rounds == self.ready.privacy.budget.rounds
+            if state.rounds % self.config.runtime.checkpoint_every == 0 and not last:
+                keep()
+            self._die_if_told_to(state)
+            if not last:
+                stop_if_asked()
+
+        if not state.prepared:
+            rounds.prepare(prepared)
+            keep()
+        coins = self.ready.coins.at("server")
+        self.stopped = rounds.run(coins, self.ready.privacy.budget, finished)
+        if self.stopped and self._last_facts is not None:
+            self._log(state, self._last_facts)
+            self._draw_samples(state)
+
+    def _how_to_go_on(self, where: str) -> str:
+        return f"interrupted at {where}; go on with: fedgen train resume={self.run_dir.path}"
+
+    def _die_if_told_to(self, state: RunState) -> None:
+        """A fault of the server's: killed after a round, once."""
+        mark = self.run_dir.path / "server_died"
+        if state.rounds == self.config.runtime.faults.server_dies and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _restore(self) -> RunState:
-        """The state of the last checkpoint, or a fresh one. In ``secure`` mode, what was asked
-        after it stays asked."""
-        found = checkpoint.load(self.run_dir.checkpoints, self.store)
+        """The state of the last checkpoint, or a fresh one. In ``secure`` mode, what was released
+        after it stays spent: done again, it is released anew."""
+        found = checkpoint.load(self.run_dir.checkpoints)
         if found is None:
-            self.run_dir.cut_metrics(0)
+            self.run_dir.cut()
             state = RunState(self.method.server.init(self.ready.coins.at("server")))
         else:
             state, extra = found
-            self.run_dir.cut_metrics(extra["metrics"])
+            self.run_dir.cut(**extra["sizes"])
             self.clock = Clock(extra["seconds"], extra["parts"])
             self._over, self.stopped = extra["over"], extra["stopped"]
-        for client, ledger in self.ledgers.items():
-            own, seen = ledger.spend(), state.spends.get(client, {})
-            if any(own.get(event, 0) < count for event, count in seen.items()):
+        seeded = self.ready.privacy.noise == "seeded"
+        for client in range(self.clients):
+            path = self.run_dir.clients / str(client) / LEDGER
+            if not path.exists():
+                continue
+            account = Ledger(path, self.name, client, seeded).account()
+            seen = state.spends.get(client, {})
+            if any(account.spend.get(event, 0) < count for event, count in seen.items()):
                 raise FedgenError(
                     "resume",
                     f"the ledger of client {client} lacks what the server has seen",
                     "restore it: spend is never forgotten",
                 )
-            ledger.rewind(state.rounds)
-            state.rows[client] = max(state.rows[client], ledger.rows)
+            if self._over:
+                self.accounts.ledgers[client] = account
+            elif not seeded:
+                state.spends[client] = account.spend
+                state.rows[client] = max(state.rows[client], account.rows)
+                state.asks[client] = max(state.asks[client], account.releases)
         self._board = _board(self.run_dir, state.rounds)
         return state
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
-            "metrics": self.run_dir.metrics_size(),
+            "sizes": self.run_dir.sizes(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
             "stopped": self.stopped,
         }
-        checkpoint.save(self.run_dir.checkpoints, state, None if last else self.store, extra)
+        checkpoint.save(self.run_dir.checkpoints, state, extra)
         self._kept = time.monotonic()
 
     # --- while it runs ----------------------------------------------------------------------------
@@ -224,20 +320,14 @@ class Training:
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
         self.progress.say(
             f"{self.config.names.method} on {self.config.names.data}: "
-            f"{len(self.homes)} client{'s' if len(self.homes) > 1 else ''}, at most "
+            f"{self.clients} client{'s' if self.clients > 1 else ''}, at most "
             f"{privacy.budget.rounds} rounds, proven ε ≤ {epsilon_in_words(epsilons['server'])} "
             f"(server), {epsilon_in_words(epsilons['release'])} (release) per {plan.unit.value} at "
             f"δ = {privacy.delta:g}, noise multiplier {noise}"
         )
 
-    def _prepared(self, state: RunState, done: int, of: int) -> None:
-        """A warm start may take hours: keep what is done."""
-        self.progress.show("warm start", done, of, "")
-        if time.monotonic() - self._kept > _WARM_START_CHECKPOINT_SECONDS:
-            self._checkpoint(state)
-
     def _finished(self, state: RunState, facts: RoundFacts) -> None:
-        """After each round: numbers, pictures and checkpoints as often as configured."""
+        """After each round: numbers and pictures as often as configured."""
         self.clock.add(facts)
         self._last_facts = facts
         last = state.rounds == self.ready.privacy.budget.rounds
@@ -245,8 +335,6 @@ class Training:
             self._log(state, facts)
         if state.rounds % self.config.sample_every == 0 or last:
             self._draw_samples(state)
-        if state.rounds % self.config.runtime.checkpoint_every == 0 and not last:
-            self._checkpoint(state)
 
     def _log(self, state: RunState, facts: RoundFacts) -> None:
         views = self.accounts.views(state, self.stopped is not None)
@@ -258,6 +346,7 @@ class Training:
             "answer_norm": facts.answer_norm,
             "clients": facts.clients,
             "bytes": {"up": up, "down": down},
+            "failures": sum(state.failures.values()),
         }
         self.run_dir.add_metrics(line)
         for name, found in views.items():
@@ -274,7 +363,7 @@ class Training:
             f"ε {epsilon_in_words(views['server'].value)} server, "
             f"{epsilon_in_words(views['release'].value)} release  "
             f"{bytes_in_words(up)} up, {bytes_in_words(down)} down  "
-            f"{state.rounds / self.clock.rounds:.3g} rounds/s",
+            f"{state.rounds / self.clock.rounds:.3g} rounds/s{_in_words(state.failures)}",
         )
 
     def _draw_samples(self, state: RunState) -> None:
@@ -291,8 +380,6 @@ class Training:
 
     def _leave(self, state: RunState) -> Path:
         """The record of privacy first, then what is published, then how good it is."""
-        self._checkpoint(state, last=True)
-        self.store.forget()
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         self._figure()
@@ -334,7 +421,7 @@ class Training:
             "schema": 1,
             "method": self.config.names.method,
             "data": self.config.names.data,
-            "clients": len(self.homes),
+            "clients": self.clients,
             "rounds": state.rounds,
             "seed": self.config.seed,
             "stopped": self.stopped,
@@ -344,15 +431,25 @@ class Training:
                 "down": sum(state.sent.values()),
                 "per_client": {
                     str(client): {"up": state.received[client], "down": state.sent[client]}
-                    for client in self.homes
+                    for client in range(self.clients)
                 },
             },
             "seconds": self.clock.rounds,
             "rounds_per_second": state.rounds / self.clock.rounds if self.clock.rounds else None,
             "seconds_per_round": {n: s / rounds for n, s in self.clock.parts.items()},
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "failures": dict(sorted(state.failures.items())),
+            "peak_rss_bytes": max(
+                self.memory.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            ),
             "generator_sha256": sha256,
         }
+
+
+def _in_words(failures: Counter[str]) -> str:
+    if not failures:
+        return ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
+    return f"  failures: {kinds}"
 
 
 def _board(run_dir: RunDir, rounds: int) -> Any:

@@ -1,9 +1,11 @@
-"""A run's state on disk: the server's tensors, the clients' manifests, the counts. Safetensors and
-JSON, replaced in one step: a process that dies while writing leaves the checkpoint before."""
+"""The server's state on disk: its tensors, its counts, and the tag of the clients' states that go
+with them. Safetensors and JSON, replaced in one step: a process that dies while writing leaves the
+checkpoint before."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,53 +13,47 @@ from typing import Any
 import safetensors.torch
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client_store import ClientStore
 from fedgen.federation.rounds import RunState
 from fedgen.files import digest, write_whole
-from fedgen.privacy.ledger import spends_from_json, spends_to_json
+from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "checkpoint.json"
 _REMEDY = "restore the run directory from a copy, or start a new run"
 
 
-def save(folder: Path, state: RunState, store: ClientStore | None, extra: dict[str, Any]) -> None:
-    """Writes a checkpoint and drops the one before.
-
-    Args:
-        store: the clients' states; None once a run is complete and they are of no more use.
-        extra: plain data of the caller's.
-    """
+def save(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
+    """Writes a checkpoint and drops the one before. ``extra``: plain data of the caller's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.cpu().contiguous() for name, value in state.server.items()}
     data = safetensors.torch.save(tensors)
     file = f"server_{state.rounds:06d}.safetensors"
     write_whole(folder / file, data)
-    clients = store.snapshot() if store is not None else {}
+    os.sync()  # what the clients kept must outlive a power cut as well
     record = {
         "schema": SCHEMA,
         "rounds": state.rounds,
         "prepared": state.prepared,
         "server": [file, digest(data)],
-        "clients": clients,
-        "spends": spends_to_json(state.spends),
+        "tag": state.tag,
+        "spends": {str(c): spend_to_json(spend) for c, spend in sorted(state.spends.items())},
+        "asks": _counts(state.asks),
         "rows": _counts(state.rows),
         "sent": _counts(state.sent),
         "received": _counts(state.received),
+        "failures": dict(sorted(state.failures.items())),
         "extra": extra,
     }
     body = json.dumps(record, sort_keys=True)
     sealed = json.dumps({"digest": digest(body.encode()), "record": record}, sort_keys=True)
     write_whole(folder / NAME, sealed.encode())
-    if store is not None:
-        store.pin(clients)
     for old in folder.glob("server_*.safetensors"):
         if old.name != file:
             old.unlink()
 
 
-def load(folder: Path, store: ClientStore) -> tuple[RunState, dict[str, Any]] | None:
-    """The last checkpoint, with the clients' states put back into ``store``; None if there is none.
+def load(folder: Path) -> tuple[RunState, dict[str, Any]] | None:
+    """The last checkpoint; None if there is none.
 
     Raises:
         FedgenError: if it was cut short or altered.
@@ -81,15 +77,17 @@ def load(folder: Path, store: ClientStore) -> tuple[RunState, dict[str, Any]] | 
         raise FedgenError(str(folder / file), "is missing", _REMEDY) from error
     if digest(data) != expected:
         raise FedgenError(str(folder / file), "was cut short or altered", _REMEDY)
-    store.restore(record["clients"])
     state = RunState(
         server=safetensors.torch.load(data),
         rounds=record["rounds"],
         prepared=record["prepared"],
-        spends=spends_from_json(record["spends"]),
+        tag=record["tag"],
+        spends={int(c): spend_from_json(spend) for c, spend in record["spends"].items()},
+        asks=_counter(record["asks"]),
         rows=_counter(record["rows"]),
         sent=_counter(record["sent"]),
         received=_counter(record["received"]),
+        failures=Counter(record["failures"]),
     )
     return state, record["extra"]
 

@@ -1,13 +1,19 @@
-"""The Flower ClientApp: the same for every method, and the guard at a client's door."""
+"""The Flower ClientApp: the same for every method and runtime, and the guard at a client's door."""
 
 from __future__ import annotations
 
+import json
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from flwr.app import Context, Message
+import torch
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
+from fedgen import coins
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.federation import messages
@@ -15,6 +21,12 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import Answer
 from fedgen.method import ClientProgram
 from fedgen.privacy.ledger import Ledger
+
+FAILED = 101
+"""The code of every failure of a client. It says no more: what went wrong may tell of its rows, and
+stays with the client, in ``errors.jsonl``."""
+
+LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
 
 
 class BudgetError(Exception):
@@ -26,9 +38,37 @@ class PastRoundError(Exception):
     function of the round: with another question it would cancel out of the two answers."""
 
 
+@dataclass(frozen=True)
+class Site:
+    """What a process needs to be home to clients; it can be pickled.
+
+    program: makes the client program.
+    shard: client -> its rows.
+    seed, noise: of the coins. In mode ``secure`` each process flips its own.
+    run: the run's name, which the ledgers carry.
+    folder: where clients keep their files, on a file system that all processes see.
+    rows: each client's budget for the run, which it enforces itself.
+    in_memory, cache_bytes: see ``ClientStore``.
+    threads: of torch.
+    mods: Flower mods around the app.
+    """
+
+    program: Callable[[], ClientProgram]
+    shard: Callable[[int], Shard]
+    seed: int
+    noise: coins.Mode
+    run: str
+    folder: Path
+    rows: int
+    in_memory: bool
+    cache_bytes: float
+    threads: int
+    mods: tuple[Mod, ...] = ()
+
+
 @dataclass
 class ClientHome:
-    """What one client has at hand. ``rows`` is its budget for the run, which it enforces itself."""
+    """What one client has at hand. ``answered``: the last round that this process answered."""
 
     number: int
     program: ClientProgram
@@ -37,62 +77,157 @@ class ClientHome:
     store: ClientStore
     ledger: Ledger
     rows: int
+    answered: int = -1
 
 
-def client_app(find_home: Callable[[Context], ClientHome]) -> ClientApp:
+class Homes:
+    """The clients that live in this process, made when they are first called."""
+
+    def __init__(self, site: Site) -> None:
+        torch.set_num_threads(site.threads)
+        self._site, self._program = site, site.program()
+        self._coins = Coins.of(site.seed, site.noise)
+        self._store = ClientStore(site.folder, site.in_memory, site.cache_bytes)
+        self._homes: dict[int, ClientHome] = {}
+
+    def __call__(self, context: Context) -> ClientHome:
+        """The home of the client that a message is for."""
+        client = partition_of(context)
+        if client not in self._homes:
+            try:
+                self._homes[client] = self._make(client)
+            except Exception as error:
+                write_down(self._store.folder(client), "home", error)
+                raise
+        return self._homes[client]
+
+    def _make(self, client: int) -> ClientHome:
+        site, folder = self._site, self._store.folder(client)
+        return ClientHome(
+            client,
+            self._program,
+            site.shard(client),
+            self._coins.at("client", client),
+            self._store,
+            Ledger(folder / LEDGER, site.run, client, site.noise == "seeded"),
+            site.rows,
+        )
+
+
+def partition_of(context: Context) -> int:
+    """Which client a message is for."""
+    return int(str(context.node_config["partition-id"]))
+
+
+def client_app(find_home: Callable[[Context], ClientHome], mods: tuple[Mod, ...] = ()) -> ClientApp:
     """The app. It captures no data: ``find_home`` looks the client up by the message's context.
 
     A message that was handled before gets the reply that it got then, so that nothing is spent
-    twice.
+    twice. A client handles one message at a time, whatever process or thread it arrives in.
     """
-    app = ClientApp()
+    app = ClientApp(mods=list(mods))
 
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return Message(messages.pack_partition(find_home(context).number), reply_to=message)
+    def handler(verb: Callable[[ClientHome, Message], RecordDict]) -> Callable[..., Message]:
+        def handle(message: Message, context: Context) -> Message:
+            home = None
+            try:
+                home = find_home(context)
+                with home.ledger.locked():
+                    content = verb(home, message)
+            except Exception as error:  # a code leaves the client, never the exception's text
+                if home is not None:
+                    folder = home.store.folder(home.number)
+                    write_down(folder, message.metadata.message_type, error)
+                return Message(Error(FAILED), reply_to=message)
+            return Message(content, reply_to=message)
 
-    @app.train("prepare")
-    def prepare(message: Message, context: Context) -> Message:
-        home = find_home(context)
-        number = messages.read_place(message)
-        done = home.store.done(home.number, messages.PREPARE)
-        if done is None or done < number:
-            parts = home.program.prepare(number, home.shard, home.coins)
-            home.store.commit(home.number, messages.PREPARE, number, parts, None)
-        return Message(messages.pack_acknowledgement(), reply_to=message)
+        return handle
 
-    @app.train("broadcast")
-    def train(message: Message, context: Context) -> Message:
-        home = find_home(context)
-        server_round = messages.read_place(message)
-        done = home.store.done(home.number, messages.TRAIN)
-        if done is None or done < server_round:
-            arrays = messages.read_broadcast(message)
-            state = home.store.state(home.number)
-            changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
-            home.store.commit(home.number, messages.TRAIN, server_round, changed, None)
-        return Message(messages.pack_acknowledgement(), reply_to=message)
-
-    @app.query("ask")
-    def ask(message: Message, context: Context) -> Message:
-        home = find_home(context)
-        server_round = messages.read_place(message)
-        done = home.store.done(home.number, messages.ASK)
-        if done == server_round:
-            last = home.store.answer(home.number)
-            return Message(messages.pack_answer(last), reply_to=message)
-        if done is not None and server_round < done:
-            raise PastRoundError
-        query = messages.read_query(message)
-        repeat = home.ledger.is_repeat(server_round)
-        if not repeat and home.ledger.rows + query.count > home.rows:
-            raise BudgetError
-        state = home.store.state(home.number)
-        release = home.program.answer(state, query, home.shard, server_round, home.coins)
-        home.ledger.charge(server_round, query.count, release.event)  # before anything leaves
-        reply = messages.pack_release(release)
-        kept = Answer(release.arrays, release.event, release.unit)
-        home.store.commit(home.number, messages.ASK, server_round, {}, kept)
-        return Message(reply, reply_to=message)
-
+    for kind, verb in _VERBS.items():
+        category, action = kind.split(".")
+        getattr(app, category)(action)(handler(verb))
     return app
+
+
+def write_down(folder: Path, kind: str, error: Exception) -> None:
+    """Keeps what went wrong where the client keeps its files."""
+    trace = traceback.format_exception(error)
+    line = {"kind": kind, "error": type(error).__name__, "problem": str(error), "trace": trace}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ERRORS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+# --- what a client does when it gets a message ----------------------------------------------------
+
+
+def _hello(home: ClientHome, message: Message) -> RecordDict:
+    return messages.pack_partition(home.number)
+
+
+def _account(home: ClientHome, message: Message) -> RecordDict:
+    return messages.pack_account(home.ledger.account())
+
+
+def _keep(home: ClientHome, message: Message) -> RecordDict:
+    home.store.keep(home.number, messages.read_place(message))
+    return messages.pack_acknowledgement()
+
+
+def _restore(home: ClientHome, message: Message) -> RecordDict:
+    home.store.restore(home.number, messages.read_place(message))
+    return messages.pack_acknowledgement()
+
+
+def _prepare(home: ClientHome, message: Message) -> RecordDict:
+    number = messages.read_place(message)
+    done = home.store.done(home.number, messages.PREPARE)
+    if done is None or done < number:
+        parts = home.program.prepare(number, home.shard, home.coins)
+        home.store.commit(home.number, messages.PREPARE, number, parts, None)
+    return messages.pack_acknowledgement()
+
+
+def _train(home: ClientHome, message: Message) -> RecordDict:
+    server_round = messages.read_place(message)
+    done = home.store.done(home.number, messages.TRAIN)
+    if done is None or done < server_round:
+        arrays = messages.read_broadcast(message)
+        state = home.store.state(home.number)
+        changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
+        home.store.commit(home.number, messages.TRAIN, server_round, changed, None)
+    return messages.pack_acknowledgement()
+
+
+def _ask(home: ClientHome, message: Message) -> RecordDict:
+    server_round = messages.read_place(message)
+    done = home.store.done(home.number, messages.ASK)
+    if done == server_round:
+        return messages.pack_answer(home.store.answer(home.number))
+    if done is not None and server_round < done:
+        raise PastRoundError
+    if home.coins.mode == "secure" and server_round <= home.answered:
+        raise PastRoundError  # a state that was restored does not take an answer back
+    query = messages.read_query(message)
+    repeat = home.ledger.is_repeat(server_round)
+    if not repeat and home.ledger.rows + query.count > home.rows:
+        raise BudgetError
+    state = home.store.state(home.number)
+    home.answered = server_round
+    release = home.program.answer(state, query, home.shard, server_round, home.coins)
+    home.ledger.charge(server_round, query.count, release.event)  # before anything leaves
+    reply = messages.pack_release(release)
+    kept = Answer(release.arrays, release.event, release.unit)
+    home.store.commit(home.number, messages.ASK, server_round, {}, kept)
+    return reply
+
+
+_VERBS = {
+    messages.HELLO: _hello,
+    messages.ACCOUNT: _account,
+    messages.KEEP: _keep,
+    messages.RESTORE: _restore,
+    messages.PREPARE: _prepare,
+    messages.TRAIN: _train,
+    messages.ASK: _ask,
+}

@@ -1,13 +1,16 @@
 """A client's state between rounds: named parts, in memory or on disk, and what it last replied.
 
-A part is written to a new file, and the client's manifest, replaced atomically, says which files
-count: a process that dies in between leaves the state of the last commit. A checkpoint pins the
-files of all clients; whatever a killed run wrote after it is dropped when the run resumes.
+A part is written to a new file, and the client's manifest, replaced in one step, says which files
+count: a process that dies in between leaves the state of the last commit, and any other process can
+go on with the client. ``keep`` holds on to the files of the present under a tag; ``restore`` goes
+back to them. The last two tags are kept: a server that died between the clients' keeping and its
+own checkpoint comes back to the one before.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +26,15 @@ from fedgen.files import digest, write_whole
 from fedgen.method import State, Tensors
 from fedgen.privacy.events import Unit, from_json, to_json
 
+_MANIFEST = "manifest.json"
+_ANSWER = "answer"  # the arrays of the last Release: a part like any other, hidden from the program
+_REMEDY = "restore the run directory from a copy, or start a new run"
+
 
 @dataclass
 class _Client:
     """One client: parts in memory (memory store), files on disk, its last deed of each kind, and
-    the cost of the last Release, whose arrays are a part like any other."""
+    the cost of the last Release. ``stamp``: the manifest on disk that this is a copy of."""
 
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)  # part -> [file, digest]
@@ -35,19 +42,23 @@ class _Client:
     done: dict[str, int] = field(default_factory=dict)  # kind of message -> last round
     cost: tuple[DpEvent, Unit] | None = None
     written: int = 0
+    kept: dict[str, list[str]] = field(default_factory=dict)  # tag -> files that it counts on
+    stamp: tuple[int, int, int] | None = None
 
 
 class ClientStore:
     """States of many clients below one folder.
 
-    in_memory: parts stay in memory and reach the disk at checkpoints; otherwise each commit is
-        written through, and a part is in memory only while it is used.
+    in_memory: parts stay in memory and reach the disk when they are kept; otherwise each commit is
+        written through, and other processes may work on the same clients (one at a time).
+    cache_bytes: of a store that writes through, how many bytes of parts, the last used, may stay in
+        memory as well.
     """
 
-    def __init__(self, root: Path, in_memory: bool) -> None:
+    def __init__(self, root: Path, in_memory: bool, cache_bytes: float = 0.0) -> None:
         self._root, self._in_memory = root, in_memory
+        self._cache = _Cache(cache_bytes)
         self._clients: dict[int, _Client] = {}
-        self._pinned: dict[int, set[str]] = {}
 
     def folder(self, client: int) -> Path:
         """Where a client keeps its files."""
@@ -55,7 +66,7 @@ class ClientStore:
 
     def state(self, client: int) -> State:
         """The client's parts, read one by one."""
-        return _Parts(self, client)
+        return _Parts(self, client, self._of(client))
 
     def done(self, client: int, kind: str) -> int | None:
         """The last round (or number) of this kind of message that the client completed."""
@@ -64,11 +75,11 @@ class ClientStore:
     def answer(self, client: int) -> Answer:
         """The client's last Release, to be sent again if its round is asked for again. Raises
         LookupError if there is none."""
-        cost = self._of(client).cost
-        if cost is None:
+        entry = self._of(client)
+        if entry.cost is None:
             raise LookupError(f"client {client} has released nothing")
-        arrays = {name: value.numpy() for name, value in self._part(client, _ANSWER).items()}
-        return Answer(arrays, *cost)
+        arrays = {name: value.numpy() for name, value in self._part(client, entry, _ANSWER).items()}
+        return Answer(arrays, *entry.cost)
 
     def commit(
         self, client: int, kind: str, server_round: int, changed: State, answer: Answer | None
@@ -86,102 +97,85 @@ class ClientStore:
                 entry.parts[name] = detached
                 entry.dirty.add(name)
             else:
-                replaced.append(self._write(client, name, detached))
+                replaced += self._write(client, entry, name, detached)
         entry.done[kind] = server_round
         if not self._in_memory:
-            manifest = json.dumps(self._manifest(client)).encode()
-            write_whole(self.folder(client) / "manifest.json", manifest)
-            self._drop(client, [file for file in replaced if file])
+            self._write_manifest(client, entry, _MANIFEST)
+            self._drop(client, entry, replaced)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything on disk, and the manifest of all clients; pins the files that it names."""
-        for client, entry in self._clients.items():
-            for name in sorted(entry.dirty):
-                self._write(client, name, entry.parts[name])
-            entry.dirty.clear()
-        return {str(client): self._manifest(client) for client in sorted(self._clients)}
+    def keep(self, client: int, tag: int) -> None:
+        """Holds on to the present state under a tag, and to the one kept before; no other."""
+        entry = self._of(client)
+        for name in sorted(entry.dirty):
+            self._write(client, entry, name, entry.parts[name])
+        entry.dirty.clear()
+        entry.kept = {t: files for t, files in entry.kept.items() if t == str(tag - 1)}
+        entry.kept[str(tag)] = [file for file, _ in entry.files.values()]
+        self._write_manifest(client, entry, _kept(tag))
+        self._tidy(client, entry)
 
-    def pin(self, snapshot: Mapping[str, Any]) -> None:
-        """Keeps the files of this snapshot, and of the present; drops all others."""
-        self._pinned = {
-            int(client): {file for file, _ in manifest["files"].values()}
-            for client, manifest in snapshot.items()
-        }
-        for client in self._clients:
-            known = {path.name for path in self.folder(client).glob("*.safetensors")}
-            self._drop(client, sorted(known))
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes back to a snapshot; later files are dropped.
+    def restore(self, client: int, tag: int) -> None:
+        """Goes back to what was kept under a tag, or to nothing for tag 0; all that came later is
+        dropped.
 
         Raises:
-            FedgenError: if a file of the snapshot is missing or was altered.
+            FedgenError: if a file of it is missing or was altered.
         """
-        self._clients = {}
-        for name, manifest in snapshot.items():
-            entry = _Client(
-                files={part: list(file) for part, file in manifest["files"].items()},
-                done=dict(manifest["done"]),
-                cost=None
-                if manifest["cost"] is None
-                else (from_json(manifest["cost"]["event"]), Unit(manifest["cost"]["unit"])),
-                written=manifest["written"],
-            )
-            self._clients[int(name)] = entry
+        entry = self._read_manifest(client, _kept(tag)) if tag > 0 else _Client()
+        for name, file in entry.files.items():
+            tensors = self._read(client, file)
             if self._in_memory:
-                entry.parts = {p: self._read(int(name), file) for p, file in entry.files.items()}
-            else:
-                for file in entry.files.values():
-                    self._read(int(name), file)
-        self.pin(snapshot)
+                entry.parts[name] = tensors
+        self._clients[client] = entry
+        self._tidy(client, entry)
 
-    def forget(self) -> None:
-        """Drops all states: critics saw private rows and are of no use after a run."""
-        for client in self._clients:
-            for path in self.folder(client).glob("*.safetensors"):
-                path.unlink()
-            (self.folder(client) / "manifest.json").unlink(missing_ok=True)
-        self._clients, self._pinned = {}, {}
+    def forget(self, client: int) -> None:
+        """Drops the client's state: critics saw private rows and are of no use after a run."""
+        self.restore(client, 0)
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _of(self, client: int) -> _Client:
-        return self._clients.setdefault(client, _Client())
+        """The client's entry; a store that writes through looks whether others moved on."""
+        entry = self._clients.get(client)
+        if not self._in_memory:
+            stamp = _stamp(self.folder(client) / _MANIFEST)
+            if entry is None or entry.stamp != stamp:
+                entry = _Client() if stamp is None else self._read_manifest(client, _MANIFEST)
+                entry.stamp = stamp
+        elif entry is None:
+            entry = _Client()
+        self._clients[client] = entry
+        return entry
 
-    def _part(self, client: int, name: str) -> dict[str, torch.Tensor]:
-        entry = self._of(client)
+    def _part(self, client: int, entry: _Client, name: str) -> dict[str, torch.Tensor]:
         if self._in_memory:
             return entry.parts[name]
-        return self._read(client, entry.files[name])
+        file = entry.files[name]
+        found = self._cache.get((client, name), file[1])
+        if found is None:
+            found = self._read(client, file)
+            self._cache.put((client, name), file[1], found)
+        return found
 
-    def _names(self, client: int) -> list[str]:
-        entry = self._of(client)
-        return [
-            name for name in (entry.parts if self._in_memory else entry.files) if name != _ANSWER
-        ]
+    def _names(self, entry: _Client) -> list[str]:
+        return [n for n in (entry.parts if self._in_memory else entry.files) if n != _ANSWER]
 
-    def _manifest(self, client: int) -> dict[str, Any]:
-        entry = self._of(client)
-        return {
-            "files": dict(entry.files),
-            "done": dict(entry.done),
-            "cost": None
-            if entry.cost is None
-            else {"event": to_json(entry.cost[0]), "unit": entry.cost[1].value},
-            "written": entry.written,
-        }
-
-    def _write(self, client: int, name: str, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Writes a part to a new file; returns the file that it replaces."""
-        entry = self._of(client)
-        data = safetensors.torch.save({key: v.cpu().contiguous() for key, v in tensors.items()})
+    def _write(
+        self, client: int, entry: _Client, name: str, tensors: Mapping[str, torch.Tensor]
+    ) -> list[str]:
+        """Writes a part to a new file; returns the file that it replaces, if any."""
+        whole = {key: value.contiguous() for key, value in tensors.items()}
+        data = safetensors.torch.save(whole)
         entry.written += 1
         file = f"{name}.{entry.written}.safetensors"
         self.folder(client).mkdir(parents=True, exist_ok=True)
         (self.folder(client) / file).write_bytes(data)
         before = entry.files.get(name)
         entry.files[name] = [file, digest(data)]
-        return before[0] if before else None
+        if not self._in_memory:
+            self._cache.put((client, name), entry.files[name][1], whole)
+        return [before[0]] if before else []
 
     def _read(self, client: int, file: list[str]) -> dict[str, torch.Tensor]:
         path = self.folder(client) / file[0]
@@ -193,32 +187,117 @@ class ClientStore:
             raise FedgenError(str(path), "was cut short or altered", _REMEDY)
         return safetensors.torch.load(data)
 
-    def _drop(self, client: int, files: list[str]) -> None:
-        entry = self._of(client)
-        kept = self._pinned.get(client, set()) | {file for file, _ in entry.files.values()}
+    def _write_manifest(self, client: int, entry: _Client, name: str) -> None:
+        manifest: dict[str, Any] = {
+            "files": entry.files,
+            "done": entry.done,
+            "cost": entry.cost and {"event": to_json(entry.cost[0]), "unit": entry.cost[1].value},
+            "written": entry.written,
+            "kept": entry.kept,
+        }
+        body = json.dumps(manifest, sort_keys=True)
+        sealed = f'{{"digest": "{digest(body.encode())}", "manifest": {body}}}'
+        path = self.folder(client) / name
+        write_whole(path, sealed.encode(), durable=False)
+        if name == _MANIFEST:
+            entry.stamp = _stamp(path)
+
+    def _read_manifest(self, client: int, name: str) -> _Client:
+        path = self.folder(client) / name
+        try:
+            sealed = json.loads(path.read_text())
+            manifest = sealed["manifest"]
+            if digest(json.dumps(manifest, sort_keys=True).encode()) != sealed["digest"]:
+                raise ValueError
+        except FileNotFoundError as error:
+            raise FedgenError(str(path), "is missing", _REMEDY) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
+        cost = manifest["cost"]
+        return _Client(
+            files=manifest["files"],
+            done=manifest["done"],
+            cost=None if cost is None else (from_json(cost["event"]), Unit(cost["unit"])),
+            written=manifest["written"],
+            kept=manifest["kept"],
+        )
+
+    def _tidy(self, client: int, entry: _Client) -> None:
+        """Writes down what counts now, and removes every file that does not."""
+        counted = {_kept(int(tag)) for tag in entry.kept}
+        if not self._in_memory and (entry.files or entry.done or entry.kept):
+            self._write_manifest(client, entry, _MANIFEST)
+            counted.add(_MANIFEST)
+        for path in self.folder(client).glob("*.json"):
+            if path.name not in counted:
+                path.unlink()
+        known = self.folder(client).glob("*.safetensors")
+        self._drop(client, entry, [path.name for path in known])
+
+    def _drop(self, client: int, entry: _Client, files: list[str]) -> None:
+        """Removes those of the files that neither the present nor a tag counts on."""
+        counted = {file for file, _ in entry.files.values()}.union(*entry.kept.values())
         for file in files:
-            if file not in kept:
+            if file not in counted:
                 (self.folder(client) / file).unlink(missing_ok=True)
+
+
+def _kept(tag: int) -> str:
+    return f"kept.{tag}.json"
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Tells one version of a file that is always replaced whole from another."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class _Cache:
+    """The parts that were used last, as long as they fit. A part is told by its digest: one that
+    another process replaced is not found."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._bytes = limit, 0
+        self._parts: OrderedDict[tuple[int, str], tuple[str, dict[str, torch.Tensor], int]] = (
+            OrderedDict()
+        )
+
+    def get(self, key: tuple[int, str], seal: str) -> dict[str, torch.Tensor] | None:
+        found = self._parts.get(key)
+        if found is None or found[0] != seal:
+            return None
+        self._parts.move_to_end(key)
+        return found[1]
+
+    def put(self, key: tuple[int, str], seal: str, tensors: dict[str, torch.Tensor]) -> None:
+        size = sum(value.nbytes for value in tensors.values())
+        before = self._parts.pop(key, None)
+        self._bytes -= before[2] if before else 0
+        if size > self._limit:
+            return
+        self._parts[key] = seal, tensors, size
+        self._bytes += size
+        while self._bytes > self._limit:
+            self._bytes -= self._parts.popitem(last=False)[1][2]
 
 
 class _Parts(Mapping[str, Tensors]):
     """A client's parts, each read from the store when it is asked for."""
 
-    def __init__(self, store: ClientStore, client: int) -> None:
-        self._store, self._client = store, client
+    def __init__(self, store: ClientStore, client: int, entry: _Client) -> None:
+        self._store, self._client, self._entry = store, client, entry
 
     def __getitem__(self, name: str) -> Tensors:
-        return self._store._part(self._client, name)
+        return self._store._part(self._client, self._entry, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._store._names(self._client)
+        return name in self._store._names(self._entry)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._store._names(self._client))
+        return iter(self._store._names(self._entry))
 
     def __len__(self) -> int:
-        return len(self._store._names(self._client))
-
-
-_ANSWER = "answer"
-_REMEDY = "restore the run directory from a copy, or start a new run"
+        return len(self._store._names(self._entry))

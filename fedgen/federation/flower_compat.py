@@ -9,6 +9,9 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+MESSAGE_UNAVAILABLE = ErrorCode.MESSAGE_UNAVAILABLE
+REPLY_UNAVAILABLE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
 
 
 def identify_process(run_id: int) -> None:

@@ -1,6 +1,7 @@
 """Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
 
-Only an empty acknowledgement, a client's number and a Release can be packed into a reply.
+Only an empty acknowledgement, a client's number, its ledger's sum and a Release can be packed into
+a reply.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from torch import Tensor
 
 from fedgen.method import Query
 from fedgen.privacy.events import Unit, from_json, to_json
+from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
 from fedgen.privacy.mechanisms import Release
 
-HELLO, PREPARE, TRAIN, ASK = "query.hello", "train.prepare", "train.broadcast", "query.ask"
-"""Message types: who are you; make one part of your state; train; answer."""
+HELLO, ACCOUNT = "query.hello", "query.account"
+"""Message types: who are you; what have you spent."""
+PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
+"""Make one part of your state; train; answer."""
+KEEP, RESTORE = "train.keep", "train.restore"
+"""Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
 
 _RAW = "fedgen.raw"
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
@@ -70,9 +76,9 @@ def pack_hello() -> RecordDict:
     return RecordDict({_FACTS: ConfigRecord({"hello": True})})
 
 
-def pack_prepare(number: int) -> RecordDict:
-    """Asks a client to make one part of its state."""
-    return RecordDict({_FACTS: ConfigRecord({_PLACE: number})})
+def pack_place(place: int) -> RecordDict:
+    """A number alone: of a part to prepare, of a tag to keep or restore."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: place})})
 
 
 def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
@@ -92,7 +98,7 @@ def pack_query(server_round: int, query: Query) -> RecordDict:
 
 
 def read_place(message: Message) -> int:
-    """The round of a broadcast or query, the number of a part to prepare."""
+    """The round of a broadcast or query, the number of a part to prepare, a tag."""
     return int(str(message.content.config_records[_FACTS][_PLACE]))
 
 
@@ -121,6 +127,21 @@ def pack_partition(partition: int) -> RecordDict:
 def read_partition(message: Message) -> int:
     """The inverse of ``pack_partition``."""
     return int(str(message.content.config_records[_FACTS]["partition"]))
+
+
+def pack_account(account: Account) -> RecordDict:
+    """What a ledger comes to. It follows from what the server asked and when: it tells nothing
+    new to it."""
+    facts: dict[str, int | str] = {"releases": account.releases, "rows": account.rows}
+    facts["spend"] = json.dumps(spend_to_json(account.spend))
+    return RecordDict({_FACTS: ConfigRecord({**facts})})
+
+
+def read_account(message: Message) -> Account:
+    """The inverse of ``pack_account``."""
+    facts = message.content.config_records[_FACTS]
+    spend = spend_from_json(json.loads(str(facts["spend"])))
+    return Account(int(str(facts["releases"])), int(str(facts["rows"])), spend)
 
 
 def pack_release(release: Release) -> RecordDict:
@@ -152,13 +173,13 @@ def _event_of(text: str) -> DpEvent:
 
 def read_answer(message: Message) -> Answer:
     """A Release as it arrived. Raises ValueError if the message holds none."""
-    facts = message.content.config_records[_FACTS]
-    arrays = unpack_arrays(message.content.array_records[_ARRAYS])
-    return Answer(
-        {name: value.numpy() for name, value in arrays.items()},
-        _event_of(str(facts["event"])),
-        Unit(str(facts["unit"])),
-    )
+    try:
+        facts = message.content.config_records[_FACTS]
+        arrays = unpack_arrays(message.content.array_records[_ARRAYS])
+        event, unit = _event_of(str(facts["event"])), Unit(str(facts["unit"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("no release") from error
+    return Answer({name: value.numpy() for name, value in arrays.items()}, event, unit)
 
 
 def count_bytes(message: Message) -> int:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from dp_accounting import DpEvent
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgen.coins import Coins
+from fedgen.errors import FedgenError
 from fedgen.federation import messages
+from fedgen.federation.failures import Failure, kind_of, too_few
 from fedgen.federation.messages import Answer
 from fedgen.method import Method, Query, Tensors
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical
+from fedgen.privacy.ledger import Account
 
+T = TypeVar("T")
 
-class ClientFailedError(Exception):
-    """A client answered with an error code."""
+_AT_ONCE = 64  # calls to prepare between two looks at the clock: each may take minutes
+_START_SECONDS = 60.0  # until all nodes are there
+_POLL_SECONDS = 0.003  # between looks at a grid that has nothing yet
 
 
 class Strategy(Protocol):
@@ -48,18 +54,22 @@ class Strategy(Protocol):
 class RunState:
     """All that the server knows between rounds.
 
-    rounds: rounds completed. server: the server program's state. spends: what each client released,
-    as the server saw it. rows: rows that each client was asked. sent, received: bytes to and from
-    each client, all messages counted.
+    rounds: rounds completed. server: the server program's state. tag: of the clients' states that
+    go with it. spends: what each client released, as the server saw it. asks, rows: how often each
+    client was asked, and for how many rows, counted as sent. sent, received: bytes to and from each
+    client in rounds and preparation. failures: how many of each kind.
     """
 
     server: Tensors
     rounds: int = 0
     prepared: bool = False
+    tag: int = 0
     spends: dict[int, Spend] = field(default_factory=dict)
+    asks: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -75,45 +85,102 @@ class RoundFacts:
     seconds: dict[str, float]
 
 
-class Rounds:
-    """One run's exchange with its clients."""
+class _UnusableError(Exception):
+    """A reply that cannot be used; the kind of failure that it is."""
 
-    def __init__(self, grid: Grid, strategy: Strategy, method: Method, state: RunState) -> None:
+
+class Rounds:
+    """One run's exchange with its clients.
+
+    Args:
+        clients: number of clients.
+        min_success: the share of those that were sent a message who must answer it.
+        timeout: seconds that a client may take for a message.
+        failed: called with each failure.
+        errors: where a client writes down what went wrong, with ``{client}`` in it.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        strategy: Strategy,
+        method: Method,
+        state: RunState,
+        *,
+        clients: int,
+        min_success: float,
+        timeout: float,
+        failed: Callable[[Failure], None],
+        errors: str,
+    ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
+        self._count, self._min_success, self._timeout = clients, min_success, timeout
+        self._failed, self._errors = failed, errors
         self._clients: dict[int, int] = {}  # node -> client
+        trained = method.trained_per_round or clients
+        turns = -(-clients // trained)  # rounds until each client was asked to train
+        self._missed: deque[list[Failure]] = deque(maxlen=turns)
+        self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
 
     def hello(self) -> None:
-        """Learns which node is which client: node ids are random, and in no order."""
-        nodes = sorted(self.grid.get_node_ids())
+        """Learns which node is which client: node ids are random, and in no order.
+
+        Raises:
+            FedgenError: if there are not as many clients as the run has.
+        """
+        until = time.monotonic() + _START_SECONDS
+        while len(nodes := sorted(self.grid.get_node_ids())) != self._count:
+            if time.monotonic() > until or len(nodes) > self._count:
+                raise FedgenError(
+                    "partition.clients",
+                    f"the run has {self._count} clients, the federation {len(nodes)} node(s)",
+                    "start as many nodes as there are clients",
+                )
+            time.sleep(0.1)
+        self._clients = {node: place for place, node in enumerate(nodes)}  # until they have spoken
         asked = [
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
             for node in nodes
         ]
-        self._clients = dict.fromkeys(nodes, -1)
-        for node, reply in self._exchange(asked, count=False):
-            self._clients[node] = messages.read_partition(reply)
+        found = self._exchange(asked, "the greeting", _partition, must=1.0)
+        self._clients = {nodes[place]: client for place, client in found.items()}
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
 
+    def restore(self) -> None:
+        """Has every client go back to the state that goes with the server's."""
+        self._tell(messages.RESTORE, self.state.tag, "the call back")
+
+    def keep(self) -> None:
+        """Has every client hold on to its state, under the next tag."""
+        self.state.tag += 1
+        self._tell(messages.KEEP, self.state.tag, "the call to keep its state")
+
+    def forget(self) -> None:
+        """Has every client drop its state."""
+        self._tell(messages.RESTORE, 0, "the farewell", must=0.0)
+
+    def accounts(self) -> dict[int, Account]:
+        """What the clients' ledgers come to, of those that answer."""
+        asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
+        return self._exchange(asked, "the call for accounts", _account, must=0.0)
+
     def prepare(self, prepared: Callable[[int, int], None]) -> None:
-        """Has every client make its state, part by part. ``prepared``: (done, of) after each."""
+        """Has every client make its state, part by part. ``prepared``: (done, of) now and then."""
         if self.state.prepared:
             return
         wanted = [
             (client, number)
-            for client in sorted(self.strategy.nodes)
             for number in range(self.method.client.preparations)
+            for client in sorted(self.strategy.nodes)
         ]
-        asked = (
-            Message(
-                messages.pack_prepare(number),
-                dst_node_id=self.strategy.nodes[client],
-                message_type=messages.PREPARE,
-            )
-            for client, number in wanted
-        )
-        for done, _ in enumerate(self._exchange(asked), start=1):
-            prepared(done, len(wanted))
+        for start in range(0, len(wanted), _AT_ONCE):
+            asked = [
+                self._message(messages.pack_place(number), messages.PREPARE, client)
+                for client, number in wanted[start : start + _AT_ONCE]
+            ]
+            self._exchange(asked, "the call to prepare", _acknowledged, count=True)
+            prepared(start + len(asked), len(wanted))
         self.state.prepared = True
 
     def run(
@@ -138,19 +205,19 @@ class Rounds:
         start = time.perf_counter()
         broadcast = messages.pack_arrays(server.broadcast(state.server, server_round, coins))
         config = ConfigRecord({"rows": query.count})
-        for _ in self._exchange(
-            self.strategy.configure_train(server_round, broadcast, config, self.grid)
-        ):
-            pass
+        asked = self.strategy.configure_train(server_round, broadcast, config, self.grid)
+        self._have_trained(list(asked), f"in round {server_round + 1}")
         trained = time.perf_counter()
-        answers = {}
         questions = self.strategy.configure_query(server_round, query)
-        for client, rows in self.strategy.route(server_round, query.count).items():
+        routed = self.strategy.route(server_round, query.count)
+        for client, rows in routed.items():  # spent as soon as it is sent
+            state.asks[client] += 1
             state.rows[client] += len(rows)
-        for node, reply in self._exchange(questions):
-            answer = messages.read_answer(reply)
-            answers[self._clients[node]] = answer
-            self._note(self._clients[node], answer.event)
+
+        def read(client: int, reply: Message) -> Answer:
+            return self._read(client, reply, len(routed[client]))
+
+        answers = self._exchange(questions, f"in round {server_round + 1}", read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
         answered = time.perf_counter()
         norm = None
@@ -173,32 +240,146 @@ class Rounds:
             spend[leaf] = spend.get(leaf, 0) + count
         self.state.spends[client] = spend
 
+    def _have_trained(self, asked: list[Message], place: str) -> None:
+        """Has clients train. A round's few may all miss their turn: what counts is the share of the
+        clients that missed their last one."""
+        _, failures = self._send(asked, _acknowledged, count=True)
+        self._missed.append(failures)
+        missed = [failure for turn in self._missed for failure in turn]
+        of = len(asked) if self._missed.maxlen == 1 else self._count
+        if of - len(missed) < self._min_success * of:
+            raise too_few(
+                f"when it was their turn to train, the last {place}", of, missed, self._errors
+            )
+
+    def _read(self, client: int, reply: Message, rows: int) -> Answer:
+        """A client's answer, if it is one to what it was asked."""
+        try:
+            answer = messages.read_answer(reply)
+        except ValueError as error:
+            raise _UnusableError("malformed") from error
+        self._note(client, answer.event)
+        gradients = answer.arrays.get("gradients")
+        if gradients is None or gradients.shape != (rows, *self.method.plan.answer):
+            raise _UnusableError("malformed")
+        if not np.isfinite(gradients).all():
+            raise _UnusableError("not finite")
+        return answer
+
+    def _message(self, content: RecordDict, kind: str, client: int) -> Message:
+        return Message(content, dst_node_id=self.strategy.nodes[client], message_type=kind)
+
+    def _to_all(self, kind: str, content: RecordDict) -> list[Message]:
+        return [self._message(content, kind, client) for client in sorted(self.strategy.nodes)]
+
+    def _tell(self, kind: str, tag: int, place: str, must: float | None = None) -> None:
+        self._exchange(
+            self._to_all(kind, messages.pack_place(tag)), place, _acknowledged, must=must
+        )
+
     def _exchange(
-        self, asked: Iterable[Message], count: bool = True
-    ) -> Iterator[tuple[int, Message]]:
-        """Sends messages and yields (node, reply) as replies come. Bytes are counted from the
-        messages themselves."""
+        self,
+        asked: Iterable[Message],
+        place: str,
+        read: Callable[[int, Message], T],
+        must: float | None = None,
+        count: bool = False,
+    ) -> dict[int, T]:
+        """Sends messages and waits for the replies; see ``_send``.
+
+        Args:
+            place: what the exchange is, in words.
+            must: the share that must answer; None: the run's.
+
+        Raises:
+            FedgenError: if too few answered.
+        """
+        sent = list(asked)
+        found, failures = self._send(sent, read, count)
+        share = self._min_success if must is None else must
+        if len(sent) - len(failures) < share * len(sent):
+            raise too_few(place, len(sent), failures, self._errors)
+        return found
+
+    def _send(
+        self, sent: list[Message], read: Callable[[int, Message], T], count: bool
+    ) -> tuple[dict[int, T], list[Failure]]:
+        """Sends messages and waits until each is answered, by an error at the latest: grids see to
+        that. Replies to messages of the past are dropped.
+
+        Args:
+            read: (client, reply) -> what is made of it.
+            count: whether these bytes count (they are the messages' own).
+
+        Returns:
+            client -> what was made of its reply; and who failed.
+        """
         sizes: dict[int, int] = {}
         waiting: dict[str, int] = {}
-        for message in asked:
-            node = message.metadata.dst_node_id
-            [message_id] = self.grid.push_messages([message])
-            waiting[message_id] = node
+        failures: list[Failure] = []
+        for message in sent:  # when Flower gives up; it counts from now, with the wait for a turn
+            message.metadata.ttl = max(self._timeout * len(sent), _START_SECONDS)
+        self.grid.push_messages(sent)
+        for message in sent:
+            client = self._clients[message.metadata.dst_node_id]
+            if not message.metadata.message_id:  # Flower knows no such node any more
+                failures.append(self._fail("unavailable", client))
+                continue
+            waiting[message.metadata.message_id] = client
             if count:
                 key = id(message.content)
                 if key not in sizes:
                     sizes[key] = messages.count_bytes(message)
-                self.state.sent[self._clients[node]] += sizes[key]
+                self.state.sent[client] += sizes[key]
+        over: dict[str, Failure] = {}
+        found: dict[int, T] = {}
         while waiting:
             replies = list(self.grid.pull_messages(list(waiting)))
             if not replies:
-                time.sleep(0.001)
+                time.sleep(_POLL_SECONDS)
             for reply in replies:
-                node = waiting.pop(reply.metadata.reply_to_message_id)
+                name = reply.metadata.reply_to_message_id
+                if name not in waiting:
+                    self._drop(name, over)
+                    continue
+                client = waiting.pop(name)
+                over[name] = Failure("repeated", client, self.state.rounds + 1)
                 if reply.has_error():
-                    raise ClientFailedError(
-                        f"client {self._clients[node]} failed with code {reply.error.code}"
-                    )
+                    over[name] = Failure("late", client, self.state.rounds + 1)
+                    failures.append(self._fail(kind_of(reply), client))
+                    continue
                 if count:
-                    self.state.received[self._clients[node]] += messages.count_bytes(reply)
-                yield node, reply
+                    self.state.received[client] += messages.count_bytes(reply)
+                try:
+                    found[client] = read(client, reply)
+                except _UnusableError as error:
+                    failures.append(self._fail(str(error), client))
+        self._over.append(over)
+        return found, failures
+
+    def _drop(self, name: str, over: dict[str, Failure]) -> None:
+        """A reply to a message that is over: noted, and not used."""
+        for exchange in (over, *self._over):
+            if name in exchange:
+                self._note_failure(exchange[name])
+
+    def _fail(self, kind: str, client: int) -> Failure:
+        failure = Failure(kind, client, self.state.rounds + 1)
+        self._note_failure(failure)
+        return failure
+
+    def _note_failure(self, failure: Failure) -> None:
+        self.state.failures[failure.kind] += 1
+        self._failed(failure)
+
+
+def _acknowledged(client: int, reply: Message) -> None:
+    """There is nothing to read."""
+
+
+def _partition(client: int, reply: Message) -> int:
+    return messages.read_partition(reply)
+
+
+def _account(client: int, reply: Message) -> Account:
+    return messages.read_account(reply)

@@ -437,7 +437,9 @@ def gs_wgan(
         facts.classes,
         device,
     )
-    rows = batch if sanitize == "samples" else 1
+    rows, answer = batch, tuple[int, ...](facts.shape)
+    if sanitize == "parameters":
+        rows, answer = 1, (sum(p.numel() for p in nets.generator.parameters()),)
     client = Critics(
         nets,
         mechanism,
@@ -474,20 +476,29 @@ def gs_wgan(
             lambda state: part(state, "average"),
             server.sample,
         ),
-        _plan(mechanism, rows, cohort if federated else inside, federated, on_query),
+        _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,
         None if federated and on_query else min(critics_per_step, facts.clients),
     )
 
 
-def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_query: bool) -> Plan:
+def _plan(
+    mechanism: Mechanism,
+    rows: int,
+    answer: tuple[int, ...],
+    draw: Routing,
+    on_query: bool,
+    facts: PublicFacts,
+) -> Plan:
     """What a run promises to spend at most. ``draw``: of clients, or of the one client's critics.
 
     Federated, the server knows whom it asked: a client's cost is what it answered, and the secret
     draw of clients amplifies in the release view alone. One client draws its critic in secret: the
     draw amplifies against the server too.
     """
+    federated = facts.clients > 1
     drawn = draw.mode != "mean" and draw.answers_per_row < draw.population
+    hidden = not on_query and (facts.all_answer or not federated)
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
 
     def server(answered: int) -> DpEvent:
@@ -497,7 +508,7 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
 
     def release(rounds: int) -> DpEvent:
         assert noise is not None
-        return repeat(draw.event(rows, noise, hidden=not on_query), rounds)
+        return repeat(draw.event(rows, noise, hidden), rounds)
 
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"
@@ -507,6 +518,8 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
         reason = "critics train when they are drawn, so their state tells of past draws"
     elif draw.sampling == "poisson":
         reason = "a Poisson cohort shows who is absent by a missing answer"
+    elif not hidden:
+        reason = "the run goes on without clients that fail: a gap shows whom a draw chose"
     else:
         reason = None
     who = "clients" if federated else "critics"
@@ -520,6 +533,7 @@ def _plan(mechanism: Mechanism, rows: int, draw: Routing, federated: bool, on_qu
         if drawn
         else "none",
         rows_per_round=rows,
+        answer=answer,
         server=server,
         release=release if federated and noise is not None else None,
         amplified_by={"server": None if federated else by, "release": by},

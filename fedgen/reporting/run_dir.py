@@ -30,6 +30,7 @@ class RunDir:
         self.samples = path / "samples"
         self.public = path / "public"
         self._metrics = path / "metrics.jsonl"
+        self._failures = path / "failures.jsonl"
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
@@ -81,14 +82,21 @@ class RunDir:
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def metrics_size(self) -> int:
-        """Bytes of metrics so far."""
-        return self._metrics.stat().st_size if self._metrics.exists() else 0
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Appends a client's failure, as the server saw it."""
+        with self._failures.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
-    def cut_metrics(self, size: int) -> None:
-        """Goes back to a size that ``metrics_size`` gave."""
-        if self.metrics_size() > size:
-            os.truncate(self._metrics, size)
+    def sizes(self) -> dict[str, int]:
+        """Bytes of metrics and failures so far."""
+        both = {"metrics": self._metrics, "failures": self._failures}
+        return {name: path.stat().st_size if path.exists() else 0 for name, path in both.items()}
+
+    def cut(self, metrics: int = 0, failures: int = 0) -> None:
+        """Goes back to what ``sizes`` gave."""
+        for path, size in ((self._metrics, metrics), (self._failures, failures)):
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics."""

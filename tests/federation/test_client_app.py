@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Error, Message
 from tiny import COINS, SHARD, make
 
+from fedgen.coins import Coins
 from fedgen.federation import messages
-from fedgen.federation.client_app import ClientHome, client_app
+from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.privacy.ledger import Ledger
@@ -21,7 +23,7 @@ Ask = Callable[[int], Message]
 
 @pytest.fixture
 def home(tmp_path: Path) -> ClientHome:
-    ledger = Ledger(tmp_path / "ledger.jsonl", "run", 0, seeded=False)
+    ledger = Ledger(tmp_path / "0" / "ledger.jsonl", "run", 0, seeded=False)
     store = ClientStore(tmp_path, in_memory=True)
     return ClientHome(0, make(noise=1.0).client, SHARD, COINS, store, ledger, rows=18)
 
@@ -30,7 +32,7 @@ def home(tmp_path: Path) -> ClientHome:
 def ask(home: ClientHome) -> Ask:
     method = make(noise=1.0)
     server = method.server.init(COINS)
-    grid = InProcessGrid(client_app(lambda _: home), 1, serialize=False)
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
 
     def once(server_round: int) -> Message:
         query = method.server.query(server, server_round, COINS)
@@ -88,10 +90,47 @@ def test_a_release_that_cannot_be_charged_does_not_leave(
     assert ask(0).has_error()
 
 
+def test_what_went_wrong_stays_with_the_client(
+    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A code leaves it; the exception's text is in its own folder."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("label of row 17 is 3")
+
+    monkeypatch.setattr(home.store, "commit", fail)
+    reply = ask(0)
+    assert reply.error == Error(FAILED)
+    assert "label of row" not in repr(reply.__dict__)
+    [line] = (home.store.folder(0) / ERRORS).read_text().splitlines()
+    assert json.loads(line)["problem"] == "label of row 17 is 3"
+
+
+def test_a_restored_state_takes_no_answer_back(home: ClientHome, ask: Ask) -> None:
+    """In mode secure the noise of a process is a function of the round: a client that was sent back
+    to before its answer must not give another one under the same noise."""
+    home.coins = Coins.of(7, "secure")
+    assert not ask(0).has_error()
+    home.store.restore(0, 0)
+    assert ask(0).has_error()
+    assert not ask(1).has_error()
+
+
+def test_an_account_is_the_ledgers(home: ClientHome, ask: Ask) -> None:
+    ask(0)
+    ask(1)
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=True)
+    message = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ACCOUNT)
+    [reply] = grid.send_and_receive([message])
+    account = messages.read_account(reply)
+    assert account == home.ledger.account()
+    assert account.releases == 2
+
+
 def test_training_carries_nothing_back(home: ClientHome) -> None:
     """The acknowledgement of a training message is the same whatever the rows are."""
     method = make(noise=1.0)
-    grid = InProcessGrid(client_app(lambda _: home), 1, serialize=False)
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     broadcast = method.server.broadcast(method.server.init(COINS), 0, COINS)
     content = messages.pack_broadcast(0, messages.pack_arrays(broadcast))
     replies = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import Train, fingerprint
+from tiny import Train, fingerprint, processes
 
 FEDERATED = [
     "partition=iid",
@@ -22,8 +22,8 @@ def test_stores_and_serialization_are_equal_to_the_bit(train: Train, kind: list[
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
         "disk": ["runtime.store=disk"],
-        "wire": ["runtime.grid.serialize=true"],
-        "both": ["runtime.store=disk", "runtime.grid.serialize=true"],
+        "wire": ["runtime.serialize=true"],
+        "both": ["runtime.store=disk", "runtime.serialize=true"],
     }.items():
         assert fingerprint(train(*kind, *overrides, name=name)) == reference
 
@@ -31,3 +31,30 @@ def test_stores_and_serialization_are_equal_to_the_bit(train: Train, kind: list[
 def test_another_seed_is_another_run(train: Train) -> None:
     first, second = (fingerprint(train("seed=0", name="0")), fingerprint(train("seed=1", name="1")))
     assert first["generator"] != second["generator"]
+
+
+@pytest.mark.slow
+def test_runtimes_are_equal_to_the_bit(train: Train) -> None:
+    """In this process, on Ray with one actor and with two, in Flower's engine; no process stays."""
+    before = processes()
+    reference = fingerprint(train(*FEDERATED, name="reference"))
+    for name, overrides in {
+        "one actor": ["runtime=ray", "runtime.actors=1"],
+        "two actors": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"],
+        "nothing cached": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.cache_gb=1e-6"],
+        "flower": ["runtime=flower"],
+    }.items():
+        assert fingerprint(train(*FEDERATED, *overrides, name=name)) == reference, name
+    assert processes() == before
+
+
+@pytest.mark.slow
+def test_an_actors_death_changes_no_bit(train: Train) -> None:
+    """Actors are killed in the middle of training and of answering, and their messages done again.
+    The faults' code around everything changes nothing either."""
+    settings = [*FEDERATED, "runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2", "rounds=8"]
+    reference = fingerprint(train(*settings, name="reference"))
+    run = train(*settings, "runtime.faults.dies=0.04", name="deaths")
+    assert len(list(run.glob("clients/*/died.*"))) >= 2
+    assert fingerprint(run) == reference
+    assert not (run / "failures.jsonl").exists()

@@ -16,7 +16,7 @@ def test_version() -> None:
 
 
 def grid(app: ClientApp, serialize: bool = False) -> InProcessGrid:
-    return InProcessGrid(app, 3, serialize)
+    return InProcessGrid(app, 3, 60.0, serialize)
 
 
 def ask(node: int) -> Message:

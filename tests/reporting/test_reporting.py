@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +16,7 @@ from PIL import Image
 from tiny import Train
 
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
+from fedgen.reporting.memory import PeakMemory, memory_of_tree
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, schema
 from fedgen.reporting.words import statement, summary
@@ -69,10 +72,26 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
     assert "proven ε" in summary(run)
 
 
-def test_metrics_can_be_cut(tmp_path: Path) -> None:
+def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.add_metrics({"round": 1})
-    size = run.metrics_size()
+    sizes = run.sizes()
     run.add_metrics({"round": 2})
-    run.cut_metrics(size)
+    run.add_failure({"kind": "late"})
+    run.cut(**sizes)
     assert run.metrics() == [{"round": 1}]
+    assert run.sizes() == sizes
+
+
+def test_memory_counts_what_children_hold() -> None:
+    """An array of 200 MB in a child shows, and goes with it."""
+    code = "import time; x = bytearray(200_000_000); print(flush=True); time.sleep(60)"
+    before = memory_of_tree()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with PeakMemory() as memory:
+            pass
+        child.kill()
+    assert memory.peak - before > 190_000_000
+    assert memory_of_tree() - before < 100_000_000

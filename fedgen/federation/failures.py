@@ -1,0 +1,67 @@
+"""How a client fails to answer, as the server sees it: a kind, never a cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import Message
+
+from fedgen.errors import FedgenError
+from fedgen.federation.client_app import FAILED
+from fedgen.federation.flower_compat import (
+    CLIENT_RAISED,
+    MESSAGE_UNAVAILABLE,
+    NODE_UNAVAILABLE,
+    REPLY_UNAVAILABLE,
+)
+
+DEADLINE, DIED = 102, 103
+"""Codes of our own grids: the client did not answer in time; its process died, again and again."""
+
+_KINDS = {
+    FAILED: "failed",
+    DEADLINE: "deadline",
+    DIED: "died",
+    CLIENT_RAISED: "raised",
+    MESSAGE_UNAVAILABLE: "deadline",  # Flower's: the message outlived its time to live
+    REPLY_UNAVAILABLE: "deadline",
+    NODE_UNAVAILABLE: "unavailable",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that was sent a message and did not answer it well, or not once.
+
+    kind: failed, raised, died, deadline, unavailable; malformed (no release in the reply, or not of
+        the shape that was asked for), not finite; late, repeated (a reply to a message that is
+        over, which is dropped).
+    """
+
+    kind: str
+    client: int
+    round: int
+
+
+def kind_of(reply: Message) -> str:
+    """What an error reply says."""
+    return _KINDS.get(reply.error.code, f"code {reply.error.code}")
+
+
+def too_few(place: str, asked: int, failures: list[Failure], errors: str) -> FedgenError:
+    """The error of an exchange that too few clients answered.
+
+    Args:
+        place: what they were asked, in words.
+        errors: where a client writes down what went wrong, with ``{client}`` in it.
+    """
+    kinds = ", ".join(sorted({failure.kind for failure in failures}))
+    told = [errors.format(client=failure.client) for failure in failures]
+    see = next((f"see {path}; " for path in told if Path(path).exists()), "")
+    return FedgenError(
+        "runtime.min_success",
+        f"{len(failures)} of {asked} clients did not answer {place} ({kinds})",
+        f"{see}go on with resume=, or start anew with a lower runtime.min_success, which costs "
+        "what is published its amplification",
+    )

@@ -1,0 +1,189 @@
+"""Clients and networks that fail on purpose, to see what a run makes of it.
+
+A client's own faults are a Flower mod around its app; those of the network a Grid around the grid.
+Which fault befalls which client in which round follows from public coins: nobody's rows decide it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.serverapp import Grid
+
+from fedgen.coins import Coins
+from fedgen.federation.client_app import FAILED, partition_of
+from fedgen.federation.failures import DEADLINE
+from fedgen.federation.flower_compat import NODE_UNAVAILABLE, set_message_id
+from fedgen.federation.messages import (
+    ASK,
+    HELLO,
+    TRAIN,
+    pack_arrays,
+    read_answer,
+    read_partition,
+    read_place,
+)
+from fedgen.federation.nodes import GridAround
+
+_IN_A_ROUND = (TRAIN, ASK)  # in this order
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How likely each fault is, for each message of a round. At most one befalls a message.
+
+    raises: the client raises an exception. returns_error: it answers with an error code.
+    hangs: it sleeps past the deadline, then works. wrong_shape, nan: its answer is unusable.
+    dies: its process is killed, once. late: its reply comes after the deadline. twice: its reply
+    comes twice. vanishes: from then on nothing is heard of it.
+    """
+
+    raises: float = 0.0
+    returns_error: float = 0.0
+    hangs: float = 0.0
+    wrong_shape: float = 0.0
+    nan: float = 0.0
+    dies: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+    vanishes: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """How likely a message meets any of them."""
+        return sum(float(getattr(self, each.name)) for each in fields(self))
+
+    def of(self, coins: Coins, client: int, kind: str, server_round: int) -> str | None:
+        """The fault that befalls a message of a round."""
+        generator = coins.public("fault", client, kind, server_round)
+        place = float(torch.rand((), generator=generator, dtype=torch.float64))
+        for each in fields(self):
+            place -= getattr(self, each.name)
+            if place < 0:
+                return each.name
+        return None
+
+
+@dataclass(frozen=True)
+class FaultyClients:
+    """A Flower mod: clients that fail. ``folder``: where clients keep their files."""
+
+    faults: Faults
+    coins: Coins
+    timeout: float
+    folder: Path
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """The client's reply, or what the fault makes of it."""
+        kind = message.metadata.message_type
+        if kind not in _IN_A_ROUND:
+            return call_next(message, context)
+        client, server_round = partition_of(context), read_place(message)
+        fault = self.faults.of(self.coins, client, kind, server_round)
+        if fault == "raises":
+            raise RuntimeError("a client that raises")
+        if fault == "returns_error":
+            return Message(Error(FAILED), reply_to=message)
+        if fault == "hangs":
+            time.sleep(1.5 * self.timeout)
+        if fault == "dies":
+            self._die(client, kind, server_round)
+        reply = call_next(message, context)
+        if fault in ("wrong_shape", "nan") and kind == ASK and not reply.has_error():
+            answer = read_answer(reply)
+            bad = answer.arrays["gradients"].copy()
+            bad = bad[..., :-1] if fault == "wrong_shape" else np.full_like(bad, np.nan)
+            records = RecordDict({**reply.content})
+            records["arrays"] = pack_arrays({"gradients": bad})
+            reply = Message(records, reply_to=message)
+        return reply
+
+    def _die(self, client: int, kind: str, server_round: int) -> None:
+        """Kills this process, unless that was done for this message before."""
+        mark = self.folder / str(client) / f"died.{kind}.{server_round}"
+        if not mark.exists():
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultyGrid(GridAround):
+    """A network that fails, around another grid."""
+
+    def __init__(self, inner: Grid, faults: Faults, coins: Coins) -> None:
+        super().__init__(inner)
+        self._faults, self._coins = faults, coins
+        self._clients: dict[int, int] = {}  # node -> client, as they introduce themselves
+        self._fates: dict[str, tuple[str, Message]] = {}  # message -> late | twice
+        self._gone: set[int] = set()
+        self._seen: dict[int, int] = {}  # client -> half rounds that were looked at
+        self._lost: dict[str, Message] = {}
+        self._losses = 0
+        self._held: list[tuple[set[str], Message]] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Passes messages on, but for those to clients that are gone."""
+        names = []
+        for message in messages:
+            if self._is_lost(message):
+                self._losses += 1
+                name = f"lost {self._losses}"
+                set_message_id(message, name)
+                self._lost[name] = Message(Error(NODE_UNAVAILABLE), reply_to=message)
+            else:
+                [name] = self._inner.push_messages([message])
+                fate = self._fault(message)
+                if fate in ("late", "twice"):
+                    self._fates[name] = fate, message
+            names.append(name)
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Replies; a late one is an error first, and comes when the server asks for others."""
+        asked = set(message_ids)
+        found = [self._lost.pop(name) for name in asked if name in self._lost]
+        found += [reply for then, reply in self._held if not then & asked]
+        self._held = [(then, reply) for then, reply in self._held if then & asked]
+        if found:
+            return found
+        for reply in self._inner.pull_messages(asked):
+            if reply.has_error():
+                found.append(reply)
+                continue
+            if reply.metadata.message_type == HELLO:
+                self._clients[reply.metadata.src_node_id] = read_partition(reply)
+            fate, message = self._fates.pop(reply.metadata.reply_to_message_id, ("", reply))
+            if fate:
+                self._held.append((asked, reply))
+            late = fate == "late"
+            found.append(Message(Error(DEADLINE), reply_to=message) if late else reply)
+        return found
+
+    def _fault(self, message: Message) -> str | None:
+        kind = message.metadata.message_type
+        if kind not in _IN_A_ROUND:
+            return None
+        client = self._clients[message.metadata.dst_node_id]
+        return self._faults.of(self._coins, client, kind, read_place(message))
+
+    def _is_lost(self, message: Message) -> bool:
+        """Whether the message goes to a client that is gone since this round or before."""
+        client = self._clients.get(message.metadata.dst_node_id)
+        if client is None or message.metadata.message_type not in _IN_A_ROUND:
+            return client in self._gone
+        now = 2 * read_place(message) + _IN_A_ROUND.index(message.metadata.message_type)
+        for past in range(self._seen.get(client, 0), now + 1):
+            kind = _IN_A_ROUND[past % 2]
+            if self._faults.of(self._coins, client, kind, past // 2) == "vanishes":
+                self._gone.add(client)
+        self._seen[client] = now + 1
+        return client in self._gone

@@ -1,0 +1,359 @@
+"""A Flower Grid straight on Ray actors: a pool of processes, each home to its share of the clients.
+
+Client c lives in actor c modulo their number, which keeps its rows and its state at hand; states
+are written through to the disk before a reply counts. An actor that dies is started again by Ray,
+and its messages are done again: their (round, client) makes that harmless. Messages travel pickled
+and in batches, a bounded number at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from flwr.app import Error, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.federation.client_app import Homes, Site, client_app
+from fedgen.federation.failures import DEADLINE, DIED
+from fedgen.federation.flower_compat import identify_process
+from fedgen.federation.nodes import Nodes, OwnGrid, client_of
+from fedgen.federation.server_app import start
+
+_AT_ONCE = 64  # messages in the hands of an actor
+_SLICE_SECONDS = 0.05  # an actor hands out its replies at least this often
+_WAIT_SECONDS = 0.2  # of a pull, for the first reply
+_PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
+_LIVES = 3  # deaths of its actor until a message is given up
+
+
+def run(
+    server: ServerApp,
+    site: Site,
+    clients: int,
+    again: Callable[[], Site],
+    *,
+    timeout: float,
+    num_cpus: float,
+    num_gpus: float,
+    actors: int | None,
+    address: str | None,
+) -> None:
+    """Runs a ServerApp against the ClientApp of a site, in Ray actors.
+
+    Args:
+        timeout: seconds that a client may take for a message, from when its turn comes.
+        num_cpus, num_gpus: of the cluster's, for each client that runs at a time; may be fractions.
+        actors: at most so many run at a time; None: as many as the resources allow.
+        address: of a running cluster; None starts one on this machine, and ends it.
+
+    Raises:
+        FedgenError: if there is no such cluster, or its resources are too small for one client.
+    """
+    del again  # the site itself can be sent
+    with cluster(address):
+        import ray
+
+        shards = [ray.put(_plain(site.shard(client))) for client in range(clients)]
+        app = partial(_app, replace(site, shard=_Fetched(shards)))
+        most = min(actors or clients, clients)
+        grid = RayGrid.of(app, clients, timeout, site.threads, num_cpus, num_gpus, most)
+        start(server, grid)
+
+
+def _app(site: Site) -> ClientApp:
+    return client_app(Homes(site), site.mods)
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """A Ray cluster: the one at ``address``, or one for as long as this lasts."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in {**quiet, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is not None:
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            raise FedgenError(
+                "runtime.address",
+                f"no Ray cluster answers at {address}",
+                "start one there (ray start --head), or leave it out for one on this machine",
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    place = tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp")  # sockets need a short path
+    try:
+        ray.init(include_dashboard=False, _temp_dir=place, **common)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _pool(resources: dict[str, float], num_cpus: float, num_gpus: float, most: int) -> int:
+    """How many actors the resources allow."""
+    for key, name, each in (("num_cpus", "CPU", num_cpus), ("num_gpus", "GPU", num_gpus)):
+        if each > 0:
+            there = resources.get(name, 0.0)
+            most = min(most, math.floor(there / each + 1e-9))
+            if most == 0:
+                raise FedgenError(
+                    f"runtime.{key}", f"a client needs {each:g}, Ray has {there:g}", "lower it"
+                )
+    return most
+
+
+def _plain(shard: Shard) -> tuple[Any, Any]:
+    return shard.images.numpy(), shard.labels.numpy()
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Shards in Ray's object store: each machine holds one copy, which its actors read in place."""
+
+    places: list[Any]
+
+    def __call__(self, client: int) -> Shard:
+        import ray
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable")  # nobody writes to rows
+            return Shard(*(torch.from_numpy(rows) for rows in ray.get(self.places[client])))
+
+
+@dataclass(frozen=True)
+class _Tenancy:
+    """What an actor is told once in its life. ``app`` makes the ClientApp there."""
+
+    app: Callable[[], ClientApp]
+    clients: int
+    timeout: float
+    threads: int
+
+
+class _Host:
+    """The actor. A thread handles one message after the other; one that takes too long is answered
+    by an error and left to itself, and another thread goes on with the rest."""
+
+    def __init__(self) -> None:
+        identify_process(run_id=1)
+        self._todo: SimpleQueue[Message] = SimpleQueue()
+        self._done: SimpleQueue[Message] = SimpleQueue()
+        self._waiting = 0
+        self._tenancy: _Tenancy | None = None
+
+    def settle(self, tenancy: _Tenancy) -> None:
+        """Tells an actor, new or started again, whose home it is."""
+        self._nodes = Nodes(tenancy.app(), tenancy.clients)
+        self._tenancy = tenancy
+        self._start_thread()
+
+    def work(self, new: list[Message]) -> list[Message] | None:
+        """Takes messages in; returns the replies that are there when all are, or time is up; None
+        from an actor that was started again and is not settled."""
+        if self._tenancy is None:
+            return None
+        for message in new:
+            self._todo.put(message)
+        self._waiting += len(new)
+        end = time.monotonic() + _SLICE_SECONDS
+        replies: list[Message] = []
+        while self._waiting:
+            try:
+                replies.append(self._done.get(timeout=max(0.0, end - time.monotonic())))
+            except Empty:
+                late = self._worker.give_up(self._tenancy.timeout)
+                if late is not None:
+                    replies.append(Message(Error(DEADLINE), reply_to=late))
+                    self._start_thread()
+                    self._waiting -= 1
+                break
+            self._waiting -= 1
+        return replies
+
+    def _start_thread(self) -> None:
+        assert self._tenancy is not None
+        self._worker = _Worker(self._nodes, self._todo, self._done, self._tenancy.threads)
+        self._worker.start()
+
+
+class _Worker(threading.Thread):
+    """Handles messages until it is given up."""
+
+    def __init__(
+        self, nodes: Nodes, todo: SimpleQueue[Message], done: SimpleQueue[Message], threads: int
+    ) -> None:
+        super().__init__(daemon=True)
+        self._nodes, self._todo, self._done, self._threads = nodes, todo, done, threads
+        self._lock = threading.Lock()
+        self._current: tuple[Message, float] | None = None
+        self._over = False
+
+    def run(self) -> None:
+        """See the class."""
+        torch.set_num_threads(self._threads)
+        while True:
+            message = self._todo.get()
+            self._current = message, time.monotonic()
+            reply = self._nodes.handle(message)
+            with self._lock:
+                if self._over:  # too late: it was answered by an error
+                    return
+                self._current = None
+                self._done.put(reply)
+
+    def give_up(self, timeout: float) -> Message | None:
+        """The message that takes longer than ``timeout``, whose reply will not be used."""
+        with self._lock:
+            if self._current is None or time.monotonic() - self._current[1] <= timeout:
+                return None
+            self._over = True
+            return self._current[0]
+
+
+@dataclass
+class _Seat:
+    """One actor as the driver sees it. ``out``: messages in its hands, by name. ``suspects``: those
+    that were when it died, handed out again one by one: one of them may kill it each time."""
+
+    actor: Any
+    queue: deque[Message] = field(default_factory=deque)
+    out: dict[str, Message] = field(default_factory=dict)
+    suspects: deque[Message] = field(default_factory=deque)
+    call: Any = None
+
+
+class RayGrid(OwnGrid):
+    """A Grid over actors that are homes to clients."""
+
+    def __init__(self, actors: list[Any], tenancy: Any, clients: int) -> None:
+        super().__init__(clients)
+        self._tenancy = tenancy
+        self._seats = [_Seat(actor) for actor in actors]
+        self._deaths: dict[str, int] = {}
+
+    @classmethod
+    def of(
+        cls,
+        app: Callable[[], ClientApp],
+        clients: int,
+        timeout: float,
+        threads: int,
+        num_cpus: float,
+        num_gpus: float,
+        most: int,
+    ) -> RayGrid:
+        """A grid over at most ``most`` new actors of the cluster that this process has joined; waits
+        until they are there. See ``run`` for the rest.
+
+        Raises:
+            FedgenError: if the cluster's resources are too small for one client.
+        """
+        import ray
+
+        there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        host = ray.remote(_Host).options(
+            num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_concurrency=1
+        )
+        actors = [host.remote() for _ in range(_pool(there, num_cpus, num_gpus, most))]
+        tenancy = ray.put(_Tenancy(app, clients, timeout, threads))
+        waiting = [actor.settle.remote(tenancy) for actor in actors]
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PATIENCE_SECONDS)
+            if waiting:
+                print(f"waiting for Ray to find room for {len(waiting)} of {len(actors)} actors")
+            try:
+                ray.get(ready)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+        return cls(actors, tenancy, clients)
+
+    def _send(self, name: str, message: Message) -> None:
+        client = client_of(message.metadata.dst_node_id)
+        self._seats[client % len(self._seats)].queue.append(message)
+
+    def _pull(self, asked: list[str]) -> list[Message]:
+        import ray
+
+        for seat in self._seats:
+            self._call(seat)
+        calls = {seat.call: seat for seat in self._seats if seat.call is not None}
+        if not calls:
+            return []
+        ready, _ = ray.wait(list(calls), num_returns=1, timeout=_WAIT_SECONDS)
+        replies: list[Message] = []
+        for call in ready:
+            seat = calls[call]
+            seat.call = None
+            try:
+                found = ray.get(call)
+            except ray.exceptions.RayActorError:
+                found = None
+            if found is None:
+                replies += self._bury(seat)
+                seat.actor.settle.remote(self._tenancy)
+                continue
+            for reply in found:
+                name = reply.metadata.reply_to_message_id
+                del seat.out[name]
+                self._deaths.pop(name, None)
+                replies.append(reply)
+        for seat in self._seats:  # their next work, while the server reads these replies
+            self._call(seat)
+        return replies
+
+    def _call(self, seat: _Seat) -> None:
+        """Hands an idle actor what waits for it."""
+        if seat.call is not None:
+            return
+        new: list[Message] = []
+        if seat.suspects:
+            if not seat.out:
+                new = [seat.suspects.popleft()]
+        else:
+            while seat.queue and len(seat.out) + len(new) < _AT_ONCE:
+                new.append(seat.queue.popleft())
+        for message in new:
+            seat.out[message.metadata.message_id] = message
+        if seat.out:
+            seat.call = seat.actor.work.remote(new)
+
+    def _bury(self, seat: _Seat) -> list[Message]:
+        """An actor died: its messages are done again, but for one that outlived too many."""
+        replies = []
+        lost = list(seat.out.values())
+        seat.out.clear()
+        for message in reversed(lost):
+            name = message.metadata.message_id
+            if len(lost) == 1:
+                self._deaths[name] = self._deaths.get(name, 0) + 1
+            if self._deaths.get(name, 0) >= _LIVES:
+                del self._deaths[name]
+                replies.append(Message(Error(DIED), reply_to=message))
+            else:
+                seat.suspects.appendleft(message)
+        return replies

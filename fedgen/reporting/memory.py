@@ -1,0 +1,54 @@
+"""The memory of a process and all that it started."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import psutil
+
+_EVERY_SECONDS = 0.5
+
+
+class PeakMemory:
+    """Watches the memory of this process and its descendants while it lasts; what they share is
+    counted once. ``peak``: bytes, the most that was seen."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, memory_of_tree())
+            if self._over.wait(_EVERY_SECONDS):
+                return
+
+
+def memory_of_tree() -> int:
+    """Bytes of this process and its descendants, shared pages once."""
+    own, shared = 0, 0
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        try:
+            found = process.memory_info()
+        except psutil.Error:  # it has ended
+            continue
+        common = getattr(found, "shared", 0)
+        own += found.rss - common
+        shared = max(shared, common)
+    return own + shared

@@ -1,0 +1,248 @@
+"""Runs in which clients, the network and the server fail."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from tiny import COINS, TINY, Train, fingerprint
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.federation import messages
+from fedgen.federation.failures import DEADLINE
+from fedgen.federation.faults import Faults, FaultyGrid
+from fedgen.federation.nodes import GridAround
+
+FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
+NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
+KINDS = ("raises", "returns_error", "wrong_shape", "nan", "late", "twice", "vanishes")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ledger(run: Path, client: int) -> list[int]:
+    """The rounds that a client's ledger was charged for."""
+    return [line["round"] for line in lines(run / f"clients/{client}/ledger.jsonl")[1:]]
+
+
+def fault_of(faults: Faults, client: int, kind: str, server_round: int) -> str | None:
+    return faults.of(Coins.of(0, "seeded").at("faults"), client, kind, server_round)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_fault(train: Train, kind: str) -> None:
+    """What befalls whom follows from the coins; what is charged and reported, from that."""
+    rate = 0.02 if kind == "vanishes" else 0.1
+    faults, clients, rounds = Faults(**{kind: rate}), 6, 12
+    run = train(
+        *FEDERATED,
+        *NOISE,
+        f"partition.clients={clients}",
+        f"rounds={rounds}",
+        f"runtime.faults.{kind}={rate}",
+        "runtime.min_success=0.3",
+    )
+    expected: Counter[tuple[int, str]] = Counter()
+    for client in range(clients):
+        charged = []
+        gone = False
+        for server_round in range(rounds):
+            trained = client in {(2 * server_round + i) % clients for i in range(2)}
+            for message in (messages.TRAIN, messages.ASK):
+                fault = fault_of(faults, client, message, server_round)
+                gone |= fault == "vanishes"
+                before = fault in ("raises", "returns_error")
+                if message == messages.ASK and not gone and not before:
+                    charged.append(server_round)
+                if not (fault or gone) or (message == messages.TRAIN and not trained):
+                    continue
+                if gone:
+                    expected[client, "unavailable"] += 1
+                elif fault in ("raises", "returns_error"):
+                    expected[client, "raised" if fault == "raises" else "failed"] += 1
+                elif fault in ("wrong_shape", "nan") and message == messages.ASK:
+                    expected[client, "malformed" if fault == "wrong_shape" else "not finite"] += 1
+                elif fault == "late":
+                    expected[client, "deadline"] += 1
+        assert ledger(run, client) == charged
+    found = [f for f in lines(run / "failures.jsonl") if f["round"] <= rounds]
+    reported = Counter((f["client"], f["kind"]) for f in found)
+    echoes = {key for key in reported if key[1] in ("late", "repeated")}
+    assert bool(echoes) == (kind in ("late", "twice"))
+    assert {key: count for key, count in reported.items() if key not in echoes} == expected
+    # counted as sent: the server's count holds whatever befell the replies
+    privacy = json.loads((run / "privacy.json").read_text())
+    for client in privacy["clients"].values():
+        assert sum(count for _, count in client["events"]) == 8 * rounds
+    results = json.loads((run / "results.json").read_text())
+    assert sum(results["failures"].values()) == len(lines(run / "failures.jsonl"))
+
+
+def test_a_client_that_hangs_is_not_waited_for(train: Train) -> None:
+    run = train(
+        *FEDERATED,
+        *NOISE,
+        "partition.clients=4",
+        "rounds=4",
+        "runtime.faults.hangs=0.2",
+        "runtime.timeout=0.4",
+        "runtime.min_success=0.2",
+    )
+    kinds = {failure["kind"] for failure in lines(run / "failures.jsonl")}
+    assert kinds == {"deadline"}
+    assert all(ledger(run, client) == [0, 1, 2, 3] for client in range(4)), "late, and charged"
+
+
+def test_too_few_answers_end_the_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    command = [*TINY, *FEDERATED, "partition.clients=4", "runtime.faults.returns_error=0.5"]
+    assert cli.run(["train", *command, f"run_dir={run}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedgen: runtime.min_success: ")
+    assert "clients did not answer when it was their turn to train" in line
+    assert (run / "checkpoints" / "checkpoint.json").exists(), "nothing is lost"
+
+
+def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
+    settings = [*FEDERATED, *NOISE, "partition.clients=4"]
+    reference = fingerprint(train(*settings, name="reference"))
+    assert fingerprint(train(*settings, "runtime.faults.nan=1e-12", name="never")) == reference
+
+
+def test_a_run_that_goes_on_without_clients_has_no_amplification(train: Train) -> None:
+    """A gap in the answers shows whom the secret draw chose."""
+    settings = ["partition=iid", "partition.clients=40", "method.routing=per_sample", *NOISE]
+    views = {}
+    for name, share in (("all", 1.0), ("most", 0.9)):
+        run = train(*settings, "rounds=2", f"runtime.min_success={share}", name=name)
+        views[name] = json.loads((run / "privacy.json").read_text())["views"]["release"]
+    assert views["all"]["amplified_by"] is not None
+    assert views["most"]["amplified_by"] is None
+    assert "gap" in views["most"]["reason"]
+    assert views["most"]["epsilon"] > views["all"]["epsilon"]
+
+
+def test_the_mean_is_over_those_who_answered() -> None:
+    from fedgen.federation.messages import Answer
+    from fedgen.privacy.events import Unit
+    from fedgen.privacy.mechanisms import NoMechanism
+    from fedgen.privacy.routing import Routing
+    from strategies.sample_gradients import SampleGradients
+
+    strategy = SampleGradients(Routing("mean", 3), None, COINS)
+    strategy.nodes = {client: client for client in range(3)}
+    from fedgen.method import Query
+
+    strategy.configure_query(0, Query({"images": torch.zeros(2, 1)}))
+    event = NoMechanism(Routing("mean", 1), Unit.CLIENT).event(2)
+    answers = {
+        client: Answer({"gradients": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
+        for client, value in ((0, 3.0), (2, 5.0))
+    }
+    mean = strategy.aggregate_query(0, answers, 2)
+    assert mean is not None
+    assert mean.flatten().tolist() == [4.0, 4.0]
+
+
+class Script(GridAround):
+    """Answers from a list of replies."""
+
+    def __init__(self, replies: list[list[Message]]) -> None:
+        self.replies = replies
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [m.metadata.message_id for m in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.replies.pop(0)
+
+
+def message(name: str) -> Message:
+    from fedgen.federation.flower_compat import identify_process, set_message_id
+
+    identify_process(1)
+    content = RecordDict({"facts": ConfigRecord({"place": 0})})
+    made = Message(content, dst_node_id=2, message_type=messages.ASK)
+    set_message_id(made, name)
+    return made
+
+
+def test_a_late_reply_is_an_error_first_and_comes_when_others_are_asked_for() -> None:
+    asked = message("7")
+    reply = Message(asked.content, reply_to=asked)
+    grid = FaultyGrid(Script([[reply], [], []]), Faults(late=1.0), COINS)
+    grid._clients[2] = 0
+    grid.push_messages([asked])
+    [error] = grid.pull_messages(["7"])
+    assert error.error == Error(DEADLINE)
+    assert error.metadata.reply_to_message_id == "7"
+    assert list(grid.pull_messages(["8"])) == [reply]
+    assert list(grid.pull_messages(["8"])) == []
+
+
+ALL = [
+    "runtime.faults.raises=0.02",
+    "runtime.faults.returns_error=0.02",
+    "runtime.faults.hangs=0.0015",
+    "runtime.faults.wrong_shape=0.02",
+    "runtime.faults.nan=0.02",
+    "runtime.faults.dies=0.0015",
+    "runtime.faults.late=0.02",
+    "runtime.faults.twice=0.02",
+    "runtime.faults.vanishes=0.0003",
+    "runtime.timeout=2",
+    "runtime.min_success=0.4",
+]
+
+
+@pytest.mark.slow
+def test_all_faults_at_once(train: Train, tmp_path: Path) -> None:
+    """300 rounds, 20 clients, everything fails now and then, the server is killed once: the run
+    ends, and an independent count of the messages confirms the ledgers."""
+    import subprocess
+    import sys
+
+    rounds, clients = 300, 20
+    run = tmp_path / "run"
+    settings = [*TINY, *FEDERATED, *NOISE, f"partition.clients={clients}", f"rounds={rounds}"]
+    settings += ["method.batch=2", "runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
+    settings += ["runtime.checkpoint_every=25", "log_every=50", *ALL]
+    settings += ["runtime.faults.server_dies=140"]
+    command = [sys.executable, "-m", "fedgen.cli", "train", *settings, f"run_dir={run}"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == -9
+    assert not (run / "results.json").exists()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    rates = (setting.removeprefix("runtime.faults.").split("=") for setting in ALL[:-2])
+    faults = Faults(**{name: float(rate) for name, rate in rates})
+    releases = {}
+    for client in range(clients):
+        charged, slept, gone = set(), set(), False
+        for server_round in range(rounds):
+            for kind in (messages.TRAIN, messages.ASK):
+                fault = fault_of(faults, client, kind, server_round)
+                gone |= fault == "vanishes"
+            if not gone and fault not in ("raises", "returns_error"):
+                (slept if fault == "hangs" else charged).add(server_round)
+        found = ledger(run, client)
+        assert len(set(found)) == len(found), "nothing is counted twice"
+        # who slept past the deadline answers late, or not at all if the next round has begun
+        assert charged <= set(found) <= charged | slept, client
+        releases[str(client)] = rounds if gone else len(found)  # who is gone tells no ledger's sum
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert {c: found["releases"] for c, found in privacy["clients"].items()} == releases
+    for client in privacy["clients"].values():
+        assert sum(count for _, count in client["events"]) == 2 * rounds
+    kinds = {failure["kind"] for failure in lines(run / "failures.jsonl")}
+    assert {"raised", "failed", "deadline", "malformed", "not finite", "unavailable"} <= kinds
+    assert {"late", "repeated"} <= kinds
+    assert len(list(run.glob("clients/*/died.*"))) >= 2
