@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny import TINY, Train
@@ -59,3 +64,24 @@ def data_root(tmp_path: Path) -> Path:
         tmp_path / "femnist.npz", images=images, labels=np.arange(rows) % 62, writer=writers
     )
     return tmp_path
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that leaves no process behind, wherever it moved to: each inherits a mark."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("FEDGEN_TEST", mark)
+    yield
+    until = time.monotonic() + 5
+    while left := _marked(mark):
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("FEDGEN_TEST") == mark:
+                found.append(" ".join(process.cmdline()))
+    return found

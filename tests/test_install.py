@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from flwr.cli.build import build_fab_from_files
+from tiny import TINY, fingerprint
+
+from fedgen import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedgen", "strategies", "configs")
@@ -19,7 +21,7 @@ def imports_from(place: Path) -> None:
     """In a fresh process with ``place`` first on the path: all from there, and they work."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "import fedgen, strategies.sample_gradients, configs, fedgen.experiments.training;"
+        "import fedgen, strategies.sample_gradients, configs, fedgen.flower_app;"
         "from fedgen.experiments.configuration import compose;"
         "from fedgen.reporting import run_dir;"
         "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
@@ -72,19 +74,35 @@ def test_from_a_wheel(tmp_path: Path) -> None:
 
 
 def test_from_a_flower_app_bundle(tmp_path: Path) -> None:
-    """Flower's own rules choose the files. The components are named here: the test is about what
-    is in the bundle."""
-    project = (ROOT / "pyproject.toml").read_bytes()
-    assert "app" in tomllib.loads(project.decode())["tool"]["flwr"]
-    named = (
-        b"\n[tool.flwr.app.components]\n"
-        b'serverapp = "fedgen.federation.server_app:server_app"\n'
-        b'clientapp = "fedgen.federation.client_app:client_app"\n'
-    )
+    """Flower's own rules choose the files."""
     files: dict[str, bytes | Path] = {name: ROOT / name for name in tracked()}
-    files["pyproject.toml"] = project + named
     bundle, _ = build_fab_from_files(files)
     (tmp_path / "app.fab").write_bytes(bundle)
     with zipfile.ZipFile(tmp_path / "app.fab") as archive:
         archive.extractall(tmp_path / "app")
     imports_from(tmp_path / "app")
+
+
+@pytest.mark.slow
+def test_flwr_run_on_a_fresh_clone(tmp_path: Path, nothing_left: None) -> None:
+    """It ends with the bits of any other runtime, and leaves no process; a run that fails says so
+    by its exit status."""
+    for name in tracked():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    settings = [*TINY, "partition=iid", "partition.clients=3", "rounds=3"]
+    settings = [word for word in settings if not word.startswith("runtime=")]
+
+    def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+        federation = "num-supernodes=3 client-resources-num-cpus=1"
+        command = [sys.executable, str(tmp_path / "scripts" / "flwr_run.py")]
+        command += ["-c", f'overrides="{" ".join(words)}"', "--federation-config", federation]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = run([*settings, f"run_dir={tmp_path / 'flower'}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cli.run(["train", *settings, "runtime=in_process", f"run_dir={tmp_path / 'here'}"]) == 0
+    assert fingerprint(tmp_path / "flower") == fingerprint(tmp_path / "here")
+    failed = run([*settings, "privacy.delta=7"])
+    assert failed.returncode == 1
+    assert "fedgen: privacy.delta: must lie" in failed.stdout

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
@@ -86,17 +85,3 @@ def fingerprint(run: Path) -> dict[str, Any]:
         "privacy": privacy,
         "metrics": (run / "metrics.jsonl").read_text(),
     }
-
-
-def processes() -> set[str]:
-    """Command lines of all processes that this one started, and of Ray and Flower everywhere."""
-    found = set()
-    mine = {child.pid for child in psutil.Process().children(recursive=True)}
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        words = " ".join(process.info["cmdline"] or [])
-        ours = process.info["pid"] in mine or any(
-            name in words for name in ("raylet", "gcs_server", "ray::", "flower-", "flwr-")
-        )
-        if ours and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.add(f"{process.info['pid']} {words}")
-    return found

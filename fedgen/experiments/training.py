@@ -61,8 +61,14 @@ class Clock:
             self.parts[name] = self.parts.get(name, 0.0) + seconds
 
 
-def train(config: DictConfig) -> Path:
+Play = Callable[[Callable[[Grid], None]], None]
+"""Calls what it is given with a Grid to the run's clients."""
+
+
+def train(config: DictConfig, play: Play | None = None) -> Path:
     """Trains as configured, or goes on with ``config.resume``; returns the run directory.
+
+    ``play``: the federation to train on, where one is running; None: the configured runtime.
 
     Raises:
         FedgenError: for a mistake of the user's, or if too few clients answered.
@@ -77,7 +83,7 @@ def train(config: DictConfig) -> Path:
         _check_same_run(run_dir, ready, identity)
     with run_dir.locked():
         training = Training(ready, run_dir, name)
-        return training.go(training.on_its_runtime)
+        return training.go(play or training.on_its_runtime)
 
 
 def _new_run(ready: Setup) -> tuple[RunDir, str]:
@@ -162,12 +168,8 @@ class Training:
         self.progress = RunProgress()
         self.interrupt = Interrupt(self.progress.say)
 
-    def go(self, play: Callable[[Callable[[Grid], None]], None]) -> Path:
-        """Trains, then writes everything that a run leaves.
-
-        Args:
-            play: calls what it is given with a Grid to the run's clients.
-        """
+    def go(self, play: Play) -> Path:
+        """Trains, then writes everything that a run leaves."""
         state = self._restore()
         self._announce()
         with self.progress, PeakMemory() as self.memory, self.interrupt:

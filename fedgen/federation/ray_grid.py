@@ -267,8 +267,8 @@ class RayGrid(OwnGrid):
         num_gpus: float,
         most: int,
     ) -> RayGrid:
-        """A grid over at most ``most`` new actors of the cluster that this process has joined; waits
-        until they are there. See ``run`` for the rest.
+        """A grid over at most ``most`` new actors of the cluster that this process has joined;
+        waits until they are there. See ``run`` for the rest.
 
         Raises:
             FedgenError: if the cluster's resources are too small for one client.
@@ -276,7 +276,7 @@ class RayGrid(OwnGrid):
         import ray
 
         there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        host = ray.remote(_Host).options(
+        host: Any = ray.remote(_Host).options(
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_concurrency=1
         )
         actors = [host.remote() for _ in range(_pool(there, num_cpus, num_gpus, most))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import Train, fingerprint, processes
+from tiny import Train, fingerprint
 
 FEDERATED = [
     "partition=iid",
@@ -34,9 +34,8 @@ def test_another_seed_is_another_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_runtimes_are_equal_to_the_bit(train: Train) -> None:
+def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None:
     """In this process, on Ray with one actor and with two, in Flower's engine; no process stays."""
-    before = processes()
     reference = fingerprint(train(*FEDERATED, name="reference"))
     for name, overrides in {
         "one actor": ["runtime=ray", "runtime.actors=1"],
@@ -45,7 +44,6 @@ def test_runtimes_are_equal_to_the_bit(train: Train) -> None:
         "flower": ["runtime=flower"],
     }.items():
         assert fingerprint(train(*FEDERATED, *overrides, name=name)) == reference, name
-    assert processes() == before
 
 
 @pytest.mark.slow

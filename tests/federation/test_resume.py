@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -128,3 +129,77 @@ def test_secure_mode_never_forgets(tmp_path: Path) -> None:
     rows = sum(count for c in privacy["clients"].values() for _, count in c["events"])
     assert releases > spent
     assert rows > 60 * 8, "more rows than an uninterrupted run of 60 rounds answers"
+
+
+@pytest.mark.slow
+def test_the_server_is_killed_with_many_clients_on_ray(
+    train: Train, tmp_path: Path, nothing_left: None
+) -> None:
+    """200 clients with their states on disk; what Ray had started ends with the server."""
+    settings = [
+        "partition=iid",
+        "partition.clients=200",
+        "method.routing=per_sample",
+        "method.critics_per_step=20",
+        "method.warm_start=0",
+        "rounds=30",
+        "runtime=ray",
+        "runtime.num_cpus=0.5",
+        "runtime.actors=2",
+        "runtime.checkpoint_every=8",
+        "log_every=5",
+        "privacy.target_epsilon=null",
+        "privacy.noise_multiplier=1.0",
+    ]
+    whole = fingerprint(train(*settings, name="whole"))
+    run = tmp_path / "killed"
+    assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.1, 10)
+    assert not (run / "results.json").exists()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == whole
+
+
+def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> tuple[int, str]:
+    """Ctrl-C, once or twice, after a round; the exit status and the last line."""
+    process = start(arguments)
+    while process.poll() is None and rounds_written(run) < at_round:
+        time.sleep(0.005)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err.decode().strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
+def test_ctrl_c_keeps_what_is_done(
+    train: Train, tmp_path: Path, runtime: str, nothing_left: None
+) -> None:
+    settings = [*LONG, "runtime.checkpoint_every=1000", f"runtime={runtime}", "rounds=25"]
+    whole = fingerprint(train(*settings, name="whole"))
+    run = tmp_path / "cut"
+    status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 5, times=1)
+    assert status == 130
+    found = re.fullmatch(
+        rf"fedgen: interrupted at round (\d+); go on with: fedgen train resume={run}", line
+    )
+    assert found, line
+    assert 5 <= int(found[1]) < 25
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
+def test_a_second_ctrl_c_ends_at_once(
+    train: Train, tmp_path: Path, runtime: str, nothing_left: None
+) -> None:
+    """Also while a client hangs."""
+    run = tmp_path / "cut"
+    settings = [*LONG, f"runtime={runtime}", "runtime.faults.hangs=0.05", "runtime.timeout=1000"]
+    begin = time.monotonic()
+    status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 1, times=2)
+    assert status == 130
+    assert "go on with: fedgen train resume=" in line
+    assert time.monotonic() - begin < 60
