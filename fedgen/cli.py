@@ -18,7 +18,7 @@ fedgen: private generative models of images, trained from clients' shards, with 
 usage: fedgen <command> [key=value ...]
 
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
-  fedgen train resume=DIR                 go on with a run that was cut off
+  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen <command> --cfg ...              print the resolved settings, run nothing

@@ -46,16 +46,28 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if OmegaConf.select(config, "runtime.threads") == "auto":
             alone = config.names.runtime == "in_process"
             config.runtime.threads = (os.cpu_count() or 1) if alone else 1
-    if OmegaConf.select(config, "resume") is not None and len(overrides) > 1:
-        others = " ".join(word for word in overrides if _key(word) != "resume")
-        raise FedgenError(
-            "resume", f"a resumed run keeps its settings, got {others}", "give resume=DIR alone"
-        )
+    if OmegaConf.select(config, "resume") is not None:
+        _check_resume(config, [word for word in overrides if _key(word) != "resume"])
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     _check_types(config, default, "")
     return config
+
+
+def _check_resume(config: DictConfig, others: list[str]) -> None:
+    """A run goes on as it was; where it runs may change, but for what its privacy and its bits
+    depend on. Without a new runtime, ``names.runtime`` is null."""
+    if not others:
+        config.names.runtime = None
+    fixed = ("runtime.min_success", "runtime.threads", "runtime.faults")
+    kept = [w for w in others if not _key(w).startswith("runtime") or _key(w).startswith(fixed)]
+    if kept:
+        raise FedgenError(
+            "resume",
+            f"a resumed run keeps its settings, got {' '.join(kept)}",
+            "give resume=DIR alone, or with another runtime",
+        )
 
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:

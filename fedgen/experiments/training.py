@@ -6,6 +6,7 @@ import hashlib
 import os
 import resource
 import secrets
+import shutil
 import signal
 import time
 from collections import Counter
@@ -43,7 +44,8 @@ from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import statement
 
 # settings of the runtime group that are the run's, not the runtime's
-_NOT_THE_RUNTIMES = ("store", "cache_gb", "threads", "checkpoint_every", "min_success", "faults")
+_SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "faults")
+_NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *_SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
 
 
@@ -74,16 +76,34 @@ def train(config: DictConfig, play: Play | None = None) -> Path:
         FedgenError: for a mistake of the user's, or if too few clients answered.
         Interrupted: if the run was asked to end.
     """
-    if config.resume is None:
+    new = config.resume is None
+    if new:
         ready = settings.setup(config)
         run_dir, name = _new_run(ready)
     else:
-        run_dir, config, identity = RunDir.open(Path(config.resume), "resume")
+        run_dir, before, identity = RunDir.open(Path(config.resume), "resume")
+        config = _moved(before, config)
         ready, name = settings.setup(config), identity["run"]
         _check_same_run(run_dir, ready, identity)
     with run_dir.locked():
         training = Training(ready, run_dir, name)
-        return training.go(play or training.on_its_runtime)
+        try:
+            return training.go(play or training.on_its_runtime)
+        except FedgenError:
+            if new and not training.begun:  # nobody was told anything: nothing is lost
+                shutil.rmtree(run_dir.path)
+            raise
+
+
+def _moved(config: DictConfig, asked: DictConfig) -> DictConfig:
+    """A run's settings, on the runtime that it is asked to go on with, if any."""
+    if asked.names.runtime is None:
+        return config
+    moved = config.copy()
+    kept = OmegaConf.masked_copy(config.runtime, list(_SAME_ON_EVERY_RUNTIME))
+    moved.runtime = OmegaConf.merge(asked.runtime, kept)
+    moved.names.runtime = asked.names.runtime
+    return moved
 
 
 def _new_run(ready: Setup) -> tuple[RunDir, str]:
@@ -99,6 +119,10 @@ def _new_run(ready: Setup) -> tuple[RunDir, str]:
 
 def _settings_digest(config: DictConfig) -> str:
     alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
+    alone.runtime = OmegaConf.masked_copy(config.runtime, list(_SAME_ON_EVERY_RUNTIME))
+    alone.names = OmegaConf.masked_copy(
+        config.names, [str(k) for k in config.names if k != "runtime"]
+    )
     return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
 
 
@@ -163,6 +187,7 @@ class Training:
         self.clock = Clock()
         self.stopped: str | None = None
         self._last_facts: RoundFacts | None = None
+        self.begun = False  # clients were called
         self._over = False  # all rounds are done; only what a run leaves may be missing
         self._kept = time.monotonic()
         self.progress = RunProgress()
@@ -188,6 +213,7 @@ class Training:
 
     def _rounds(self, grid: Grid, state: RunState) -> None:
         """What the ServerApp does."""
+        self.begun = True
         if self.ready.faults.total:
             grid = FaultyGrid(grid, self.ready.faults, self.ready.coins.at("faults"))
         strategy = build(self.config.method.strategy)(

@@ -38,7 +38,7 @@ from fedgen.federation.nodes import Nodes, OwnGrid, client_of
 from fedgen.federation.server_app import start
 
 _AT_ONCE = 64  # messages in the hands of an actor
-_SLICE_SECONDS = 0.05  # an actor hands out its replies at least this often
+_SLICE_SECONDS = 0.25  # an actor hands out its replies at least this often
 _WAIT_SECONDS = 0.2  # of a pull, for the first reply
 _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
 _LIVES = 3  # deaths of its actor until a message is given up

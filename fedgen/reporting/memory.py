@@ -7,7 +7,7 @@ from types import TracebackType
 
 import psutil
 
-_EVERY_SECONDS = 0.5
+_EVERY_SECONDS = 1.0
 
 
 class PeakMemory:

@@ -98,6 +98,15 @@ def test_killed_in_warm_start(tmp_path: Path, train: Train) -> None:
     assert fingerprint(run) == whole
 
 
+@pytest.mark.slow
+def test_a_run_moves_to_another_runtime(train: Train, tmp_path: Path) -> None:
+    whole = fingerprint(train(*LONG, name="whole"))
+    run = tmp_path / "moved"
+    assert kill_at(run, [*TINY, *LONG, f"run_dir={run}"], 0.05, 12)
+    assert cli.run(["train", f"resume={run}", "runtime=ray", "runtime.actors=1"]) == 0
+    assert fingerprint(run) == whole
+
+
 def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:
     run = train()
     before = fingerprint(run)
