@@ -189,7 +189,7 @@ class Training:
         self._last_facts: RoundFacts | None = None
         self.begun = False  # clients were called
         self._over = False  # all rounds are done; only what a run leaves may be missing
-        self._kept = time.monotonic()
+        self._kept, self._kept_rounds = time.monotonic(), -1
         self.progress = RunProgress()
         self.interrupt = Interrupt(self.progress.say)
 
@@ -197,12 +197,13 @@ class Training:
         """Trains, then writes everything that a run leaves."""
         state = self._restore()
         self._announce()
-        with self.progress, PeakMemory() as self.memory, self.interrupt:
+        with self.progress, PeakMemory() as self.memory:
             try:
-                play(lambda grid: self._rounds(grid, state))
+                with self.interrupt:
+                    play(lambda grid: self._rounds(grid, state))
+                return self._leave(state)
             except KeyboardInterrupt:
-                raise Interrupted(self._how_to_go_on("its last checkpoint")) from None
-            return self._leave(state)
+                raise Interrupted(self._how_to_go_on("once more")) from None
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""
@@ -247,9 +248,9 @@ class Training:
 
         def stop_if_asked() -> None:
             if self.interrupt.asked:
-                if time.monotonic() - self._kept > 1 or not state.rounds:
+                if self._kept_rounds != state.rounds or not state.prepared:
                     keep()
-                raise Interrupted(self._how_to_go_on(f"round {state.rounds}"))
+                raise Interrupted(self._how_to_go_on(f"after round {state.rounds}"))
 
         def prepared(done: int, of: int) -> None:
             self.progress.show("warm start", done, of, "")
@@ -269,6 +270,7 @@ class Training:
         if not state.prepared:
             rounds.prepare(prepared)
             keep()
+        stop_if_asked()
         coins = self.ready.coins.at("server")
         self.stopped = rounds.run(coins, self.ready.privacy.budget, finished)
         if self.stopped and self._last_facts is not None:
@@ -276,7 +278,7 @@ class Training:
             self._draw_samples(state)
 
     def _how_to_go_on(self, where: str) -> str:
-        return f"interrupted at {where}; go on with: fedgen train resume={self.run_dir.path}"
+        return f"interrupted {where}; go on with: fedgen train resume={self.run_dir.path}"
 
     def _die_if_told_to(self, state: RunState) -> None:
         """A fault of the server's: killed after a round, once."""
@@ -328,7 +330,7 @@ class Training:
             "stopped": self.stopped,
         }
         checkpoint.save(self.run_dir.checkpoints, state, extra)
-        self._kept = time.monotonic()
+        self._kept, self._kept_rounds = time.monotonic(), state.rounds
 
     # --- while it runs ----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -84,30 +85,32 @@ def _app(site: Site) -> ClientApp:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[None]:
-    """A Ray cluster: the one at ``address``, or one for as long as this lasts."""
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
-    for name, value in {**quiet, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
-        os.environ.setdefault(name, value)
+    """A Ray cluster: the one at ``address``, or one of this machine's for as long as this lasts.
+
+    Raises:
+        FedgenError: if there is none at ``address``.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is not None:
+    place = tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp")  # sockets need a short path
+    own = {"address": "local", "include_dashboard": False, "_temp_dir": place}
+    where: dict[str, Any] = {"address": address} if address else own
+    on_term = signal.getsignal(signal.SIGTERM)
+    try:
         try:
-            ray.init(address=address, **common)
+            ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            if address is None:
+                raise
             raise FedgenError(
                 "runtime.address",
                 f"no Ray cluster answers at {address}",
                 "start one there (ray start --head), or leave it out for one on this machine",
             ) from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    place = tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp")  # sockets need a short path
-    try:
-        ray.init(include_dashboard=False, _temp_dir=place, **common)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
         yield
     finally:
         ray.shutdown()
@@ -290,6 +293,12 @@ class RayGrid(OwnGrid):
                 ray.get(ready)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                raise FedgenError(
+                    "runtime.address",
+                    f"Ray's actors do not start: {str(error).strip().splitlines()[-1]}",
+                    "install the same fedgen on every machine of the cluster",
+                ) from error
         return cls(actors, tenancy, clients)
 
     def _send(self, name: str, message: Message) -> None:

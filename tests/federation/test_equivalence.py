@@ -56,3 +56,21 @@ def test_an_actors_death_changes_no_bit(train: Train) -> None:
     assert len(list(run.glob("clients/*/died.*"))) >= 2
     assert fingerprint(run) == reference
     assert not (run / "failures.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_of_two_machines_is_joined(train: Train, nothing_left: None) -> None:
+    """It runs on after the run, and the next one joins it."""
+    from ray.cluster_utils import Cluster
+
+    settings = ["partition=iid", "partition.clients=6", "rounds=6"]
+    reference = fingerprint(train(*settings, name="reference"))
+    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        machines.add_node(num_cpus=1)
+        joined = [*settings, "runtime=ray", f"runtime.address={machines.address}"]
+        joined.append("runtime.num_cpus=0.5")
+        assert fingerprint(train(*joined, name="joined")) == reference
+        assert fingerprint(train(*joined, name="again")) == reference, "it runs on"
+    finally:
+        machines.shutdown()

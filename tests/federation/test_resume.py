@@ -191,7 +191,7 @@ def test_ctrl_c_keeps_what_is_done(
     status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 5, times=1)
     assert status == 130
     found = re.fullmatch(
-        rf"fedgen: interrupted at round (\d+); go on with: fedgen train resume={run}", line
+        rf"fedgen: interrupted after round (\d+); go on with: fedgen train resume={run}", line
     )
     assert found, line
     assert 5 <= int(found[1]) < 25
