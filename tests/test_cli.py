@@ -119,6 +119,22 @@ def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "not a run directory" in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("runtime.timeout=5", "of which runtime"),
+        ("rounds=5", "keeps its settings"),
+        ("runtime.min_success=0.5", "keeps its settings"),
+        ("runtime.threads=2", "keeps its settings"),
+    ],
+)
+def test_what_a_resumed_run_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, words: str
+) -> None:
+    assert cli.run(["train", f"resume={tmp_path}", word]) == 2
+    assert words in one_line(capsys)
+
+
 def test_corrupt_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], data_root: Path) -> None:
     file = data_root / "mnist.npz"
     file.write_bytes(file.read_bytes()[:5000])

@@ -68,6 +68,8 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
             f"a resumed run keeps its settings, got {' '.join(kept)}",
             "give resume=DIR alone, or with another runtime",
         )
+    if others and "runtime" not in map(_key, others):
+        raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")
 
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import Accounts
@@ -160,7 +161,10 @@ class SiteOf:
 def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
     """What a process needs to be home to a run's clients."""
     runtime, folder = ready.config.runtime, run_dir.clients.absolute()
-    faulty = FaultyClients(ready.faults, ready.coins.at("faults"), runtime.timeout, folder)
+    coins = Coins.of(ready.config.seed, "seeded").at(
+        "faults"
+    )  # no secret of the server's leaves it
+    faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
     return Site(
         program=ready.program,
         shard=lambda client: ready.dataset.shard(ready.shards[client]),

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -91,7 +91,7 @@ class HomesAgain:
 
 @lru_cache(maxsize=1)
 def _homes(again: Callable[[], Site]) -> Homes:
-    return Homes(again())
+    return Homes(replace(again(), in_memory=False))  # the next message may come to another process
 
 
 class _UntilOver(GridAround):

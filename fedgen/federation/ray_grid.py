@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -42,6 +43,7 @@ _AT_ONCE = 64  # messages in the hands of an actor
 _SLICE_SECONDS = 0.25  # an actor hands out its replies at least this often
 _WAIT_SECONDS = 0.2  # of a pull, for the first reply
 _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
+_KNOCK_SECONDS = 10.0
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -100,14 +102,17 @@ def cluster(address: str | None) -> Iterator[None]:
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         try:
+            if address not in (None, "auto"):
+                _knock(str(address))
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             if address is None:
                 raise
             raise FedgenError(
                 "runtime.address",
                 f"no Ray cluster answers at {address}",
-                "start one there (ray start --head), or leave it out for one on this machine",
+                "give HOST:PORT of a machine where ray start --head ran, auto on that machine, or "
+                "nothing for a cluster of this machine's own",
             ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
@@ -115,6 +120,12 @@ def cluster(address: str | None) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError or ValueError unless something listens: Ray itself would wait for it."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _pool(resources: dict[str, float], num_cpus: float, num_gpus: float, most: int) -> int:

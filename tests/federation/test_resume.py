@@ -99,10 +99,12 @@ def test_killed_in_warm_start(tmp_path: Path, train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_moves_to_another_runtime(train: Train, tmp_path: Path) -> None:
-    whole = fingerprint(train(*LONG, name="whole"))
+def test_a_run_moves_from_runtime_to_runtime(train: Train, tmp_path: Path) -> None:
+    settings = [*LONG, "rounds=30"]
+    whole = fingerprint(train(*settings, name="whole"))
     run = tmp_path / "moved"
-    assert kill_at(run, [*TINY, *LONG, f"run_dir={run}"], 0.05, 12)
+    assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.05, 8)
+    assert kill_at(run, [f"resume={run}", "runtime=flower"], 0.05, 16)
     assert cli.run(["train", f"resume={run}", "runtime=ray", "runtime.actors=1"]) == 0
     assert fingerprint(run) == whole
 
