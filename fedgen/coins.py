@@ -18,7 +18,7 @@ import hashlib
 import json
 import random
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,6 +38,7 @@ class Coins:
     noise_key: bytes
     mode: Mode
     place: tuple[Where, ...] = ()
+    salt: str = ""
 
     @classmethod
     def of(cls, seed: int, mode: Mode) -> Coins:
@@ -53,8 +54,11 @@ class Coins:
 
     def at(self, *where: Where) -> Coins:
         """The coins of a place inside this one, e.g. ``coins.at("client", 3, "round", 7)``."""
-        place = (*self.place, *where)
-        return Coins(self.public_key, self.secret_key, self.noise_key, self.mode, place)
+        return replace(self, place=(*self.place, *where))
+
+    def salted(self, salt: str) -> Coins:
+        """The same public coins, and other secret and noise coins for every other salt."""
+        return replace(self, salt=salt)
 
     def public(self, *where: Where) -> torch.Generator:
         """A generator (on the CPU) for public draws at this place."""
@@ -63,14 +67,17 @@ class Coins:
 
     def secret(self, *where: Where) -> random.Random:
         """A source of secret draws at this place (``sample``, ``random``, ``randrange``, ...)."""
-        return _StreamRandom(self.secret_key, (*self.place, *where))
+        return _StreamRandom(self.secret_key, self._hidden(where))
 
     def noise(self, shape: tuple[int, ...], *where: Where) -> torch.Tensor:
         """Standard Gaussian noise, float32, by the inverse normal of 52-bit uniforms in (0, 1)."""
         count = int(np.prod(shape))
-        raw = _stream(self.noise_key, (*self.place, *where), 8 * count)
+        raw = _stream(self.noise_key, self._hidden(where), 8 * count)
         uniform = ((np.frombuffer(raw, dtype="<u8") >> np.uint64(12)) + 0.5) * 2.0**-52
         return torch.from_numpy(ndtri(uniform).astype(np.float32).reshape(shape))
+
+    def _hidden(self, where: tuple[Where, ...]) -> tuple[Where, ...]:
+        return (*self.place, *where, "salt", self.salt) if self.salt else (*self.place, *where)
 
 
 def _stream(key: bytes, where: tuple[Where, ...], length: int) -> bytes:

@@ -17,7 +17,7 @@ class FedgenError(Exception):
         super().__init__(" ".join(f"{key}: {problem}; {remedy}".split()))
 
     def __reduce__(self) -> tuple[type[FedgenError], tuple[str, str, str]]:
-        return FedgenError, (self.key, self.problem, self.remedy)
+        return type(self), (self.key, self.problem, self.remedy)
 
 
 class Interrupted(Exception):  # noqa: N818 (it is no error)

@@ -54,13 +54,15 @@ class ClientProgram:
     train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
         leaves.
     answer: (state, query, shard, round, coins) -> Release. Changes nothing that ``train`` or a
-        later ``answer`` reads.
+        later ``answer`` reads. A second question in the same round finds other coins.
+    draws_anew: whether its secret draws are its own then; not if ``train`` has to know them.
     """
 
     preparations: int
     prepare: Callable[[int, Shard, Coins], State]
     train: Callable[[State, Tensors, Shard, int, Coins], State]
     answer: Callable[[State, Query, Shard, int, Coins], Release]
+    draws_anew: bool = True
 
 
 @dataclass(frozen=True)

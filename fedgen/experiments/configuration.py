@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen.errors import FedgenError
 
-_NUMBER_OR_NULL = ("privacy.target_epsilon", "privacy.noise_multiplier")
+_NUMBER_OR_NULL = ("privacy.target_epsilon", "privacy.noise_multiplier", "runtime.timeout")
 
 
 def compose(name: str, overrides: list[str]) -> DictConfig:

@@ -35,6 +35,8 @@ class Interrupt:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            for each in self._before:  # what is being put away must not be interrupted once more
+                signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.asked = True
         self._say("interrupted: ends after this round with a checkpoint; once more to end at once")

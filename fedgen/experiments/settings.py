@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -45,7 +45,8 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a run is made of. ``program`` makes the client program in another process."""
+    """All that a run is made of. ``program`` makes the client program in another process;
+    ``with_gaps`` the method as it is accounted if a missing answer may have shown a draw."""
 
     config: DictConfig
     coins: Coins
@@ -54,6 +55,7 @@ class Setup:
     method: Method
     privacy: Privacy
     program: Callable[[], ClientProgram]
+    with_gaps: Callable[[], Method]
     faults: Faults
 
 
@@ -81,7 +83,10 @@ def setup(config: DictConfig) -> Setup:
     privacy = decide(config, make)
     method = make(privacy.noise_multiplier)
     program = partial(_program, make, privacy.noise_multiplier)
-    return Setup(config, coins, dataset, shards, method, privacy, program, faults(config))
+    gaps = replace(facts, all_answer=False)
+    with_gaps = partial(_method, build(config.method, without=("strategy",)), gaps, config.device)
+    again = partial(with_gaps, privacy.noise_multiplier)
+    return Setup(config, coins, dataset, shards, method, privacy, program, again, faults(config))
 
 
 def _method(
@@ -146,11 +151,14 @@ def _check_runtime(config: DictConfig) -> None:
     """Raises FedgenError for a runtime that cannot be."""
     runtime = config.runtime
     for name in ("timeout", "num_cpus", "cache_gb"):
-        value = runtime.get(name, 1.0)
-        if not 0 < value < math.inf:
+        value = runtime.get(name)
+        if value is not None and not 0 < value < math.inf:
             raise FedgenError(f"runtime.{name}", f"must be positive, got {value:g}", "raise it")
-    if not 0 <= runtime.get("num_gpus", 0.0) < math.inf:
-        raise FedgenError("runtime.num_gpus", f"cannot be {runtime.num_gpus:g}", "e.g. 0.5")
+    for key in ("num_cpus", "num_gpus"):
+        value = runtime.get(key, 0.0)
+        if not 0 <= value < math.inf or round(value, 3) != value:
+            problem = f"cannot be {value:g}"
+            raise FedgenError(f"runtime.{key}", problem, "take thousandths or more, e.g. 0.5")
     if runtime.get("actors") is not None:
         _whole(config, "runtime.actors", 1, 10**6)
     if not 0 < runtime.min_success <= 1:
@@ -159,14 +167,18 @@ def _check_runtime(config: DictConfig) -> None:
             f"must lie above 0 and be at most 1, got {runtime.min_success:g}",
             "it is a share of the clients that are asked, e.g. 0.8",
         )
+    if not isinstance(runtime.faults, DictConfig):
+        raise FedgenError("runtime.faults", f"cannot be {runtime.faults!r}", "name its faults")
     _whole(config, "runtime.faults.server_dies", 0, 10**9)
-    for name, value in runtime.faults.items():
-        if name != "server_dies" and not 0 <= value <= 1:
+    for fault, rate in runtime.faults.items():
+        if fault != "server_dies" and not 0 <= rate <= 1:
             raise FedgenError(
-                f"runtime.faults.{name}", f"must be a probability, got {value:g}", "e.g. 0.01"
+                f"runtime.faults.{fault!s}", f"must be a probability, got {rate:g}", "e.g. 0.01"
             )
     if faults(config).total > 1:
         raise FedgenError("runtime.faults", "the probabilities exceed 1 in all", "lower them")
+    if runtime.faults.hangs and runtime.timeout is None:
+        raise FedgenError("runtime.faults.hangs", "nobody is waited for", "set runtime.timeout")
     if runtime.faults.dies and config.names.runtime != "ray":
         raise FedgenError(
             "runtime.faults.dies", "clients have no process of their own here", "take runtime=ray"

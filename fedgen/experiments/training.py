@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build, view
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site
+from fedgen.federation.failures import UnansweredError
 from fedgen.federation.faults import FaultyClients, FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
@@ -86,10 +87,16 @@ def train(config: DictConfig, play: Play | None = None) -> Path:
         config = _moved(before, config)
         ready, name = settings.setup(config), identity["run"]
         _check_same_run(run_dir, ready, identity)
+        if run_dir.unanswered.exists() and ready.privacy.noise == "secure":
+            # its draws were made again until they met no client that failed
+            ready = replace(ready, method=ready.with_gaps())
     with run_dir.locked():
         training = Training(ready, run_dir, name)
         try:
             return training.go(play or training.on_its_runtime)
+        except UnansweredError:
+            run_dir.unanswered.touch()
+            raise
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 shutil.rmtree(run_dir.path)
@@ -114,7 +121,8 @@ def _new_run(ready: Setup) -> tuple[RunDir, str]:
     place = config.run_dir or time.strftime(
         f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
     )
-    identity = {"run": name, "data": ready.dataset.digest()}
+    settings = _settings_digest(config)
+    identity = {"run": name, "data": ready.dataset.digest(), "settings": settings}
     return RunDir.create(Path(place), config, identity), name
 
 
@@ -132,7 +140,7 @@ def _check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> 
     the same coins would sanitize something else."""
     if identity["data"] != ready.dataset.digest():
         raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
-    if ready.privacy.noise == "seeded" and identity["run"] != _settings_digest(ready.config):
+    if identity["settings"] != _settings_digest(ready.config):
         raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
     if (run_dir.checkpoints / checkpoint.NAME).exists():
         for client in range(len(ready.shards)):
@@ -207,7 +215,7 @@ class Training:
                     play(lambda grid: self._rounds(grid, state))
                 return self._leave(state)
             except KeyboardInterrupt:
-                raise Interrupted(self._how_to_go_on("once more")) from None
+                raise Interrupted(self._how_to_go_on("before its end")) from None
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""

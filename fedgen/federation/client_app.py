@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ from fedgen.data.datasets import Shard
 from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import Answer
+from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.ledger import Ledger
 
@@ -89,17 +93,19 @@ class Homes:
         self._coins = Coins.of(site.seed, site.noise)
         self._store = ClientStore(site.folder, site.in_memory, site.cache_bytes)
         self._homes: dict[int, ClientHome] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, context: Context) -> ClientHome:
         """The home of the client that a message is for."""
         client = partition_of(context)
-        if client not in self._homes:
-            try:
-                self._homes[client] = self._make(client)
-            except Exception as error:
-                write_down(self._store.folder(client), "home", error)
-                raise
-        return self._homes[client]
+        with self._lock:  # one home for each: it remembers what it answered
+            if client not in self._homes:
+                try:
+                    self._homes[client] = self._make(client)
+                except Exception as error:
+                    write_down(self._store.folder(client), "home", error)
+                    raise
+            return self._homes[client]
 
     def _make(self, client: int) -> ClientHome:
         site, folder = self._site, self._store.folder(client)
@@ -149,6 +155,14 @@ def client_app(find_home: Callable[[Context], ClientHome], mods: tuple[Mod, ...]
     return app
 
 
+@lru_cache(maxsize=1)
+def _here() -> str:
+    """Where a state repeats to the last bit."""
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no cuda"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__} {cpu} {cuda}"
+
+
 def write_down(folder: Path, kind: str, error: Exception) -> None:
     """Keeps what went wrong where the client keeps its files."""
     trace = traceback.format_exception(error)
@@ -184,7 +198,7 @@ def _prepare(home: ClientHome, message: Message) -> RecordDict:
     done = home.store.done(home.number, messages.PREPARE)
     if done is None or done < number:
         parts = home.program.prepare(number, home.shard, home.coins)
-        home.store.commit(home.number, messages.PREPARE, number, parts, None)
+        home.store.commit(home.number, messages.PREPARE, number, parts, None, str(number))
     return messages.pack_acknowledgement()
 
 
@@ -195,7 +209,8 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
         arrays = messages.read_broadcast(message)
         state = home.store.state(home.number)
         changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
-        home.store.commit(home.number, messages.TRAIN, server_round, changed, None)
+        told = messages.digest_of(message)
+        home.store.commit(home.number, messages.TRAIN, server_round, changed, None, told)
     return messages.pack_acknowledgement()
 
 
@@ -209,13 +224,21 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     if home.coins.mode == "secure" and server_round <= home.answered:
         raise PastRoundError  # a state that was restored does not take an answer back
     query = messages.read_query(message)
-    repeat = home.ledger.is_repeat(server_round)
+    # a run that was cut off and goes on otherwise (a client was late, the machine is another) comes
+    # to the same round with another question, which must not share the noise of the first
+    history = home.store.history(home.number)
+    asked = digest(_here().encode(), history.encode(), messages.digest_of(message).encode())
+    repeat = home.ledger.is_repeat(server_round, asked)
     if not repeat and home.ledger.rows + query.count > home.rows:
         raise BudgetError
+    second = home.ledger.is_second(server_round, asked)
+    if second and not home.program.draws_anew:
+        raise PastRoundError
     state = home.store.state(home.number)
     home.answered = server_round
-    release = home.program.answer(state, query, home.shard, server_round, home.coins)
-    home.ledger.charge(server_round, query.count, release.event)  # before anything leaves
+    coins = home.coins.salted(asked) if second else home.coins
+    release = home.program.answer(state, query, home.shard, server_round, coins)
+    home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
     reply = messages.pack_release(release)
     kept = Answer(release.arrays, release.event, release.unit)
     home.store.commit(home.number, messages.ASK, server_round, {}, kept)

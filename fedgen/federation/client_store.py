@@ -10,6 +10,7 @@ own checkpoint comes back to the one before.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ _REMEDY = "restore the run directory from a copy, or start a new run"
 @dataclass
 class _Client:
     """One client: parts in memory (memory store), files on disk, its last deed of each kind, and
-    the cost of the last Release. ``stamp``: the manifest on disk that this is a copy of."""
+    the cost of the last Release. ``history``: a digest of all that the state is a function of, but
+    for the client's rows. ``stamp``: the manifest on disk that this is a copy of."""
 
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     files: dict[str, list[str]] = field(default_factory=dict)  # part -> [file, digest]
@@ -42,6 +44,7 @@ class _Client:
     done: dict[str, int] = field(default_factory=dict)  # kind of message -> last round
     cost: tuple[DpEvent, Unit] | None = None
     written: int = 0
+    history: str = ""
     kept: dict[str, list[str]] = field(default_factory=dict)  # tag -> files that it counts on
     stamp: tuple[int, int, int] | None = None
 
@@ -72,6 +75,10 @@ class ClientStore:
         """The last round (or number) of this kind of message that the client completed."""
         return self._of(client).done.get(kind)
 
+    def history(self, client: int) -> str:
+        """A digest of every message that made the client's state what it is."""
+        return self._of(client).history
+
     def answer(self, client: int) -> Answer:
         """The client's last Release, to be sent again if its round is asked for again. Raises
         LookupError if there is none."""
@@ -82,10 +89,19 @@ class ClientStore:
         return Answer(arrays, *entry.cost)
 
     def commit(
-        self, client: int, kind: str, server_round: int, changed: State, answer: Answer | None
+        self,
+        client: int,
+        kind: str,
+        server_round: int,
+        changed: State,
+        answer: Answer | None,
+        message: str = "",
     ) -> None:
-        """Replaces the changed parts, all or none, and notes the round as done."""
+        """Replaces the changed parts, all or none, and notes the round as done. ``message``: a
+        digest of what led to the change, empty if training does not depend on it."""
         entry = self._of(client)
+        if message:
+            entry.history = digest(entry.history.encode(), kind.encode(), message.encode())
         if answer is not None:
             arrays = {name: torch.from_numpy(value) for name, value in answer.arrays.items()}
             changed = {**changed, _ANSWER: arrays}
@@ -104,8 +120,11 @@ class ClientStore:
             self._drop(client, entry, replaced)
 
     def keep(self, client: int, tag: int) -> None:
-        """Holds on to the present state under a tag, and to the one kept before; no other."""
+        """Holds on to the present state under a tag, and to the one kept before; no other. A call
+        that comes after a later one does nothing."""
         entry = self._of(client)
+        if any(int(other) > tag for other in entry.kept):
+            return
         for name in sorted(entry.dirty):
             self._write(client, entry, name, entry.parts[name])
         entry.dirty.clear()
@@ -193,6 +212,7 @@ class ClientStore:
             "done": entry.done,
             "cost": entry.cost and {"event": to_json(entry.cost[0]), "unit": entry.cost[1].value},
             "written": entry.written,
+            "history": entry.history,
             "kept": entry.kept,
         }
         body = json.dumps(manifest, sort_keys=True)
@@ -219,6 +239,7 @@ class ClientStore:
             done=manifest["done"],
             cost=None if cost is None else (from_json(cost["event"]), Unit(cost["unit"])),
             written=manifest["written"],
+            history=manifest["history"],
             kept=manifest["kept"],
         )
 
@@ -257,31 +278,34 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 class _Cache:
     """The parts that were used last, as long as they fit. A part is told by its digest: one that
-    another process replaced is not found."""
+    another process replaced is not found. Threads share it."""
 
     def __init__(self, limit: float) -> None:
         self._limit, self._bytes = limit, 0
+        self._lock = threading.Lock()
         self._parts: OrderedDict[tuple[int, str], tuple[str, dict[str, torch.Tensor], int]] = (
             OrderedDict()
         )
 
     def get(self, key: tuple[int, str], seal: str) -> dict[str, torch.Tensor] | None:
-        found = self._parts.get(key)
-        if found is None or found[0] != seal:
-            return None
-        self._parts.move_to_end(key)
-        return found[1]
+        with self._lock:
+            found = self._parts.get(key)
+            if found is None or found[0] != seal:
+                return None
+            self._parts.move_to_end(key)
+            return found[1]
 
     def put(self, key: tuple[int, str], seal: str, tensors: dict[str, torch.Tensor]) -> None:
         size = sum(value.nbytes for value in tensors.values())
-        before = self._parts.pop(key, None)
-        self._bytes -= before[2] if before else 0
-        if size > self._limit:
-            return
-        self._parts[key] = seal, tensors, size
-        self._bytes += size
-        while self._bytes > self._limit:
-            self._bytes -= self._parts.popitem(last=False)[1][2]
+        with self._lock:
+            before = self._parts.pop(key, None)
+            self._bytes -= before[2] if before else 0
+            if size > self._limit:
+                return
+            self._parts[key] = seal, tensors, size
+            self._bytes += size
+            while self._bytes > self._limit:
+                self._bytes -= self._parts.popitem(last=False)[1][2]
 
 
 class _Parts(Mapping[str, Tensors]):

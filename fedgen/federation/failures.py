@@ -14,6 +14,7 @@ from fedgen.federation.flower_compat import (
     MESSAGE_UNAVAILABLE,
     NODE_UNAVAILABLE,
     REPLY_UNAVAILABLE,
+    UNKNOWN,
 )
 
 DEADLINE, DIED = 102, 103
@@ -24,6 +25,7 @@ _KINDS = {
     DEADLINE: "deadline",
     DIED: "died",
     CLIENT_RAISED: "raised",
+    UNKNOWN: "unknown",
     MESSAGE_UNAVAILABLE: "deadline",  # Flower's: the message outlived its time to live
     REPLY_UNAVAILABLE: "deadline",
     NODE_UNAVAILABLE: "unavailable",
@@ -34,9 +36,9 @@ _KINDS = {
 class Failure:
     """A client that was sent a message and did not answer it well, or not once.
 
-    kind: failed, raised, died, deadline, unavailable; malformed (no release in the reply, or not of
-        the shape that was asked for), not finite; late, repeated (a reply to a message that is
-        over, which is dropped).
+    kind: failed, raised, died, deadline, unavailable, unknown; malformed (no release in the reply,
+        or not of the shape that was asked for), not finite; late, repeated (a reply to a message
+        that is over, which is dropped).
     """
 
     kind: str
@@ -49,7 +51,11 @@ def kind_of(reply: Message) -> str:
     return _KINDS.get(reply.error.code, f"code {reply.error.code}")
 
 
-def too_few(place: str, asked: int, failures: list[Failure], errors: str) -> FedgenError:
+class UnansweredError(FedgenError):
+    """Too few clients answered."""
+
+
+def too_few(place: str, asked: int, failures: list[Failure], errors: str) -> UnansweredError:
     """The error of an exchange that too few clients answered.
 
     Args:
@@ -59,9 +65,8 @@ def too_few(place: str, asked: int, failures: list[Failure], errors: str) -> Fed
     kinds = ", ".join(sorted({failure.kind for failure in failures}))
     told = [errors.format(client=failure.client) for failure in failures]
     see = next((f"see {path}; " for path in told if Path(path).exists()), "")
-    return FedgenError(
+    return UnansweredError(
         "runtime.min_success",
         f"{len(failures)} of {asked} clients did not answer {place} ({kinds})",
-        f"{see}go on with resume=, or start anew with a lower runtime.min_success, which costs "
-        "what is published its amplification",
+        f"{see}mend it and go on with resume=, or start anew with a lower runtime.min_success",
     )

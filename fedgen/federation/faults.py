@@ -26,15 +26,13 @@ from fedgen.federation.flower_compat import NODE_UNAVAILABLE, set_message_id
 from fedgen.federation.messages import (
     ASK,
     HELLO,
-    TRAIN,
+    IN_A_ROUND,
     pack_arrays,
     read_answer,
     read_partition,
     read_place,
 )
 from fedgen.federation.nodes import GridAround
-
-_IN_A_ROUND = (TRAIN, ASK)  # in this order
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,13 @@ class FaultyClients:
 
     faults: Faults
     coins: Coins
-    timeout: float
+    timeout: float | None
     folder: Path
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """The client's reply, or what the fault makes of it."""
         kind = message.metadata.message_type
-        if kind not in _IN_A_ROUND:
+        if kind not in IN_A_ROUND:
             return call_next(message, context)
         client, server_round = partition_of(context), read_place(message)
         fault = self.faults.of(self.coins, client, kind, server_round)
@@ -94,7 +92,7 @@ class FaultyClients:
         if fault == "returns_error":
             return Message(Error(FAILED), reply_to=message)
         if fault == "hangs":
-            time.sleep(1.5 * self.timeout)
+            time.sleep(1.5 * (self.timeout or 0.0))
         if fault == "dies":
             self._die(client, kind, server_round)
         reply = call_next(message, context)
@@ -149,10 +147,10 @@ class FaultyGrid(GridAround):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies; a late one is an error first, and comes when the server asks for others."""
-        asked = set(message_ids)
+        asked = list(message_ids)  # in this order: a client prepares one part after the other
         found = [self._lost.pop(name) for name in asked if name in self._lost]
-        found += [reply for then, reply in self._held if not then & asked]
-        self._held = [(then, reply) for then, reply in self._held if then & asked]
+        found += [reply for then, reply in self._held if not then.intersection(asked)]
+        self._held = [(then, reply) for then, reply in self._held if then.intersection(asked)]
         if found:
             return found
         for reply in self._inner.pull_messages(asked):
@@ -163,14 +161,14 @@ class FaultyGrid(GridAround):
                 self._clients[reply.metadata.src_node_id] = read_partition(reply)
             fate, message = self._fates.pop(reply.metadata.reply_to_message_id, ("", reply))
             if fate:
-                self._held.append((asked, reply))
+                self._held.append((set(asked), reply))
             late = fate == "late"
             found.append(Message(Error(DEADLINE), reply_to=message) if late else reply)
         return found
 
     def _fault(self, message: Message) -> str | None:
         kind = message.metadata.message_type
-        if kind not in _IN_A_ROUND:
+        if kind not in IN_A_ROUND:
             return None
         client = self._clients[message.metadata.dst_node_id]
         return self._faults.of(self._coins, client, kind, read_place(message))
@@ -178,11 +176,11 @@ class FaultyGrid(GridAround):
     def _is_lost(self, message: Message) -> bool:
         """Whether the message goes to a client that is gone since this round or before."""
         client = self._clients.get(message.metadata.dst_node_id)
-        if client is None or message.metadata.message_type not in _IN_A_ROUND:
+        if client is None or message.metadata.message_type not in IN_A_ROUND:
             return client in self._gone
-        now = 2 * read_place(message) + _IN_A_ROUND.index(message.metadata.message_type)
+        now = 2 * read_place(message) + IN_A_ROUND.index(message.metadata.message_type)
         for past in range(self._seen.get(client, 0), now + 1):
-            kind = _IN_A_ROUND[past % 2]
+            kind = IN_A_ROUND[past % 2]
             if self._faults.of(self._coins, client, kind, past // 2) == "vanishes":
                 self._gone.add(client)
         self._seen[client] = now + 1

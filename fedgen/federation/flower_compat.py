@@ -9,6 +9,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+UNKNOWN = ErrorCode.UNKNOWN
 MESSAGE_UNAVAILABLE = ErrorCode.MESSAGE_UNAVAILABLE
 REPLY_UNAVAILABLE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
 NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from fedgen.errors import FedgenError
 from fedgen.federation.client_app import ClientHome, Homes, Site, client_app
 from fedgen.federation.nodes import GridAround
+from fedgen.federation.ray_grid import be_quiet, ray_folder
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
     clients: int,
     again: Callable[[], Site],
     *,
-    timeout: float,
+    timeout: float | None,
     num_cpus: float,
     num_gpus: float,
 ) -> None:
@@ -42,11 +42,12 @@ def run(
         FedgenError: if this machine's resources are too small for one client.
     """
     del timeout  # Flower's is the messages' time to live
-    cpus = os.cpu_count() or 1
-    if num_cpus > cpus:
-        raise FedgenError(
-            "runtime.num_cpus", f"a client needs {num_cpus:g}, there are {cpus}", "lower it"
-        )
+    here = {"num_cpus": os.cpu_count() or 1, "num_gpus": torch.cuda.device_count()}
+    for key, needed in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+        if needed > here[key]:
+            problem = f"a client needs {needed:g}, there are {here[key]}"
+            raise FedgenError(f"runtime.{key}", problem, "lower it")
+    be_quiet()
     from flwr.simulation import run_simulation
 
     over = threading.Event()
@@ -56,26 +57,25 @@ def run(
     def main(grid: Grid, context: Context) -> None:
         server(_UntilOver(grid, over), context)
 
-    place = tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp")
-    settings: dict[str, Any] = {
-        "client_resources": {"num_cpus": num_cpus, "num_gpus": num_gpus},
-        "init_args": {"_temp_dir": place, "log_to_driver": False, "logging_level": "ERROR"},
-    }
     logger, path = logging.getLogger("flwr"), os.environ.get("PYTHONPATH")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    try:
-        app = client_app(HomesAgain(again), site.mods)
-        run_simulation(inner, app, clients, backend_config=settings)
-    except BaseException:
-        over.set()  # the ServerApp's thread would wait for replies that never come
-        raise
-    finally:
-        logger.setLevel(level)
-        os.environ.pop("PYTHONPATH")  # Flower leaves its own there
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
-        shutil.rmtree(place, ignore_errors=True)
+    with ray_folder() as place:
+        settings: dict[str, Any] = {
+            "client_resources": {"num_cpus": num_cpus, "num_gpus": num_gpus},
+            "init_args": {"_temp_dir": place, "log_to_driver": False, "logging_level": "ERROR"},
+        }
+        try:
+            app = client_app(HomesAgain(again), site.mods)
+            run_simulation(inner, app, clients, backend_config=settings)
+        except BaseException:
+            over.set()  # the ServerApp's thread would wait for replies that never come
+            raise
+        finally:
+            logger.setLevel(level)
+            os.environ.pop("PYTHONPATH")  # Flower leaves its own there
+            if path is not None:
+                os.environ["PYTHONPATH"] = path
 
 
 @dataclass(frozen=True)

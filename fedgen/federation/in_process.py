@@ -12,7 +12,7 @@ from flwr.serverapp import ServerApp
 from fedgen.federation.client_app import Homes, Site, client_app
 from fedgen.federation.failures import DEADLINE
 from fedgen.federation.flower_compat import through_the_wire
-from fedgen.federation.nodes import Nodes, OwnGrid
+from fedgen.federation.nodes import Nodes, OwnGrid, seconds_for
 from fedgen.federation.server_app import start
 
 _SLICE_SECONDS = 0.05  # of handling messages before replies are handed out
@@ -24,7 +24,7 @@ def run(
     clients: int,
     again: Callable[[], Site],
     *,
-    timeout: float,
+    timeout: float | None,
     serialize: bool,
 ) -> None:
     """Runs a ServerApp against the ClientApp of a site; see ``InProcessGrid`` for the settings."""
@@ -39,12 +39,14 @@ class InProcessGrid(OwnGrid):
     Args:
         app: the ClientApp, called with a context whose ``node_config`` names the partition.
         clients: number of partitions.
-        timeout: seconds that a client may take for a message; its answer is dropped if it takes
-            longer, as nothing here can stop it.
+        timeout: seconds that a client may take for a message of a round; its answer is dropped if
+            it takes longer, as nothing here can stop it.
         serialize: sends each message through Flower's wire format, as a network would.
     """
 
-    def __init__(self, app: ClientApp, clients: int, timeout: float, serialize: bool) -> None:
+    def __init__(
+        self, app: ClientApp, clients: int, timeout: float | None, serialize: bool
+    ) -> None:
         super().__init__(clients)
         self._here, self._timeout, self._serialize = Nodes(app, clients), timeout, serialize
         self._pending: dict[str, Message] = {}
@@ -68,6 +70,6 @@ class InProcessGrid(OwnGrid):
             reply = through_the_wire(self._here.handle(through_the_wire(message)))
         else:
             reply = self._here.handle(message)
-        if time.monotonic() - begin > self._timeout:
+        if time.monotonic() - begin > seconds_for(message, self._timeout):
             return Message(Error(DEADLINE), reply_to=message)
         return reply

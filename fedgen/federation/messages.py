@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgen.files import digest
 from fedgen.method import Query
 from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
@@ -27,6 +28,8 @@ HELLO, ACCOUNT = "query.hello", "query.account"
 """Message types: who are you; what have you spent."""
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Make one part of your state; train; answer."""
+IN_A_ROUND = (TRAIN, ASK)
+"""What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
 KEEP, RESTORE = "train.keep", "train.restore"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
 
@@ -100,6 +103,15 @@ def pack_query(server_round: int, query: Query) -> RecordDict:
 def read_place(message: Message) -> int:
     """The round of a broadcast or query, the number of a part to prepare, a tag."""
     return int(str(message.content.config_records[_FACTS][_PLACE]))
+
+
+def digest_of(message: Message) -> str:
+    """A digest of a message's arrays and of its place: the question itself."""
+    parts = [str(read_place(message)).encode()]
+    for name, record in sorted(message.content.array_records.items()):
+        for key, array in sorted(record.items()):
+            parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
+    return digest(*parts)
 
 
 def read_broadcast(message: Message) -> dict[str, Tensor]:

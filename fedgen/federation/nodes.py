@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 
@@ -17,6 +18,7 @@ from fedgen.federation.flower_compat import (
     identify_process,
     set_message_id,
 )
+from fedgen.federation.messages import IN_A_ROUND
 
 _FIRST_NODE = 2  # 1 is the server's
 
@@ -24,6 +26,12 @@ _FIRST_NODE = 2  # 1 is the server's
 def client_of(node: int) -> int:
     """The partition behind a node."""
     return node - _FIRST_NODE
+
+
+def seconds_for(message: Message, timeout: float | None) -> float:
+    """How long a client may take for a message."""
+    limited = timeout is not None and message.metadata.message_type in IN_A_ROUND
+    return timeout if limited and timeout is not None else math.inf
 
 
 class Nodes:
@@ -123,7 +131,7 @@ class OwnGrid(Grid):
     ) -> Iterable[Message]:
         """Pushes, and pulls all replies. ``timeout`` is the grid's own."""
         del timeout
-        waiting = set(self.push_messages(messages))
+        waiting = list(self.push_messages(messages))
         replies: list[Message] = []
         while waiting:
             for reply in self.pull_messages(waiting):

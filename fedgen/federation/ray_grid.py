@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import psutil
 import torch
 from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
@@ -36,14 +38,16 @@ from fedgen.errors import FedgenError
 from fedgen.federation.client_app import Homes, Site, client_app
 from fedgen.federation.failures import DEADLINE, DIED
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.nodes import Nodes, OwnGrid, client_of
+from fedgen.federation.nodes import Nodes, OwnGrid, client_of, seconds_for
 from fedgen.federation.server_app import start
 
+_FOLDER = "fedgen-ray-"
 _AT_ONCE = 64  # messages in the hands of an actor
 _SLICE_SECONDS = 0.25  # an actor hands out its replies at least this often
 _WAIT_SECONDS = 0.2  # of a pull, for the first reply
 _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
-_KNOCK_SECONDS = 10.0
+_KNOCK_SECONDS = 10.0  # for a cluster's address to answer
+_MOST_GIVEN_UP = 32  # messages of an actor that took too long
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -53,7 +57,7 @@ def run(
     clients: int,
     again: Callable[[], Site],
     *,
-    timeout: float,
+    timeout: float | None,
     num_cpus: float,
     num_gpus: float,
     actors: int | None,
@@ -62,7 +66,7 @@ def run(
     """Runs a ServerApp against the ClientApp of a site, in Ray actors.
 
     Args:
-        timeout: seconds that a client may take for a message, from when its turn comes.
+        timeout: seconds that a client may take for a message of a round, from when its turn comes.
         num_cpus, num_gpus: of the cluster's, for each client that runs at a time; may be fractions.
         actors: at most so many run at a time; None: as many as the resources allow.
         address: of a running cluster; None starts one on this machine, and ends it.
@@ -71,6 +75,8 @@ def run(
         FedgenError: if there is no such cluster, or its resources are too small for one client.
     """
     del again  # the site itself can be sent
+    if address is None:  # said before anything starts
+        _pool({"CPU": float(os.cpu_count() or 1), "GPU": math.inf}, num_cpus, num_gpus, clients)
     with cluster(address):
         import ray
 
@@ -92,19 +98,19 @@ def cluster(address: str | None) -> Iterator[None]:
     Raises:
         FedgenError: if there is none at ``address``.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    be_quiet()
     import ray
 
-    place = tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp")  # sockets need a short path
-    own = {"address": "local", "include_dashboard": False, "_temp_dir": place}
-    where: dict[str, Any] = {"address": address} if address else own
     on_term = signal.getsignal(signal.SIGTERM)
-    try:
+    with ray_folder() as place:
+        own = {"address": "local", "include_dashboard": False, "_temp_dir": place}
+        where: dict[str, Any] = {"address": address} if address else own
         try:
             if address not in (None, "auto"):
                 _knock(str(address))
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
         except (OSError, ValueError, RuntimeError) as error:
             if address is None:
                 raise
@@ -114,11 +120,29 @@ def cluster(address: str | None) -> Iterator[None]:
                 "give HOST:PORT of a machine where ray start --head ran, auto on that machine, or "
                 "nothing for a cluster of this machine's own",
             ) from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
-        yield
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def be_quiet() -> None:
+    """Has Ray send no statistics and give no advice."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def ray_folder() -> Iterator[str]:
+    """A folder for a Ray cluster of this process. Those of processes that were killed go now."""
+    for path in Path("/tmp").glob(f"{_FOLDER}*"):  # Ray's sockets need a short path
+        owner = path.name.removeprefix(_FOLDER).split("-")[0]
+        if not (owner.isdigit() and psutil.pid_exists(int(owner))):
+            shutil.rmtree(path, ignore_errors=True)
+    place = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir="/tmp")
+    try:
+        yield place
     finally:
-        ray.shutdown()
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -165,7 +189,7 @@ class _Tenancy:
 
     app: Callable[[], ClientApp]
     clients: int
-    timeout: float
+    timeout: float | None
     threads: int
 
 
@@ -177,11 +201,13 @@ class _Host:
         identify_process(run_id=1)
         self._todo: SimpleQueue[Message] = SimpleQueue()
         self._done: SimpleQueue[Message] = SimpleQueue()
-        self._waiting = 0
+        self._waiting = self._given_up = 0
         self._tenancy: _Tenancy | None = None
 
     def settle(self, tenancy: _Tenancy) -> None:
-        """Tells an actor, new or started again, whose home it is."""
+        """Tells an actor, new or started again, whose home it is; once is enough."""
+        if self._tenancy is not None:
+            return
         self._nodes = Nodes(tenancy.app(), tenancy.clients)
         self._tenancy = tenancy
         self._start_thread()
@@ -203,6 +229,9 @@ class _Host:
                 late = self._worker.give_up(self._tenancy.timeout)
                 if late is not None:
                     replies.append(Message(Error(DEADLINE), reply_to=late))
+                    self._given_up += 1
+                    if self._given_up > _MOST_GIVEN_UP:
+                        os._exit(1)  # Ray starts another one, without the threads that hang
                     self._start_thread()
                     self._waiting -= 1
                 break
@@ -240,13 +269,16 @@ class _Worker(threading.Thread):
                 self._current = None
                 self._done.put(reply)
 
-    def give_up(self, timeout: float) -> Message | None:
+    def give_up(self, timeout: float | None) -> Message | None:
         """The message that takes longer than ``timeout``, whose reply will not be used."""
         with self._lock:
-            if self._current is None or time.monotonic() - self._current[1] <= timeout:
+            if self._current is None:
+                return None
+            message, begin = self._current
+            if time.monotonic() - begin <= seconds_for(message, timeout):
                 return None
             self._over = True
-            return self._current[0]
+            return message
 
 
 @dataclass
@@ -275,7 +307,7 @@ class RayGrid(OwnGrid):
         cls,
         app: Callable[[], ClientApp],
         clients: int,
-        timeout: float,
+        timeout: float | None,
         threads: int,
         num_cpus: float,
         num_gpus: float,
@@ -331,7 +363,7 @@ class RayGrid(OwnGrid):
             seat.call = None
             try:
                 found = ray.get(call)
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayError:  # it died, or nobody knows
                 found = None
             if found is None:
                 replies += self._bury(seat)
@@ -339,9 +371,9 @@ class RayGrid(OwnGrid):
                 continue
             for reply in found:
                 name = reply.metadata.reply_to_message_id
-                del seat.out[name]
-                self._deaths.pop(name, None)
-                replies.append(reply)
+                if seat.out.pop(name, None) is not None:  # else it was done twice
+                    self._deaths.pop(name, None)
+                    replies.append(reply)
         for seat in self._seats:  # their next work, while the server reads these replies
             self._call(seat)
         return replies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.failures import Failure, kind_of, too_few
 from fedgen.federation.messages import Answer
+from fedgen.federation.nodes import seconds_for
 from fedgen.method import Method, Query, Tensors
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical
@@ -95,7 +97,7 @@ class Rounds:
     Args:
         clients: number of clients.
         min_success: the share of those that were sent a message who must answer it.
-        timeout: seconds that a client may take for a message.
+        timeout: seconds that a client may take for a message of a round.
         failed: called with each failure.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
     """
@@ -109,7 +111,7 @@ class Rounds:
         *,
         clients: int,
         min_success: float,
-        timeout: float,
+        timeout: float | None,
         failed: Callable[[Failure], None],
         errors: str,
     ) -> None:
@@ -148,8 +150,12 @@ class Rounds:
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
 
     def restore(self) -> None:
-        """Has every client go back to the state that goes with the server's."""
-        self._tell(messages.RESTORE, self.state.tag, "the call back")
+        """Has every client go back to the state that goes with the server's.
+
+        Raises:
+            FedgenError: if one cannot.
+        """
+        self._tell(messages.RESTORE, self.state.tag, "the call to go back to its state", must=1.0)
 
     def keep(self) -> None:
         """Has every client hold on to its state, under the next tag."""
@@ -248,9 +254,7 @@ class Rounds:
         missed = [failure for turn in self._missed for failure in turn]
         of = len(asked) if self._missed.maxlen == 1 else self._count
         if of - len(missed) < self._min_success * of:
-            raise too_few(
-                f"when it was their turn to train, the last {place}", of, missed, self._errors
-            )
+            raise too_few(f"when they were to train, lastly {place}", of, missed, self._errors)
 
     def _read(self, client: int, reply: Message, rows: int) -> Answer:
         """A client's answer, if it is one to what it was asked."""
@@ -317,8 +321,10 @@ class Rounds:
         sizes: dict[int, int] = {}
         waiting: dict[str, int] = {}
         failures: list[Failure] = []
-        for message in sent:  # when Flower gives up; it counts from now, with the wait for a turn
-            message.metadata.ttl = max(self._timeout * len(sent), _START_SECONDS)
+        for message in sent:  # when Flower gives up: it counts from now, with the wait for a turn
+            seconds = seconds_for(message, self._timeout) * len(sent)
+            if math.isfinite(seconds):
+                message.metadata.ttl = seconds
         self.grid.push_messages(sent)
         for message in sent:
             client = self._clients[message.metadata.dst_node_id]

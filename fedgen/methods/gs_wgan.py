@@ -214,9 +214,10 @@ class Critics:
         return {f"critics.{block}": critics, f"adam.{block}": moments}
 
     def draw(self, rows: int, round_: int, coins: Coins) -> dict[int, list[int]]:
-        """A round's secret routing of rows to critics: a function of the round, so that training on
-        query sees the draw that answering uses, and neither advances the other's coins."""
-        return self.routing.draw(rows, coins.secret("routing", round_))
+        """A round's secret routing of rows to critics. Critics that train on query draw before
+        there is a question, the same as for their answer."""
+        unasked = coins.salted("") if self.on_query else coins
+        return self.routing.draw(rows, unasked.secret("routing", round_))
 
     def train(
         self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
@@ -466,7 +467,11 @@ def gs_wgan(
     )
     return Method(
         ClientProgram(
-            client.blocks if warm_start else 0, client.prepare, client.train, client.answer
+            client.blocks if warm_start else 0,
+            client.prepare,
+            client.train,
+            client.answer,
+            draws_anew=not client.on_query,
         ),
         ServerProgram(
             server.init,

@@ -20,7 +20,7 @@ from dp_accounting import DpEvent
 from fedgen.errors import FedgenError
 from fedgen.privacy.events import Spend, canonical, from_json, to_json, total
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Account:
 class Ledger:
     """The spend of one client, in a file of its own.
 
-    In mode ``seeded`` a round that is done again releases the very same numbers, and is charged
-    once. In mode ``secure`` it releases fresh ones, and is charged again.
+    In mode ``seeded`` a round that is done again, with the same question after the same past,
+    releases the very same numbers and is charged once. Everything else is charged anew: another
+    question, and in mode ``secure`` the same one too, for fresh numbers.
 
     Several processes may charge one file, one at a time (see ``locked``): each reads what the
     others wrote before it charges.
@@ -47,7 +48,7 @@ class Ledger:
 
     def __init__(self, path: Path, run: str, client: int, seeded: bool) -> None:
         self._path, self._seeded = path, seeded
-        self._rounds: set[int] = set()
+        self._asked: dict[int, list[str]] = {}  # round -> its questions, in mode seeded
         self._spend: Counter[DpEvent] = Counter()
         self._words: dict[DpEvent, tuple[str, Spend]] = {}
         self._events: dict[str, DpEvent] = {}
@@ -90,22 +91,35 @@ class Ledger:
                 words = json.dumps(entry["event"])
                 if words not in self._events:
                     self._events[words] = from_json(entry["event"])
-                self._note(int(entry["round"]), int(entry["rows"]), self._events[words])
+                asked = str(entry["asked"]), int(entry["rows"])
+                self._note(int(entry["round"]), *asked, self._events[words])
             except (ValueError, KeyError, TypeError) as error:
                 raise FedgenError(str(self._path), "is not a ledger any more", _REMEDY) from error
         self._size += len(whole)
         if len(raw) > len(whole):  # it died while charging: the reply had not left
             os.truncate(self._path, self._size)
 
-    def is_repeat(self, server_round: int) -> bool:
-        """Whether the round's release is one that was charged before, to the last bit."""
-        return self._seeded and server_round in self._rounds
+    def is_repeat(self, server_round: int, asked: str) -> bool:
+        """Whether the release is one that was charged before, to the last bit."""
+        return asked in self._asked.get(server_round, [])
 
-    def charge(self, server_round: int, rows: int, event: DpEvent) -> None:
-        """Writes the cost of a release of some rows down. Call before it leaves the client."""
-        if self.is_repeat(server_round):
+    def is_second(self, server_round: int, asked: str) -> bool:
+        """Whether another question was asked and charged in the round before this one, which must
+        not meet the coins of the first. Never in mode ``secure``: its coins are new each time."""
+        questions = self._asked.get(server_round, [])
+        return bool(questions) and questions[0] != asked
+
+    def charge(self, server_round: int, asked: str, rows: int, event: DpEvent) -> None:
+        """Writes the cost of a release of some rows down. Call before it leaves the client.
+
+        ``asked``: a digest of all that the release is a function of, but for the client's rows.
+        """
+        if self.is_repeat(server_round, asked):
             return
-        line = f'{{"round": {server_round}, "rows": {rows}, "event": {self._in_words(event)[0]}}}\n'
+        line = (
+            f'{{"round": {server_round}, "asked": "{asked}", "rows": {rows}, '
+            f'"event": {self._in_words(event)[0]}}}\n'
+        )
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if os.write(file, line.encode()) != len(line):
@@ -115,15 +129,16 @@ class Ledger:
         finally:
             os.close(file)
         self._size += len(line)
-        self._note(server_round, rows, event)
+        self._note(server_round, asked, rows, event)
 
     def _in_words(self, event: DpEvent) -> tuple[str, Spend]:
         if event not in self._words:
             self._words[event] = (json.dumps(to_json(event)), canonical(event))
         return self._words[event]
 
-    def _note(self, server_round: int, rows: int, event: DpEvent) -> None:
-        self._rounds.add(server_round)
+    def _note(self, server_round: int, asked: str, rows: int, event: DpEvent) -> None:
+        if self._seeded:
+            self._asked.setdefault(server_round, []).append(asked)
         self._spend.update(self._in_words(event)[1])
         self.releases += 1
         self.rows += rows

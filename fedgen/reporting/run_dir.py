@@ -29,6 +29,7 @@ class RunDir:
         self.clients = path / "clients"
         self.samples = path / "samples"
         self.public = path / "public"
+        self.unanswered = path / "unanswered"  # a mark: the run ended because clients failed
         self._metrics = path / "metrics.jsonl"
         self._failures = path / "failures.jsonl"
 
@@ -68,7 +69,7 @@ class RunDir:
         try:
             config = OmegaConf.load(path / "config.yaml")
             identity = json.loads((path / "run.json").read_text())
-            identity["run"], identity["data"]
+            identity["run"], identity["data"], identity["settings"]
         except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
             raise FedgenError(
                 key, f"{path} is not a run directory", "give one that fedgen train made"

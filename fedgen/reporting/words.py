@@ -34,12 +34,17 @@ def statement(record: dict[str, Any], words: str) -> str:
     return (
         f"# What this generator tells about the private data\n\n{head}{bound}\n\n"
         f"- Protected is {unit}; neighbours: {record['relation'].replace('_', ' ')}.\n"
-        f"- Draws: {record['sampler']}. {release['amplified_by'] or 'No amplification'}"
-        f"{'' if release['amplified_by'] else ': ' + (release['reason'] or '')}.\n"
+        f"- Draws: {record['sampler']}; {_amplification(release)}.\n"
         f"- Counted: {words}.\n"
         "- Not covered: timing, the finite precision of floating point, what is known from "
         "elsewhere, and choices among several runs.\n"
     )
+
+
+def _amplification(view: dict[str, Any]) -> str:
+    if view["amplified_by"]:
+        return f"amplified by the {view['amplified_by']}"
+    return f"no amplification: {view['reason']}" if view["reason"] else "no amplification"
 
 
 def summary(path: Path) -> str:

@@ -116,6 +116,52 @@ def test_a_restored_state_takes_no_answer_back(home: ClientHome, ask: Ask) -> No
     assert not ask(1).has_error()
 
 
+def test_another_question_in_a_round_meets_other_noise_and_is_charged(
+    home: ClientHome, tmp_path: Path
+) -> None:
+    """A seeded run that was cut off may come back to a round otherwise. Under one noise, the
+    difference of two answers would show the gradients."""
+    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    server = make(noise=1.0).server
+
+    def ask(seed: int) -> torch.Tensor:
+        home.store.restore(0, 0)
+        query = server.query(server.init(Coins.of(seed, "seeded")), 0, COINS)
+        message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
+        [reply] = grid.send_and_receive([message])
+        return torch.from_numpy(messages.read_answer(reply).arrays["gradients"])
+
+    first, other = ask(1), ask(2)
+    assert home.ledger.releases == 2
+    # independent noise of std 2 * C * sigma on each of 6 * 64 numbers: its difference has std 2.83
+    assert 2.3 < float((first - other).std()) < 3.4
+    assert torch.equal(ask(1), first)
+    assert torch.equal(ask(2), other)
+    assert home.ledger.releases == 2, "the same question after the same past is the same release"
+
+
+def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> None:
+    """A critic that was trained on something else answers the same question under other noise."""
+    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    method = make(noise=1.0)
+    server = method.server.init(COINS)
+    question = messages.pack_query(0, method.server.query(server, 0, COINS))
+    found = []
+    for scale in (1.0, 0.5):
+        home.store.restore(0, 0)
+        images = method.server.broadcast(server, 0, COINS)["images"] * scale
+        content = messages.pack_broadcast(0, messages.pack_arrays({"images": images}))
+        train = Message(content, dst_node_id=2, message_type=messages.TRAIN)
+        ask = Message(question, dst_node_id=2, message_type=messages.ASK)
+        replies = grid.send_and_receive([train, ask])
+        found += [messages.read_answer(reply) for reply in replies if "arrays" in reply.content]
+    assert home.ledger.releases == 2
+    difference = found[0].arrays["gradients"] - found[1].arrays["gradients"]
+    assert 2.3 < difference.std() < 3.4
+
+
 def test_an_account_is_the_ledgers(home: ClientHome, ask: Ask) -> None:
     ask(0)
     ask(1)

@@ -82,6 +82,17 @@ def test_the_disk_does_not_fill_up(tmp_path: Path, in_memory: bool) -> None:
     assert len(list(store.folder(0).glob("kept.*"))) == 2
 
 
+def test_a_call_to_keep_that_comes_late_does_nothing(tmp_path: Path, in_memory: bool) -> None:
+    """Its tag is of the past; the server's checkpoint names the later one."""
+    store = ClientStore(tmp_path, in_memory)
+    store.commit(0, TRAIN, 1, {"a": part(1)}, None)
+    store.keep(0, 4)
+    store.keep(0, 3)
+    again = ClientStore(tmp_path, in_memory)
+    again.restore(0, 4)
+    assert values(again) == {"a": 1}
+
+
 def test_another_process_goes_on_with_a_client(tmp_path: Path) -> None:
     """Whatever one commits, keeps or restores, the other sees, with a cache or without."""
     stores = [ClientStore(tmp_path, False, cache_bytes=1e6), ClientStore(tmp_path, False)]

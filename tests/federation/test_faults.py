@@ -109,7 +109,7 @@ def test_too_few_answers_end_the_run_with_one_line(
     assert cli.run(["train", *command, f"run_dir={run}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("fedgen: runtime.min_success: ")
-    assert "clients did not answer when it was their turn to train" in line
+    assert "clients did not answer when they were to train" in line
     assert (run / "checkpoints" / "checkpoint.json").exists(), "nothing is lost"
 
 
@@ -130,6 +130,39 @@ def test_a_run_that_goes_on_without_clients_has_no_amplification(train: Train) -
     assert views["most"]["amplified_by"] is None
     assert "gap" in views["most"]["reason"]
     assert views["most"]["epsilon"] > views["all"]["epsilon"]
+
+
+@pytest.mark.parametrize("noise", ["secure", "seeded"])
+def test_draws_that_are_made_again_after_a_client_failed_amplify_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
+) -> None:
+    """In mode secure a resumed run flips new coins: one that goes on until its draws meet nobody
+    who fails has draws that are not what the theorem needs. A seeded one meets the same clients."""
+    run = tmp_path / "run"
+    command = [*TINY, *NOISE, "partition=iid", "partition.clients=4", "method.routing=per_step"]
+    command += [f"privacy.noise={noise}", "runtime.faults.nan=1e-12", "rounds=6"]
+
+    def fail_once(self: Faults, coins: Coins, client: int, kind: str, place: int) -> str | None:
+        return "returns_error" if (kind, place) == (messages.ASK, 3) else None
+
+    monkeypatch.setattr(Faults, "of", fail_once)
+    assert cli.run(["train", *command, f"run_dir={run}"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    release = json.loads((run / "privacy.json").read_text())["views"]["release"]
+    assert (release["amplified_by"] is None) == (noise == "secure")
+
+
+def test_an_altered_configuration_is_refused(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in mode secure: min_success decides over amplification."""
+    run = train(*FEDERATED, "partition.clients=4", "privacy.noise=secure")
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("min_success: 1.0", "min_success: 0.5"))
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "was altered" in capsys.readouterr().err
 
 
 def test_the_mean_is_over_those_who_answered() -> None:

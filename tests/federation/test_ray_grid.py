@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedgen.federation.failures import DEADLINE, DIED
 from fedgen.federation.flower_compat import CLIENT_RAISED, NODE_UNAVAILABLE
+from fedgen.federation.messages import ASK
 from fedgen.federation.ray_grid import RayGrid, cluster
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def app() -> ClientApp:
     """A client that does as it is told."""
     made = ClientApp()
 
-    @made.query("do")
+    @made.query("ask")
     def do(message: Message, context: Context) -> Message:
         order = str(message.content.config_records["facts"]["order"])
         if order == "sleep":
@@ -55,7 +56,7 @@ def play(grid: RayGrid, orders: dict[int, str]) -> dict[int, int | str]:
     for client, order in orders.items():
         content = RecordDict({"facts": ConfigRecord({"order": order})})
         node = nodes[client] if client < CLIENTS else 999
-        message = Message(content, dst_node_id=node, message_type="query.do")
+        message = Message(content, dst_node_id=node, message_type=ASK)
         [name] = grid.push_messages([message])
         sent[name] = client
     found: dict[int, int | str] = {}

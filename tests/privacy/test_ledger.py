@@ -23,7 +23,7 @@ def ledger(path: Path, seeded: bool = True, run: str = "r", client: int = 3) -> 
 
 
 def test_a_charge_is_on_disk_at_once(tmp_path: Path) -> None:
-    ledger(tmp_path).charge(0, 8, EVENT)
+    ledger(tmp_path).charge(0, "q", 8, EVENT)
     again = ledger(tmp_path)
     assert sum(again.account().spend.values()) == 8
     assert (again.releases, again.rows) == (1, 8)
@@ -32,11 +32,25 @@ def test_a_charge_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_a_repeated_round_is_charged_once_if_seeded_and_again_if_secure(tmp_path: Path) -> None:
     for seeded, expected in ((True, 1), (False, 2)):
         place = tmp_path / str(seeded)
-        ledger(place, seeded).charge(4, 8, EVENT)
+        ledger(place, seeded).charge(4, "q", 8, EVENT)
         resumed = ledger(place, seeded)
-        resumed.charge(4, 8, EVENT)
+        resumed.charge(4, "q", 8, EVENT)
         assert resumed.releases == expected
         assert ledger(place, seeded).account() == resumed.account()
+
+
+def test_another_question_in_a_round_is_charged_anew(tmp_path: Path) -> None:
+    mine = ledger(tmp_path)
+    for asked, releases, second in (
+        ("a", 1, False),
+        ("b", 2, True),
+        ("a", 2, False),
+        ("b", 2, True),
+    ):
+        assert mine.is_second(0, asked) == second
+        mine.charge(0, asked, 8, EVENT)
+        assert mine.releases == releases
+        mine = ledger(tmp_path)
 
 
 def test_several_processes_share_a_ledger(tmp_path: Path) -> None:
@@ -46,8 +60,8 @@ def test_several_processes_share_a_ledger(tmp_path: Path) -> None:
         mine = (first, second)[server_round % 2]
         with mine.locked():
             assert mine.releases == server_round
-            mine.charge(server_round, 8, EVENT)
-            assert mine.is_repeat(server_round)
+            mine.charge(server_round, "q", 8, EVENT)
+            assert mine.is_repeat(server_round, "q")
     assert ledger(tmp_path).account() == second.account()
 
 
@@ -69,27 +83,27 @@ def test_two_handlers_of_one_client_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_a_charge_that_never_was(tmp_path: Path) -> None:
-    ledger(tmp_path).charge(0, 8, EVENT)
+    ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     whole = file.read_text()
     for cut in range(1, 20):
         file.write_text(whole + whole.splitlines()[1][:-cut])
         found = ledger(tmp_path)
         assert found.releases == 1
-        found.charge(1, 8, EVENT)
+        found.charge(1, "q", 8, EVENT)
         assert ledger(tmp_path).releases == 2
         file.write_text(whole)
 
 
 @pytest.mark.parametrize("other", [{"run": "s"}, {"client": 4}])
 def test_another_runs_or_clients_ledger_is_refused(tmp_path: Path, other: dict) -> None:
-    ledger(tmp_path).charge(0, 8, EVENT)
+    ledger(tmp_path).charge(0, "q", 8, EVENT)
     with pytest.raises(FedgenError, match="belongs to another run or client"):
         ledger(tmp_path, **other)
 
 
 def test_a_broken_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    ledger(tmp_path).charge(0, 8, EVENT)
+    ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     broken = file.read_bytes().replace(b"gaussian", b"gauss\xff\xff") + b"torn"
     file.write_bytes(broken)
@@ -99,7 +113,7 @@ def test_a_broken_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_is_refused(tmp_path: Path) -> None:
-    ledger(tmp_path).charge(0, 8, EVENT)
+    ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     file.write_text(file.read_text().replace("gaussian", "gausian"))
     with pytest.raises(FedgenError, match="is not a ledger any more"):
