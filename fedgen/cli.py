@@ -19,6 +19,7 @@ usage: fedgen <command> [key=value ...]
 
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
   fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
+  fedgen account [overrides]              what a run would cost, before it runs; output=words|json
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen <command> --cfg ...              print the resolved settings, run nothing
@@ -41,7 +42,7 @@ settings (defaults in brackets):
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
-COMMANDS = {"train": "config", "sample": "sample", "evaluate": "evaluate"}
+COMMANDS = {"train": "config", "account": "account", "sample": "sample", "evaluate": "evaluate"}
 
 
 def main() -> None:
@@ -101,11 +102,13 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         return
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from fedgen.experiments import generation, training
+    from fedgen.experiments import account, generation, training
     from fedgen.reporting.words import summary
 
     if command == "train":
         print(summary(training.train(config)))
+    elif command == "account":
+        print(account.account(config))
     elif command == "sample":
         print(generation.sample(config))
     else:

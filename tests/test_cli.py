@@ -365,6 +365,33 @@ def test_cfg_prints_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not place.exists()
 
 
+@pytest.mark.parametrize("words", [[], ["partition=iid", "partition.clients=5"]])
+def test_account_says_before_a_run_what_it_will_cost(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Where everybody answers every sample, a run spends all that it may."""
+    before = list(tmp_path.iterdir())
+    assert cli.run(["account", *TINY, *words, "output=json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == before
+    privacy = json.loads((train(*words) / "privacy.json").read_text())
+    assert row["server_epsilon"] == privacy["views"]["server"]["epsilon"]
+    assert row["release_epsilon"] == privacy["views"]["release"]["epsilon"]
+    assert row["noise_multiplier"] == privacy["noise_multiplier"]
+    assert row["steps"] == privacy["rounds"]
+
+
+def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["partition=iid", "partition.clients=40", "method.routing=per_sample"]
+    assert cli.run(["account", *TINY, *words]) == 0
+    text = capsys.readouterr().out
+    assert "not amplified: the server knows whom it asks" in text
+    assert "amplified by the secret draw of 1 of 40 clients" in text
+    assert "the paper's formula would claim" in text
+    assert cli.run(["account", "output=xml"]) == 2
+    assert "words or json" in one_line(capsys)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "method.clp=1"], ["train", "data=x"]])
 def test_help_and_mistakes_load_nothing_slow(arguments: list[str]) -> None:
     """Fast because torch stays out; what is loaded is tested, the time is printed."""

@@ -75,8 +75,8 @@ def make(clients: int = 1, noise: float | None = None, **changed: Any) -> Method
 def fingerprint(run: Path) -> dict[str, Any]:
     """All that two runs must share: weights, spend, metrics."""
     ledgers = {
-        p.parent.name: p.read_text().split("\n", 1)[1]
-        for p in sorted(run.glob("clients/*/ledger.jsonl"))
+        p.parent.name: [line.split(', "seal"')[0] for line in p.read_text().splitlines()[1:]]
+        for p in sorted(run.glob("clients/*/ledger.jsonl"))  # names of runs are in head and seals
     }
     privacy = json.loads((run / "privacy.json").read_text())
     return {

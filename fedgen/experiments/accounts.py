@@ -7,12 +7,20 @@ from typing import Any
 
 from fedgen.experiments.settings import Privacy
 from fedgen.federation.rounds import RunState
-from fedgen.method import Method
+from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
 from fedgen.privacy.ledger import Account, larger
 from fedgen.reporting.run_dir import or_null
+
+
+def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | None, str | None]:
+    """What amplifies a bound that was found against an adversary, or why nothing does."""
+    by, reason = plan.amplified_by[adversary], plan.reasons[adversary]
+    if by and "secret" not in found.accountant and found.value:
+        return None, "the draw helps less than the rows that nobody may exceed"
+    return by, reason
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,7 @@ class Accounts:
         }
 
     def _view(self, name: str, found: Epsilon) -> dict[str, Any]:
-        amplified = self.method.plan.amplified_by[name]
-        reason = self.method.plan.reasons[name]
-        if amplified and "secret" not in found.accountant and found.value:
-            amplified, reason = None, "the draw helps less than the rows that nobody may exceed"
+        amplified, reason = amplification(self.method.plan, name, found)
         return {
             "epsilon": or_null(found.value),
             "accountant": found.accountant,

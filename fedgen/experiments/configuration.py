@@ -74,7 +74,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     """Several clients run on Ray, if nothing else is asked for."""
-    if name != "config" or "runtime" in map(_key, overrides):
+    if name not in ("config", "account") or "runtime" in map(_key, overrides):
         return overrides
     config = hydra_compose(name, [w for w in overrides if not _key(w).startswith("runtime.")])
     several = OmegaConf.select(config, "partition.clients", default=1) != 1

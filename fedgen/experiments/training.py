@@ -422,6 +422,8 @@ class Training:
 
     def _leave(self, state: RunState) -> Path:
         """The record of privacy first, then what is published, then how good it is."""
+        for path in self.run_dir.clients.glob("*/*.safetensors"):
+            path.unlink()  # critics of clients that did not hear the farewell
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         self._figure()

@@ -1,7 +1,8 @@
 """What each client has spent: append-only, a JSON line a release, written before the reply leaves.
 
 The client's own ledger is authoritative. The server keeps a second one from the events that it
-received; where they differ, the larger counts.
+received; where they differ, the larger counts. Each line carries a seal over itself and all before
+it: a line that is changed, moved or left out is noticed, as is the end, cut off, by the server.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from pathlib import Path
 from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
+from fedgen.files import digest
 from fedgen.privacy.events import Spend, canonical, from_json, to_json, total
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Ledger:
         self._events: dict[str, DpEvent] = {}
         self._head = json.dumps({"schema": SCHEMA, "run": run, "client": client}) + "\n"
         self._size = 0  # bytes read so far
+        self._seal = digest(self._head.encode())
         self.releases, self.rows = 0, 0
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -88,13 +91,17 @@ class Ledger:
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
+                body = line[: line.rindex(', "seal"')]
+                self._seal = digest(self._seal.encode(), body.encode())
+                if entry["seal"] != self._seal:
+                    raise ValueError
                 words = json.dumps(entry["event"])
                 if words not in self._events:
                     self._events[words] = from_json(entry["event"])
                 asked = str(entry["asked"]), int(entry["rows"])
                 self._note(int(entry["round"]), *asked, self._events[words])
             except (ValueError, KeyError, TypeError) as error:
-                raise FedgenError(str(self._path), "is not a ledger any more", _REMEDY) from error
+                raise FedgenError(str(self._path), "was altered", _REMEDY) from error
         self._size += len(whole)
         if len(raw) > len(whole):  # it died while charging: the reply had not left
             os.truncate(self._path, self._size)
@@ -116,10 +123,12 @@ class Ledger:
         """
         if self.is_repeat(server_round, asked):
             return
-        line = (
+        body = (
             f'{{"round": {server_round}, "asked": "{asked}", "rows": {rows}, '
-            f'"event": {self._in_words(event)[0]}}}\n'
+            f'"event": {self._in_words(event)[0]}'
         )
+        seal = digest(self._seal.encode(), body.encode())
+        line = f'{body}, "seal": "{seal}"}}\n'
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if os.write(file, line.encode()) != len(line):
@@ -129,6 +138,7 @@ class Ledger:
         finally:
             os.close(file)
         self._size += len(line)
+        self._seal = seal
         self._note(server_round, asked, rows, event)
 
     def _in_words(self, event: DpEvent) -> tuple[str, Spend]:

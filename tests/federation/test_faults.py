@@ -82,6 +82,7 @@ def test_each_fault(train: Train, kind: str) -> None:
     privacy = json.loads((run / "privacy.json").read_text())
     for client in privacy["clients"].values():
         assert sum(count for _, count in client["events"]) == 8 * rounds
+    assert not list(run.glob("clients/*/*.safetensors")), "critics saw private rows"
     results = json.loads((run / "results.json").read_text())
     assert sum(results["failures"].values()) == len(lines(run / "failures.jsonl"))
 

@@ -107,16 +107,36 @@ def test_a_broken_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     broken = file.read_bytes().replace(b"gaussian", b"gauss\xff\xff") + b"torn"
     file.write_bytes(broken)
-    with pytest.raises(FedgenError, match="is not a ledger any more"):
+    with pytest.raises(FedgenError, match="was altered"):
         ledger(tmp_path)
     assert file.read_bytes() == broken
+
+
+@pytest.mark.parametrize("harm", ["change", "leave out", "swap", "repeat"])
+def test_an_altered_history_is_refused(tmp_path: Path, harm: str) -> None:
+    written = ledger(tmp_path)
+    for server_round in range(4):
+        written.charge(server_round, "q", 8, EVENT)
+    file = tmp_path / "ledger.jsonl"
+    lines = file.read_text().splitlines()
+    if harm == "change":
+        lines[2] = lines[2].replace('"rows": 8', '"rows": 7')
+    elif harm == "leave out":
+        del lines[2]
+    elif harm == "swap":
+        lines[2], lines[3] = lines[3], lines[2]
+    else:
+        lines.insert(2, lines[2])
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(FedgenError, match="was altered"):
+        ledger(tmp_path)
 
 
 def test_a_broken_line_is_refused(tmp_path: Path) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     file.write_text(file.read_text().replace("gaussian", "gausian"))
-    with pytest.raises(FedgenError, match="is not a ledger any more"):
+    with pytest.raises(FedgenError, match="was altered"):
         ledger(tmp_path)
 
 

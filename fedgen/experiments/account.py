@@ -1,0 +1,93 @@
+"""What a run would cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.accounts import amplification
+from fedgen.experiments.settings import Setup, view
+from fedgen.privacy.accounting import Epsilon
+from fedgen.privacy.events import canonical, in_words
+from fedgen.reporting.progress import epsilon_in_words
+from fedgen.reporting.run_dir import or_null
+
+
+def account(config: DictConfig) -> str:
+    """The plan of a run and its epsilon by view, in words or as a JSON list of one row.
+
+    Raises:
+        FedgenError: for the first setting that does not work.
+    """
+    if config.output not in ("words", "json"):
+        raise FedgenError("output", f"cannot be {config.output!r}", "choose words or json")
+    ready = settings.setup(config)
+    views = planned_views(ready)
+    return json.dumps([_row(ready, views)]) if config.output == "json" else _words(ready, views)
+
+
+def planned_views(ready: Setup) -> dict[str, Epsilon]:
+    """epsilon by adversary, if the run goes as far as it may."""
+    privacy = ready.privacy
+    budget = privacy.budget
+    return {
+        name: view(
+            ready.method, budget, budget.rounds, budget.rows, privacy.delta, name == "server"
+        )
+        for name in ("server", "release")
+    }
+
+
+def _row(ready: Setup, views: dict[str, Epsilon]) -> dict[str, Any]:
+    plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
+    formula = claim and or_null(claim.epsilon(privacy.budget.rounds, privacy.delta))
+    return {
+        "recipe": ready.config.names.method,
+        "data": ready.config.names.data,
+        "unit": plan.unit.value,
+        "delta": privacy.delta,
+        "claimed_epsilon": None,
+        "formula_epsilon": formula,
+        "server_epsilon": or_null(views["server"].value),
+        "release_epsilon": or_null(views["release"].value),
+        "accountant": views["server"].accountant,
+        "rdp_epsilon": or_null(views["server"].second_opinion),
+        "noise_multiplier": privacy.noise_multiplier,
+        "noise_multiplier_for_claim": None,
+        "steps": privacy.budget.rounds,
+    }
+
+
+def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
+    plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
+    clients = len(ready.shards)
+    noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
+    lines = [
+        f"{ready.config.names.method} on {ready.config.names.data}, "
+        f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds of "
+        f"{plan.rows_per_round} rows, at most {privacy.budget.rows} rows a client",
+        f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
+        f"δ = {privacy.delta:g}",
+        f"draws: {plan.sampler}; noise multiplier: {noise}",
+    ]
+    for name, found in views.items():
+        by, reason = amplification(plan, name, found)
+        event = plan.server(privacy.budget.rows)
+        if plan.release is not None and found != views["server"]:
+            event = plan.release(privacy.budget.rounds)
+        second = ""
+        if found.second_opinion is not None:
+            second = f", second opinion {epsilon_in_words(found.second_opinion)}"
+        lines += [
+            f"{name}: proven ε = {epsilon_in_words(found.value)} ({found.accountant}{second})",
+            f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
+            f"  counted: {in_words(canonical(event))}",
+        ]
+    if claim is not None:
+        formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
+        lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
+    return "\n".join(lines)
