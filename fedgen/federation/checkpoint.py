@@ -17,7 +17,7 @@ from fedgen.federation.rounds import RunState
 from fedgen.files import digest, write_whole
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
-SCHEMA = 2
+SCHEMA = 3
 NAME = "checkpoint.json"
 _REMEDY = "restore the run directory from a copy, or start a new run"
 
@@ -36,6 +36,7 @@ def save(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
         "prepared": state.prepared,
         "server": [file, digest(data)],
         "tag": state.tag,
+        "kept": {str(client): tag for client, tag in sorted(state.kept.items())},
         "spends": {str(c): spend_to_json(spend) for c, spend in sorted(state.spends.items())},
         "asks": _counts(state.asks),
         "rows": _counts(state.rows),
@@ -82,6 +83,7 @@ def load(folder: Path) -> tuple[RunState, dict[str, Any]] | None:
         rounds=record["rounds"],
         prepared=record["prepared"],
         tag=record["tag"],
+        kept={int(client): tag for client, tag in record["kept"].items()},
         spends={int(c): spend_from_json(spend) for c, spend in record["spends"].items()},
         asks=_counter(record["asks"]),
         rows=_counter(record["rows"]),

@@ -128,7 +128,8 @@ class ClientStore:
         for name in sorted(entry.dirty):
             self._write(client, entry, name, entry.parts[name])
         entry.dirty.clear()
-        entry.kept = {t: files for t, files in entry.kept.items() if t == str(tag - 1)}
+        last = max(map(int, entry.kept), default=tag)
+        entry.kept = {t: files for t, files in entry.kept.items() if int(t) == last}
         entry.kept[str(tag)] = [file for file, _ in entry.files.values()]
         self._write_manifest(client, entry, _kept(tag))
         self._tidy(client, entry)

@@ -48,6 +48,7 @@ _WAIT_SECONDS = 0.2  # of a pull, for the first reply
 _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
 _KNOCK_SECONDS = 10.0  # for a cluster's address to answer
 _MOST_GIVEN_UP = 32  # messages of an actor that took too long
+_PAUSE_SECONDS = 0.5  # before an actor that is being started again is called again
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -284,13 +285,15 @@ class _Worker(threading.Thread):
 @dataclass
 class _Seat:
     """One actor as the driver sees it. ``out``: messages in its hands, by name. ``suspects``: those
-    that were when it died, handed out again one by one: one of them may kill it each time."""
+    that were when it died, handed out again one by one: one of them may kill it each time.
+    ``settling``: the call under way tells it, new or started again, whose home it is."""
 
     actor: Any
     queue: deque[Message] = field(default_factory=deque)
     out: dict[str, Message] = field(default_factory=dict)
     suspects: deque[Message] = field(default_factory=deque)
     call: Any = None
+    settling: bool = False
 
 
 class RayGrid(OwnGrid):
@@ -364,19 +367,30 @@ class RayGrid(OwnGrid):
             try:
                 found = ray.get(call)
             except ray.exceptions.RayError:  # it died, or nobody knows
-                found = None
-            if found is None:
-                replies += self._bury(seat)
-                seat.actor.settle.remote(self._tenancy)
+                if seat.settling:  # it is not back yet
+                    time.sleep(_PAUSE_SECONDS)
+                else:
+                    replies += self._bury(seat)
+                self._settle(seat)
                 continue
-            for reply in found:
-                name = reply.metadata.reply_to_message_id
-                if seat.out.pop(name, None) is not None:  # else it was done twice
-                    self._deaths.pop(name, None)
-                    replies.append(reply)
+            if seat.settling:
+                seat.settling = False
+            elif found is None:  # it was started again behind our back
+                seat.suspects.extendleft(reversed(seat.out.values()))
+                seat.out.clear()
+                self._settle(seat)
+            else:
+                for reply in found:
+                    name = reply.metadata.reply_to_message_id
+                    if seat.out.pop(name, None) is not None:  # else it was done twice
+                        self._deaths.pop(name, None)
+                        replies.append(reply)
         for seat in self._seats:  # their next work, while the server reads these replies
             self._call(seat)
         return replies
+
+    def _settle(self, seat: _Seat) -> None:
+        seat.settling, seat.call = True, seat.actor.settle.remote(self._tenancy)
 
     def _call(self, seat: _Seat) -> None:
         """Hands an idle actor what waits for it."""

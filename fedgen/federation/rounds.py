@@ -57,15 +57,17 @@ class RunState:
     """All that the server knows between rounds.
 
     rounds: rounds completed. server: the server program's state. tag: of the clients' states that
-    go with it. spends: what each client released, as the server saw it. asks, rows: how often each
-    client was asked, and for how many rows, counted as sent. sent, received: bytes to and from each
-    client in rounds and preparation. failures: how many of each kind.
+    go with it; kept: the last tag under which each client kept its own. spends: what each client
+    released, as the server saw it. asks, rows: how often each client was asked, and for how many
+    rows, counted as sent. sent, received: bytes to and from each client in rounds and preparation.
+    failures: how many of each kind.
     """
 
     server: Tensors
     rounds: int = 0
     prepared: bool = False
     tag: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
     spends: dict[int, Spend] = field(default_factory=dict)
     asks: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)
@@ -150,21 +152,31 @@ class Rounds:
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
 
     def restore(self) -> None:
-        """Has every client go back to the state that goes with the server's.
+        """Has every client go back to the state that goes with the server's, or to the last one
+        that it kept, if it did not hear later calls.
 
         Raises:
             FedgenError: if one cannot.
         """
-        self._tell(messages.RESTORE, self.state.tag, "the call to go back to its state", must=1.0)
+        asked = [
+            self._message(
+                messages.pack_place(self.state.kept.get(client, 0)), messages.RESTORE, client
+            )
+            for client in sorted(self.strategy.nodes)
+        ]
+        self._exchange(asked, "the call to go back to its state", _acknowledged, must=1.0)
 
     def keep(self) -> None:
         """Has every client hold on to its state, under the next tag."""
         self.state.tag += 1
-        self._tell(messages.KEEP, self.state.tag, "the call to keep its state")
+        asked = self._to_all(messages.KEEP, messages.pack_place(self.state.tag))
+        found = self._exchange(asked, "the call to keep its state", _acknowledged)
+        self.state.kept |= dict.fromkeys(found, self.state.tag)
 
     def forget(self) -> None:
         """Has every client drop its state."""
-        self._tell(messages.RESTORE, 0, "the farewell", must=0.0)
+        asked = self._to_all(messages.RESTORE, messages.pack_place(0))
+        self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 
     def accounts(self) -> dict[int, Account]:
         """What the clients' ledgers come to, of those that answer."""
@@ -275,11 +287,6 @@ class Rounds:
 
     def _to_all(self, kind: str, content: RecordDict) -> list[Message]:
         return [self._message(content, kind, client) for client in sorted(self.strategy.nodes)]
-
-    def _tell(self, kind: str, tag: int, place: str, must: float | None = None) -> None:
-        self._exchange(
-            self._to_all(kind, messages.pack_place(tag)), place, _acknowledged, must=must
-        )
 
     def _exchange(
         self,

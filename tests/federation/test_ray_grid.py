@@ -29,7 +29,7 @@ def app() -> ClientApp:
     def do(message: Message, context: Context) -> Message:
         order = str(message.content.config_records["facts"]["order"])
         if order == "sleep":
-            time.sleep(3)
+            time.sleep(6)
         if order == "raise":
             raise ValueError("label of row 17 is 3")
         if order == "die":
@@ -46,7 +46,7 @@ def grid() -> Iterator[RayGrid]:
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see the tests
-        yield RayGrid.of(app, CLIENTS, 1.0, 1, 0.5, 0.0, 2)
+        yield RayGrid.of(app, CLIENTS, 2.0, 1, 0.5, 0.0, 2)
 
 
 def play(grid: RayGrid, orders: dict[int, str]) -> dict[int, int | str]:
