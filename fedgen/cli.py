@@ -42,12 +42,19 @@ settings (defaults in brackets):
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
+_INTERRUPTED = 130
+
 COMMANDS = {"train": "config", "account": "account", "sample": "sample", "evaluate": "evaluate"}
 
 
 def main() -> None:
     """The console script."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == _INTERRUPTED:  # all is put away; threads of an engine may still wait for clients
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def run(arguments: list[str]) -> int:
@@ -74,7 +81,7 @@ def run(arguments: list[str]) -> int:
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
         print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     return 0
 
 

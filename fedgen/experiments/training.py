@@ -216,6 +216,8 @@ class Training:
                 return self._leave(state)
             except KeyboardInterrupt:
                 raise Interrupted(self._how_to_go_on("before its end")) from None
+            finally:
+                self._board.close()
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""
@@ -443,7 +445,6 @@ class Training:
         self.run_dir.write("results", {**results, "gen2real": {}, "real2real": {}})
         judged = evaluate(self.ready.config.evaluation, self.ready, generator, self.progress)
         self.run_dir.write("results", {**results, **judged})
-        self._board.close()
         return self.run_dir.path
 
     def _figure(self) -> None:
