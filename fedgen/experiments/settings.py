@@ -79,14 +79,22 @@ def setup(config: DictConfig) -> Setup:
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
     facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape, all_answer)
-    make = partial(_method, build(config.method, without=("strategy",)), facts, config.device)
+    made = build(config.method, without=("strategy",))
+    make = partial(_method, made, facts, config.device)
     privacy = decide(config, make)
-    method = make(privacy.noise_multiplier)
-    program = partial(_program, make, privacy.noise_multiplier)
-    gaps = replace(facts, all_answer=False)
-    with_gaps = partial(_method, build(config.method, without=("strategy",)), gaps, config.device)
-    again = partial(with_gaps, privacy.noise_multiplier)
-    return Setup(config, coins, dataset, shards, method, privacy, program, again, faults(config))
+    noise = privacy.noise_multiplier
+    gaps = partial(_method, made, replace(facts, all_answer=False), config.device, noise)
+    return Setup(
+        config,
+        coins,
+        dataset,
+        shards,
+        make(noise),
+        privacy,
+        program=partial(_program, make, noise),
+        with_gaps=gaps,
+        faults=faults(config),
+    )
 
 
 def _method(

@@ -26,10 +26,11 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
+from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.generation import describe, draw_samples, evaluate
 from fedgen.experiments.interrupt import Interrupt
-from fedgen.experiments.settings import Setup, build, view
+from fedgen.experiments.settings import Setup, build
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site
 from fedgen.federation.failures import UnansweredError
@@ -169,9 +170,8 @@ class SiteOf:
 def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
     """What a process needs to be home to a run's clients."""
     runtime, folder = ready.config.runtime, run_dir.clients.absolute()
-    coins = Coins.of(ready.config.seed, "seeded").at(
-        "faults"
-    )  # no secret of the server's leaves it
+    # coins of the seed alone: the server's secret ones do not leave it
+    coins = Coins.of(ready.config.seed, "seeded").at("faults")
     faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
     return Site(
         program=ready.program,
@@ -350,24 +350,14 @@ class Training:
 
     def _announce(self) -> None:
         privacy, plan = self.ready.privacy, self.method.plan
-        epsilons = {
-            name: view(
-                self.method,
-                privacy.budget,
-                privacy.budget.rounds,
-                privacy.budget.rows,
-                privacy.delta,
-                name == "server",
-            ).value
-            for name in ("server", "release")
-        }
+        views = planned_views(self.ready)
+        server, release = (epsilon_in_words(views[name].value) for name in ("server", "release"))
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
         self.progress.say(
             f"{self.config.names.method} on {self.config.names.data}: "
             f"{self.clients} client{'s' if self.clients > 1 else ''}, at most "
-            f"{privacy.budget.rounds} rounds, proven ε ≤ {epsilon_in_words(epsilons['server'])} "
-            f"(server), {epsilon_in_words(epsilons['release'])} (release) per {plan.unit.value} at "
-            f"δ = {privacy.delta:g}, noise multiplier {noise}"
+            f"{privacy.budget.rounds} rounds, proven ε ≤ {server} (server), {release} "
+            f"(release) per {plan.unit.value} at δ = {privacy.delta:g}, noise multiplier {noise}"
         )
 
     def _finished(self, state: RunState, facts: RoundFacts) -> None:

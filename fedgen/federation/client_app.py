@@ -38,8 +38,8 @@ class BudgetError(Exception):
 
 
 class PastRoundError(Exception):
-    """A client was asked about a round before its last; it answered nothing. A round's noise is a
-    function of the round: with another question it would cancel out of the two answers."""
+    """A client was asked about a round before its last, or again under coins that a first answer
+    has used; it answered nothing. Two answers under one noise would show their difference."""
 
 
 @dataclass(frozen=True)

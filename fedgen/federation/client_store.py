@@ -121,9 +121,10 @@ class ClientStore:
 
     def keep(self, client: int, tag: int) -> None:
         """Holds on to the present state under a tag, and to the one kept before; no other. A call
-        that comes after a later one does nothing."""
+        that comes again, or after a later one, does nothing: the server's checkpoint may still
+        name the tag before."""
         entry = self._of(client)
-        if any(int(other) > tag for other in entry.kept):
+        if any(int(other) >= tag for other in entry.kept):
             return
         for name in sorted(entry.dirty):
             self._write(client, entry, name, entry.parts[name])
@@ -148,10 +149,6 @@ class ClientStore:
                 entry.parts[name] = tensors
         self._clients[client] = entry
         self._tidy(client, entry)
-
-    def forget(self, client: int) -> None:
-        """Drops the client's state: critics saw private rows and are of no use after a run."""
-        self.restore(client, 0)
 
     # --- inside -----------------------------------------------------------------------------------
 

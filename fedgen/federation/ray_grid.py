@@ -36,7 +36,7 @@ from flwr.serverapp import ServerApp
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.client_app import Homes, Site, client_app
-from fedgen.federation.failures import DEADLINE, DIED
+from fedgen.federation.failures import DEADLINE, DIED, UnansweredError
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.nodes import Nodes, OwnGrid, client_of, seconds_for
 from fedgen.federation.server_app import start
@@ -49,6 +49,7 @@ _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
 _KNOCK_SECONDS = 10.0  # for a cluster's address to answer
 _MOST_GIVEN_UP = 32  # messages of an actor that took too long
 _PAUSE_SECONDS = 0.5  # before an actor that is being started again is called again
+_MOST_UNSETTLED = 240  # such pauses in a row
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -294,6 +295,7 @@ class _Seat:
     suspects: deque[Message] = field(default_factory=deque)
     call: Any = None
     settling: bool = False
+    unsettled: int = 0  # times in a row that it could not be told
 
 
 class RayGrid(OwnGrid):
@@ -368,13 +370,13 @@ class RayGrid(OwnGrid):
                 found = ray.get(call)
             except ray.exceptions.RayError:  # it died, or nobody knows
                 if seat.settling:  # it is not back yet
-                    time.sleep(_PAUSE_SECONDS)
+                    self._wait_for(seat)
                 else:
                     replies += self._bury(seat)
                 self._settle(seat)
                 continue
             if seat.settling:
-                seat.settling = False
+                seat.settling, seat.unsettled = False, 0
             elif found is None:  # it was started again behind our back
                 seat.suspects.extendleft(reversed(seat.out.values()))
                 seat.out.clear()
@@ -388,6 +390,15 @@ class RayGrid(OwnGrid):
         for seat in self._seats:  # their next work, while the server reads these replies
             self._call(seat)
         return replies
+
+    def _wait_for(self, seat: _Seat) -> None:
+        """Raises UnansweredError if an actor does not come back at all."""
+        seat.unsettled += 1
+        if seat.unsettled > _MOST_UNSETTLED:
+            raise UnansweredError(
+                "runtime", "one of Ray's actors cannot be started again", "go on with resume="
+            )
+        time.sleep(_PAUSE_SECONDS)
 
     def _settle(self, seat: _Seat) -> None:
         seat.settling, seat.call = True, seat.actor.settle.remote(self._tenancy)

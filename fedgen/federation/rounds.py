@@ -174,7 +174,7 @@ class Rounds:
         self.state.kept |= dict.fromkeys(found, self.state.tag)
 
     def forget(self) -> None:
-        """Has every client drop its state."""
+        """Has every client drop its state: critics saw private rows, and their use is over."""
         asked = self._to_all(messages.RESTORE, messages.pack_place(0))
         self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 

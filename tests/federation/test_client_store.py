@@ -68,7 +68,7 @@ def test_what_was_kept_can_be_gone_back_to(tmp_path: Path, in_memory: bool) -> N
     assert again.done(0, TRAIN) == 1
     assert again.answer(0).event == ANSWER.event
     assert files(again) == 2, "what came later is dropped"
-    again.forget(0)
+    again.restore(0, 0)
     assert not list(again.folder(0).iterdir())
 
 
@@ -90,6 +90,20 @@ def test_a_call_to_keep_that_comes_late_does_nothing(tmp_path: Path, in_memory: 
     store.keep(0, 3)
     again = ClientStore(tmp_path, in_memory)
     again.restore(0, 4)
+    assert values(again) == {"a": 1}
+
+
+def test_a_call_to_keep_that_comes_again_leaves_the_tag_before(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    """An actor died after it kept, and was told again; then the server died, before it had noted
+    the tag: it comes back with the one before."""
+    store = ClientStore(tmp_path, in_memory)
+    for tag in (1, 2, 2):
+        store.commit(0, TRAIN, tag, {"a": part(tag)}, None) if tag != 2 else None
+        store.keep(0, tag)
+    again = ClientStore(tmp_path, in_memory)
+    again.restore(0, 1)
     assert values(again) == {"a": 1}
 
 
