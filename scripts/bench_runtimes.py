@@ -39,7 +39,8 @@ from fedgen.data.datasets import Shard
 from fedgen.federation.client_app import Homes, Site, client_app
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.federation.messages import pack_arrays, unpack_arrays
-from fedgen.federation.ray_grid import RayGrid, cluster
+from fedgen.federation.ray_cluster import cluster
+from fedgen.federation.ray_grid import RayGrid
 from fedgen.federation.rounds import Rounds, RunState
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan

@@ -22,6 +22,10 @@ from fedgen.errors import FedgenError
 _NUMBER_OR_NULL = ("privacy.target_epsilon", "privacy.noise_multiplier", "runtime.timeout")
 
 
+SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "faults")
+"""Settings of the runtime group that a run's bits and its privacy depend on."""
+
+
 def compose(name: str, overrides: list[str]) -> DictConfig:
     """The configuration ``name`` with overrides, and the chosen groups' options under ``names``.
 
@@ -60,7 +64,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
     depend on. Without a new runtime, ``names.runtime`` is null."""
     if not others:
         config.names.runtime = None
-    fixed = ("runtime.min_success", "runtime.threads", "runtime.faults")
+    fixed = tuple(f"runtime.{name}" for name in SAME_ON_EVERY_RUNTIME)
     kept = [w for w in others if not _key(w).startswith("runtime") or _key(w).startswith(fixed)]
     if kept:
         raise FedgenError(

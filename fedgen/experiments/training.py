@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import secrets
 import shutil
 import signal
 import time
@@ -20,7 +19,7 @@ import safetensors.torch
 import torch
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from fedgen.coins import Coins
@@ -28,7 +27,9 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
+from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.generation import describe, draw_samples, evaluate
+from fedgen.experiments.identity import check_same_run, moved, new_run
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build
 from fedgen.federation import checkpoint
@@ -37,7 +38,7 @@ from fedgen.federation.failures import UnansweredError
 from fedgen.federation.faults import FaultyClients, FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import digest, write_whole
+from fedgen.files import write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Ledger
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
@@ -47,8 +48,7 @@ from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import statement
 
 # settings of the runtime group that are the run's, not the runtime's
-_SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "faults")
-_NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *_SAME_ON_EVERY_RUNTIME)
+_NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
 
 
@@ -82,12 +82,12 @@ def train(config: DictConfig, play: Play | None = None) -> Path:
     new = config.resume is None
     if new:
         ready = settings.setup(config)
-        run_dir, name = _new_run(ready)
+        run_dir, name = new_run(ready)
     else:
         run_dir, before, identity = RunDir.open(Path(config.resume), "resume")
-        config = _moved(before, config)
+        config = moved(before, config)
         ready, name = settings.setup(config), identity["run"]
-        _check_same_run(run_dir, ready, identity)
+        check_same_run(run_dir, ready, identity)
         if run_dir.unanswered.exists() and ready.privacy.noise == "secure":
             # its draws were made again until they met no client that failed
             ready = replace(ready, method=ready.with_gaps())
@@ -102,57 +102,6 @@ def train(config: DictConfig, play: Play | None = None) -> Path:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 shutil.rmtree(run_dir.path)
             raise
-
-
-def _moved(config: DictConfig, asked: DictConfig) -> DictConfig:
-    """A run's settings, on the runtime that it is asked to go on with, if any."""
-    if asked.names.runtime is None:
-        return config
-    moved = config.copy()
-    kept = OmegaConf.masked_copy(config.runtime, list(_SAME_ON_EVERY_RUNTIME))
-    moved.runtime = OmegaConf.merge(asked.runtime, kept)
-    moved.names.runtime = asked.names.runtime
-    return moved
-
-
-def _new_run(ready: Setup) -> tuple[RunDir, str]:
-    """A run directory, and the run's name: seeded runs with the same settings are the same run."""
-    config = ready.config
-    name = secrets.token_hex(8) if ready.privacy.noise == "secure" else _settings_digest(config)
-    place = config.run_dir or time.strftime(
-        f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
-    )
-    settings = _settings_digest(config)
-    identity = {"run": name, "data": ready.dataset.digest(), "settings": settings}
-    return RunDir.create(Path(place), config, identity), name
-
-
-def _settings_digest(config: DictConfig) -> str:
-    alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
-    alone.runtime = OmegaConf.masked_copy(config.runtime, list(_SAME_ON_EVERY_RUNTIME))
-    alone.names = OmegaConf.masked_copy(
-        config.names, [str(k) for k in config.names if k != "runtime"]
-    )
-    return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
-
-
-def _check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
-    """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
-    the same coins would sanitize something else."""
-    if identity["data"] != ready.dataset.digest():
-        raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
-    if identity["settings"] != _settings_digest(ready.config):
-        raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
-    if (run_dir.checkpoints / checkpoint.NAME).exists():
-        for client in range(len(ready.shards)):
-            if not (run_dir.clients / str(client) / LEDGER).exists():
-                raise FedgenError(
-                    "resume",
-                    f"the ledger of client {client} is missing from {run_dir.path}",
-                    "restore it: spend is never forgotten",
-                )
-    elif (run_dir.path / "privacy.json").exists():
-        raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
 @dataclass(frozen=True)

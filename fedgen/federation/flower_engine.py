@@ -18,7 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedgen.errors import FedgenError
 from fedgen.federation.client_app import ClientHome, Homes, Site, client_app
 from fedgen.federation.nodes import GridAround
-from fedgen.federation.ray_grid import be_quiet, ray_folder
+from fedgen.federation.ray_cluster import be_quiet, ray_folder
 
 
 def run(

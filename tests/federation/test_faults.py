@@ -227,10 +227,10 @@ def test_a_late_reply_is_an_error_first_and_comes_when_others_are_asked_for() ->
 ALL = [
     "runtime.faults.raises=0.02",
     "runtime.faults.returns_error=0.02",
-    "runtime.faults.hangs=0.0015",
+    "runtime.faults.hangs=0.001",
     "runtime.faults.wrong_shape=0.02",
     "runtime.faults.nan=0.02",
-    "runtime.faults.dies=0.0015",
+    "runtime.faults.dies=0.001",
     "runtime.faults.late=0.02",
     "runtime.faults.twice=0.02",
     "runtime.faults.vanishes=0.0003",

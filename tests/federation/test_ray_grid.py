@@ -15,7 +15,8 @@ from flwr.clientapp import ClientApp
 from fedgen.federation.failures import DEADLINE, DIED
 from fedgen.federation.flower_compat import CLIENT_RAISED, NODE_UNAVAILABLE
 from fedgen.federation.messages import ASK
-from fedgen.federation.ray_grid import RayGrid, cluster
+from fedgen.federation.ray_cluster import cluster
+from fedgen.federation.ray_grid import RayGrid
 
 pytestmark = pytest.mark.slow
 CLIENTS = 6

@@ -154,9 +154,6 @@ def test_the_server_is_killed_with_many_clients_on_ray(
         "method.critics_per_step=20",
         "method.warm_start=0",
         "rounds=30",
-        "runtime=ray",
-        "runtime.num_cpus=0.5",
-        "runtime.actors=2",
         "runtime.checkpoint_every=8",
         "log_every=5",
         "privacy.target_epsilon=null",
@@ -164,7 +161,8 @@ def test_the_server_is_killed_with_many_clients_on_ray(
     ]
     whole = fingerprint(train(*settings, name="whole"))
     run = tmp_path / "killed"
-    assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.1, 10)
+    on_ray = ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
+    assert kill_at(run, [*TINY, *settings, *on_ray, f"run_dir={run}"], 0.1, 10)
     assert not (run / "results.json").exists()
     assert cli.run(["train", f"resume={run}"]) == 0
     assert fingerprint(run) == whole
@@ -187,10 +185,11 @@ def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> t
 def test_ctrl_c_keeps_what_is_done(
     train: Train, tmp_path: Path, runtime: str, nothing_left: None
 ) -> None:
-    settings = [*LONG, "runtime.checkpoint_every=1000", f"runtime={runtime}", "rounds=25"]
+    settings = [*LONG, "runtime.checkpoint_every=1000", "rounds=25"]
     whole = fingerprint(train(*settings, name="whole"))
     run = tmp_path / "cut"
-    status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 5, times=1)
+    command = [*TINY, *settings, f"runtime={runtime}", f"run_dir={run}"]
+    status, line = interrupted(command, run, 5, times=1)
     assert status == 130
     found = re.fullmatch(
         rf"fedgen: interrupted after round (\d+); go on with: fedgen train resume={run}", line

@@ -1,0 +1,69 @@
+"""Which run a run directory holds, and whether it goes on as the run that it was."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.errors import FedgenError
+from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
+from fedgen.experiments.settings import Setup
+from fedgen.federation import checkpoint
+from fedgen.federation.client_app import LEDGER
+from fedgen.files import digest
+from fedgen.reporting.run_dir import RunDir
+
+
+def moved(config: DictConfig, asked: DictConfig) -> DictConfig:
+    """A run's settings, on the runtime that it is asked to go on with, if any."""
+    if asked.names.runtime is None:
+        return config
+    there = config.copy()
+    kept = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
+    there.runtime = OmegaConf.merge(asked.runtime, kept)
+    there.names.runtime = asked.names.runtime
+    return there
+
+
+def new_run(ready: Setup) -> tuple[RunDir, str]:
+    """A run directory, and the run's name: seeded runs with the same settings are the same run."""
+    config = ready.config
+    name = secrets.token_hex(8) if ready.privacy.noise == "secure" else _settings_digest(config)
+    place = config.run_dir or time.strftime(
+        f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
+    )
+    settings = _settings_digest(config)
+    identity = {"run": name, "data": ready.dataset.digest(), "settings": settings}
+    return RunDir.create(Path(place), config, identity), name
+
+
+def _settings_digest(config: DictConfig) -> str:
+    alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
+    alone.runtime = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
+    alone.names = OmegaConf.masked_copy(
+        config.names, [str(k) for k in config.names if k != "runtime"]
+    )
+    return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
+
+
+def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
+    """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
+    the same coins would sanitize something else."""
+    if identity["data"] != ready.dataset.digest():
+        raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
+    if identity["settings"] != _settings_digest(ready.config):
+        raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
+    if (run_dir.checkpoints / checkpoint.NAME).exists():
+        for client in range(len(ready.shards)):
+            if not (run_dir.clients / str(client) / LEDGER).exists():
+                raise FedgenError(
+                    "resume",
+                    f"the ledger of client {client} is missing from {run_dir.path}",
+                    "restore it: spend is never forgotten",
+                )
+    elif (run_dir.path / "privacy.json").exists():
+        raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")

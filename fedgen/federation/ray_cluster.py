@@ -1,0 +1,83 @@
+"""A Ray cluster for as long as it is needed, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fedgen.errors import FedgenError
+
+_FOLDER = "fedgen-ray-"
+_KNOCK_SECONDS = 10.0  # for a cluster's address to answer
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """A Ray cluster: the one at ``address``, or one of this machine's for as long as this lasts.
+
+    Raises:
+        FedgenError: if there is none at ``address``.
+    """
+    be_quiet()
+    import ray
+
+    on_term = signal.getsignal(signal.SIGTERM)
+    with ray_folder() as place:
+        own = {"address": "local", "include_dashboard": False, "_temp_dir": place}
+        where: dict[str, Any] = {"address": address} if address else own
+        try:
+            if address not in (None, "auto"):
+                _knock(str(address))
+            ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
+        except (OSError, ValueError, RuntimeError) as error:
+            if address is None:
+                raise
+            raise FedgenError(
+                "runtime.address",
+                f"no Ray cluster answers at {address}",
+                "give HOST:PORT of a machine where ray start --head ran, auto on that machine, or "
+                "nothing for a cluster of this machine's own",
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def be_quiet() -> None:
+    """Has Ray send no statistics and give no advice."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def ray_folder() -> Iterator[str]:
+    """A folder for a Ray cluster of this process. Those of processes that were killed go now."""
+    for path in Path("/tmp").glob(f"{_FOLDER}*"):  # Ray's sockets need a short path
+        owner = path.name.removeprefix(_FOLDER).split("-")[0]
+        if not (owner.isdigit() and psutil.pid_exists(int(owner))):
+            shutil.rmtree(path, ignore_errors=True)
+    place = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir="/tmp")
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError or ValueError unless something listens: Ray itself would wait for it."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
