@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.special import ndtri
 
 Where = int | str
@@ -68,6 +69,12 @@ class Coins:
     def secret(self, *where: Where) -> random.Random:
         """A source of secret draws at this place (``sample``, ``random``, ``randrange``, ...)."""
         return _StreamRandom(self.secret_key, self._hidden(where))
+
+    def secret_uniforms(self, count: int, *where: Where) -> NDArray[np.float64]:
+        """Secret uniforms in [0, 1), by 53 bits each: many at once."""
+        raw = _stream(self.secret_key, self._hidden(where), 8 * count)
+        uniforms = (np.frombuffer(raw, dtype="<u8") >> np.uint64(11)) * 2.0**-53
+        return uniforms.astype(np.float64)
 
     def noise(self, shape: tuple[int, ...], *where: Where) -> torch.Tensor:
         """Standard Gaussian noise, float32, by the inverse normal of 52-bit uniforms in (0, 1)."""

@@ -8,7 +8,7 @@ from typing import Any
 from fedgen.experiments.settings import Privacy
 from fedgen.federation.rounds import RunState
 from fedgen.method import Method, Plan
-from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.accounting import Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
 from fedgen.privacy.ledger import Account, larger
@@ -52,11 +52,9 @@ class Accounts:
     def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
         """epsilon by adversary so far: of the busiest client against the server, of any client in
         what is published."""
-        distinct = {tuple(sorted(s.items(), key=repr)) for s in self.spends(state).values()}
-        server = max(
-            (epsilon(dict(spend), self.privacy.delta) for spend in distinct),
-            key=lambda found: found.or_infinity,
-        )
+        spends = list(self.spends(state).values())
+        each = epsilons(spends, self.privacy.delta, self.method.plan.relation)
+        server = max(each, key=lambda found: found.or_infinity)
         return {"server": server, "release": self.release(state, stopped) or server}
 
     def release(self, state: RunState, stopped: bool) -> Epsilon | None:
@@ -70,14 +68,15 @@ class Accounts:
         if plan.release is None:
             return None
         if state.rounds == 0:
-            return epsilon({}, delta)
+            return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
-        cap = epsilon(canonical(plan.server(min(budget.rows, rounds * plan.rows_per_round))), delta)
+        most = canonical(plan.server(min(budget.rows, rounds * plan.rows_per_round)))
+        cap = epsilon(most, delta, plan.relation)
         stop = 0.0
         if budget.stop_probability > 0:
             steps = budget.rounds + self._repeated_rounds(state)
             stop = self.method.cohort.stop_probability(plan.rows_per_round, steps, budget.rows)
-        return smaller(release_epsilon(plan.release(rounds), delta, stop), cap)
+        return smaller(release_epsilon(plan.release(rounds), delta, plan.relation, stop), cap)
 
     def _repeated_rounds(self, state: RunState) -> int:
         """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
@@ -104,8 +103,9 @@ class Accounts:
         """The content of privacy.json."""
         plan, claim, clients = self.method.plan, self.method.plan.claim, {}
         views = self.views(state, stopped is not None)
-        for client, spend in self.spends(state).items():
-            server = epsilon(spend, self.privacy.delta)
+        spends = self.spends(state)
+        each = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
+        for (client, spend), server in zip(spends.items(), each, strict=True):
             clients[str(client)] = {
                 "server": or_null(server.value),
                 "release": or_null(views["release"].value),

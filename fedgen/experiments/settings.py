@@ -281,21 +281,25 @@ def view(
     method: Method, budget: Budget, rounds: int, rows: int, delta: float, server: bool
 ) -> Epsilon:
     """epsilon to one adversary after ``rounds`` rounds, for a client that answered ``rows``."""
-    against_server = epsilon(canonical(method.plan.server(rows)), delta)
+    against_server = epsilon(canonical(method.plan.server(rows)), delta, method.plan.relation)
     if server or method.plan.release is None:
         return against_server
-    event = method.plan.release(rounds)
-    return smaller(release_epsilon(event, delta, budget.stop_probability), against_server)
+    event, relation = method.plan.release(rounds), method.plan.relation
+    found = release_epsilon(event, delta, relation, budget.stop_probability)
+    return smaller(found, against_server)
 
 
 def affordable(method: Method, config: DictConfig, server: bool, target: float) -> Budget:
     """How far given noise may go: rows of a client (against the server), or rounds."""
     per_round, delta = method.plan.rows_per_round, config.privacy.delta
+    relation = method.plan.relation
     all_rows = per_round * config.rounds
     if server or method.plan.release is None:
 
         def spent(rows: int) -> float:
-            return epsilon(canonical(method.plan.server(rows)), delta).or_infinity
+            return epsilon(
+                canonical(method.plan.server(rows)), delta, method.plan.relation
+            ).or_infinity
 
         unit = per_round if method.cohort.population == 1 else 1
         rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
@@ -307,7 +311,9 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
         return Budget(rounds, rows, stop)
     release = method.plan.release
     rounds = most_repetitions(
-        lambda count: epsilon(canonical(release(count)), delta).or_infinity, target, config.rounds
+        lambda count: epsilon(canonical(release(count)), delta, relation).or_infinity,
+        target,
+        config.rounds,
     )
     if rounds == 0:
         raise _impossible(target)

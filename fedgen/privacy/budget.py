@@ -13,7 +13,7 @@ from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import Epsilon, epsilon
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Relation, canonical
 
 # A calibrated run stops early, because a client was drawn too often, with at most this probability.
 TAIL = 1e-12
@@ -35,7 +35,9 @@ class Budget:
     stop_probability: float
 
 
-def release_epsilon(event: DpEvent, delta: float, stop_probability: float) -> Epsilon | None:
+def release_epsilon(
+    event: DpEvent, delta: float, relation: Relation, stop_probability: float
+) -> Epsilon | None:
     """epsilon of the published generator when secret draws amplify; None if it cannot be given.
 
     A run that stops when the draws have asked some client too often shows something of the draws.
@@ -43,8 +45,8 @@ def release_epsilon(event: DpEvent, delta: float, stop_probability: float) -> Ep
     at most p, the probability of a stop, under both data sets, so it is (e, d + p (1 + e^e))-DP.
     """
     if stop_probability == 0:
-        return epsilon(canonical(event), delta)
-    found = epsilon(canonical(event), (1 - _STOP_SHARE) * delta)
+        return epsilon(canonical(event), delta, relation)
+    found = epsilon(canonical(event), (1 - _STOP_SHARE) * delta, relation)
     if found.or_infinity > 700:
         return None
     paid = stop_probability * (1 + math.exp(found.or_infinity))

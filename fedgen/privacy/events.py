@@ -6,8 +6,11 @@ The vocabulary is dp_accounting's, and one node of our own:
     one Gaussian release; ``sigma`` is the noise multiplier, std over L2 sensitivity under the
     stated neighbouring relation.
 ``SampledWithoutReplacementDpEvent(K, m, event)``
-    a fresh, secret, uniform draw of ``m`` out of ``K`` disjoint subsets decides whose contribution
-    goes into ``event``; whatever is not drawn contributes nothing and keeps no trace of the draw.
+    a fresh, secret, uniform draw of ``m`` out of ``K`` (disjoint subsets, or rows) decides whose
+    contribution goes into ``event``; whatever is not drawn contributes nothing and keeps no trace
+    of the draw.
+``PoissonSampledDpEvent(q, event)``
+    the same, each row drawn by itself with probability ``q``.
 ``RevealedDraw(q, event)``
     the record's subset is drawn with probability ``q``, independently each time, but the adversary
     is assumed to see the draw: no amplification, yet the number of visits is a random number.
@@ -30,6 +33,7 @@ from dp_accounting import (
     DpEvent,
     GaussianDpEvent,
     NonPrivateDpEvent,
+    PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
@@ -86,6 +90,11 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
             if taken >= population:
                 return canonical(gate, count)
             return {SampledWithoutReplacementDpEvent(population, taken, gate): count}
+        case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            gate = _single_gaussian(inner)
+            if rate >= 1:
+                return canonical(gate, count)
+            return {PoissonSampledDpEvent(rate, gate): count}
         case RevealedDraw(probability=probability, event=inner):
             gate = _single_gaussian(inner)
             if probability >= 1:
@@ -124,6 +133,8 @@ def to_json(event: DpEvent) -> dict[str, Any]:
             source_dataset_size=population, sample_size=taken, event=inner
         ):
             return {"event": "draw", "of": population, "take": taken, "gates": to_json(inner)}
+        case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            return {"event": "poisson", "rate": rate, "gates": to_json(inner)}
         case RevealedDraw(probability=probability, event=inner):
             return {"event": "revealed_draw", "probability": probability, "gates": to_json(inner)}
         case NonPrivateDpEvent():
@@ -141,6 +152,8 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             return SelfComposedDpEvent(from_json(inner), count)
         case {"event": "draw", "of": int() as population, "take": int() as taken, "gates": inner}:
             return SampledWithoutReplacementDpEvent(population, taken, from_json(inner))
+        case {"event": "poisson", "rate": float() as rate, "gates": inner}:
+            return PoissonSampledDpEvent(rate, from_json(inner))
         case {"event": "revealed_draw", "probability": float() as probability, "gates": inner}:
             return RevealedDraw(probability, from_json(inner))
         case {"event": "non_private"}:
@@ -162,6 +175,11 @@ def in_words(spend: Spend) -> str:
                 words.append(
                     f"{count:,} secret draws of {taken} out of {population}, each gating one "
                     f"Gaussian release at noise multiplier {gate.noise_multiplier:.4g}"
+                )
+            case PoissonSampledDpEvent(sampling_probability=rate, event=gate):
+                words.append(
+                    f"{count:,} secret Poisson draws at rate {rate:.4g}, each gating one Gaussian "
+                    f"release at noise multiplier {gate.noise_multiplier:.4g}"
                 )
             case RevealedDraw(probability=probability, event=gate):
                 words.append(

@@ -1,17 +1,32 @@
-"""Clip and noise: the only room where privacy noise is drawn, and the only maker of a Release."""
+"""Clip and noise: the only room where privacy noise is drawn, and the only maker of a Release.
+
+| mechanism | bounds | sensitivity, add or remove one / replace one | of |
+|---|---|---|---|
+| ``RowGaussian`` | each row by itself | 2C / 2C, over the answerers of a row | GS-WGAN |
+| ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
+| ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD; DP-MERF (all rows, once) |
+| ``TrustedAggregate`` | each client's vector | C / 2C | FedAvg-GAN |
+
+A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
+become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero.
+A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
+bounded, what is not finite becomes zero; the wire shows nothing of it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from dp_accounting import DpEvent, NonPrivateDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from torch import Tensor
 
 from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.privacy.batches import Batches, Rows
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.routing import Routing
 
@@ -94,6 +109,170 @@ class RowGaussian:
         std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
         noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
         return Release({"gradients": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+
+
+@dataclass(frozen=True)
+class JointGaussian:
+    """One gradient matrix from one batch, clipped as a whole (Frobenius norm), plus Gaussian noise:
+    DP-Sinkhorn's released code. Its paper clips each row instead, one batch behind all of them, and
+    counts a single row's cost."""
+
+    clip: float
+    noise_multiplier: float
+    batches: Batches
+    relation: Relation
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        _check_neighbours(self.batches, self.relation)
+
+    def sensitivity(self, relation: Relation) -> float:
+        """L2 sensitivity of the matrix; the same under both relations."""
+        del relation
+        return 2 * self.clip
+
+    def event(self) -> DpEvent:
+        """What one release costs."""
+        return self.batches.event(GaussianDpEvent(self.noise_multiplier))
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """The batch behind the next release."""
+        return self.batches.draw(rows, coins)
+
+    def release(self, matrix: Tensor, coins: Coins) -> Release:
+        """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
+        clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
+        std = self.noise_multiplier * self.sensitivity(self.relation)
+        noisy = clipped + std * coins.noise(tuple(matrix.shape), "release")
+        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, _SEAL)
+
+
+@dataclass(frozen=True)
+class SumGaussian:
+    """A sum over the rows of a batch, each row's contribution clipped, plus Gaussian noise, divided
+    by a public number: DP-SGD (Abadi et al. 2016, algorithm 1), and with all rows, once, the mean
+    embedding of DP-MERF.
+
+    The sum of nothing is released and charged like any other: an empty batch does not show.
+
+    divisor: the expected size of a batch, or the public number of rows; never a realized size.
+    """
+
+    clip: float
+    noise_multiplier: float
+    batches: Batches
+    divisor: float
+    relation: Relation
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        _check_neighbours(self.batches, self.relation)
+
+    def sensitivity(self, relation: Relation) -> float:
+        """L2 sensitivity of what is released, before the noise."""
+        return _of_a_sum(relation) * self.clip / self.divisor
+
+    def event(self) -> DpEvent:
+        """What one release costs."""
+        return self.batches.event(GaussianDpEvent(self.noise_multiplier))
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """The batch behind the next release."""
+        return self.batches.draw(rows, coins)
+
+    def release(
+        self, shape: tuple[int, ...], contributions: Iterable[Tensor], coins: Coins
+    ) -> Release:
+        """Sanitizes raw contributions to one vector.
+
+        Args:
+            shape: the shape of the release, known whatever the batch.
+            contributions: raw contributions (n, *shape) of the batch's rows, in pieces.
+        """
+        total = torch.zeros(shape)
+        for rows in contributions:
+            total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)
+        std = self.noise_multiplier * self.sensitivity(self.relation)
+        noisy = total / self.divisor + std * coins.noise(shape, "release")
+        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
+    nobody else. Made by ``TrustedAggregate`` alone; it cannot be packed into a reply of a method
+    whose server is not trusted."""
+
+    vector: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    bound: float
+    _seal: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self._seal is not _SEAL:
+            raise TypeError("a Clipped is made by a mechanism, nothing else")
+
+
+@dataclass(frozen=True)
+class TrustedAggregate:
+    """The mean of clients' clipped vectors over the expected number of clients, plus Gaussian
+    noise, all inside an aggregator that clients trust: FedAvg-GAN (Augenstein et al. 2020), as
+    DP-FedAvg (McMahan et al. 2018). There is no bound against the aggregator itself.
+
+    expected: clients in a cohort, in expectation; weights are uniform, since a weight by the number
+        of a client's rows would move the mean by more than C / expected.
+    """
+
+    clip: float
+    noise_multiplier: float
+    cohorts: Batches
+    expected: float
+    relation: Relation
+
+    def __post_init__(self) -> None:
+        _check_neighbours(self.cohorts, self.relation)
+
+    def sensitivity(self, relation: Relation) -> float:
+        """L2 sensitivity of the mean, before the noise."""
+        return _of_a_sum(relation) * self.clip / self.expected
+
+    def event(self) -> DpEvent:
+        """What one release costs, to whoever sees it and not the cohort."""
+        return self.cohorts.event(GaussianDpEvent(self.noise_multiplier))
+
+    def contribution(self, vector: Tensor) -> Clipped:
+        """A client's part, of norm at most C."""
+        clipped = clip_rows(vector.detach().to("cpu", torch.float32)[None], self.clip)[0]
+        return Clipped(clipped.numpy(), self.clip, _SEAL)
+
+    def release(self, shape: tuple[int, ...], cohort: Sequence[Clipped], coins: Coins) -> Release:
+        """The noised mean of a cohort's contributions (none: noise alone).
+
+        Raises:
+            ValueError: for a contribution with a larger bound than the sensitivity assumes.
+        """
+        if any(each.bound > self.clip for each in cohort):
+            raise ValueError("a contribution was clipped to more than the sensitivity assumes")
+        total = torch.zeros(shape)
+        for each in cohort:
+            total += torch.from_numpy(each.vector)
+        std = self.noise_multiplier * self.sensitivity(self.relation)
+        noisy = total / self.expected + std * coins.noise(shape, "release")
+        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
+
+
+def _of_a_sum(relation: Relation) -> int:
+    """By how many clip norms a neighbour moves a sum of clipped contributions."""
+    return 1 if relation is Relation.ADD_OR_REMOVE_ONE else 2
+
+
+def _check_neighbours(batches: Batches, relation: Relation) -> None:
+    """Raises FedgenError for a draw that is not defined for both of two neighbours."""
+    if not batches.allows(relation):
+        raise FedgenError(
+            "privacy.relation",
+            f"{type(batches).__name__} has no neighbours by {relation.value.replace('_', ' ')}",
+            "draw by Poisson, or take replace_one",
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tiny import Train
 import configs
 from fedgen import cli
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import from_json
+from fedgen.privacy.events import Relation, from_json
 
 METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
 PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
@@ -49,7 +49,7 @@ class TestEveryMethod:
                     event, count = event.event, count * event.count
                 spend[event] = spend.get(event, 0) + count
             assert len(lines) == page["releases"]
-            found = epsilon(spend, printed["delta"]).or_infinity
+            found = epsilon(spend, printed["delta"], Relation(printed["relation"])).or_infinity
             assert page["server"] == pytest.approx(found, rel=1e-9)
 
     def test_it_stops_before_it_would_overspend(

@@ -220,10 +220,10 @@ def test_non_finite_critics_release_noise_alone() -> None:
 
 def eps(method: Method, rounds: int, rows: int | None = None) -> tuple[float, float]:
     plan = method.plan
-    server = epsilon(canonical(plan.server(rows or rounds * 6)), 1e-5).or_infinity
+    server = epsilon(canonical(plan.server(rows or rounds * 6)), 1e-5, plan.relation).or_infinity
     if plan.release is None:
         return server, server
-    return server, epsilon(canonical(plan.release(rounds)), 1e-5).or_infinity
+    return server, epsilon(canonical(plan.release(rounds)), 1e-5, plan.relation).or_infinity
 
 
 def test_centralized_draws_amplify_against_the_server_too() -> None:
@@ -248,7 +248,7 @@ def test_federated_draws_amplify_in_the_release_view_alone() -> None:
     assert method.plan.unit.value == "client"
     assert release < server
     assert method.plan.amplified_by["server"] is None
-    busiest = epsilon(canonical(method.plan.server(600)), 1e-5).or_infinity
+    busiest = epsilon(canonical(method.plan.server(600)), 1e-5, method.plan.relation).or_infinity
     assert release < busiest
 
 

@@ -13,8 +13,10 @@ from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import epsilon, gaussian_epsilon
 from fedgen.privacy.budget import check_delta, release_epsilon
 from fedgen.privacy.calibration import least_noise, most_repetitions
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Relation, canonical
 from fedgen.privacy.routing import Routing
+
+REPLACE = Relation.REPLACE_ONE
 
 
 @given(st.floats(0.05, 50), st.integers(1, 10**6))
@@ -31,7 +33,7 @@ def test_noise_for_secret_draws(target: float) -> None:
     routing = Routing("per_sample", 1000)
 
     def at(sigma: float) -> float:
-        return epsilon(canonical(routing.event(640_000, sigma, True)), 1e-5).or_infinity
+        return epsilon(canonical(routing.event(640_000, sigma, True)), 1e-5, REPLACE).or_infinity
 
     sigma = least_noise(at, target)
     assert target - 1e-3 <= at(sigma) <= target
@@ -57,8 +59,8 @@ def test_delta_is_checked(delta: float) -> None:
 
 def test_a_likely_stop_forbids_amplification() -> None:
     event = GaussianDpEvent(1.0)
-    free, rare = release_epsilon(event, 1e-5, 0.0), release_epsilon(event, 1e-5, 1e-12)
+    free, rare = (release_epsilon(event, 1e-5, REPLACE, stop) for stop in (0.0, 1e-12))
     assert free is not None
     assert rare is not None
     assert free.or_infinity < rare.or_infinity < free.or_infinity + 0.01
-    assert release_epsilon(event, 1e-5, 1e-6) is None
+    assert release_epsilon(event, 1e-5, REPLACE, 1e-6) is None

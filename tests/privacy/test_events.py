@@ -10,6 +10,7 @@ from dp_accounting import (
     GaussianDpEvent,
     LaplaceDpEvent,
     NonPrivateDpEvent,
+    PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
@@ -24,6 +25,7 @@ events = st.recursive(
         gaussians,
         st.builds(SampledWithoutReplacementDpEvent, st.integers(2, 99), st.just(1), gaussians),
         st.builds(RevealedDraw, st.floats(0.01, 0.99), gaussians),
+        st.builds(PoissonSampledDpEvent, st.floats(0.01, 0.99), gaussians),
         st.just(NonPrivateDpEvent()),
     ),
     lambda inner: st.builds(SelfComposedDpEvent, inner, st.integers(1, 50)),

@@ -15,8 +15,19 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.privacy.batches import AllRows, FixedBatches, PoissonBatches
 from fedgen.privacy.events import Relation, Unit
-from fedgen.privacy.mechanisms import NoMechanism, Release, RowGaussian, clip_rows
+from fedgen.privacy.mechanisms import (
+    Clipped,
+    JointGaussian,
+    NoMechanism,
+    Release,
+    RowGaussian,
+    SumGaussian,
+    TrustedAggregate,
+    clip_rows,
+)
 from fedgen.privacy.routing import Routing
 
 any_rows = arrays(
@@ -133,3 +144,186 @@ def test_without_a_mechanism_there_is_no_bound(coins: Coins) -> None:
 def test_nobody_else_makes_a_release() -> None:
     with pytest.raises(TypeError, match="made by a mechanism"):
         Release({}, GaussianDpEvent(1.0), Unit.RECORD)
+
+
+# Matrices, sums, and what a trusted aggregator may take in
+
+REPLACE, ADD_OR_REMOVE = Relation.REPLACE_ONE, Relation.ADD_OR_REMOVE_ONE
+COINS = Coins.of(0, "seeded")
+
+
+def joint(relation: Relation = ADD_OR_REMOVE) -> JointGaussian:
+    return JointGaussian(0.7, 1.0, AllRows(), relation, Unit.RECORD)
+
+
+def summed(relation: Relation, divisor: float = 8.0) -> SumGaussian:
+    return SumGaussian(0.7, 1.0, AllRows(), divisor, relation, Unit.RECORD)
+
+
+@given(any_rows, any_rows)
+def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np.ndarray) -> None:
+    """A matrix is any function of its batch: a neighbour makes it any other one."""
+    first, second = (
+        joint().release(torch.from_numpy(m), COINS).arrays["gradients"] for m in (before, after)
+    )
+    for relation in Relation:
+        assert np.linalg.norm(first - second) <= joint().sensitivity(relation) + 1e-4
+
+
+def test_a_matrix_is_clipped_as_a_whole() -> None:
+    """Rows that are each in the ball make a matrix that is not."""
+    rows = torch.ones(50, 4) * 0.3
+    quiet = JointGaussian(0.7, 1e-9, AllRows(), REPLACE, Unit.RECORD)
+    assert np.linalg.norm(quiet.release(rows, COINS).arrays["gradients"]) <= 0.7
+
+
+@given(any_rows, arrays(np.float32, (1, 4), elements=st.floats(width=32)), st.integers(0, 2))
+def test_a_sum_moves_by_at_most_its_sensitivity(
+    rows: np.ndarray, another: np.ndarray, place: int
+) -> None:
+    """Under each relation, for any rows with NaN and infinities, and the bound is for each."""
+    replaced = rows.copy()
+    replaced[place] = another
+    neighbours = {
+        ADD_OR_REMOVE: (rows, np.concatenate([rows, another])),
+        REPLACE: (rows, replaced),
+    }
+    for relation, pair in neighbours.items():
+        mechanism = summed(relation)
+        first, second = (
+            mechanism.release((4,), [torch.from_numpy(each)], COINS).arrays["gradients"]
+            for each in pair
+        )
+        assert np.linalg.norm(first - second) <= mechanism.sensitivity(relation) + 1e-5
+
+
+@given(any_rows, st.permutations(range(3)))
+def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -> None:
+    mechanism = summed(REPLACE)
+    first, second, pieces = (
+        mechanism.release((4,), given_, COINS).arrays["gradients"]
+        for given_ in (
+            [torch.from_numpy(rows)],
+            [torch.from_numpy(rows[order])],
+            [torch.from_numpy(rows[:1]), torch.from_numpy(rows[1:])],
+        )
+    )
+    assert np.allclose(first, second, atol=1e-6)
+    assert np.allclose(first, pieces, atol=1e-6)
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
+    mechanism = summed(relation)
+    up, down = torch.full((1, 4), 9.0), torch.full((1, 4), -9.0)
+    other = down if relation is REPLACE else up[:0]
+    first, second = (
+        mechanism.release((4,), [rows], COINS).arrays["gradients"] for rows in (up, other)
+    )
+    moved = np.linalg.norm(first - second)
+    assert moved == pytest.approx(mechanism.sensitivity(relation), rel=1e-4)
+
+
+def test_sensitivities_are_those_of_the_design() -> None:
+    assert [joint().sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [1.4, 1.4]
+    assert summed(REPLACE, 1.0).sensitivity(ADD_OR_REMOVE) == 0.7
+    assert summed(REPLACE, 1.0).sensitivity(REPLACE) == 1.4
+    of_clients = TrustedAggregate(0.7, 1.0, PoissonBatches(0.1), 10.0, ADD_OR_REMOVE)
+    assert of_clients.sensitivity(ADD_OR_REMOVE) == pytest.approx(0.07)
+    assert of_clients.sensitivity(REPLACE) == pytest.approx(0.14)
+
+
+def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
+    """Many releases of nothing, and the promised standard deviation."""
+    shape, coins = (60_000,), COINS.at(kind)
+    if kind == "joint":
+        mechanism = JointGaussian(0.5, 1.5, AllRows(), relation, Unit.RECORD)
+        return mechanism.release(torch.zeros(shape), coins).arrays["gradients"], 1.5 * 1.0
+    diameter = 0.5 * (2 if relation is REPLACE else 1)
+    if kind == "sum":
+        of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
+        return of_sum.release(shape, [], coins).arrays["gradients"], 1.5 * diameter / 32
+    of_clients = TrustedAggregate(0.5, 1.5, PoissonBatches(0.1), 10.0, relation)
+    return of_clients.release(shape, [], coins).arrays["mean"], 1.5 * diameter / 10
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize("kind", ["joint", "sum", "clients"])
+def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> None:
+    """An empty batch releases noise alone; its variance is within the chi-square interval of level
+    1e-6, and half the noise, or noise over the root of the batch, is far outside."""
+    noise, std = released_noise(kind, relation)
+    statistic = float((noise.astype(np.float64) ** 2).sum()) / std**2
+    low, high = stats.chi2.interval(1 - 1e-6, noise.size)
+    assert low < statistic < high
+    assert not low < statistic / 4 < high
+
+
+def test_draws_are_part_of_the_event() -> None:
+    """A mechanism draws with what it is accounted by."""
+    poisson, fixed = PoissonBatches(0.25), FixedBatches(3, 12)
+    for batches in (poisson, fixed, AllRows()):
+        mechanism = SumGaussian(1.0, 2.0, batches, 3.0, REPLACE, Unit.RECORD)
+        drawn = mechanism.draw(12, COINS.at("some"))
+        assert mechanism.event() == batches.event(GaussianDpEvent(2.0))
+        assert sorted(set(drawn.tolist())) == drawn.tolist()
+    assert len(fixed.draw(12, COINS)) == 3
+    assert AllRows().draw(12, COINS).tolist() == list(range(12))
+    with pytest.raises(ValueError, match="counted by"):
+        fixed.draw(13, COINS)
+
+
+@pytest.mark.parametrize("make", [lambda *a: summed_of(*a), lambda *a: joint_of(*a)])
+def test_a_draw_without_neighbours_is_refused(make: object) -> None:
+    with pytest.raises(FedgenError, match=r"privacy\.relation"):
+        make(FixedBatches(3, 12), ADD_OR_REMOVE)  # type: ignore[operator]
+
+
+def summed_of(batches: FixedBatches, relation: Relation) -> SumGaussian:
+    return SumGaussian(1.0, 1.0, batches, 3.0, relation, Unit.RECORD)
+
+
+def joint_of(batches: FixedBatches, relation: Relation) -> JointGaussian:
+    return JointGaussian(1.0, 1.0, batches, relation, Unit.RECORD)
+
+
+def test_poisson_batches_have_the_promised_rate_and_no_memory() -> None:
+    """Each row in 4,000 draws within the binomial interval of level 1e-7 (200 rows: 2e-5 in all);
+    sizes vary as a sum of independent draws does."""
+    batches = PoissonBatches(0.1)
+    drawn = np.zeros((4000, 200), dtype=bool)
+    for step in range(4000):
+        drawn[step, batches.draw(200, COINS.at("step", step))] = True
+    low, high = stats.binom.interval(1 - 1e-7, 4000, 0.1)
+    assert ((low <= drawn.sum(0)) & (drawn.sum(0) <= high)).all()
+    variance = drawn.sum(1).var() / (200 * 0.1 * 0.9)
+    assert 0.8 < variance < 1.2
+    assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 0.01
+
+
+def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
+    counts = np.zeros(20)
+    for step in range(3000):
+        counts[FixedBatches(5, 20).draw(20, COINS.at("fixed", step))] += 1
+    low, high = stats.binom.interval(1 - 1e-7, 3000, 0.25)
+    assert ((low <= counts) & (counts <= high)).all()
+
+
+@given(arrays(np.float32, (5,), elements=st.floats(width=32)))
+def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray) -> None:
+    mechanism = TrustedAggregate(0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
+    part = mechanism.contribution(torch.from_numpy(vector))
+    assert np.linalg.norm(part.vector.astype(np.float64)) <= 0.5
+    alone, nobody = (
+        mechanism.release((5,), cohort, COINS).arrays["mean"] for cohort in ([part], [])
+    )
+    assert np.linalg.norm(alone - nobody) <= mechanism.sensitivity(ADD_OR_REMOVE) + 1e-6
+
+
+def test_a_contribution_with_a_larger_bound_is_refused() -> None:
+    wide = TrustedAggregate(2.0, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
+    narrow = TrustedAggregate(0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
+    with pytest.raises(ValueError, match="more than the sensitivity"):
+        narrow.release((5,), [wide.contribution(torch.ones(5))], COINS)
+    with pytest.raises(TypeError, match="made by a mechanism"):
+        Clipped(np.zeros(5, dtype=np.float32), 0.5)

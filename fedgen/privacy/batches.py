@@ -1,0 +1,85 @@
+"""Which private rows a step takes: the draw and its event, written once.
+
+A mechanism holds its batches, draws with them and is accounted by them: a run cannot draw in one
+way and count in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from dp_accounting import DpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
+from numpy.typing import NDArray
+
+from fedgen.coins import Coins
+from fedgen.privacy.events import Relation
+
+Rows = NDArray[np.int64]
+"""Positions in a shard, ascending."""
+
+
+@dataclass(frozen=True)
+class PoissonBatches:
+    """Each row by itself with probability ``rate``: a public constant, the same for all clients (a
+    batch size over a private number of rows would reveal that number)."""
+
+    rate: float
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """The batch, of any size from none to all."""
+        return np.flatnonzero(coins.secret_uniforms(rows, "batch") < self.rate)
+
+    def event(self, gated: DpEvent) -> DpEvent:
+        """What a release costs that sees the batch alone."""
+        return PoissonSampledDpEvent(self.rate, gated)
+
+    def allows(self, relation: Relation) -> bool:
+        """Whether data sets have neighbours under a relation."""
+        del relation
+        return True
+
+
+@dataclass(frozen=True)
+class FixedBatches:
+    """``size`` of ``population`` rows without replacement; both public, so neighbours replace."""
+
+    size: int
+    population: int
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """The batch. Raises ValueError for a shard of another size than was promised."""
+        if rows != self.population:
+            raise ValueError("a fixed batch is drawn from the number of rows that it is counted by")
+        order = np.argsort(coins.secret_uniforms(rows, "batch"), kind="stable")
+        return np.sort(order[: self.size])
+
+    def event(self, gated: DpEvent) -> DpEvent:
+        """See ``PoissonBatches.event``."""
+        return SampledWithoutReplacementDpEvent(self.population, self.size, gated)
+
+    def allows(self, relation: Relation) -> bool:
+        """Adding or removing a row would change the public number of rows."""
+        return relation is Relation.REPLACE_ONE
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """Every row, each time: nothing is drawn."""
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """All of them."""
+        del coins
+        return np.arange(rows)
+
+    def event(self, gated: DpEvent) -> DpEvent:
+        """No draw, no amplification."""
+        return gated
+
+    def allows(self, relation: Relation) -> bool:
+        """See ``PoissonBatches.allows``."""
+        del relation
+        return True
+
+
+Batches = PoissonBatches | FixedBatches | AllRows
