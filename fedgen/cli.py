@@ -109,17 +109,27 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         return
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from fedgen.experiments import account, generation, training
-    from fedgen.reporting.words import summary
+    # each imports what it needs: torch and Flower alone take seconds
+    if command == "account" and config.published is not None:
+        from fedgen.experiments import published
 
-    if command == "train":
-        print(summary(training.train(config)))
+        print(published.account(config))
     elif command == "account":
+        from fedgen.experiments import account
+
         print(account.account(config))
     elif command == "sample":
+        from fedgen.experiments import generation
+
         print(generation.sample(config))
     else:
-        print(summary(generation.evaluate_run(config)))
+        from fedgen.experiments import generation, training
+        from fedgen.reporting.words import summary
+
+        if command == "train":
+            print(summary(training.train(config)))
+        else:
+            print(summary(generation.evaluate_run(config)))
 
 
 if __name__ == "__main__":

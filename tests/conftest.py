@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tiny import TINY, Train
+from tiny import TINY, Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -37,7 +37,9 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
 
     def run(*overrides: str, name: str = "run") -> Path:
         place = tmp_path / name
-        status = cli.run(["train", *TINY, *overrides, f"run_dir={place}"])
+        methods = [word.partition("=")[2] for word in overrides if word.startswith("method=")]
+        settings = tiny(methods[-1]) if methods else TINY
+        status = cli.run(["train", *settings, *overrides, f"run_dir={place}"])
         assert status == 0, capsys.readouterr().err
         return place
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
+from fedgen.experiments.configuration import compose
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.models import dcgan
@@ -33,6 +35,20 @@ TINY = [
     "runtime=in_process",
     "runtime.threads=1",
 ]
+
+OTHER_METHODS = ["method.discriminator.width=2", "method.discriminator_steps=2", "method.latent=4"]
+
+
+def tiny(method: str, *more: str) -> list[str]:
+    """``TINY`` and more for any method: what it has no setting for is left out."""
+    config = compose("config", [f"method={method}"])
+    return [
+        word
+        for word in [*TINY, *OTHER_METHODS, *more]
+        if not word.startswith("method.")
+        or OmegaConf.select(config, word.split("=")[0]) is not None
+    ]
+
 
 SETTINGS: dict[str, Any] = {
     "generator": partial(dcgan.Generator, width=4),

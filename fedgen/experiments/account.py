@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
+from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup, view
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import canonical, in_words
@@ -23,8 +23,7 @@ def account(config: DictConfig) -> str:
     Raises:
         FedgenError: for the first setting that does not work.
     """
-    if config.output not in ("words", "json"):
-        raise FedgenError("output", f"cannot be {config.output!r}", "choose words or json")
+    check_output(config.output)
     ready = settings.setup(config)
     views = planned_views(ready)
     return json.dumps([_row(ready, views)]) if config.output == "json" else _words(ready, views)

@@ -35,6 +35,9 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     for word in overrides:
         if "=" not in word:
             raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
+    # Hydra would take it for one of its groups: the recipes' folder has this name
+    recipes = [word for word in overrides if _key(word) == "published"] if name == "account" else []
+    overrides = [word for word in overrides if word not in recipes]
     try:
         with initialize_config_module("configs", version_base="1.3"):
             overrides = _with_a_runtime(name, overrides)
@@ -46,6 +49,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     config = whole.copy()
     with open_dict(config):
         del config.hydra
+        if recipes:
+            config.published = recipes[-1].partition("=")[2]
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
             alone = config.names.runtime == "in_process"
@@ -57,6 +62,12 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     _check_types(config, default, "")
     return config
+
+
+def check_output(output: str) -> None:
+    """Raises FedgenError unless an account can be said in this way."""
+    if output not in ("words", "json"):
+        raise FedgenError("output", f"cannot be {output!r}", "choose words or json")
 
 
 def _check_resume(config: DictConfig, others: list[str]) -> None:

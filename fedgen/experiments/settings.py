@@ -19,7 +19,7 @@ from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
 from fedgen.federation.faults import Faults
 from fedgen.method import ClientProgram, Method, PublicFacts
-from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
 from fedgen.privacy.calibration import least_noise, most_repetitions
 from fedgen.privacy.events import canonical
@@ -258,7 +258,11 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         return Privacy(delta, mode, noise, unlimited)
     server = config.privacy.adversary == "server"
     if noise is None:
-        noise = least_noise(lambda sigma: planned(method(sigma), config, server), target)
+        noise = least_noise(
+            lambda sigma: planned(method(sigma), config, server, epsilon),
+            target,
+            lambda sigma: planned(method(sigma), config, server, rough_epsilon),
+        )
         return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
     return Privacy(delta, mode, noise, affordable(method(noise), config, server, target))
 
@@ -270,22 +274,28 @@ def calibrated(method: Method, rounds: int) -> Budget:
     return Budget(rounds, rows, stop)
 
 
-def planned(method: Method, config: DictConfig, server: bool) -> float:
+def planned(method: Method, config: DictConfig, server: bool, by: Accountant) -> float:
     """epsilon promised for the whole run to one adversary."""
     budget = calibrated(method, config.rounds)
-    found = view(method, budget, config.rounds, budget.rows, config.privacy.delta, server)
+    found = view(method, budget, config.rounds, budget.rows, config.privacy.delta, server, by)
     return found.or_infinity
 
 
 def view(
-    method: Method, budget: Budget, rounds: int, rows: int, delta: float, server: bool
+    method: Method,
+    budget: Budget,
+    rounds: int,
+    rows: int,
+    delta: float,
+    server: bool,
+    by: Accountant = epsilon,
 ) -> Epsilon:
     """epsilon to one adversary after ``rounds`` rounds, for a client that answered ``rows``."""
-    against_server = epsilon(canonical(method.plan.server(rows)), delta, method.plan.relation)
+    against_server = by(canonical(method.plan.server(rows)), delta, method.plan.relation)
     if server or method.plan.release is None:
         return against_server
     event, relation = method.plan.release(rounds), method.plan.relation
-    found = release_epsilon(event, delta, relation, budget.stop_probability)
+    found = release_epsilon(event, delta, relation, budget.stop_probability, by)
     return smaller(found, against_server)
 
 

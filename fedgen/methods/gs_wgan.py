@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
@@ -54,7 +54,7 @@ from fedgen.models.functional import (
     stack,
     template,
 )
-from fedgen.privacy.accounting import claimed_by_wang
+from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.mechanisms import Mechanism, NoMechanism, Release, RowGaussian
 from fedgen.privacy.routing import Mode, Routing, Sampling
@@ -528,6 +528,9 @@ def _plan(
     else:
         reason = None
     who = "clients" if federated else "critics"
+    as_published: DpEvent = GaussianDpEvent(noise or math.inf)
+    if draw.population > 1:
+        as_published = SampledWithoutReplacementDpEvent(draw.population, 1, as_published)
     by = f"secret draw of {draw.take} of {draw.population} {who}" if reason is None else None
     server_reason = "the server knows whom it asks" if federated and by else reason
     return Plan(
@@ -546,7 +549,9 @@ def _plan(
         claim=None
         if noise is None or draw.mode == "mean"
         else Claim(
-            lambda rounds, delta: claimed_by_wang(draw.population, noise, rounds * rows, delta),
+            lambda rounds, delta: claimed_by_rdp(
+                repeat(as_published, rounds * rows), delta, Relation.REPLACE_ONE
+            ),
             f"RDP of subsampling without replacement at rate 1/{draw.population}, a draw for each "
             "answered row",
             "GS-WGAN (Chen et al. 2020), theorem 4.1 and appendix A",

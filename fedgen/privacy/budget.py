@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
-from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.accounting import Accountant, Epsilon, epsilon
 from fedgen.privacy.events import Relation, canonical
 
 # A calibrated run stops early, because a client was drawn too often, with at most this probability.
@@ -36,7 +36,11 @@ class Budget:
 
 
 def release_epsilon(
-    event: DpEvent, delta: float, relation: Relation, stop_probability: float
+    event: DpEvent,
+    delta: float,
+    relation: Relation,
+    stop_probability: float,
+    accountant: Accountant = epsilon,
 ) -> Epsilon | None:
     """epsilon of the published generator when secret draws amplify; None if it cannot be given.
 
@@ -45,8 +49,8 @@ def release_epsilon(
     at most p, the probability of a stop, under both data sets, so it is (e, d + p (1 + e^e))-DP.
     """
     if stop_probability == 0:
-        return epsilon(canonical(event), delta, relation)
-    found = epsilon(canonical(event), (1 - _STOP_SHARE) * delta, relation)
+        return accountant(canonical(event), delta, relation)
+    found = accountant(canonical(event), (1 - _STOP_SHARE) * delta, relation)
     if found.or_infinity > 700:
         return None
     paid = stop_probability * (1 + math.exp(found.or_infinity))

@@ -4,48 +4,73 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from fedgen.errors import FedgenError
 
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e6
 
 
-def least_noise(epsilon_at: Callable[[float], float], target: float) -> float:
-    """The smallest noise multiplier with epsilon at most ``target``, to 1e-3 in epsilon and never
-    above it.
+def least_noise(
+    epsilon_at: Callable[[float], float],
+    target: float,
+    rough_at: Callable[[float], float] | None = None,
+    close: float = 1e-3,
+) -> float:
+    """The smallest noise multiplier with epsilon at most ``target``, to ``close`` and never above.
 
     Args:
         epsilon_at: noise multiplier -> epsilon, non-increasing.
         target: epsilon > 0.
+        rough_at: a quick approximation of ``epsilon_at``, off by a factor that varies slowly: a few
+            calls of ``epsilon_at`` are then enough.
 
     Raises:
         FedgenError: if no noise reaches the target.
     """
-    high = 1.0
-    while epsilon_at(high) > target:
-        high *= 2
+    below = max(target - close / 2, target / 2)
+    noise, factor = 1.0, 2.0
+    if rough_at is not None:
+        with suppress(FedgenError):  # the account may be too rough to be of use
+            noise = least_noise(rough_at, target, close=close / 10)
+            for _ in range(4):
+                found = epsilon_at(noise)
+                if target - close < found <= target:
+                    return noise
+                factor = 1.1 if target / 2 < found < 2 * target else 2.0
+                if factor == 2.0:
+                    break
+                again = below * rough_at(noise) / found
+                noise = least_noise(rough_at, again, close=close / 10)
+    high, at_high = noise, epsilon_at(noise)
+    low, at_low = high, at_high
+    while at_high > target:
+        low, at_low, high = high, at_high, factor * high
         if high > _MOST_NOISE:
             raise FedgenError(
                 "privacy.target_epsilon",
                 f"{target:g} cannot be reached by any noise",
                 "raise it, or lower rounds",
             )
-    low = high / 2
-    while epsilon_at(low) <= target:
-        high, low = low, low / 2
+        at_high = epsilon_at(high)
+    while at_low <= target:
+        high, at_high, low = low, at_low, low / factor
         if low < _LEAST_NOISE:
             return high
-    while True:
-        middle = math.sqrt(low * high)
+        at_low = epsilon_at(low)
+    turn = 0
+    while target - at_high >= close and high / low > 1 + 1e-9:
+        # epsilon is nearly a power of the noise: aim along it, and halve every third time
+        middle, turn = math.sqrt(low * high), turn + 1
+        if turn % 3 and math.inf > at_low > at_high > 0:
+            aim = math.log(at_low / below) / math.log(at_low / at_high)
+            middle = low * (high / low) ** min(max(aim, 1e-6), 1 - 1e-6)
         found = epsilon_at(middle)
         if found <= target:
-            high = middle
-            if target - found < 1e-3:
-                return high
+            high, at_high = middle, found
         else:
-            low = middle
-        if high / low < 1 + 1e-9:
-            return high
+            low, at_low = middle, found
+    return high
 
 
 def most_repetitions(epsilon_at: Callable[[int], float], target: float, limit: int) -> int:

@@ -198,6 +198,34 @@ class SumGaussian:
 
 
 @dataclass(frozen=True)
+class PlainSum:
+    """As ``SumGaussian``, without clip and noise: the non-private reference."""
+
+    batches: Batches
+    divisor: float
+    unit: Unit
+
+    def event(self) -> DpEvent:
+        """No bound."""
+        return NonPrivateDpEvent()
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """See ``SumGaussian.draw``."""
+        return self.batches.draw(rows, coins)
+
+    def release(
+        self, shape: tuple[int, ...], contributions: Iterable[Tensor], coins: Coins
+    ) -> Release:
+        """The raw sum; see ``SumGaussian.release``."""
+        del coins
+        total = torch.zeros(shape)
+        for rows in contributions:
+            total += rows.detach().to("cpu", torch.float32).sum(0)
+        gradients = (total / self.divisor).numpy()[None]
+        return Release({"gradients": gradients}, self.event(), self.unit, _SEAL)
+
+
+@dataclass(frozen=True)
 class Clipped:
     """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
     nobody else. Made by ``TrustedAggregate`` alone; it cannot be packed into a reply of a method

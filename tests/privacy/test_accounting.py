@@ -48,7 +48,9 @@ def test_per_sample_routing_as_published_settings() -> None:
 
 
 def test_the_papers_formula() -> None:
-    assert accounting.claimed_by_wang(1000, 1.07, 640_000, 1e-5) == pytest.approx(9.24, abs=5e-3)
+    event = SampledWithoutReplacementDpEvent(1000, 1, GaussianDpEvent(1.07))
+    claimed = accounting.claimed_by_rdp(repeat(event, 640_000), 1e-5, REPLACE)
+    assert claimed == pytest.approx(9.24, abs=5e-3)
 
 
 def test_one_draw_for_all_gradients_of_a_step() -> None:

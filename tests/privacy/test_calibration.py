@@ -41,6 +41,27 @@ def test_noise_for_secret_draws(target: float) -> None:
         assert sigma == pytest.approx(0.739, abs=1e-3)
 
 
+@pytest.mark.parametrize("off", [0.7, 1.0, 1.3])
+def test_a_rough_account_saves_most_of_the_work(off: float) -> None:
+    """And changes nothing about what is found."""
+    calls = []
+
+    def at(sigma: float) -> float:
+        calls.append(sigma)
+        return gaussian_epsilon(300 / sigma, 1e-5)
+
+    found = least_noise(at, 10.0, lambda sigma: off * gaussian_epsilon(300 / sigma, 1e-5) ** 1.02)
+    assert len(calls) <= 5
+    assert 10 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 10
+
+
+def test_an_account_that_is_too_rough_does_no_harm() -> None:
+    found = least_noise(
+        lambda sigma: gaussian_epsilon(300 / sigma, 1e-5), 2.0, lambda sigma: 5 + 1e5 / sigma, 1e-3
+    )
+    assert 2 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 2
+
+
 def test_an_impossible_target_is_refused() -> None:
     with pytest.raises(FedgenError, match=r"privacy\.target_epsilon"):
         least_noise(lambda _: 5.0, 1.0)

@@ -1,0 +1,298 @@
+"""DPGAN: a GAN whose discriminator is trained by DP-SGD (Bie, Kamath, Zhang, "Private GANs,
+revisited", TMLR 2023, algorithm 1).
+
+A round is a discriminator step. What touches private rows is a sum of clipped gradients over a
+Poisson batch, plus noise; all else is post-processing, and happens at the server:
+
+    client          S = rows drawn one by one with probability q
+                    g = sum over S of clip(grad -log D(x, y); C) + N(0, (C sigma)^2)
+    discriminator   descend (g + sum over B fakes of clip(grad -log(1 - D(x, y)); C)) / 2B
+    generator       every n_D rounds: descend -log D(G(z, y), y)
+
+Of several clients each answers every round, with noise of its own; their answers are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.method import (
+    Claim,
+    ClientProgram,
+    Method,
+    Plan,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+)
+from fedgen.models.functional import (
+    Tensors,
+    adam_start,
+    adam_step,
+    initial,
+    join,
+    part,
+    template,
+)
+from fedgen.privacy.accounting import claimed_by_rdp
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, clip_rows
+from fedgen.privacy.routing import Routing
+
+Adam = tuple[float, tuple[float, float]]
+"""Learning rate and betas."""
+
+_AT_ONCE = 64  # examples whose gradients are in memory at a time
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Generator and discriminator as functions of their weights."""
+
+    generator: nn.Module
+    discriminator: nn.Module
+    latent: int
+    classes: int
+    device: str
+
+    def size(self) -> int:
+        """Number of the discriminator's weights."""
+        return sum(weights.numel() for weights in self.discriminator.parameters())
+
+    def generate(self, generator: Tensors, count: int, coins: Coins) -> tuple[Tensor, Tensor]:
+        """Images (count, ...) in [0, 1] and their labels, uniform: neither depends on the data."""
+        latents = torch.randn(count, self.latent, generator=coins.public("latents"))
+        labels = torch.randint(0, self.classes, (count,), generator=coins.public("labels"))
+        latents, labels = latents.to(self.device), labels.to(self.device)
+        return functional_call(self.generator, generator, (latents, labels)), labels
+
+    def judge(self, discriminator: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+        """Logits (n,): D is their sigmoid."""
+        logits: Tensor = functional_call(self.discriminator, discriminator, (images, labels))
+        return logits
+
+    def gradients(
+        self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
+    ) -> Iterator[Tensor]:
+        """Gradients (n, weights) of each example's own loss with respect to the discriminator's
+        weights, in order of their names, some examples at a time."""
+        sign = -1.0 if real else 1.0  # -log D = softplus(-logit), -log(1 - D) = softplus(logit)
+
+        def loss(weights: Tensors, image: Tensor, label: Tensor) -> Tensor:
+            return F.softplus(sign * self.judge(weights, image[None], label[None])[0])
+
+        for start in range(0, len(labels), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            found = vmap(grad(loss), (None, 0, 0))(discriminator, images[some], labels[some])
+            yield torch.cat([found[name].flatten(1) for name in sorted(found)], 1)
+
+    def weights_of(self, flat: Tensor, discriminator: Mapping[str, Tensor]) -> Tensors:
+        """The inverse of the order in ``gradients``."""
+        names = sorted(discriminator)
+        pieces = torch.split(flat, [discriminator[name].numel() for name in names])
+        shaped = zip(names, pieces, strict=True)
+        return {name: piece.view_as(discriminator[name]) for name, piece in shaped}
+
+
+@dataclass(frozen=True)
+class Client:
+    """Lines 4 to 7 of algorithm 1, for the real rows."""
+
+    nets: Networks
+    mechanism: SumGaussian | PlainSum
+
+    def answer(
+        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
+    ) -> Release:
+        """The noised sum of a Poisson batch's clipped gradients, over the expected batch."""
+        del state  # what a client keeps would be one more thing to account for
+        here = coins.at("answer", round_)
+        batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
+        weights = {name: value.to(self.nets.device) for name, value in query.shared.items()}
+
+        def gradients() -> Iterator[Tensor]:
+            images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
+            yield from self.nets.gradients(weights, images, labels, real=True)
+
+        return self.mechanism.release((self.nets.size(),), gradients(), here)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The rest of algorithm 1: post-processing. ``steps``: n_D. ``clip``: C, None for no bound."""
+
+    nets: Networks
+    batch: int
+    steps: int
+    clip: float | None
+    adam: Adam
+
+    def init(self, coins: Coins) -> Tensors:
+        """Fresh weights."""
+        generator = initial(self.nets.generator, coins.public("generator"))
+        discriminator = initial(self.nets.discriminator, coins.public("discriminator"))
+        state = join(
+            generator=generator,
+            generator_adam=adam_start(generator),
+            discriminator=discriminator,
+            discriminator_adam=adam_start(discriminator),
+        )
+        return {name: value.to(self.nets.device) for name, value in state.items()}
+
+    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
+        """The discriminator, to be judged by private rows."""
+        del coins
+        return Query({"step": torch.tensor([round_])}, part(state, "discriminator"))
+
+    def update(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
+        """A step of the discriminator, and every ``steps`` rounds one of the generator."""
+        own = {name: value.clone() for name, value in state.items()}
+        generator, discriminator = part(own, "generator"), part(own, "discriminator")
+        moments, discriminator_moments = (
+            part(own, "generator_adam"),
+            part(own, "discriminator_adam"),
+        )
+        with torch.no_grad():
+            images, labels = self.nets.generate(generator, self.batch, coins.at("fakes", round_))
+        fakes = torch.zeros(self.nets.size(), device=self.nets.device)
+        for rows in self.nets.gradients(discriminator, images, labels, real=False):
+            fakes += (rows if self.clip is None else clip_rows(rows, self.clip)).sum(0)
+        mean = (answers[0].to(self.nets.device) + fakes / self.batch) / 2
+        gradients = self.nets.weights_of(mean, discriminator)
+        adam_step(discriminator, gradients, discriminator_moments, *self.adam)
+        if (round_ + 1) % self.steps == 0:
+            here = coins.at("generator", round_)
+
+            def loss(weights: Tensors) -> Tensor:
+                images, labels = self.nets.generate(weights, self.batch, here)
+                return F.softplus(-self.nets.judge(discriminator, images, labels)).mean()
+
+            adam_step(generator, grad(loss)(generator), moments, *self.adam)
+        return join(
+            generator=generator,
+            generator_adam=moments,
+            discriminator=discriminator,
+            discriminator_adam=discriminator_moments,
+        )
+
+    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
+        """Images, one per label."""
+        latents = torch.randn(len(labels), self.nets.latent, generator=coins.public("latents"))
+        inputs = latents.to(self.nets.device), labels.to(self.nets.device)
+        with torch.no_grad():
+            images: Tensor = functional_call(self.nets.generator, dict(weights), inputs)
+        return images.cpu()
+
+
+def dpgan(
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    *,
+    generator: Callable[..., nn.Module],
+    discriminator: Callable[..., nn.Module],
+    latent: int,
+    batch: int,
+    sampling_rate: float,
+    discriminator_steps: int,
+    learning_rate: float,
+    betas: tuple[float, float],
+    clip: float,
+    device: str,
+) -> Method:
+    """DPGAN for these public parameters.
+
+    Args:
+        noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
+        batch: B, the fakes of a step and the expected number of real rows that sums are divided by:
+            a public number.
+        sampling_rate: q, the probability that a step takes a row; one public number for all
+            clients, since a batch size over a private number of rows would reveal that number.
+        discriminator_steps: n_D, rounds for each step of the generator.
+        learning_rate, betas: of both Adams.
+        clip: C, of each example's gradient.
+
+    Raises:
+        FedgenError: for a sampling rate that is none.
+    """
+    if not 0 < sampling_rate <= 1:
+        raise FedgenError(
+            "method.sampling_rate",
+            f"must lie above 0 and be at most 1, got {sampling_rate:g}",
+            "it is the expected batch over the number of rows",
+        )
+    nets = Networks(
+        template(generator(latent=latent, classes=facts.classes, shape=facts.shape)),
+        template(discriminator(classes=facts.classes, shape=facts.shape)),
+        latent,
+        facts.classes,
+        device,
+    )
+    batches, relation = PoissonBatches(sampling_rate), Relation.ADD_OR_REMOVE_ONE
+    mechanism: SumGaussian | PlainSum = PlainSum(batches, batch, Unit.RECORD)
+    if noise_multiplier is not None:
+        mechanism = SumGaussian(clip, noise_multiplier, batches, batch, relation, Unit.RECORD)
+    client = Client(nets, mechanism)
+    server = Server(
+        nets,
+        batch,
+        discriminator_steps,
+        clip if noise_multiplier is not None else None,
+        (learning_rate, betas),
+    )
+    return Method(
+        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
+        ServerProgram(
+            server.init,
+            lambda *_: {},
+            server.query,
+            server.update,
+            lambda state: part(state, "generator"),
+            server.sample,
+        ),
+        _plan(mechanism, nets.size(), sampling_rate, relation),
+        Routing("mean", facts.clients),
+        0,
+    )
+
+
+def _plan(mechanism: SumGaussian | PlainSum, weights: int, rate: float, relation: Relation) -> Plan:
+    """A step is one sampled Gaussian, against everybody: the client draws its batch in secret."""
+    private = isinstance(mechanism, SumGaussian)
+
+    def server(answered: int) -> DpEvent:
+        return repeat(mechanism.event(), answered)
+
+    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private else None
+    reason = None if private else "nothing is clipped and nothing is noised"
+    return Plan(
+        unit=Unit.RECORD,
+        relation=relation,
+        sampler=f"Poisson draw of rows at rate {rate:.4g}",
+        rows_per_round=1,
+        answer=(weights,),
+        server=server,
+        release=None,
+        amplified_by={"server": by, "release": by},
+        reasons={"server": reason, "release": reason},
+        claim=Claim(
+            lambda rounds, delta: claimed_by_rdp(server(rounds), delta, relation),
+            "RDP of the sampled Gaussian, one draw a discriminator step",
+            "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4",
+        )
+        if private
+        else None,
+    )
