@@ -20,12 +20,15 @@ usage: fedgen <command> [key=value ...]
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
   fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
   fedgen account [overrides]              what a run would cost, before it runs; output=words|json
+  fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
+  fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
+                                          audit.releases=N audit.confidence=P
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen <command> --cfg ...              print the resolved settings, run nothing
 
 settings (defaults in brackets):
-  method=gs_wgan|gs_wgan_small [gs_wgan_small]   method.<parameter>=...
+  method=gs_wgan|gs_wgan_small|dpgan|dpgan_small [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
@@ -44,7 +47,13 @@ settings (defaults in brackets):
 
 _INTERRUPTED = 130
 
-COMMANDS = {"train": "config", "account": "account", "sample": "sample", "evaluate": "evaluate"}
+COMMANDS = {
+    "train": "config",
+    "account": "account",
+    "audit": "audit",
+    "sample": "sample",
+    "evaluate": "evaluate",
+}
 
 
 def main() -> None:
@@ -118,6 +127,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import account
 
         print(account.account(config))
+    elif command == "audit":
+        from fedgen.experiments import audit
+
+        print(audit.audit(config))
     elif command == "sample":
         from fedgen.experiments import generation
 

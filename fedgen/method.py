@@ -75,6 +75,8 @@ class ServerProgram:
     update: (state, answers (the mean answer to each row), round, coins) -> state.
     generator: state -> what may be published: the weights that ``sample`` reads.
     sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
+    recognize: (state, images, labels, coins) -> (n,): how much the server takes images for rows
+        that trained; larger is likelier. What an audit of a run guesses by.
     """
 
     init: Callable[[Coins], Tensors]
@@ -83,6 +85,20 @@ class ServerProgram:
     update: Callable[[Tensors, Tensor, int, Coins], Tensors]
     generator: Callable[[Tensors], Tensors]
     sample: Callable[[Tensors, Tensor, Coins], Tensor]
+    recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """Two neighbouring clients and a question, made so that what they release is as far apart as
+    their mechanism allows: what an audit of the client program plays.
+
+    first, second: a client's state (which may be any function of its rows) and its rows.
+    """
+
+    query: Query
+    first: tuple[State, Shard]
+    second: tuple[State, Shard]
 
 
 @dataclass(frozen=True)
@@ -145,6 +161,7 @@ class Method:
     cohort: the draw that routes a query's rows to clients.
     trained_per_round: clients that a public rotation trains each round; None trains those that the
         round asks.
+    worst_case: what an audit plays.
     """
 
     client: ClientProgram
@@ -152,3 +169,4 @@ class Method:
     plan: Plan
     cohort: Routing
     trained_per_round: int | None
+    worst_case: Callable[[], WorstCase]

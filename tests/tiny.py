@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+import configs
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
 from fedgen.experiments.configuration import compose
@@ -36,6 +37,8 @@ TINY = [
     "runtime.threads=1",
 ]
 
+METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
+PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
 OTHER_METHODS = ["method.discriminator.width=2", "method.discriminator_steps=2", "method.latent=4"]
 
 

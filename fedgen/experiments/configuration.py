@@ -19,7 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen.errors import FedgenError
 
-_NUMBER_OR_NULL = ("privacy.target_epsilon", "privacy.noise_multiplier", "runtime.timeout")
+_NUMBER_OR_NULL = (
+    "privacy.target_epsilon",
+    "privacy.noise_multiplier",
+    "runtime.timeout",
+    "audit.noise_multiplier",
+)
 
 
 SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "faults")
@@ -89,7 +94,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     """Several clients run on Ray, if nothing else is asked for."""
-    if name not in ("config", "account") or "runtime" in map(_key, overrides):
+    if name not in ("config", "account", "audit") or "runtime" in map(_key, overrides):
         return overrides
     config = hydra_compose(name, [w for w in overrides if not _key(w).startswith("runtime.")])
     several = OmegaConf.select(config, "partition.clients", default=1) != 1

@@ -14,6 +14,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedgen.coins import Coins
+from fedgen.data.canaries import Canaries, plant
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
@@ -45,8 +46,9 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a run is made of. ``program`` makes the client program in another process;
-    ``with_gaps`` the method as it is accounted if a missing answer may have shown a draw."""
+    """All that a run is made of. ``at_noise`` makes the method at another noise multiplier,
+    ``program`` the client program in another process, ``with_gaps`` the method as it is accounted
+    if a missing answer may have shown a draw; ``canaries``: of an audited run."""
 
     config: DictConfig
     coins: Coins
@@ -54,9 +56,11 @@ class Setup:
     shards: list[Index]
     method: Method
     privacy: Privacy
+    at_noise: Callable[[float | None], Method]
     program: Callable[[], ClientProgram]
     with_gaps: Callable[[], Method]
     faults: Faults
+    canaries: Canaries | None
 
 
 def setup(config: DictConfig) -> Setup:
@@ -83,6 +87,13 @@ def setup(config: DictConfig) -> Setup:
     make = partial(_method, made, facts, config.device)
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
+    canaries = None
+    if OmegaConf.select(config, "audit.canaries"):
+        plan = make(None).plan
+        here = Coins.of(config.seed, "seeded").at("audit")  # the same in every process of a run
+        dataset, shards, canaries = plant(
+            dataset, shards, plan.unit, plan.relation, config.audit.canaries, here
+        )
     gaps = partial(_method, made, replace(facts, all_answer=False), config.device, noise)
     return Setup(
         config,
@@ -91,9 +102,11 @@ def setup(config: DictConfig) -> Setup:
         shards,
         make(noise),
         privacy,
+        at_noise=make,
         program=partial(_program, make, noise),
         with_gaps=gaps,
         faults=faults(config),
+        canaries=canaries,
     )
 
 

@@ -40,6 +40,7 @@ from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
 from fedgen.files import write_whole
 from fedgen.method import Tensors
+from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.ledger import Ledger
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory
@@ -66,11 +67,14 @@ class Clock:
             self.parts[name] = self.parts.get(name, 0.0) + seconds
 
 
+Watch = Callable[[Setup, RunState, Epsilon], None]
+"""Called with each picture of samples: a run's set-up, its state, epsilon against the server."""
+
 Play = Callable[[Callable[[Grid], None]], None]
 """Calls what it is given with a Grid to the run's clients."""
 
 
-def train(config: DictConfig, play: Play | None = None) -> Path:
+def train(config: DictConfig, play: Play | None = None, watch: Watch | None = None) -> Path:
     """Trains as configured, or goes on with ``config.resume``; returns the run directory.
 
     ``play``: the federation to train on, where one is running; None: the configured runtime.
@@ -92,7 +96,7 @@ def train(config: DictConfig, play: Play | None = None) -> Path:
             # its draws were made again until they met no client that failed
             ready = replace(ready, method=ready.with_gaps())
     with run_dir.locked():
-        training = Training(ready, run_dir, name)
+        training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)
         except UnansweredError:
@@ -140,8 +144,10 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
 class Training:
     """One run as the server sees it: its rounds, and what it leaves behind."""
 
-    def __init__(self, ready: Setup, run_dir: RunDir, name: str) -> None:
-        self.ready, self.run_dir, self.name = ready, run_dir, name
+    def __init__(
+        self, ready: Setup, run_dir: RunDir, name: str, watch: Watch | None = None
+    ) -> None:
+        self.ready, self.run_dir, self.name, self._watch = ready, run_dir, name, watch
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
         self.accounts = Accounts(ready.method, ready.privacy, self.clients)
@@ -355,6 +361,9 @@ class Training:
         name = f"round_{state.rounds:06d}.png"
         sample_grid(images, 10, self.run_dir.samples / name)
         self._board.add_image("samples", _sheet(self.run_dir.samples / name), state.rounds)
+        if self._watch is not None:
+            views = self.accounts.views(state, self.stopped is not None)
+            self._watch(self.ready, state, views["server"])
 
     def _sample(self, generator: Tensors, labels: Tensor, purpose: str) -> NDArray[np.uint8]:
         return draw_samples(self.method, generator, labels, self.ready.coins.at("samples", purpose))

@@ -35,6 +35,7 @@ from fedgen.method import (
     Query,
     ServerProgram,
     State,
+    WorstCase,
 )
 from fedgen.models.functional import (
     Tensors,
@@ -128,6 +129,18 @@ class Client:
 
         return self.mechanism.release((self.nets.size(),), gradients(), here)
 
+    def worst_case(self, shape: tuple[int, int, int]) -> WorstCase:
+        """A white image against no row at all, judged by a discriminator that is so sure of being
+        wrong that the gradient is longer than any clip norm."""
+        weights = initial(self.nets.discriminator, Coins.of(0, "seeded").public("discriminator"))
+        weights["logit.weight"] = torch.full_like(weights["logit.weight"], -1e3)
+        weights["logit.bias"] = torch.full_like(weights["logit.bias"], -1e3)
+        row = Shard(
+            torch.full((1, *shape), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+        )
+        query = Query({"step": torch.tensor([0])}, weights)
+        return WorstCase(query, ({}, row), ({}, Shard(row.images[:0], row.labels[:0])))
+
 
 @dataclass(frozen=True)
 class Server:
@@ -188,6 +201,15 @@ class Server:
             discriminator=discriminator,
             discriminator_adam=discriminator_moments,
         )
+
+    def recognize(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    ) -> Tensor:
+        """By the discriminator, which the server has."""
+        del coins
+        with torch.no_grad():
+            inputs = images.to(self.nets.device), labels.to(self.nets.device)
+            return self.nets.judge(part(state, "discriminator"), *inputs).cpu()
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Images, one per label."""
@@ -262,10 +284,12 @@ def dpgan(
             server.update,
             lambda state: part(state, "generator"),
             server.sample,
+            server.recognize,
         ),
         _plan(mechanism, nets.size(), sampling_rate, relation),
         Routing("mean", facts.clients),
         0,
+        lambda: client.worst_case(facts.shape),
     )
 
 

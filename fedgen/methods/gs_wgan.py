@@ -41,6 +41,7 @@ from fedgen.method import (
     Query,
     ServerProgram,
     State,
+    WorstCase,
 )
 from fedgen.models.functional import (
     Tensors,
@@ -48,6 +49,7 @@ from fedgen.models.functional import (
     adam_step,
     initial,
     join,
+    likeness,
     part,
     power_iteration,
     split,
@@ -270,6 +272,30 @@ class Critics:
             shape = (query.count, sum(p.numel() for p in self.nets.generator.parameters()))
         return self.mechanism.release(shape, answers(), coins.at("answer", round_))
 
+    def worst_case(self, rows: int, shape: tuple[int, int, int]) -> WorstCase:
+        """Neighbours whose first critic adores or abhors whatever it is asked about. Labels other
+        than 0 have embeddings out of all proportion to the one that their norm is estimated by, so
+        that gradients are longer than any clip norm, and opposite."""
+        coins = Coins.of(0, "seeded")
+        empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
+        state = {f"critics.{block}": self.fresh(block, coins) for block in range(self.blocks)}
+
+        def taught(feeling: float) -> State:
+            critics = {name: value.clone() for name, value in state["critics.0"].items()}
+            critics["label.weight"][0] = 1e3 * feeling
+            critics["label.weight"][0, 0] = 1e-3
+            critics["label.u"][0] = torch.eye(self.nets.classes)[0]
+            return {**state, "critics.0": critics}
+
+        labels = torch.ones(rows, dtype=torch.long)
+        query = Query({"images": torch.full((rows, *shape), 0.5), "labels": labels})
+        if self.sanitize == "parameters":
+            weights = initial(self.nets.generator, coins.public("generator"))
+            latents = self.nets.inputs((self.batch,), coins)[0][None]
+            labels = torch.ones(1, self.batch, dtype=torch.long)
+            query = Query({"latents": latents, "labels": labels}, weights)
+        return WorstCase(query, (taught(1.0), empty), (taught(-1.0), empty))
+
     def _sample_rows(self, critic: Tensors, query: Query) -> Tensor:
         """-dD/dimages, one row per image: the upstream factor of equation 11."""
         images, labels = (query.rows[name].to(self.nets.device) for name in ("images", "labels"))
@@ -365,6 +391,13 @@ class Generator:
         latents, _ = self.nets.inputs((len(labels),), coins)
         with torch.no_grad():
             return self.nets.generate(weights, latents, labels.to(self.nets.device)).cpu()
+
+    def recognize(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    ) -> Tensor:
+        """By the nearest of 100 samples of each label: critics stay with the clients."""
+        made = torch.arange(self.nets.classes).repeat_interleave(100)
+        return likeness(images, labels, self.sample(part(state, "average"), made, coins), made)
 
 
 def gs_wgan(
@@ -480,10 +513,12 @@ def gs_wgan(
             server.update,
             lambda state: part(state, "average"),
             server.sample,
+            server.recognize,
         ),
         _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,
         None if federated and on_query else min(critics_per_step, facts.clients),
+        lambda: client.worst_case(rows, facts.shape),
     )
 
 

@@ -158,6 +158,13 @@ def split(network: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
     )
 
 
+def likeness(images: Tensor, labels: Tensor, made: Tensor, made_labels: Tensor) -> Tensor:
+    """Minus the distance of each image (n, ...) to the nearest that was made with its label."""
+    apart = torch.cdist(images.flatten(1), made.flatten(1))
+    apart = apart.masked_fill(labels[:, None] != made_labels[None, :], torch.inf)
+    return -apart.min(1).values
+
+
 def join(**parts: Mapping[str, Tensor]) -> Tensors:
     """Several mappings in one, each name below its part's."""
     return {f"{part}/{name}": value for part, ts in parts.items() for name, value in ts.items()}

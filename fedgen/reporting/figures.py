@@ -24,6 +24,34 @@ def sample_grid(images: NDArray[np.uint8], columns: int, path: Path) -> None:
     Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet).save(path)
 
 
+def lower_bounds(
+    panels: dict[str, list[tuple[int, float, float | None]]],
+    delta: float,
+    confidence: float,
+    path: Path,
+) -> None:
+    """Writes the figure of an audit. ``panels``: name -> (after, lower bound, proven epsilon)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (name, points) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        after = [point[0] for point in points]
+        label = f"lower bound, confidence {confidence:g}"
+        axes.plot(after, [point[1] for point in points], "o-", label=label)
+        known = [(point[0], point[2]) for point in points if point[2] is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), "s-", label="proven, server")
+        axes.set_xlabel(name)
+        axes.set_ylabel(f"ε at δ = {delta:g}")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def epsilon_against_rounds(
     rounds: list[int], curves: dict[str, list[float | None]], delta: float, path: Path
 ) -> None:

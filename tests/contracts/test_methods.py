@@ -7,15 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny import Train, tiny
+from tiny import METHODS, PARTITIONS, Train, tiny
 
-import configs
 from fedgen import cli
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, from_json
-
-METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
-PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
 
 
 def record(run: Path, name: str) -> dict:

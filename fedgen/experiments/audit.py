@@ -1,0 +1,253 @@
+"""``fedgen audit``: attacks on a client program and on a whole run, beside what is proven."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from dp_accounting import GaussianDpEvent
+from numpy.typing import NDArray
+from omegaconf import DictConfig
+from torch import Tensor
+
+from fedgen.coins import Coins
+from fedgen.data.canaries import Canaries
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.settings import Setup
+from fedgen.experiments.training import train
+from fedgen.federation.rounds import RunState
+from fedgen.method import ClientProgram, Plan, ServerProgram, WorstCase
+from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
+from fedgen.privacy.calibration import least_noise
+from fedgen.privacy.events import canonical
+from fedgen.reporting.figures import lower_bounds
+from fedgen.reporting.progress import RunProgress, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir, or_null
+
+_TOGETHER = (1, 2, 4, 8)  # releases that one attack on the client program sees
+_LEAST_TRIALS = 100
+_TELLING = 4.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What an attack shows after so many releases or rounds, and what is proven then."""
+
+    after: int
+    lower_bound: float
+    proven: float | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the proof is refuted."""
+        return self.proven is not None and self.lower_bound > self.proven
+
+
+def audit(config: DictConfig) -> str:
+    """Attacks the client program of a configuration, then trains a run with canaries and attacks
+    that; returns what was found, in words.
+
+    Raises:
+        FedgenError: for a setting that does not work, or if an attack refutes a proven epsilon.
+    """
+    chosen = config.audit
+    _check(chosen)
+    ready = settings.setup(config)
+    found: list[Point] = []
+    noise = chosen.noise_multiplier or _telling_noise(ready)
+    if chosen.releases:
+        method = ready.at_noise(noise)
+        with RunProgress() as progress:
+            found = attack_program(
+                method.client,
+                method.plan,
+                method.worst_case(),
+                releases=chosen.releases,
+                confidence=chosen.confidence,
+                delta=config.privacy.delta,
+                coins=ready.coins.at("audit"),
+                told=lambda done: progress.show("releases", done, 2 * chosen.releases, ""),
+            )
+    lines = [
+        f"client program, {chosen.releases:,} releases of each of two neighbours at noise "
+        f"multiplier {noise:.4g}, {point.after} together: "
+        f"{_in_words(point, chosen.confidence)}"
+        for point in found
+    ]
+    guessed: list[Point] = []
+    if chosen.canaries:
+        run = train(
+            config, watch=lambda ready, state, proven: guessed.append(guess(ready, state, proven))
+        )
+        run_dir = RunDir(run)
+        facts = {"releases": chosen.releases, "noise_multiplier": noise}
+        record: dict[str, Any] = {
+            "schema": 1,
+            "confidence": chosen.confidence,
+            "delta": config.privacy.delta,
+            "program": {**facts, "points": [asdict(point) for point in found]},
+            "run": {"canaries": chosen.canaries, "points": [asdict(point) for point in guessed]},
+        }
+        run_dir.write("audit", record)
+        lower_bounds(
+            {
+                "client program, releases": [(p.after, p.lower_bound, p.proven) for p in found],
+                "run, rounds": [(p.after, p.lower_bound, p.proven) for p in guessed],
+            },
+            config.privacy.delta,
+            chosen.confidence,
+            run / "audit.png",
+        )
+        lines += [
+            f"run with {chosen.canaries} canaries, after round {guessed[-1].after}: "
+            f"{_in_words(guessed[-1], chosen.confidence)}",
+            str(run / "audit.json"),
+            str(run / "audit.png"),
+        ]
+    text = "\n".join(lines)
+    if any(point.broken for point in (*found, *guessed)):
+        print(text)
+        raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
+    return text
+
+
+def _telling_noise(ready: Setup) -> float:
+    """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
+    much more never."""
+
+    def at(noise: float) -> float:
+        plan = ready.at_noise(noise).plan
+        spend = canonical(plan.server(plan.rows_per_round))
+        return epsilon(spend, ready.config.privacy.delta, plan.relation).or_infinity
+
+    return least_noise(at, _TELLING)
+
+
+def _check(chosen: DictConfig) -> None:
+    """Raises FedgenError for an audit that cannot be."""
+    for key, least in (("releases", 2 * _LEAST_TRIALS), ("canaries", 4)):
+        if chosen[key] and not least <= chosen[key] <= 10**7:
+            raise FedgenError(
+                f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "mend it"
+            )
+    if not 0.5 <= chosen.confidence < 1:
+        raise FedgenError("audit.confidence", f"cannot be {chosen.confidence:g}", "take e.g. 0.95")
+    noise = chosen.noise_multiplier
+    if noise is not None and not 0 < noise < math.inf:
+        raise FedgenError("audit.noise_multiplier", f"must be positive, got {noise:g}", "e.g. 1")
+
+
+def _in_words(point: Point, confidence: float) -> str:
+    verdict = " - the proof is REFUTED" if point.broken else ""
+    return (
+        f"ε ≥ {point.lower_bound:.2f} with confidence {confidence:g}, proven ε = "
+        f"{epsilon_in_words(point.proven)}{verdict}"
+    )
+
+
+# --- the client program ---------------------------------------------------------------------------
+
+
+def attack_program(
+    program: ClientProgram,
+    plan: Plan,
+    worst: WorstCase,
+    *,
+    releases: int,
+    confidence: float,
+    delta: float,
+    coins: Coins,
+    told: Callable[[int], None] = lambda done: None,
+) -> list[Point]:
+    """Tells two neighbours apart by many releases of ``program``; ``plan`` says what is proven.
+
+    The adversary knows both neighbours, and scores a release by its length along what lies between
+    them. It does not know the draws: where a secret draw amplifies, it finds less.
+    """
+    direction = _direction(program, worst, coins)
+    scores = np.zeros((2, releases))
+    for trial in range(releases):
+        for side, (state, shard) in enumerate((worst.first, worst.second)):
+            here = coins.at("side", side)
+            release = program.answer(state, worst.query, shard, trial, here)
+            scores[side, trial] = float((release.arrays["gradients"] * direction).sum())
+        if trial % 100 == 99:
+            told(2 * trial + 2)
+    points = []
+    for together in _TOGETHER:
+        trials = releases // together
+        if trials < _LEAST_TRIALS:
+            break
+        summed = scores[:, : trials * together].reshape(2, trials, together).sum(2)
+        spend = canonical(plan.server(together * worst.query.count))
+        gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
+        bound = gaussian_lower_bound if gaussian else lower_bound
+        proven = epsilon(spend, delta, plan.relation).value
+        points.append(Point(together, bound(summed[0], summed[1], delta, confidence), proven))
+    return points
+
+
+def _direction(program: ClientProgram, worst: WorstCase, coins: Coins) -> NDArray[np.float32]:
+    """What lies between the two neighbours' releases, each row of length one: under the same coins
+    their noise is the same. A row that a draw gives to others is tried again."""
+    found: NDArray[np.float32] | None = None
+    for trial in range(1000):
+        first, second = (
+            program.answer(state, worst.query, shard, trial, coins.at("direction"))
+            for state, shard in (worst.first, worst.second)
+        )
+        between = first.arrays["gradients"] - second.arrays["gradients"]
+        flat = between.reshape(len(between), -1)
+        norms = np.linalg.norm(flat, axis=1, keepdims=True)
+        unit = (flat / np.maximum(norms, 1e-12) * (norms > 1e-6)).reshape(between.shape)
+        if found is None:
+            found = np.zeros_like(between)
+        empty = ~found.reshape(len(found), -1).any(axis=1)
+        found[empty] = unit[empty]
+        if found.reshape(len(found), -1).any(axis=1).all():
+            return found
+    raise FedgenError("audit", "two neighbours release the same", "this is no worst case")
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def guess(ready: Setup, state: RunState, proven: Epsilon) -> Point:
+    """Guesses, from what the server has, which canaries were in the run: the half that it is surest
+    of, a quarter in and a quarter out."""
+    assert ready.canaries is not None
+    present = ready.canaries.present
+    scores = recognized(ready.method.server, state, ready.canaries, ready.coins.at("audit"))
+    order, quarter = np.argsort(scores, kind="stable"), max(1, len(present) // 4)
+    correct = int(present[order[-quarter:]].sum() + (~present[order[:quarter]]).sum())
+    bound = one_run_lower_bound(
+        correct,
+        2 * quarter,
+        len(present),
+        ready.config.privacy.delta,
+        ready.config.audit.confidence,
+    )
+    return Point(state.rounds, bound, or_null(proven.value))
+
+
+def recognized(
+    server: ServerProgram, state: RunState, canaries: Canaries, coins: Coins
+) -> NDArray[np.float64]:
+    """How much each canary's rows are recognized, over those that are there without it (m,)."""
+
+    def mean(shards: list[Shard]) -> NDArray[np.float64]:
+        rows = [shard.rows(torch.arange(len(shard))) for shard in shards]
+        images, labels = (torch.cat([pair[place] for pair in rows]) for place in (0, 1))
+        found: Tensor = server.recognize(state.server, images, labels, coins)
+        parts = torch.split(found.double(), [len(shard) for shard in shards])
+        return np.array([float(part.mean()) for part in parts])
+
+    inside = mean(canaries.inside)
+    return inside if canaries.outside is None else inside - mean(canaries.outside)

@@ -1,0 +1,104 @@
+"""Every method's client program under attack: as private as it says, and caught if it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import METHODS, PARTITIONS, tiny
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.experiments.audit import Point, attack_program
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import setup
+
+# one critic that everybody asks, every row in every batch: nothing amplifies
+WITHOUT_DRAWS = [
+    "method.critics=1",
+    "method.critics_per_step=1",
+    "method.routing=mean",
+    "method.sampling_rate=1.0",
+    "method.batch=2",
+]
+# one of those that share a program
+PROGRAMS = list({compose("config", [f"method={m}"]).method._target_: m for m in METHODS}.values())
+
+
+def attacked(
+    method: str, words: list[str], noise: float, really: float, releases: int
+) -> list[Point]:
+    """An audit at 99 % confidence of a program that says ``noise`` and has ``really``."""
+    settings = tiny(method, *WITHOUT_DRAWS, *words)
+    ready = setup(compose("audit", [f"method={method}", *settings, "audit.canaries=0"]))
+    claimed = ready.at_noise(noise)
+    return attack_program(
+        ready.at_noise(really).client,
+        claimed.plan,
+        claimed.worst_case(),
+        releases=releases,
+        confidence=0.99,
+        delta=1e-5,
+        coins=Coins.of(5, "seeded"),
+    )
+
+
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
+    points = attacked(method, [], 1.0, 1.0, 2000)
+    assert [point.after for point in points] == [1, 2, 4, 8]
+    assert not any(point.broken for point in points)
+    assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.7
+
+
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_half_the_noise_is_caught(method: str) -> None:
+    assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 600))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_draws_only_hide(method: str) -> None:
+    """With the secret draws of the method, the bound of any mechanism, and below what is proven."""
+    drawn = ["method.sampling_rate=0.3", "method.routing=per_sample", "method.critics=4"]
+    for point in attacked(method, drawn, 1.0, 1.0, 2000):
+        assert not point.broken
+
+
+@pytest.mark.parametrize("clients", PARTITIONS)
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_an_audit_of_a_run(
+    method: str, clients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    canaries = 4 if clients == "several" and method == "gs_wgan_small" else 20
+    words = [f"method={method}", *tiny(method), *PARTITIONS[clients], "sample_every=1"]
+    own = ["runtime=in_process", "audit.releases=200", f"audit.canaries={canaries}"]
+    assert cli.run(["audit", *words, *own, f"run_dir={run}"]) == 0
+    said = capsys.readouterr().out
+    assert "with confidence 0.95, proven ε" in said
+    record = json.loads((run / "audit.json").read_text())
+    assert [point["after"] for point in record["run"]["points"]] == [1, 2, 3]
+    for point in record["run"]["points"]:
+        assert 0 <= point["lower_bound"] <= point["proven"] <= 10
+    assert (run / "audit.png").stat().st_size > 0
+    assert (run / "public" / "PRIVACY.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("audit.releases=7", "audit.releases"),
+        ("audit.canaries=5000", "audit.canaries"),
+        ("audit.confidence=1.5", "audit.confidence"),
+        ("audit.noise_multiplier=-1", "audit.noise_multiplier"),
+    ],
+)
+def test_mistakes_are_said(
+    word: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert cli.run(["audit", *tiny("gs_wgan_small"), word, f"run_dir={run}"]) == 2
+    assert key in capsys.readouterr().err
+    assert not run.exists()
