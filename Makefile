@@ -10,6 +10,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+	$(BIN)/python scripts/mutants.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

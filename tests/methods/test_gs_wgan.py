@@ -242,6 +242,15 @@ def test_the_published_variant_is_not_amplified() -> None:
     assert "past draws" in str(published.plan.reasons["server"])
 
 
+def test_the_published_variant_is_not_amplified_with_clients_either() -> None:
+    """Whoever is drawn trains: the release view loses what the draw of clients would give."""
+    published = make(clients=50, noise=1.0, critic_schedule="on_query", routing="per_step")
+    provable = make(clients=50, noise=1.0, routing="per_step")
+    assert eps(published, 100, rows=30)[1] > 1.5 * eps(provable, 100, rows=30)[1]
+    assert published.plan.amplified_by["release"] is None
+    assert "past draws" in str(published.plan.reasons["release"])
+
+
 def test_federated_draws_amplify_in_the_release_view_alone() -> None:
     method = make(clients=50, noise=1.0)
     server, release = eps(method, 100, rows=30)

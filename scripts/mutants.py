@@ -1,0 +1,311 @@
+"""Breaks fedgen on purpose, one way at a time, and runs the tests that should notice.
+
+    python scripts/mutants.py [NAME ...]
+
+Each mutant is one change to one file, of a kind that has gone wrong in published code. It is put
+into a copy of the package; a test that is meant for it must fail there, and must pass without it.
+Prints a line for each, ``killed NAME by TEST`` or ``survived NAME``; exits with 1 if any survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("fedgen", "strategies", "configs", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change that a test must notice: ``old``, found once in ``file``, becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MECHANISMS, TESTS = "fedgen/privacy/mechanisms.py", "tests/privacy/test_mechanisms.py"
+CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
+GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
+
+MUTANTS = [
+    Mutant(
+        "clip-left-out-of-rows",
+        MECHANISMS,
+        "rows if math.isinf(clip) else clip_rows(rows, clip)",
+        "rows",
+        f"{TESTS}::test_sensitivity_bounds_any_exchange",
+    ),
+    Mutant(
+        "clip-left-out-of-a-sum",
+        MECHANISMS,
+        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
+        'total += rows.detach().to("cpu", torch.float32).sum(0)',
+        f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
+    ),
+    Mutant(
+        "group-clip",
+        MECHANISMS,
+        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
+        'total += clip_rows(rows.detach().to("cpu", torch.float32).sum(0)[None], self.clip)[0]',
+        f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
+    ),
+    Mutant(
+        "mean-clip",
+        MECHANISMS,
+        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
+        "total += len(rows) * clip_rows("
+        'rows.detach().to("cpu", torch.float32).mean(0)[None], self.clip)[0]',
+        f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
+    ),
+    Mutant(
+        "rows-of-a-matrix-clipped-one-by-one",
+        MECHANISMS,
+        'clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]',
+        'clip_rows(matrix.detach().to("cpu", torch.float32), self.clip)',
+        f"{TESTS}::test_a_matrix_is_clipped_as_a_whole",
+    ),
+    Mutant(
+        "bad-rows-kept",
+        MECHANISMS,
+        "(torch.where(usable[:, None], flat, 0.0) * scale[:, None])",
+        "(flat * (bound / norms).clamp(max=1.0)[:, None])",
+        f"{TESTS}::test_a_bad_row_becomes_zero_and_its_neighbours_stay",
+    ),
+    Mutant(
+        "noise-halved-in-rows",
+        MECHANISMS,
+        "noisy = total / self.routing.answers_per_row + std * coins",
+        "noisy = total / self.routing.answers_per_row + 0.5 * std * coins",
+        f"{TESTS}::test_noise_has_the_promised_standard_deviation",
+    ),
+    Mutant(
+        "noise-halved-in-rows-under-attack",
+        MECHANISMS,
+        "noisy = total / self.routing.answers_per_row + std * coins",
+        "noisy = total / self.routing.answers_per_row + 0.5 * std * coins",
+        "tests/contracts/test_audit.py::test_an_attack_comes_near_and_not_above_what_is_proven",
+    ),
+    Mutant(
+        "noise-over-the-root-of-the-batch",
+        MECHANISMS,
+        "noisy = total / self.divisor + std * coins",
+        "noisy = total / self.divisor + std / math.sqrt(self.divisor) * coins",
+        f"{TESTS}::test_each_mechanism_noises_as_promised",
+    ),
+    Mutant(
+        "sensitivity-of-a-row-taken-for-c",
+        MECHANISMS,
+        "return 2 * self.clip / self.routing.answers_per_row",
+        "return self.clip / self.routing.answers_per_row",
+        f"{TESTS}::test_the_bound_is_met",
+    ),
+    Mutant(
+        "division-by-a-realized-count",
+        MECHANISMS,
+        "noisy = total / self.divisor + std * coins",
+        "noisy = total / max(1, int(total.count_nonzero())) + std * coins",
+        f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
+    ),
+    Mutant(
+        "noise-that-repeats",
+        MECHANISMS,
+        '* coins.noise(shape, "release")\n        return Release({"gradients": noisy.numpy()}',
+        '* coins.at("x").noise(shape, "release") * 0 + std * Coins.of(0, "seeded").noise(shape)\n'
+        '        return Release({"gradients": noisy.numpy()}',
+        f"{TESTS}::test_releases_at_different_places_have_independent_noise",
+    ),
+    Mutant(
+        "batch-counted-outside-the-draw",
+        "fedgen/privacy/routing.py",
+        "gate = GaussianDpEvent(noise_multiplier / math.sqrt(rows / draws))",
+        "gate, draws = GaussianDpEvent(noise_multiplier), rows",
+        "tests/privacy/test_routing.py::test_one_draw_is_one_node",
+    ),
+    Mutant(
+        "batches-drawn-at-another-rate-than-counted",
+        "fedgen/privacy/batches.py",
+        'coins.secret_uniforms(rows, "batch") < self.rate',
+        'coins.secret_uniforms(rows, "batch") < 1.5 * self.rate',
+        f"{TESTS}::test_poisson_batches_have_the_promised_rate_and_no_memory",
+    ),
+    Mutant(
+        "poisson-accountant-for-draws-of-critics",
+        "fedgen/privacy/accounting.py",
+        "poisson = isinstance(event, PoissonSampledDpEvent) and "
+        "relation is Relation.ADD_OR_REMOVE_ONE",
+        "poisson = not isinstance(event, GaussianDpEvent)",
+        "tests/privacy/test_accounting.py::test_per_sample_routing_as_published_settings",
+    ),
+    Mutant(
+        "amplified-though-critics-train-when-drawn",
+        GS_WGAN,
+        "hidden = not on_query and (facts.all_answer or not federated)",
+        "hidden = facts.all_answer or not federated",
+        f"{GS_WGAN_TESTS}::test_the_published_variant_is_not_amplified_with_clients_either",
+    ),
+    Mutant(
+        "budget-checked-after-the-spend",
+        CLIENT,
+        "home.ledger.rows + query.count > home.rows",
+        "home.ledger.rows > home.rows",
+        f"{CLIENT_TESTS}::test_the_client_enforces_its_budget",
+    ),
+    Mutant(
+        "budget-of-the-server-checked-after-the-spend",
+        "fedgen/federation/rounds.py",
+        "self.state.rows[c] + len(rows) > budget.rows]",
+        "self.state.rows[c] > budget.rows]",
+        "tests/contracts/test_methods.py::TestEveryMethod::test_it_stops_before_it_would_overspend"
+        "[gs_wgan_small-several]",
+    ),
+    Mutant(
+        "ledger-charged-after-the-reply",
+        CLIENT,
+        "    home.ledger.charge(server_round, asked, query.count, release.event)"
+        "  # before anything leaves\n    reply = messages.pack_release(release)\n",
+        "    reply = messages.pack_release(release)\n"
+        "    home.ledger.charge(server_round, asked, query.count, release.event)\n",
+        f"{CLIENT_TESTS}::test_a_charge_comes_before_the_reply",
+    ),
+    Mutant(
+        "spend-dropped-at-resume",
+        "fedgen/privacy/ledger.py",
+        "                self._note(int(entry",
+        "                entry or self._note(int(entry",
+        "tests/privacy/test_ledger.py::test_a_charge_is_on_disk_at_once",
+    ),
+    Mutant(
+        "routing-shares-the-coins-of-training",
+        GS_WGAN,
+        'flips = torch.rand(index.shape, generator=coins.public("rows"))',
+        "flips = torch.rand(index.shape, generator=torch.Generator().manual_seed(\n"
+        '            coins.secret("routing").getrandbits(60)))',
+        f"{GS_WGAN_TESTS}::test_training_by_rotation_does_not_see_the_draw",
+    ),
+    Mutant(
+        "power-iteration-while-answering",
+        GS_WGAN,
+        "critics, first = self.weights(state, block, coins), block * self.width\n",
+        "critics, first = self.weights(state, block, coins), block * self.width\n"
+        "                for name, value in power_iteration(critics, stacked=True).items():\n"
+        "                    critics[name].copy_(value)\n",
+        f"{GS_WGAN_TESTS}::test_answering_changes_no_later_training",
+    ),
+    Mutant(
+        "rows-permuted-by-their-number",
+        GS_WGAN,
+        'order = torch.randperm(len(shard), generator=coins.public("subsets"))',
+        "order = torch.argsort(shard.images.flatten(1).float().sum(1), stable=True)",
+        f"{GS_WGAN_TESTS}::test_replacing_a_row_changes_one_critic",
+    ),
+    Mutant(
+        "error-text-in-a-reply",
+        CLIENT,
+        "Message(Error(FAILED), reply_to=message)",
+        "Message(Error(FAILED, str(error)), reply_to=message)",
+        f"{CLIENT_TESTS}::test_what_went_wrong_stays_with_the_client",
+    ),
+    Mutant(
+        "noise-known-from-the-seed-in-secure-mode",
+        "fedgen/coins.py",
+        "secrets.token_bytes(32), secrets.token_bytes(32), mode)",
+        'derived(b"secret"), derived(b"noise"), mode)',
+        "tests/test_coins.py",
+    ),
+]
+
+
+def copy_of(mutant: Mutant | None, folder: Path) -> Path:
+    """The package with a mutant in it."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy(source, folder / name)
+    if mutant is not None:
+        path = folder / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            sys.exit(
+                f"mutants: {mutant.name}: {mutant.file} has its line {text.count(mutant.old)} times"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+    return folder
+
+
+class Failures:
+    """A pytest plugin that remembers which tests failed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest with the report of each phase of a test."""
+        if report.failed:
+            self.names.append(report.nodeid)
+
+
+def failed(mutant: Mutant | None, tests: list[str]) -> list[str]:
+    """The tests that fail on a copy, in this process. Raises RuntimeError if they cannot be run."""
+    failures, said = Failures(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(copy_of(mutant, Path(folder)))
+        sys.path.insert(0, folder)
+        with contextlib.redirect_stdout(said):
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], [failures])
+        os.chdir(ROOT)
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(f"{' '.join(tests)} did not run:\n{said.getvalue()}")
+    return failures.names
+
+
+def judge(mutant: Mutant) -> list[str]:
+    """The tests that noticed."""
+    return failed(mutant, [mutant.test])
+
+
+def main() -> None:
+    """Judges the mutants that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names = parser.parse_args().names
+    unknown = set(names) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        sys.exit(f"mutants: there is no {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for slow in ("torch", "hypothesis", "scipy.stats", "dp_accounting.pld", "flwr.app", "hydra"):
+        importlib.import_module(slow)  # once: each mutant is judged in a fork of this process
+    survived = 0
+    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
+        tests = sorted({mutant.test for mutant in chosen})
+        whole = pool.apply_async(failed, (None, tests))
+        judged = pool.imap(judge, chosen, chunksize=1)
+        for mutant, killers in zip(chosen, judged, strict=True):
+            survived += not killers
+            line = f"killed {mutant.name} by {killers[0]}" if killers else f"survived {mutant.name}"
+            print(line, flush=True)
+        if broken := whole.get():
+            sys.exit(f"mutants: {broken[0]} fails without a mutant")
+    sys.exit(1 if survived else 0)
+
+
+if __name__ == "__main__":
+    main()
