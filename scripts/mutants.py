@@ -98,7 +98,7 @@ MUTANTS = [
         MECHANISMS,
         "noisy = total / self.routing.answers_per_row + std * coins",
         "noisy = total / self.routing.answers_per_row + 0.5 * std * coins",
-        "tests/contracts/test_audit.py::test_an_attack_comes_near_and_not_above_what_is_proven",
+        "tests/contracts/test_attacks.py::test_an_attack_comes_near_and_not_above_what_is_proven",
     ),
     Mutant(
         "noise-over-the-root-of-the-batch",

@@ -392,6 +392,37 @@ def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "words or json" in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "evaluation=quick"], "evaluation"),
+        (["audit", "evaluation=none", "audit.canaries=10"], "audit.canaries"),
+    ],
+)
+def test_a_run_for_release_looks_at_nothing_private(
+    words: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = words
+    place = tmp_path / "run"
+    secure = ["privacy.noise=secure", f"run_dir={place}"]
+    assert cli.run([command, *TINY, *rest, *secure]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert not place.exists()
+
+
+def test_a_run_for_release_is_not_judged_later_either(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("privacy.noise=secure", "rounds=1")
+    assert cli.run(["evaluate", f"run={run}"]) == 2
+    assert "privacy.noise=secure refuses" in capsys.readouterr().err
+    text = (run / "public" / "PRIVACY.md").read_text()
+    assert "not for release" not in text
+    for head in ("What is protected", "Against whom", "How strongly", "What is not covered"):
+        assert f"## {head}" in text
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "method.clp=1"], ["train", "data=x"]])
 def test_help_and_mistakes_load_nothing_slow(arguments: list[str]) -> None:
     """Fast because torch stays out; what is loaded is tested, the time is printed."""

@@ -11,8 +11,8 @@ from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
 from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup, view
-from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.events import canonical, in_words
+from fedgen.privacy.accounting import Epsilon, opacus_opinions
+from fedgen.privacy.events import Relation, canonical, in_words
 from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import or_null
 
@@ -86,7 +86,18 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
             f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
             f"  counted: {in_words(canonical(event))}",
         ]
+    if ready.config.third_opinion:
+        lines.append(_third_opinion(ready))
     if claim is not None:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
         lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
     return "\n".join(lines)
+
+
+def _third_opinion(ready: Setup) -> str:
+    plan, budget = ready.method.plan, ready.privacy.budget
+    found = opacus_opinions(canonical(plan.server(budget.rows)), ready.privacy.delta)
+    if found is None or plan.relation is not Relation.ADD_OR_REMOVE_ONE:
+        return "third opinion: Opacus accounts for Poisson draws under add or remove one alone"
+    by_prv, by_rdp = (epsilon_in_words(value) for value in found)
+    return f"third opinion, server: Opacus says {by_prv} by PRV and {by_rdp} by RDP"

@@ -115,6 +115,7 @@ def evaluate_run(config: DictConfig) -> Path:
     settings.check_evaluation(config)
     run_dir, trained, _ = RunDir.open(Path(config.run), "run")
     results = run_dir.results()
+    trained.evaluation = config.evaluation
     ready = settings.setup(trained)
     _, generator, _ = load_generator(Path(config.run), config.device)
     with RunProgress() as progress:

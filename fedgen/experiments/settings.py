@@ -158,6 +158,7 @@ def check(config: DictConfig) -> None:
     _check_runtime(config)
     _whole(config, "seed", -(2**63), 2**63 - 1)
     check_evaluation(config)
+    _check_release(config)
     check_delta(config.privacy.delta)
     for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
         value = OmegaConf.select(config, key)
@@ -203,6 +204,24 @@ def _check_runtime(config: DictConfig) -> None:
     if runtime.faults.dies and config.names.runtime != "ray":
         raise FedgenError(
             "runtime.faults.dies", "clients have no process of their own here", "take runtime=ray"
+        )
+
+
+def _check_release(config: DictConfig) -> None:
+    """Raises FedgenError for what a run that is meant for release must not do."""
+    if config.privacy.noise != "secure":
+        return
+    if config.evaluation.classifiers:
+        raise FedgenError(
+            "evaluation",
+            "looks at private rows outside any mechanism, which privacy.noise=secure refuses",
+            "set evaluation=none",
+        )
+    if OmegaConf.select(config, "audit.canaries"):
+        raise FedgenError(
+            "audit.canaries",
+            "a run with canaries is no run for release",
+            "take privacy.noise=seeded, or set it to 0",
         )
 
 

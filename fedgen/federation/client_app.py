@@ -23,7 +23,7 @@ from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import Answer
 from fedgen.files import digest
-from fedgen.method import ClientProgram
+from fedgen.method import ClientProgram, State
 from fedgen.privacy.ledger import Ledger
 
 FAILED = 101
@@ -193,11 +193,25 @@ def _restore(home: ClientHome, message: Message) -> RecordDict:
     return messages.pack_acknowledgement()
 
 
+def _privately(home: ClientHome, kind: str, compute: Callable[[], State]) -> State:
+    """What private rows make of a client's state. In mode ``secure`` a failure does not show: it is
+    written down, and the state stays as it was."""
+    try:
+        return compute()
+    except Exception as error:
+        if home.coins.mode == "seeded":
+            raise
+        write_down(home.store.folder(home.number), kind, error)
+        return {}
+
+
 def _prepare(home: ClientHome, message: Message) -> RecordDict:
     number = messages.read_place(message)
     done = home.store.done(home.number, messages.PREPARE)
     if done is None or done < number:
-        parts = home.program.prepare(number, home.shard, home.coins)
+        parts = _privately(
+            home, messages.PREPARE, lambda: home.program.prepare(number, home.shard, home.coins)
+        )
         home.store.commit(home.number, messages.PREPARE, number, parts, None, str(number))
     return messages.pack_acknowledgement()
 
@@ -208,7 +222,11 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
     if done is None or done < server_round:
         arrays = messages.read_broadcast(message)
         state = home.store.state(home.number)
-        changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
+        changed = _privately(
+            home,
+            messages.TRAIN,
+            lambda: home.program.train(state, arrays, home.shard, server_round, home.coins),
+        )
         told = messages.digest_of(message)
         home.store.commit(home.number, messages.TRAIN, server_round, changed, None, told)
     return messages.pack_acknowledgement()
@@ -238,6 +256,8 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     home.answered = server_round
     coins = home.coins.salted(asked) if second else home.coins
     release = home.program.answer(state, query, home.shard, server_round, coins)
+    if release.failure is not None:
+        write_down(home.store.folder(home.number), messages.ASK, release.failure)
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
     reply = messages.pack_release(release)
     kept = Answer(release.arrays, release.event, release.unit)

@@ -10,13 +10,15 @@
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
 become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero.
 A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
-bounded, what is not finite becomes zero; the wire shows nothing of it.
+bounded, what is not finite becomes zero; the wire shows nothing of it. What private rows give is
+computed inside of ``release``: if that fails in mode ``secure``, noise alone is released, and
+charged like any other; in mode ``seeded``, an experiment, the error is raised.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,11 +39,15 @@ _ROUNDING = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Release:
-    """Sanitized arrays and the privacy event that they cost. Made by this module alone."""
+    """Sanitized arrays and the privacy event that they cost. Made by this module alone.
+
+    failure: what went wrong with the private rows, if anything; it stays with the client.
+    """
 
     arrays: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
     event: DpEvent
     unit: Unit
+    failure: Exception | None = field(default=None, repr=False, compare=False)
     _seal: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,12 +109,17 @@ class RowGaussian:
         Raises:
             ValueError: if a row is not answered as often as the sensitivity assumes.
         """
+        total, failure = _privately(lambda: self._total(shape, answers), shape, coins)
+        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
+        noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
+        event = self.event(shape[0])
+        return Release({"gradients": noisy.numpy()}, event, self.unit, failure, _SEAL)
+
+    def _total(self, shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         total, counts = _clipped_sum(shape, answers, self.clip)
         if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
             raise ValueError("every row needs the number of answers that its sensitivity assumes")
-        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
-        noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        return total
 
 
 @dataclass(frozen=True)
@@ -139,12 +150,18 @@ class JointGaussian:
         """The batch behind the next release."""
         return self.batches.draw(rows, coins)
 
-    def release(self, matrix: Tensor, coins: Coins) -> Release:
-        """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
-        clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
+    def release(
+        self, shape: tuple[int, ...], matrix: Callable[[], Tensor], coins: Coins
+    ) -> Release:
+        """Sanitizes a raw matrix of this shape, a function of the batch that was drawn."""
+        total, failure = _privately(
+            lambda: clip_rows(matrix().detach().to("cpu", torch.float32)[None], self.clip)[0],
+            shape,
+            coins,
+        )
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = clipped + std * coins.noise(tuple(matrix.shape), "release")
-        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, _SEAL)
+        noisy = total + std * coins.noise(shape, "release")
+        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, failure, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -189,12 +206,17 @@ class SumGaussian:
             shape: the shape of the release, known whatever the batch.
             contributions: raw contributions (n, *shape) of the batch's rows, in pieces.
         """
-        total = torch.zeros(shape)
-        for rows in contributions:
-            total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)
+
+        def clipped() -> Tensor:
+            total = torch.zeros(shape)
+            for rows in contributions:
+                total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)
+            return total
+
+        total, failure = _privately(clipped, shape, coins)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.divisor + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
+        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, failure, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -222,7 +244,7 @@ class PlainSum:
         for rows in contributions:
             total += rows.detach().to("cpu", torch.float32).sum(0)
         gradients = (total / self.divisor).numpy()[None]
-        return Release({"gradients": gradients}, self.event(), self.unit, _SEAL)
+        return Release({"gradients": gradients}, self.event(), self.unit, None, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -285,7 +307,7 @@ class TrustedAggregate:
             total += torch.from_numpy(each.vector)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.expected + std * coins.noise(shape, "release")
-        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
+        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, None, _SEAL)
 
 
 def _of_a_sum(relation: Relation) -> int:
@@ -321,7 +343,19 @@ class NoMechanism:
         del coins
         total, _ = _clipped_sum(shape, answers, math.inf)
         mean = total / self.routing.answers_per_row
-        return Release({"gradients": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        return Release({"gradients": mean.numpy()}, self.event(shape[0]), self.unit, None, _SEAL)
+
+
+def _privately(
+    compute: Callable[[], Tensor], shape: tuple[int, ...], coins: Coins
+) -> tuple[Tensor, Exception | None]:
+    """What private rows give; zeros, and what went wrong, if they make it fail in mode secure."""
+    try:
+        return compute(), None
+    except Exception as error:
+        if coins.mode == "seeded":
+            raise
+        return torch.zeros(shape), error
 
 
 def _clipped_sum(

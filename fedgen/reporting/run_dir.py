@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from fedgen.errors import FedgenError
 from fedgen.files import write_whole
+from fedgen.reporting.words import SERVER_SIDE
 
 
 class RunDir:
@@ -48,6 +49,7 @@ class RunDir:
         try:
             for folder in (run.clients, run.samples, run.public):
                 folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path / "SERVER_SIDE.md", SERVER_SIDE.encode())
             write_whole(path / "run.json", (json.dumps(identity) + "\n").encode())
             write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
         except OSError as error:

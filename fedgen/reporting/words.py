@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +12,65 @@ from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 def statement(record: dict[str, Any], words: str) -> str:
     """The privacy statement that goes with what is published."""
-    unit = (
-        "one record (one image and its label)"
-        if record["unit"] == "record"
-        else ("one client (all of its images)")
-    )
     release = record["views"]["release"]
-    head = ""
+    parts = ["# What this generator tells about the private data"]
     if record["noise"] == "seeded":
-        head = (
+        parts.append(
             "**An experiment, not for release.** The noise of this run follows from its seed: "
-            "whoever knows the seed can remove it.\n\n"
+            "whoever knows the seed can remove it."
         )
     if release["epsilon"] is None:
-        bound = f"There is no bound: {release['reason']}."
+        parts.append(f"There is no bound: {release['reason']}.")
     else:
-        bound = (
-            f"(ε, δ)-differential privacy with ε = {epsilon_in_words(release['epsilon'])} and "
-            f"δ = {record['delta']:g} ({release['accountant']}), against anybody who sees this "
-            "folder and nothing else of the run."
-        )
+        parts += [
+            f"## What is protected\n\n{_protected(record)}",
+            "## Against whom\n\nAnybody who has this folder and nothing else of the run, whatever "
+            "they know from elsewhere: even all of the other data, and how this program works.",
+            f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
+            f"{epsilon_in_words(release['epsilon'])} and δ = {record['delta']:g} "
+            f"({release['accountant']}). {_odds(release['epsilon'], record['delta'])}",
+        ]
+    parts += [
+        "## What is not covered\n\n"
+        "- What the data say about people whether or not one of them takes part: a generator is "
+        "meant to tell what is common.\n"
+        "- Several generators from the same data: their ε add up.\n"
+        "- Choices made by looking at private data, among runs or settings.\n"
+        "- Whoever runs the training, or sees its messages: a bound of its own, not in this folder."
+        "\n- Timing, and the finite precision of floating point.",
+        f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
+        f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
+        f"{_amplification(release)}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _protected(record: dict[str, Any]) -> str:
+    one = {
+        "record": "one image with its label",
+        "client": "all images of one client together",
+    }[record["unit"]]
+    how = {
+        "replace_one": "was among the training data, or others in its place",
+        "add_or_remove_one": "was among the training data, or not",
+    }[record["relation"]]
+    return f"Whether {one} {how}."
+
+
+def _odds(epsilon: float, delta: float) -> str:
+    """What (epsilon, delta) means for a test with a rate a of false alarms: it finds at most
+    min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Kairouz, Oh, Viswanath 2015)."""
+    alarms = 0.01
+    upper = math.exp(min(epsilon, 50.0)) * alarms + delta
+    found = min(1.0, upper, 1 - math.exp(-epsilon) * (1 - delta - alarms))
+    rest = (
+        ". The guarantee alone rules little out at this ε."
+        if found > 0.9
+        else "; by chance it would find 1."
+    )
     return (
-        f"# What this generator tells about the private data\n\n{head}{bound}\n\n"
-        f"- Protected is {unit}; neighbours: {record['relation'].replace('_', ' ')}.\n"
-        f"- Draws: {record['sampler']}; {_amplification(release)}.\n"
-        f"- Counted: {words}.\n"
-        "- Not covered: timing, the finite precision of floating point, what is known from "
-        "elsewhere, and choices among several runs.\n"
+        "In other words: a test of that question which raises a false alarm for 1 in 100 that were "
+        f"not there finds at most {100 * found:.1f} in 100 that were{rest}"
     )
 
 
@@ -45,6 +78,14 @@ def _amplification(view: dict[str, Any]) -> str:
     if view["amplified_by"]:
         return f"amplified by the {view['amplified_by']}"
     return f"no amplification: {view['reason']}" if view["reason"] else "no amplification"
+
+
+SERVER_SIDE = """\
+# Not for release
+
+What is here belongs to whoever runs the training, except `public/`, which may be handed out.
+Ledgers, bytes and failures tell who took part and when; checkpoints and evaluation may tell more.
+"""
 
 
 def summary(path: Path) -> str:

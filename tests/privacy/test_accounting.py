@@ -247,6 +247,18 @@ def test_monotone_in_steps_noise_and_rate(count: int, population: int, sigma: fl
     assert epsilon(draws(2 * population, sigma, count), 1e-5, REPLACE).or_infinity <= here + slack
 
 
+@settings(max_examples=15)
+@given(st.integers(1, 3000), st.floats(1e-3, 0.3), st.floats(0.6, 4), st.sampled_from(Relation))
+def test_poisson_draws_are_monotone_too(
+    count: int, rate: float, sigma: float, relation: Relation
+) -> None:
+    here = epsilon(poisson(rate, sigma, count), 1e-5, relation).or_infinity
+    slack = 1e-3 + 2e-3 * here  # of the grid
+    assert epsilon(poisson(rate, sigma, 2 * count), 1e-5, relation).or_infinity >= here - slack
+    assert epsilon(poisson(rate, 1.5 * sigma, count), 1e-5, relation).or_infinity <= here + slack
+    assert epsilon(poisson(rate / 2, sigma, count), 1e-5, relation).or_infinity <= here + slack
+
+
 def test_nothing_costs_nothing_and_no_noise_has_no_bound() -> None:
     assert epsilon({}, 1e-5, REPLACE).value == 0.0
     assert epsilon({NonPrivateDpEvent(): 1}, 1e-5, REPLACE).value is None

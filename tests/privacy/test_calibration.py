@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from dp_accounting import GaussianDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgen.errors import FedgenError
-from fedgen.privacy.accounting import epsilon, gaussian_epsilon
+from fedgen.privacy.accounting import epsilon, gaussian_epsilon, rough_epsilon
 from fedgen.privacy.budget import check_delta, release_epsilon
 from fedgen.privacy.calibration import least_noise, most_repetitions
 from fedgen.privacy.events import Relation, canonical
@@ -70,6 +70,32 @@ def test_an_impossible_target_is_refused() -> None:
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_most_repetitions_is_the_last_that_fits(fits: int, limit: int) -> None:
     assert most_repetitions(lambda n: float(n), fits + 0.5, limit) == min(fits, limit)
+
+
+@pytest.mark.parametrize("target", [0.5, 3.0])
+def test_steps_for_a_target(target: float) -> None:
+    """As many draws as fit, and not one more."""
+    event = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2))
+
+    def at(steps: int) -> float:
+        return epsilon(canonical(event, steps), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+
+    steps = most_repetitions(at, target, 100_000)
+    assert at(steps) <= target < at(steps + 1)
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize("target", [1.0, 8.0])
+def test_noise_for_poisson_draws(target: float, relation: Relation) -> None:
+    def spend(sigma: float) -> dict:
+        return dict(canonical(PoissonSampledDpEvent(0.01, GaussianDpEvent(sigma)), 2000))
+
+    sigma = least_noise(
+        lambda s: epsilon(spend(s), 1e-5, relation).or_infinity,
+        target,
+        lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity,
+    )
+    assert target - 1e-3 <= epsilon(spend(sigma), 1e-5, relation).or_infinity <= target
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, 1.0, 2.0, math.nan])

@@ -63,13 +63,30 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
     run = train("partition=iid", "partition.clients=4", "method.routing=per_sample")
     record = json.loads((run / "privacy.json").read_text())
     text = (run / "public" / "PRIVACY.md").read_text()
-    for words in ("not for release", "one client", "replace one", "Not covered"):
+    for words in ("not for release", "one client", "replace one", "What is not covered"):
         assert words in text
     for client in record["clients"].values():
         assert f"{client['server']:.4g}" not in text, "participation is the server's business"
     secure = statement({**record, "noise": "secure"}, "draws")
     assert "not for release" not in secure
     assert "proven ε" in summary(run)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "found"), [(0.1, "1.1"), (1.0, "2.7"), (3.0, "20.1"), (10.0, "100.0")]
+)
+def test_the_statement_says_how_strongly(train: Train, epsilon: float, found: str) -> None:
+    """At most e^epsilon in 100 for 1 in 100 false alarms, and no more than all but e^-epsilon."""
+    record = json.loads((train("rounds=1") / "privacy.json").read_text())
+    record["views"]["release"]["epsilon"] = epsilon
+    text = statement(record, "draws")
+    assert f"finds at most {found} in 100" in text
+    assert ("rules little out" in text) == (epsilon == 10)
+
+
+def test_only_public_is_public(train: Train) -> None:
+    run = train("rounds=1")
+    assert "`public/`" in (run / "SERVER_SIDE.md").read_text()
 
 
 def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
