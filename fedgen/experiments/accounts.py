@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedgen.experiments.settings import Privacy
-from fedgen.federation.rounds import RunState
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
 from fedgen.privacy.ledger import Account, larger
 from fedgen.reporting.run_dir import or_null
+
+if TYPE_CHECKING:
+    from fedgen.federation.rounds import RunState
 
 
 def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | None, str | None]:

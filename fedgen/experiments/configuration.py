@@ -94,8 +94,11 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     """Several clients run on Ray, if nothing else is asked for."""
-    if name not in ("config", "account", "audit") or "runtime" in map(_key, overrides):
+    keys = list(map(_key, overrides))
+    if name not in ("config", "account", "audit") or "runtime" in keys:
         return overrides
+    if not any(key.startswith(("partition", "experiment")) for key in keys):
+        return overrides  # one client
     config = hydra_compose(name, [w for w in overrides if not _key(w).startswith("runtime.")])
     several = OmegaConf.select(config, "partition.clients", default=1) != 1
     return ["runtime=ray", *overrides] if several else overrides

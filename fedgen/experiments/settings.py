@@ -18,7 +18,7 @@ from fedgen.data.canaries import Canaries, plant
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
-from fedgen.federation.faults import Faults
+from fedgen.federation.fault_rates import Faults
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller

@@ -33,11 +33,14 @@ def lower_bounds(
     """Writes the figure of an audit. ``panels``: name -> (after, lower bound, proven epsilon)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    shown = {name: points for name, points in panels.items() if points}
+    figure = Figure(figsize=(4.5 * len(shown), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (name, points) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+    for place, (name, points) in enumerate(shown.items()):
+        axes = figure.add_subplot(1, len(shown), place + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         after = [point[0] for point in points]
         label = f"lower bound, confidence {confidence:g}"
         axes.plot(after, [point[1] for point in points], "o-", label=label)

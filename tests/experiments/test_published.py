@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,7 @@ def test_all_of_them_are_a_table() -> None:
     assert [found["name"] for found in rows] == names()
     text = in_words(rows)
     assert len(text.splitlines()) == len(rows) + 2
+    assert text in (Path(__file__).parents[2] / "README.md").read_text()
     for found in rows:
         proven = found["server_epsilon"] or found["release_epsilon"]
         if found["noise_multiplier_for_claim"] > found["noise_multiplier"]:

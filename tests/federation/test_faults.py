@@ -16,7 +16,8 @@ from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.federation import messages
 from fedgen.federation.failures import DEADLINE
-from fedgen.federation.faults import Faults, FaultyGrid
+from fedgen.federation.fault_rates import Faults
+from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
 
 FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
