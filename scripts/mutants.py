@@ -39,6 +39,8 @@ class Mutant:
 
 
 MECHANISMS, TESTS = "fedgen/privacy/mechanisms.py", "tests/privacy/test_mechanisms.py"
+PER_EXAMPLE = "fedgen/privacy/per_example.py"
+PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 
@@ -52,25 +54,31 @@ MUTANTS = [
     ),
     Mutant(
         "clip-left-out-of-a-sum",
-        MECHANISMS,
-        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
-        'total += rows.detach().to("cpu", torch.float32).sum(0)',
+        PER_EXAMPLE,
+        "scale = (clip * _ROUNDING / norms).clamp(max=1.0)",
+        "scale = torch.ones_like(norms)",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "group-clip",
-        MECHANISMS,
-        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
-        'total += clip_rows(rows.detach().to("cpu", torch.float32).sum(0)[None], self.clip)[0]',
+        PER_EXAMPLE,
+        "norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)\n    total",
+        "norms = torch.linalg.vector_norm(rows.flatten(1).sum(0)).expand(len(rows))\n    total",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "mean-clip",
-        MECHANISMS,
-        'total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)',
-        "total += len(rows) * clip_rows("
-        'rows.detach().to("cpu", torch.float32).mean(0)[None], self.clip)[0]',
+        PER_EXAMPLE,
+        "norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)\n    total",
+        "norms = torch.linalg.vector_norm(rows.flatten(1).mean(0)).expand(len(rows))\n    total",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
+    ),
+    Mutant(
+        "layers-clipped-one-by-one-counted-as-one",
+        PER_EXAMPLE,
+        "norms.append(torch.stack([_square(found) for found in uses.values()]).sum(0).sqrt())",
+        "norms.append(torch.stack([_square(found) for found in uses.values()]).amax(0).sqrt())",
+        f"{PER_EXAMPLE_TESTS}::test_one_example_more_moves_the_sum_by_at_most_the_clip",
     ),
     Mutant(
         "rows-of-a-matrix-clipped-one-by-one",
@@ -81,9 +89,9 @@ MUTANTS = [
     ),
     Mutant(
         "bad-rows-kept",
-        MECHANISMS,
-        "(torch.where(usable[:, None], flat, 0.0) * scale[:, None])",
-        "(flat * (bound / norms).clamp(max=1.0)[:, None])",
+        PER_EXAMPLE,
+        "return torch.where(torch.isfinite(norms), scale, 0.0)",
+        "return scale",
         f"{TESTS}::test_a_bad_row_becomes_zero_and_its_neighbours_stay",
     ),
     Mutant(

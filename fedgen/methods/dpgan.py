@@ -14,13 +14,14 @@ Of several clients each answers every round, with noise of its own; their answer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from dp_accounting import DpEvent
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 from torch.nn import functional as F
 
 from fedgen.coins import Coins
@@ -49,13 +50,12 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, clip_rows
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.per_example import ClippedSum, clipped_sum
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
 """Learning rate and betas."""
-
-_AT_ONCE = 64  # examples whose gradients are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,18 @@ class Networks:
         return logits
 
     def gradients(
-        self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
-    ) -> Iterator[Tensor]:
-        """Gradients (n, weights) of each example's own loss with respect to the discriminator's
-        weights, in order of their names, some examples at a time."""
+        self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool, clip: float
+    ) -> ClippedSum:
+        """The sum of the clipped gradients of each example's own loss with respect to the
+        discriminator's weights."""
         sign = -1.0 if real else 1.0  # -log D = softplus(-logit), -log(1 - D) = softplus(logit)
-
-        def loss(weights: Tensors, image: Tensor, label: Tensor) -> Tensor:
-            return F.softplus(sign * self.judge(weights, image[None], label[None])[0])
-
-        for start in range(0, len(labels), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            found = vmap(grad(loss), (None, 0, 0))(discriminator, images[some], labels[some])
-            yield torch.cat([found[name].flatten(1) for name in sorted(found)], 1)
+        return clipped_sum(
+            self.discriminator,
+            discriminator,
+            (images, labels),
+            lambda logits: F.softplus(sign * logits),
+            clip,
+        )
 
     def weights_of(self, flat: Tensor, discriminator: Mapping[str, Tensor]) -> Tensors:
         """The inverse of the order in ``gradients``."""
@@ -113,6 +112,7 @@ class Client:
 
     nets: Networks
     mechanism: SumGaussian | PlainSum
+    clip: float
 
     def answer(
         self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
@@ -123,11 +123,11 @@ class Client:
         batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
         weights = {name: value.to(self.nets.device) for name, value in query.shared.items()}
 
-        def gradients() -> Iterator[Tensor]:
+        def sums() -> Iterator[ClippedSum]:
             images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
-            yield from self.nets.gradients(weights, images, labels, real=True)
+            yield self.nets.gradients(weights, images, labels, True, self.clip)
 
-        return self.mechanism.release((self.nets.size(),), gradients(), here)
+        return self.mechanism.release((self.nets.size(),), sums(), here)
 
     def worst_case(self, shape: tuple[int, int, int]) -> WorstCase:
         """A white image against no row at all, judged by a discriminator that is so sure of being
@@ -144,12 +144,12 @@ class Client:
 
 @dataclass(frozen=True)
 class Server:
-    """The rest of algorithm 1: post-processing. ``steps``: n_D. ``clip``: C, None for no bound."""
+    """The rest of algorithm 1: post-processing. ``steps``: n_D. ``clip``: C, infinity for none."""
 
     nets: Networks
     batch: int
     steps: int
-    clip: float | None
+    clip: float
     adam: Adam
 
     def init(self, coins: Coins) -> Tensors:
@@ -181,9 +181,7 @@ class Server:
         )
         with torch.no_grad():
             images, labels = self.nets.generate(generator, self.batch, coins.at("fakes", round_))
-        fakes = torch.zeros(self.nets.size(), device=self.nets.device)
-        for rows in self.nets.gradients(discriminator, images, labels, real=False):
-            fakes += (rows if self.clip is None else clip_rows(rows, self.clip)).sum(0)
+        fakes = self.nets.gradients(discriminator, images, labels, False, self.clip).flat()
         mean = (answers[0].to(self.nets.device) + fakes / self.batch) / 2
         gradients = self.nets.weights_of(mean, discriminator)
         adam_step(discriminator, gradients, discriminator_moments, *self.adam)
@@ -267,14 +265,10 @@ def dpgan(
     mechanism: SumGaussian | PlainSum = PlainSum(batches, batch, Unit.RECORD)
     if noise_multiplier is not None:
         mechanism = SumGaussian(clip, noise_multiplier, batches, batch, relation, Unit.RECORD)
-    client = Client(nets, mechanism)
-    server = Server(
-        nets,
-        batch,
-        discriminator_steps,
-        clip if noise_multiplier is not None else None,
-        (learning_rate, betas),
-    )
+    else:
+        clip = math.inf
+    client = Client(nets, mechanism, clip)
+    server = Server(nets, batch, discriminator_steps, clip, (learning_rate, betas))
     return Method(
         ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
         ServerProgram(

@@ -30,11 +30,10 @@ from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import Batches, Rows
 from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.routing import Routing
 
 _SEAL = object()
-# float32 rounding may leave a clipped norm a little above the bound: clip a little below it
-_ROUNDING = 1 - 1e-6
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,6 @@ class Release:
     def __post_init__(self) -> None:
         if self._seal is not _SEAL:
             raise TypeError("a Release is made by a mechanism, nothing else")
-
-
-def clip_rows(rows: Tensor, bound: float) -> Tensor:
-    """Scales each row (all but the first dimension) to L2 norm at most ``bound``.
-
-    A row with a NaN or an infinity, or whose norm overflows, becomes zero.
-    """
-    flat = rows.flatten(1)
-    norms = torch.linalg.vector_norm(flat, dim=1)
-    scale = (bound * _ROUNDING / norms).clamp(max=1.0)
-    usable = torch.isfinite(norms)
-    scale = torch.where(usable, scale, 0.0)
-    return (torch.where(usable[:, None], flat, 0.0) * scale[:, None]).view_as(rows)
 
 
 @dataclass(frozen=True)
@@ -197,20 +183,23 @@ class SumGaussian:
         """The batch behind the next release."""
         return self.batches.draw(rows, coins)
 
-    def release(
-        self, shape: tuple[int, ...], contributions: Iterable[Tensor], coins: Coins
-    ) -> Release:
-        """Sanitizes raw contributions to one vector.
+    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
+        """Sanitizes a sum of clipped contributions.
 
         Args:
             shape: the shape of the release, known whatever the batch.
-            contributions: raw contributions (n, *shape) of the batch's rows, in pieces.
+            sums: over the rows of the batch, in parts.
+
+        Raises:
+            ValueError: for a part that was clipped to more than the sensitivity assumes.
         """
 
         def clipped() -> Tensor:
             total = torch.zeros(shape)
-            for rows in contributions:
-                total += clip_rows(rows.detach().to("cpu", torch.float32), self.clip).sum(0)
+            for part in sums:
+                if part.clip > self.clip:
+                    raise ValueError("a part was clipped to more than the sensitivity assumes")
+                total += part.flat().to("cpu", torch.float32).view(shape)
             return total
 
         total, failure = _privately(clipped, shape, coins)
@@ -235,14 +224,12 @@ class PlainSum:
         """See ``SumGaussian.draw``."""
         return self.batches.draw(rows, coins)
 
-    def release(
-        self, shape: tuple[int, ...], contributions: Iterable[Tensor], coins: Coins
-    ) -> Release:
+    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
         """The raw sum; see ``SumGaussian.release``."""
         del coins
         total = torch.zeros(shape)
-        for rows in contributions:
-            total += rows.detach().to("cpu", torch.float32).sum(0)
+        for part in sums:
+            total += part.flat().to("cpu", torch.float32).view(shape)
         gradients = (total / self.divisor).numpy()[None]
         return Release({"gradients": gradients}, self.event(), self.unit, None, _SEAL)
 

@@ -27,8 +27,8 @@ from fedgen.privacy.mechanisms import (
     RowGaussian,
     SumGaussian,
     TrustedAggregate,
-    clip_rows,
 )
+from fedgen.privacy.per_example import ClippedSum, clip_rows, of_rows
 from fedgen.privacy.routing import Routing
 
 any_rows = arrays(
@@ -193,7 +193,9 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
     for relation, pair in neighbours.items():
         mechanism = summed(relation)
         first, second = (
-            mechanism.release((4,), [torch.from_numpy(each)], COINS).arrays["gradients"]
+            mechanism.release((4,), [of_rows(torch.from_numpy(each), 0.7)], COINS).arrays[
+                "gradients"
+            ]
             for each in pair
         )
         assert np.linalg.norm(first - second) <= mechanism.sensitivity(relation) + 1e-5
@@ -205,9 +207,9 @@ def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -
     first, second, pieces = (
         mechanism.release((4,), given_, COINS).arrays["gradients"]
         for given_ in (
-            [torch.from_numpy(rows)],
-            [torch.from_numpy(rows[order])],
-            [torch.from_numpy(rows[:1]), torch.from_numpy(rows[1:])],
+            [of_rows(torch.from_numpy(rows), 0.7)],
+            [of_rows(torch.from_numpy(rows[order]), 0.7)],
+            [of_rows(torch.from_numpy(part), 0.7) for part in (rows[:1], rows[1:])],
         )
     )
     assert np.allclose(first, second, atol=1e-6)
@@ -220,10 +222,18 @@ def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
     up, down = torch.full((1, 4), 9.0), torch.full((1, 4), -9.0)
     other = down if relation is REPLACE else up[:0]
     first, second = (
-        mechanism.release((4,), [rows], COINS).arrays["gradients"] for rows in (up, other)
+        mechanism.release((4,), [of_rows(rows, 0.7)], COINS).arrays["gradients"]
+        for rows in (up, other)
     )
     moved = np.linalg.norm(first - second)
     assert moved == pytest.approx(mechanism.sensitivity(relation), rel=1e-4)
+
+
+def test_a_part_with_a_larger_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than the sensitivity"):
+        summed(REPLACE).release((4,), [of_rows(torch.ones(1, 4), 0.8)], COINS)
+    with pytest.raises(TypeError, match="made by what clips"):
+        ClippedSum({}, torch.zeros(0), 1.0)
 
 
 def test_sensitivities_are_those_of_the_design() -> None:
@@ -343,7 +353,8 @@ def failing(kind: str, coins: Coins) -> Release:
         answers = ((torch.arange(3), rows) for rows in pieces())
         return gaussian(1.0, 1.0).release((3, 4), answers, coins)
     if kind == "sum":
-        return summed(REPLACE).release((4,), pieces(), coins)
+        sums = (of_rows(rows, 0.7) for rows in pieces())
+        return summed(REPLACE).release((4,), sums, coins)
     return joint().release((2, 4), lambda: torch.stack(list(pieces())), coins)
 
 

@@ -1,0 +1,428 @@
+"""Sums of clipped per-example gradients, without per-example gradients in memory.
+
+For a module whose examples do not mix, the gradient of one example's loss with respect to a layer's
+weight is a product of what went into the layer and of the gradient of what came out of it:
+
+1. forward; one backward for the gradients of all that came out, without weight gradients;
+2. each example's squared norm, layer by layer: from the products of positions with each other where
+   a layer has few ("ghost norm", Li, Tramer, Liang, Hashimoto 2022), from the example's own weight
+   gradient where that is smaller (the choice of Bu, Mao, Xu 2022);
+3. what came back is scaled by each example's clipping factor, and one weight gradient for the whole
+   batch is the clipped sum ("book-keeping", Bu, Wang, Zha, Karypis 2023).
+
+So a clipped step costs a plain one and the norms. ``by_vmap`` is the general path, for any module
+and for losses with gradients of their own inside; ``by_opacus`` is a reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
+
+from fedgen.errors import FedgenError
+
+Weights = Mapping[str, Tensor]
+Losses = Callable[[Tensor], Tensor]
+"""A module's output for n examples -> each example's own loss (n,)."""
+
+_SEAL = object()
+# float32 rounding may leave a clipped norm a little above the bound: clip a little below it
+_ROUNDING = 1 - 1e-6
+_MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """A sum over examples of their gradients, each clipped to norm ``clip`` over all weights. Made
+    by this module alone: a mechanism relies on the bound.
+
+    gradients: named as the weights. norms: (n,), before clipping: private. clip: infinity for none.
+    """
+
+    gradients: dict[str, Tensor]
+    norms: Tensor
+    clip: float
+    _seal: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self._seal is not _SEAL:
+            raise TypeError("a ClippedSum is made by what clips, nothing else")
+
+    def flat(self) -> Tensor:
+        """All gradients in one vector, in the order of their names."""
+        return torch.cat([self.gradients[name].flatten() for name in sorted(self.gradients)])
+
+
+def clipping_factors(norms: Tensor, clip: float) -> Tensor:
+    """What each example's gradient is multiplied by; zero for one that is not finite."""
+    if math.isinf(clip):
+        return torch.ones_like(norms)
+    scale = (clip * _ROUNDING / norms).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), scale, 0.0)
+
+
+def clip_rows(rows: Tensor, clip: float) -> Tensor:
+    """Scales each row (all but the first dimension) to L2 norm at most ``clip``.
+
+    A row with a NaN or an infinity, or whose norm overflows, becomes zero.
+    """
+    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    return _scaled(rows, clipping_factors(norms, clip))
+
+
+def clipped_sum(
+    module: nn.Module,
+    weights: Weights,
+    inputs: tuple[Tensor, ...],
+    losses: Losses,
+    clip: float,
+    at_once: int = 256,
+) -> ClippedSum:
+    """The sum over examples of their clipped gradients.
+
+    Args:
+        module: called with ``weights`` in place of its own, on ``inputs``, (n, ...) each.
+        clip: L2 bound of each example's gradient over all weights; infinity: no clipping.
+        at_once: examples in memory at a time.
+
+    Raises:
+        FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
+            or changes activations in place.
+    """
+    layers = _layers(module)
+    total = {name: torch.zeros_like(value) for name, value in weights.items()}
+    norms = [torch.zeros(0, device=inputs[0].device)]
+    for start in range(0, len(inputs[0]), at_once):
+        some = tuple(each[start : start + at_once] for each in inputs)
+        uses = _forward_and_back(module, weights, some, losses, layers)
+        norms.append(torch.stack([_square(found) for found in uses.values()]).sum(0).sqrt())
+        factors = clipping_factors(norms[-1], clip)
+        for name, found in uses.items():
+            for use in found:
+                total[name] += use.summed(factors).view_as(total[name])
+    return ClippedSum(total, torch.cat(norms), clip, _SEAL)
+
+
+def by_vmap(
+    loss: Callable[..., Tensor],
+    weights: Weights,
+    inputs: tuple[Tensor, ...],
+    clip: float,
+    at_once: int = 64,
+) -> ClippedSum:
+    """``clipped_sum`` for any ``loss(weights, *example) -> ()``, with all gradients in memory."""
+    total = {name: torch.zeros_like(value) for name, value in weights.items()}
+    norms = [torch.zeros(0, device=inputs[0].device)]
+    for start in range(0, len(inputs[0]), at_once):
+        some = tuple(each[start : start + at_once] for each in inputs)
+        found = vmap(grad(loss), (None, *[0] * len(some)))(dict(weights), *some)
+        norms.append(sum(each.flatten(1).square().sum(1) for each in found.values()).sqrt())
+        _add(total, found, clipping_factors(norms[-1], clip))
+    return ClippedSum(total, torch.cat(norms), clip, _SEAL)
+
+
+def by_opacus(
+    module: nn.Module, inputs: tuple[Tensor, ...], losses: Losses, clip: float
+) -> ClippedSum:
+    """``clipped_sum`` by Opacus' hooks, for a module with weights of its own: a reference."""
+    from opacus import GradSampleModule  # slow to import, never needed by a run
+
+    wrapped = GradSampleModule(module, loss_reduction="sum")
+    torch.autograd.backward(losses(wrapped(*inputs)).sum())
+    found = {name: getattr(p, "grad_sample") for name, p in module.named_parameters()}  # noqa: B009
+    norms = sum(each.flatten(1).square().sum(1) for each in found.values()).sqrt()
+    total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    _add(total, found, clipping_factors(norms, clip))
+    wrapped.to_standard_module()
+    return ClippedSum(total, norms, clip, _SEAL)
+
+
+def of_rows(rows: Tensor, clip: float) -> ClippedSum:
+    """The sum of rows (n, ...), each clipped: contributions that are no gradients."""
+    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    total = {"rows": torch.zeros_like(rows[0] if len(rows) else rows.sum(0))}
+    _add(total, {"rows": rows}, clipping_factors(norms, clip))
+    return ClippedSum(total, norms, clip, _SEAL)
+
+
+def _add(total: dict[str, Tensor], found: Mapping[str, Tensor], factors: Tensor) -> None:
+    """Adds what was found for each example, scaled; nothing of those whose factor is zero."""
+    used = factors != 0  # zero times infinity is not zero
+    for name, each in found.items():
+        total[name] += torch.tensordot(factors[used], each[used], 1)
+
+
+# --- one call of a layer --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A weight whose gradient for example n is, in each group g, the sum over positions t of
+    y[n, g, :, t] x[n, g, :, t]^T. ``whole``: factors (n,) -> the scaled sum over examples."""
+
+    x: Tensor
+    y: Tensor
+    whole: Callable[[Tensor], Tensor]
+
+    def one_by_one(self) -> Tensor:
+        """Each example's gradient, in any order of its entries (n, weights)."""
+        return (self.y @ self.x.transpose(2, 3)).flatten(1)
+
+    def squares(self) -> Tensor:
+        """Each example's squared norm (n,)."""
+        (p, positions), q = self.x.shape[2:], self.y.shape[2]
+        if positions > 1 and positions * (p + q) >= p * q:
+            return self.one_by_one().square().sum(1)
+        largest = (self.x.square().sum((2, 3)) * self.y.square().sum((2, 3))).sum(1)
+        if positions == 1:
+            return largest
+        x, y = (each.transpose(2, 3) @ each for each in (self.x, self.y))
+        # what cancels leaves its rounding: an example must never seem shorter than it is
+        return (x * y).sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * largest
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """The sum over examples, each scaled."""
+        return self.whole(factors)
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A weight so small that each example's gradient (n, ...) is kept: biases, affine norms."""
+
+    gradients: Tensor
+
+    def one_by_one(self) -> Tensor:
+        """Each example's gradient (n, weights)."""
+        return self.gradients.flatten(1)
+
+    def squares(self) -> Tensor:
+        """Each example's squared norm (n,)."""
+        return self.one_by_one().square().sum(1)
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """The sum over examples, each scaled."""
+        return _scaled(self.gradients, factors).sum(0)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """An embedding: index (n, t) of rows of a table (rows, d), and what came back (n, t, d)."""
+
+    index: Tensor
+    back: Tensor
+    shape: torch.Size
+
+    def one_by_one(self) -> Tensor:
+        """Each example's gradient (n, weights)."""
+        found = self.back.new_zeros(len(self.index), *self.shape)
+        return found.scatter_add_(1, self.index[..., None].expand_as(self.back), self.back).flatten(
+            1
+        )
+
+    def squares(self) -> Tensor:
+        """Each example's squared norm (n,): rows that are looked up twice add up."""
+        same = self.index[:, :, None] == self.index[:, None, :]
+        return (self.back @ self.back.transpose(1, 2) * same).sum((1, 2))
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """The sum over examples, each scaled."""
+        found = self.back.new_zeros(self.shape)
+        return found.index_add_(0, self.index.flatten(), _scaled(self.back, factors).flatten(0, 1))
+
+
+_Use = _Product | _Small | _Table
+
+
+def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Rows (n, ...) times their factors; zero where that is zero, whatever the row is."""
+    factor = factors.view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(factor != 0, rows * factor, 0.0)
+
+
+def _square(uses: list[_Use]) -> Tensor:
+    """Squared norms (n,) of one weight's gradient over all of its uses."""
+    if len(uses) == 1:
+        return uses[0].squares()
+    whole = uses[0].one_by_one()
+    for use in uses[1:]:
+        whole = whole + use.one_by_one()
+    return whole.square().sum(1)
+
+
+# --- the layers that are known --------------------------------------------------------------------
+# each: (layer, what went in, what came back) -> its weights' uses
+
+
+def _linear(layer: nn.Linear, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    x, y = (each.reshape(len(each), -1, each.shape[-1]) for each in (given, back))
+
+    def whole(factors: Tensor) -> Tensor:
+        scaled, used = _scaled(y, factors), _scaled(x, (factors != 0).to(x))
+        return scaled.flatten(0, 1).T @ used.flatten(0, 1)
+
+    product = _Product(x.transpose(1, 2)[:, None], y.transpose(1, 2)[:, None], whole)
+    return {"weight": product, "bias": _Small(y.sum(1))}
+
+
+def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    given, back, size, geometry = _in_the_plane(layer, given, back)
+    x, y = F.unfold(given, size[2:], **geometry), back.flatten(2)
+
+    def whole(factors: Tensor) -> Tensor:
+        found: Tensor = conv2d_weight(
+            _scaled(given, (factors != 0).to(given)),
+            size,
+            _scaled(back, factors),
+            **geometry,
+            groups=layer.groups,
+        )
+        return found
+
+    product = _Product(_grouped(x, layer.groups), _grouped(y, layer.groups), whole)
+    return {"weight": product, "bias": _Small(y.sum(2))}
+
+
+def _transposed(layer: nn.ConvTranspose2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    """A convolution's backward pass: what came back plays the part of what went in."""
+    given, back, size, geometry = _in_the_plane(layer, given, back)
+    x, y = F.unfold(back, size[2:], **geometry), given.flatten(2)
+
+    def whole(factors: Tensor) -> Tensor:
+        found: Tensor = conv2d_weight(
+            _scaled(back, factors),
+            size,
+            _scaled(given, (factors != 0).to(given)),
+            **geometry,
+            groups=layer.groups,
+        )
+        return found
+
+    product = _Product(_grouped(x, layer.groups), _grouped(y, layer.groups), whole)
+    return {"weight": product, "bias": _Small(back.flatten(2).sum(2))}
+
+
+def _in_the_plane(
+    layer: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d, given: Tensor, back: Tensor
+) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """A convolution's tensors, its weight's shape and its geometry, in two dimensions."""
+    size = tuple(layer.weight.shape)
+    names = ("stride", "padding", "dilation")
+    geometry = {name: tuple(getattr(layer, name)) for name in names}
+    if given.dim() == 4:
+        return given, back, size, geometry
+    neutral = {"stride": 1, "padding": 0, "dilation": 1}
+    flat = {name: (neutral[name], *geometry[name]) for name in names}
+    return given[:, :, None], back[:, :, None], (*size[:2], 1, *size[2:]), flat
+
+
+def _grouped(columns: Tensor, groups: int) -> Tensor:
+    """(n, channels, t) -> (n, groups, channels of a group, t)."""
+    return columns.view(len(columns), groups, -1, columns.shape[2])
+
+
+def _embedding(layer: nn.Embedding, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    index, rows = given.reshape(len(given), -1), back.reshape(len(back), -1, back.shape[-1])
+    return {"weight": _Table(index, rows, layer.weight.shape)}
+
+
+def _group_norm(layer: nn.GroupNorm, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    normal = F.group_norm(given, layer.num_groups, eps=layer.eps)
+    products, rows = (each.reshape(*each.shape[:2], -1).sum(2) for each in (normal * back, back))
+    return {"weight": _Small(products), "bias": _Small(rows)}
+
+
+def _layer_norm(layer: nn.LayerNorm, given: Tensor, back: Tensor) -> dict[str, _Use]:
+    normal, shape = (
+        F.layer_norm(given, layer.normalized_shape, eps=layer.eps),
+        layer.normalized_shape,
+    )
+    products, rows = (each.reshape(len(each), -1, *shape).sum(1) for each in (normal * back, back))
+    return {"weight": _Small(products), "bias": _Small(rows)}
+
+
+_KNOWN: dict[type[nn.Module], Callable[..., dict[str, _Use]]] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.ConvTranspose2d: _transposed,
+    nn.Embedding: _embedding,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+}
+
+
+def _layers(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
+    """Layers with weights of their own, and under which names the module has these."""
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    found: dict[nn.Module, dict[str, str]] = {}
+    for place, layer in module.named_modules():
+        if isinstance(layer, _MIXING):
+            raise FedgenError(
+                place or "model", f"{type(layer).__name__} mixes examples", "take GroupNorm"
+            )
+        own = dict(layer.named_parameters(recurse=False))
+        if not own:
+            continue
+        plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
+            getattr(layer, "padding", 0), str
+        )
+        if type(layer) not in _KNOWN or not plain or getattr(layer, "max_norm", None) is not None:
+            raise FedgenError(
+                place or "model",
+                f"there is no clipped sum for this {type(layer).__name__}",
+                "take by_vmap",
+            )
+        found[layer] = {part: names[id(weight)] for part, weight in own.items()}
+    return found
+
+
+def _forward_and_back(
+    module: nn.Module,
+    weights: Weights,
+    inputs: tuple[Tensor, ...],
+    losses: Losses,
+    layers: dict[nn.Module, dict[str, str]],
+) -> dict[str, list[_Use]]:
+    """Each weight's uses by these examples."""
+    seen: list[tuple[nn.Module, Tensor, Tensor, int]] = []
+
+    def look(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        # weights ask for no gradient, so a first layer's output has no history: it starts here
+        out = out if out.requires_grad else out.requires_grad_()
+        seen.append((layer, given[0].detach(), out, out._version))
+        return out
+
+    handles = [layer.register_forward_hook(look) for layer in layers]
+    try:
+        with torch.enable_grad():
+            fixed = {name: value.detach() for name, value in weights.items()}
+            outputs = functional_call(module, fixed, tuple(each.detach() for each in inputs))
+            whole = losses(outputs).sum()
+    except RuntimeError as error:
+        if "in-place" in str(error):
+            raise _in_place() from error
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(out._version != version for _, _, out, version in seen):
+        raise _in_place()
+    backs = torch.autograd.grad(whole, [out for _, _, out, _ in seen], materialize_grads=True)
+    uses: dict[str, list[_Use]] = defaultdict(list)
+    for (layer, given, _, _), back in zip(seen, backs, strict=True):
+        found = _KNOWN[type(layer)](layer, given, back)
+        for part, name in layers[layer].items():
+            uses[name].append(found[part])
+    return uses
+
+
+def _in_place() -> FedgenError:
+    return FedgenError("model", "changes activations in place", "set inplace=False")

@@ -1,0 +1,247 @@
+"""Clipped sums against per-example gradients by torch.func and by Opacus."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedgen.errors import FedgenError
+from fedgen.models.dcgan import Discriminator
+from fedgen.privacy.per_example import ClippedSum, by_opacus, by_vmap, clipped_sum, of_rows
+
+
+class Reshape(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), *self.shape)
+
+
+class Twice(nn.Module):
+    """One layer called twice, once on what it made."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        lambda n: torch.randn(n, 5),
+    ),
+    "linear over positions": (
+        lambda: nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3)),
+        lambda n: torch.randn(n, 4, 5),
+    ),
+    "conv2d": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 6, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(6, 8, 3, 2, 1), nn.Flatten()
+        ),
+        lambda n: torch.randn(n, 2, 12, 10),
+    ),
+    "conv2d dilated, in groups": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, 3, (2, 1), (1, 2), (1, 2), groups=2), nn.Tanh(), nn.Flatten()
+        ),
+        lambda n: torch.randn(n, 4, 9, 8),
+    ),
+    "conv1d": (
+        lambda: nn.Sequential(
+            nn.Conv1d(3, 4, 5, 2, 2), nn.Tanh(), nn.Conv1d(4, 4, 3), nn.Flatten()
+        ),
+        lambda n: torch.randn(n, 3, 21),
+    ),
+    "conv transposed": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(3, 4, 4, 2, 1),
+            nn.Tanh(),
+            nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1, groups=2),
+            nn.Flatten(),
+        ),
+        lambda n: torch.randn(n, 3, 4, 5),
+    ),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 8, 3), nn.GroupNorm(2, 8), nn.Tanh(), nn.LayerNorm([8, 4, 4]), nn.Flatten()
+        ),
+        lambda n: torch.randn(n, 2, 6, 6),
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 4), nn.Tanh(), nn.Flatten()),
+        lambda n: torch.randint(0, 6, (n, 3)),
+    ),
+    "linear twice": (
+        lambda: nn.Sequential(Twice(nn.Linear(5, 5)), nn.Linear(5, 2)),
+        lambda n: torch.randn(n, 5),
+    ),
+    "conv twice": (
+        lambda: nn.Sequential(Twice(nn.Conv2d(3, 3, 3, 1, 1)), nn.Flatten()),
+        lambda n: torch.randn(n, 3, 6, 6),
+    ),
+    "embedding twice": (
+        lambda: nn.Sequential(nn.Embedding(4, 3), Reshape(6), nn.Linear(6, 2)),
+        lambda n: torch.randint(0, 4, (n, 2)),
+    ),
+}
+
+
+def losses(output: Tensor) -> Tensor:
+    """Each example's own loss: of any output."""
+    return F.softplus(output.flatten(1)).square().sum(1)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+def reference(module: nn.Module, inputs: tuple[Tensor, ...], clip: float) -> ClippedSum:
+    def loss(weights: dict[str, Tensor], *example: Tensor) -> Tensor:
+        return losses(functional_call(module, weights, tuple(e[None] for e in example)))[0]
+
+    return by_vmap(loss, weights_of(module), inputs, clip)
+
+
+def same(first: ClippedSum, second: ClippedSum, tolerance: float = 1e-5) -> None:
+    scale = max(float(value.abs().max()) for value in second.gradients.values())
+    assert torch.allclose(first.norms, second.norms, rtol=tolerance)
+    assert first.gradients.keys() == second.gradients.keys()
+    for name, value in second.gradients.items():
+        assert torch.allclose(first.gradients[name], value, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([0.1, 1.0, 30.0, math.inf]))
+@settings(max_examples=6)
+def test_equal_to_torch_func(name: str, seed: int, count: int, clip: float) -> None:
+    torch.manual_seed(seed)
+    make, data = NETWORKS[name]
+    module, inputs = make(), (data(count),)
+    ours = clipped_sum(module, weights_of(module), inputs, losses, clip)
+    same(ours, reference(module, inputs, clip))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equal_to_opacus(name: str) -> None:
+    torch.manual_seed(1)
+    make, data = NETWORKS[name]
+    module, inputs = make(), (data(7),)
+    ours = clipped_sum(module, weights_of(module), inputs, losses, 0.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = by_opacus(module, inputs, losses, 0.7)
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 64])
+def test_the_discriminator_in_small_batches(at_once: int) -> None:
+    torch.manual_seed(0)
+    module = Discriminator(10, (1, 28, 28), 8)
+    inputs = torch.rand(17, 1, 28, 28), torch.randint(0, 10, (17,))
+
+    def logistic(logits: Tensor) -> Tensor:
+        return F.softplus(-logits)
+
+    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return logistic(functional_call(module, weights, (image[None], label[None])))[0]
+
+    ours = clipped_sum(module, weights_of(module), inputs, logistic, 0.5, at_once)
+    same(ours, by_vmap(loss, weights_of(module), inputs, 0.5))
+    assert ours.flat().shape == (sum(p.numel() for p in module.parameters()),)
+
+
+def test_no_examples_make_zero() -> None:
+    module = nn.Linear(3, 2)
+    found = clipped_sum(module, weights_of(module), (torch.zeros(0, 3),), losses, 1.0)
+    assert all(not value.any() for value in found.gradients.values())
+    assert found.norms.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv transposed", "norms", "conv twice"])
+def test_a_bad_example_counts_zero_and_the_others_as_before(name: str, bad: float) -> None:
+    torch.manual_seed(2)
+    make, data = NETWORKS[name]
+    module, rows = make(), data(6)
+    spoiled = rows.clone()
+    spoiled[3] = bad
+    good = torch.arange(6) != 3
+    ours = clipped_sum(module, weights_of(module), (spoiled,), losses, 1.0)
+    alone = clipped_sum(module, weights_of(module), (rows[good],), losses, 1.0)
+    if math.isfinite(bad):  # its gradient may be finite: then it is clipped like any other
+        assert float((ours.flat() - alone.flat()).norm()) <= 1 + 1e-4
+        return
+    for key, value in alone.gradients.items():
+        assert torch.allclose(ours.gradients[key], value, atol=1e-5)
+
+
+@given(st.integers(0, 10**6), st.floats(0.05, 5))
+@settings(max_examples=20)
+def test_one_example_more_moves_the_sum_by_at_most_the_clip(seed: int, clip: float) -> None:
+    torch.manual_seed(seed)
+    make, data = NETWORKS["conv2d"]
+    module, rows = make(), data(5) * 10
+    more, less = (
+        clipped_sum(module, weights_of(module), (some,), losses, clip).flat()
+        for some in (rows, rows[:-1])
+    )
+    assert float((more - less).norm()) <= clip * (1 + 1e-4)
+
+
+def test_what_cancels_does_not_make_an_example_shorter() -> None:
+    """Positions that nearly cancel: the norm from products of positions keeps its rounding."""
+    torch.manual_seed(0)
+    module = nn.Linear(400, 400, bias=False)
+    row = torch.randn(1, 1, 400) * 1e4
+    rows = torch.cat([row, -row * (1 + 1e-4)], 1).expand(1, 2, 400)
+    back = torch.ones(400)
+    found = clipped_sum(
+        module, weights_of(module), (rows,), lambda out: (out * back).sum((1, 2)), math.inf
+    )
+    exact = float(found.flat().double().norm())
+    assert float(found.norms[0]) >= exact * (1 - 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), "mixes examples"),
+        (nn.Sequential(nn.InstanceNorm1d(2)), "mixes examples"),
+        (nn.LSTM(3, 4), "no clipped sum for this LSTM"),
+        (nn.Conv2d(1, 1, 3, padding_mode="circular"), "no clipped sum"),
+        (nn.Embedding(3, 2, max_norm=1.0), "no clipped sum"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(module: nn.Module, words: str) -> None:
+    with pytest.raises(FedgenError, match=words):
+        clipped_sum(module, weights_of(module), (torch.zeros(1, 1, 4, 4),), losses, 1.0)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_changes_in_place_are_refused(before: int) -> None:
+    first = [nn.Linear(3, 3)] * before
+    module = nn.Sequential(*first, nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    with pytest.raises(FedgenError, match="in place"):
+        clipped_sum(module, weights_of(module), (torch.randn(2, 3),), losses, 1.0)
+
+
+def test_rows_that_are_no_gradients() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.nan, 0.0]])
+    found = of_rows(rows, 1.0)
+    assert torch.allclose(found.flat(), torch.tensor([0.9, 1.2]), atol=1e-5)
+    assert of_rows(rows[:0], 1.0).flat().tolist() == [0.0, 0.0]
