@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +52,20 @@ def test_seeded_repeats_and_secure_does_not() -> None:
 
 def test_kinds_do_not_share_a_stream(coins: Coins) -> None:
     assert len({coins.public_key, coins.secret_key, coins.noise_key}) == 3
+
+
+def test_many_secret_uniforms_are_secret_and_uniform() -> None:
+    """They follow from the secret key alone, and pass Kolmogorov and Smirnov at level 1e-6."""
+    seeded, secure = Coins.of(0, "seeded"), Coins.of(0, "secure")
+    first = seeded.at("a").secret_uniforms(20_000, "batch")
+    assert np.array_equal(first, Coins.of(0, "seeded").at("a").secret_uniforms(20_000, "batch"))
+    for other in (
+        secure.at("a").secret_uniforms(20_000, "batch"),
+        seeded.at("b").secret_uniforms(20_000, "batch"),
+        seeded.at("a").salted("x").secret_uniforms(20_000, "batch"),
+    ):
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.04
+        assert stats.kstest(other, "uniform").pvalue > 1e-6
 
 
 def test_secret_draws_are_uniform(coins: Coins) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | None, str | None]:
     """What amplifies a bound that was found against an adversary, or why nothing does."""
     by, reason = plan.amplified_by[adversary], plan.reasons[adversary]
+    if found.value is None and plan.claim is not None:
+        return None, "a computation over private rows failed, and what that tells has no bound"
     if by and "secret" not in found.accountant and found.value:
         return None, "the draw helps less than the rows that nobody may exceed"
     return by, reason

@@ -137,8 +137,9 @@ def _check(chosen: DictConfig) -> None:
             raise FedgenError(
                 f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "mend it"
             )
-    if not 0.5 <= chosen.confidence < 1:
-        raise FedgenError("audit.confidence", f"cannot be {chosen.confidence:g}", "take e.g. 0.95")
+    if not 0.9 <= chosen.confidence < 1:
+        problem = f"must be at least 0.9 and below 1, got {chosen.confidence:g}"
+        raise FedgenError("audit.confidence", problem, "e.g. 0.95")
     noise = chosen.noise_multiplier
     if noise is not None and not 0 < noise < math.inf:
         raise FedgenError("audit.noise_multiplier", f"must be positive, got {noise:g}", "e.g. 1")
@@ -168,9 +169,12 @@ def attack_program(
 ) -> list[Point]:
     """Tells two neighbours apart by many releases of ``program``; ``plan`` says what is proven.
 
-    The adversary knows both neighbours, and scores a release by its length along what lies between
+    The bounds of all points hold together with ``confidence``. The adversary knows both neighbours,
+    and scores a release by its length along what lies between
     them. It does not know the draws: where a secret draw amplifies, it finds less.
     """
+    together = [count for count in _TOGETHER if releases // count >= _LEAST_TRIALS]
+    each = 1 - (1 - confidence) / len(together)  # so that all of them hold together
     direction = _direction(program, worst, coins)
     scores = np.zeros((2, releases))
     for trial in range(releases):
@@ -181,16 +185,14 @@ def attack_program(
         if trial % 100 == 99:
             told(2 * trial + 2)
     points = []
-    for together in _TOGETHER:
-        trials = releases // together
-        if trials < _LEAST_TRIALS:
-            break
-        summed = scores[:, : trials * together].reshape(2, trials, together).sum(2)
-        spend = canonical(plan.server(together * worst.query.count))
+    for count in together:
+        trials = releases // count
+        summed = scores[:, : trials * count].reshape(2, trials, count).sum(2)
+        spend = canonical(plan.server(count * worst.query.count))
         gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
         bound = gaussian_lower_bound if gaussian else lower_bound
         proven = epsilon(spend, delta, plan.relation).value
-        points.append(Point(together, bound(summed[0], summed[1], delta, confidence), proven))
+        points.append(Point(count, bound(summed[0], summed[1], delta, each), proven))
     return points
 
 
@@ -221,19 +223,16 @@ def _direction(program: ClientProgram, worst: WorstCase, coins: Coins) -> NDArra
 
 def guess(ready: Setup, state: RunState, proven: Epsilon) -> Point:
     """Guesses, from what the server has, which canaries were in the run: the half that it is surest
-    of, a quarter in and a quarter out."""
+    of, a quarter in and a quarter out. The bounds of all of a run's pictures hold together."""
     assert ready.canaries is not None
     present = ready.canaries.present
     scores = recognized(ready.method.server, state, ready.canaries, ready.coins.at("audit"))
     order, quarter = np.argsort(scores, kind="stable"), max(1, len(present) // 4)
     correct = int(present[order[-quarter:]].sum() + (~present[order[:quarter]]).sum())
-    bound = one_run_lower_bound(
-        correct,
-        2 * quarter,
-        len(present),
-        ready.config.privacy.delta,
-        ready.config.audit.confidence,
-    )
+    pictures = ready.privacy.budget.rounds // ready.config.sample_every + 1
+    confidence = 1 - (1 - ready.config.audit.confidence) / pictures
+    delta = ready.config.privacy.delta
+    bound = one_run_lower_bound(correct, 2 * quarter, len(present), delta, confidence)
     return Point(state.rounds, bound, or_null(proven.value))
 
 

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
 }
+_MOST = 1e9  # of an epsilon, of a noise multiplier
 OPTIONAL = ("runtime.store",)  # not every runtime has it
 
 
@@ -162,8 +163,10 @@ def check(config: DictConfig) -> None:
     check_delta(config.privacy.delta)
     for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
         value = OmegaConf.select(config, key)
-        if value is not None and not (0 < value < math.inf):
-            raise FedgenError(key, f"must be positive, got {value:g}", "e.g. 10, or null")
+        if value is not None and not 0 < value <= _MOST:
+            raise FedgenError(
+                key, f"must be positive and at most {_MOST:g}, got {value:g}", "e.g. 10, or null"
+            )
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from dp_accounting import NonPrivateDpEvent
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
@@ -23,8 +25,10 @@ from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import Answer
 from fedgen.files import digest
-from fedgen.method import ClientProgram, State
+from fedgen.method import ClientProgram
 from fedgen.privacy.ledger import Ledger
+
+T = TypeVar("T")
 
 FAILED = 101
 """The code of every failure of a client. It says no more: what went wrong may tell of its rows, and
@@ -193,25 +197,24 @@ def _restore(home: ClientHome, message: Message) -> RecordDict:
     return messages.pack_acknowledgement()
 
 
-def _privately(home: ClientHome, kind: str, compute: Callable[[], State]) -> State:
-    """What private rows make of a client's state. In mode ``secure`` a failure does not show: it is
-    written down, and the state stays as it was."""
+def _privately(home: ClientHome, server_round: int, compute: Callable[[], T]) -> T:
+    """What private rows give. A failure over them shows, and what it tells is not bounded: in mode
+    ``secure`` the client has no bound from then on. (Noise alone in its place would not do:
+    one record would then move a sum over many by its whole, more than was counted.)
+    """
     try:
         return compute()
-    except Exception as error:
-        if home.coins.mode == "seeded":
-            raise
-        write_down(home.store.folder(home.number), kind, error)
-        return {}
+    except Exception:
+        if home.coins.mode == "secure":
+            home.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
+        raise
 
 
 def _prepare(home: ClientHome, message: Message) -> RecordDict:
     number = messages.read_place(message)
     done = home.store.done(home.number, messages.PREPARE)
     if done is None or done < number:
-        parts = _privately(
-            home, messages.PREPARE, lambda: home.program.prepare(number, home.shard, home.coins)
-        )
+        parts = _privately(home, 0, lambda: home.program.prepare(number, home.shard, home.coins))
         home.store.commit(home.number, messages.PREPARE, number, parts, None, str(number))
     return messages.pack_acknowledgement()
 
@@ -224,7 +227,7 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
         state = home.store.state(home.number)
         changed = _privately(
             home,
-            messages.TRAIN,
+            server_round,
             lambda: home.program.train(state, arrays, home.shard, server_round, home.coins),
         )
         told = messages.digest_of(message)
@@ -255,9 +258,11 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     state = home.store.state(home.number)
     home.answered = server_round
     coins = home.coins.salted(asked) if second else home.coins
-    release = home.program.answer(state, query, home.shard, server_round, coins)
-    if release.failure is not None:
-        write_down(home.store.folder(home.number), messages.ASK, release.failure)
+    release = _privately(
+        home,
+        server_round,
+        lambda: home.program.answer(state, query, home.shard, server_round, coins),
+    )
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
     reply = messages.pack_release(release)
     kept = Answer(release.arrays, release.event, release.unit)

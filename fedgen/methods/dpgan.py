@@ -294,12 +294,15 @@ def _plan(mechanism: SumGaussian | PlainSum, weights: int, rate: float, relation
     def server(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
 
-    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private else None
-    reason = None if private else "nothing is clipped and nothing is noised"
+    drawn = rate < 1
+    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
+    reason = None if by else "every row is in every batch: there is no draw"
+    if not private:
+        reason = "nothing is clipped and nothing is noised"
     return Plan(
         unit=Unit.RECORD,
         relation=relation,
-        sampler=f"Poisson draw of rows at rate {rate:.4g}",
+        sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
         rows_per_round=1,
         answer=(weights,),
         server=server,

@@ -43,6 +43,7 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 # Below, the noise hides so little that a draw's loss is out of floating point's range.
 _LEAST_SIGMA = 0.02
 _MOST_CELLS = 1e6  # of the grid of one release's loss
+_MOST_RELEASES = 1e7  # and five times as many cells, of a composed loss
 _MOST_DIFFERENT = 128  # spends of which each is accounted by itself
 
 Leaves = tuple[tuple[DpEvent, int], ...]
@@ -246,19 +247,29 @@ def _rdp_to_epsilon(
 
 
 def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
+    """Infinity where it cannot say: noise too small, too many cells, a delta near rounding."""
     if any(_gaussian(event).noise_multiplier < _LEAST_SIGMA for event, _ in leaves):
         return math.inf
-    step = _discretization(leaves)
+    step, cells = _discretization(leaves)
+    releases = sum(count for _, count in leaves)
+    # compositions are powers of Fourier transforms, which leave their rounding in all cells
+    rounding = 2 * float(np.finfo(float).eps) * (releases + cells)
+    if max(cells / 5, releases) > _MOST_RELEASES or rounding > 0.1 * delta:
+        return math.inf
     whole: pld.PrivacyLossDistribution | None = None
     for event, count in leaves:
         part = _loss(event, relation, step).self_compose(count, 1e-3 * delta)
         whole = part if whole is None else whole.compose(part, 1e-3 * delta)
-    composed = whole
-    assert composed is not None
-    if composed.get_delta_for_epsilon(math.inf) > delta:
+    assert whole is not None
+    found = whole.get_delta_for_epsilon
+
+    def delta_at(eps: float) -> float:
+        return float(found(eps)) + rounding
+
+    if delta_at(math.inf) > delta:
         return math.inf
     # not get_epsilon_for_delta: it gives up where exp(-loss) underflows
-    return _smallest_epsilon(lambda e: float(composed.get_delta_for_epsilon(e)), delta, 1e-7)
+    return _smallest_epsilon(delta_at, delta, 1e-7)
 
 
 @lru_cache(maxsize=64)
@@ -272,9 +283,10 @@ def _loss(event: DpEvent, relation: Relation, step: float) -> pld.PrivacyLossDis
     return pld.PrivacyLossDistribution(subset_draw_pmf(_rate(event), 1 / sigma, step))
 
 
-def _discretization(leaves: Leaves) -> float:
+def _discretization(leaves: Leaves) -> tuple[float, float]:
     """A grid fine enough that rounding adds little to epsilon (1e-3, or 1e-4 of it): each release's
-    loss is rounded to connected dots, up by at most a quarter of a cell's square in the mean."""
+    loss is rounded to connected dots, up by at most a quarter of a cell's square in the mean. And
+    about how many cells the composed loss will have, of releases and of their sum."""
     variance, top, releases = 0.0, 0.0, 0
     for event, count in leaves:
         rate, mu = _rate(event), 1 / _gaussian(event).noise_multiplier
@@ -284,7 +296,8 @@ def _discretization(leaves: Leaves) -> float:
     spread = math.sqrt(variance)
     wide = max(1.0, spread)
     fine = min(max(spread / 300, 1e-4), math.sqrt(2e-3 * wide / releases), 1e-3 * wide)
-    return float(f"{max(fine, top / _MOST_CELLS):.1g}")  # rounded, so that neighbours share it
+    step = float(f"{max(fine, top / _MOST_CELLS):.1g}")  # rounded, so that neighbours share it
+    return step, (2 * top + variance + 20 * spread) / step
 
 
 # --- draws that the adversary sees ----------------------------------------------------------------

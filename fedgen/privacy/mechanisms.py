@@ -10,15 +10,13 @@
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
 become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero.
 A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
-bounded, what is not finite becomes zero; the wire shows nothing of it. What private rows give is
-computed inside of ``release``: if that fails in mode ``secure``, noise alone is released, and
-charged like any other; in mode ``seeded``, an experiment, the error is raised.
+bounded, what is not finite becomes zero; the wire shows nothing of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,15 +36,11 @@ _SEAL = object()
 
 @dataclass(frozen=True)
 class Release:
-    """Sanitized arrays and the privacy event that they cost. Made by this module alone.
-
-    failure: what went wrong with the private rows, if anything; it stays with the client.
-    """
+    """Sanitized arrays and the privacy event that they cost. Made by this module alone."""
 
     arrays: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
     event: DpEvent
     unit: Unit
-    failure: Exception | None = field(default=None, repr=False, compare=False)
     _seal: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,17 +89,12 @@ class RowGaussian:
         Raises:
             ValueError: if a row is not answered as often as the sensitivity assumes.
         """
-        total, failure = _privately(lambda: self._total(shape, answers), shape, coins)
-        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
-        noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
-        event = self.event(shape[0])
-        return Release({"gradients": noisy.numpy()}, event, self.unit, failure, _SEAL)
-
-    def _total(self, shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         total, counts = _clipped_sum(shape, answers, self.clip)
         if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
             raise ValueError("every row needs the number of answers that its sensitivity assumes")
-        return total
+        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
+        noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
+        return Release({"gradients": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -136,18 +125,12 @@ class JointGaussian:
         """The batch behind the next release."""
         return self.batches.draw(rows, coins)
 
-    def release(
-        self, shape: tuple[int, ...], matrix: Callable[[], Tensor], coins: Coins
-    ) -> Release:
-        """Sanitizes a raw matrix of this shape, a function of the batch that was drawn."""
-        total, failure = _privately(
-            lambda: clip_rows(matrix().detach().to("cpu", torch.float32)[None], self.clip)[0],
-            shape,
-            coins,
-        )
+    def release(self, matrix: Tensor, coins: Coins) -> Release:
+        """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
+        clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = total + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, failure, _SEAL)
+        noisy = clipped + std * coins.noise(tuple(matrix.shape), "release")
+        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -193,19 +176,14 @@ class SumGaussian:
         Raises:
             ValueError: for a part that was clipped to more than the sensitivity assumes.
         """
-
-        def clipped() -> Tensor:
-            total = torch.zeros(shape)
-            for part in sums:
-                if part.clip > self.clip:
-                    raise ValueError("a part was clipped to more than the sensitivity assumes")
-                total += part.flat().to("cpu", torch.float32).view(shape)
-            return total
-
-        total, failure = _privately(clipped, shape, coins)
+        total = torch.zeros(shape)
+        for part in sums:
+            if part.clip > self.clip:
+                raise ValueError("a part was clipped to more than the sensitivity assumes")
+            total += part.flat().to("cpu", torch.float32).view(shape)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.divisor + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, failure, _SEAL)
+        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -231,7 +209,7 @@ class PlainSum:
         for part in sums:
             total += part.flat().to("cpu", torch.float32).view(shape)
         gradients = (total / self.divisor).numpy()[None]
-        return Release({"gradients": gradients}, self.event(), self.unit, None, _SEAL)
+        return Release({"gradients": gradients}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -294,7 +272,7 @@ class TrustedAggregate:
             total += torch.from_numpy(each.vector)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.expected + std * coins.noise(shape, "release")
-        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, None, _SEAL)
+        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
 
 
 def _of_a_sum(relation: Relation) -> int:
@@ -330,19 +308,7 @@ class NoMechanism:
         del coins
         total, _ = _clipped_sum(shape, answers, math.inf)
         mean = total / self.routing.answers_per_row
-        return Release({"gradients": mean.numpy()}, self.event(shape[0]), self.unit, None, _SEAL)
-
-
-def _privately(
-    compute: Callable[[], Tensor], shape: tuple[int, ...], coins: Coins
-) -> tuple[Tensor, Exception | None]:
-    """What private rows give; zeros, and what went wrong, if they make it fail in mode secure."""
-    try:
-        return compute(), None
-    except Exception as error:
-        if coins.mode == "seeded":
-            raise
-        return torch.zeros(shape), error
+        return Release({"gradients": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
 def _clipped_sum(

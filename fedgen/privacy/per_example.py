@@ -34,8 +34,9 @@ Losses = Callable[[Tensor], Tensor]
 """A module's output for n examples -> each example's own loss (n,)."""
 
 _SEAL = object()
-# float32 rounding may leave a clipped norm a little above the bound: clip a little below it
-_ROUNDING = 1 - 1e-6
+_LONGEST = 1e30
+# single precision may leave a clipped norm a little above the bound: clip a little below it
+_ROUNDING = 1 - 4e-6
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -62,11 +63,12 @@ class ClippedSum:
 
 
 def clipping_factors(norms: Tensor, clip: float) -> Tensor:
-    """What each example's gradient is multiplied by; zero for one that is not finite."""
+    """What each example's gradient is multiplied by; zero for one that is not finite, or so long
+    that single precision cannot scale it."""
     if math.isinf(clip):
         return torch.ones_like(norms)
     scale = (clip * _ROUNDING / norms).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), scale, 0.0)
+    return torch.where(norms < _LONGEST, scale, 0.0)
 
 
 def clip_rows(rows: Tensor, clip: float) -> Tensor:
@@ -74,8 +76,13 @@ def clip_rows(rows: Tensor, clip: float) -> Tensor:
 
     A row with a NaN or an infinity, or whose norm overflows, becomes zero.
     """
-    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
-    return _scaled(rows, clipping_factors(norms, clip))
+    return _scaled(rows, clipping_factors(_norms(rows), clip).to(rows))
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """L2 norms (n,) in double precision: in single, those of long rows come out too small."""
+    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    return norms
 
 
 def clipped_sum(
@@ -99,11 +106,12 @@ def clipped_sum(
     """
     layers = _layers(module)
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
-    norms = [torch.zeros(0, device=inputs[0].device)]
+    norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
         uses = _forward_and_back(module, weights, some, losses, layers)
-        norms.append(torch.stack([_square(found) for found in uses.values()]).sum(0).sqrt())
+        squares = torch.stack([_square(found).double() for found in uses.values()])
+        norms.append(squares.sum(0).sqrt())
         factors = clipping_factors(norms[-1], clip)
         for name, found in uses.items():
             for use in found:
@@ -120,11 +128,11 @@ def by_vmap(
 ) -> ClippedSum:
     """``clipped_sum`` for any ``loss(weights, *example) -> ()``, with all gradients in memory."""
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
-    norms = [torch.zeros(0, device=inputs[0].device)]
+    norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
         found = vmap(grad(loss), (None, *[0] * len(some)))(dict(weights), *some)
-        norms.append(sum(each.flatten(1).square().sum(1) for each in found.values()).sqrt())
+        norms.append(_norms(torch.cat([each.flatten(1) for each in found.values()], 1)))
         _add(total, found, clipping_factors(norms[-1], clip))
     return ClippedSum(total, torch.cat(norms), clip, _SEAL)
 
@@ -138,7 +146,7 @@ def by_opacus(
     wrapped = GradSampleModule(module, loss_reduction="sum")
     torch.autograd.backward(losses(wrapped(*inputs)).sum())
     found = {name: getattr(p, "grad_sample") for name, p in module.named_parameters()}  # noqa: B009
-    norms = sum(each.flatten(1).square().sum(1) for each in found.values()).sqrt()
+    norms = _norms(torch.cat([each.flatten(1) for each in found.values()], 1))
     total = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     _add(total, found, clipping_factors(norms, clip))
     wrapped.to_standard_module()
@@ -147,7 +155,7 @@ def by_opacus(
 
 def of_rows(rows: Tensor, clip: float) -> ClippedSum:
     """The sum of rows (n, ...), each clipped: contributions that are no gradients."""
-    norms = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    norms = _norms(rows)
     total = {"rows": torch.zeros_like(rows[0] if len(rows) else rows.sum(0))}
     _add(total, {"rows": rows}, clipping_factors(norms, clip))
     return ClippedSum(total, norms, clip, _SEAL)
@@ -157,7 +165,7 @@ def _add(total: dict[str, Tensor], found: Mapping[str, Tensor], factors: Tensor)
     """Adds what was found for each example, scaled; nothing of those whose factor is zero."""
     used = factors != 0  # zero times infinity is not zero
     for name, each in found.items():
-        total[name] += torch.tensordot(factors[used], each[used], 1)
+        total[name] += torch.tensordot(factors[used].to(each), each[used], 1)
 
 
 # --- one call of a layer --------------------------------------------------------------------------
@@ -243,7 +251,7 @@ _Use = _Product | _Small | _Table
 
 def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
     """Rows (n, ...) times their factors; zero where that is zero, whatever the row is."""
-    factor = factors.view(-1, *[1] * (rows.dim() - 1))
+    factor = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(factor != 0, rows * factor, 0.0)
 
 

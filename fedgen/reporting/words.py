@@ -70,7 +70,7 @@ def _odds(epsilon: float, delta: float) -> str:
     )
     return (
         "In other words: a test of that question which raises a false alarm for 1 in 100 that were "
-        f"not there finds at most {100 * found:.1f} in 100 that were{rest}"
+        f"not there finds at most {math.ceil(1000 * found) / 10:.1f} in 100 that were{rest}"
     )
 
 

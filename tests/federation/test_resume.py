@@ -153,7 +153,7 @@ def test_the_server_is_killed_with_many_clients_on_ray(
         "method.routing=per_sample",
         "method.critics_per_step=20",
         "method.warm_start=0",
-        "rounds=30",
+        "rounds=18",
         "runtime.checkpoint_every=8",
         "log_every=5",
         "privacy.target_epsilon=null",

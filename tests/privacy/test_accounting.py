@@ -18,6 +18,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from fedgen.privacy import accounting
 from fedgen.privacy.accounting import epsilon, gaussian_delta, gaussian_epsilon
@@ -166,6 +167,31 @@ def test_poisson_batches_under_replace_one_cost_more() -> None:
     assert replace == pytest.approx(epsilon(draws(100, 1.0, 500), 1e-5, REPLACE).or_infinity)
 
 
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize(
+    ("sigma", "count"), [(30.0, 10_000), (10.0, 1000), (5.0, 100), (20.0, 50_000)]
+)
+def test_small_deltas_do_not_drown_in_rounding(
+    sigma: float, count: int, relation: Relation
+) -> None:
+    """Draws of nearly everything are Gaussians, of which the truth is known: no bound is below it,
+    however small delta is."""
+    spend = {PoissonSampledDpEvent(1 - 1e-10, GaussianDpEvent(sigma)): count}
+    for delta in (1e-5, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12, 1e-14, 1e-16):
+        exact = gaussian_epsilon(count**0.5 / sigma, delta)
+        assert accounting._by_pld(tuple(spend.items()), delta, relation) >= exact * (1 - 1e-7)
+        assert epsilon(spend, delta, relation).or_infinity >= exact * (1 - 1e-7)
+
+
+@pytest.mark.parametrize("delta", [1e-10, 1e-5, 1e-2])
+def test_extremes_are_bounded_or_not_at_all(delta: float) -> None:
+    """Very many steps with little noise: no memory is asked for that is not there."""
+    for spend in (poisson(0.0445, 0.1, 10**9), poisson(1e-6, 1e3, 10**9), poisson(0.5, 30, 1)):
+        found = epsilon(spend, delta, ADD_OR_REMOVE)
+        assert found.value is not None
+        assert found.value >= 0
+
+
 # Many clients
 
 
@@ -223,6 +249,16 @@ def test_revealed_draws_against_simulation() -> None:
     visits = np.random.default_rng(0).binomial(draws_, probability, 4000)
     deltas = gaussian_delta(np.sqrt(np.maximum(visits, 1e-9)) / sigma, found)
     assert deltas.mean() == pytest.approx(1e-3, rel=6 * deltas.std() / deltas.mean() / 63)
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
+def test_revealed_draws_count_all_visits(delta: float) -> None:
+    """At the epsilon found, the mean over every number of visits is within delta."""
+    found = accounting.revealed_epsilon(0.05, 1.0, 60, delta)
+    visits = np.arange(1, 61)
+    weights = stats.binom.pmf(visits, 60, 0.05)
+    true = math.fsum(weights * gaussian_delta(np.sqrt(visits), found))
+    assert true <= delta * (1 + 1e-9)
 
 
 def test_revealed_costs_more_than_hidden() -> None:

@@ -28,8 +28,17 @@ def test_gaussians_are_found_and_not_exceeded(mu: float) -> None:
 
 @pytest.mark.parametrize("bound", [gaussian_lower_bound, lower_bound])
 def test_nothing_is_found_where_nothing_is(bound: object) -> None:
-    found = [bound(*gaussian_scores(0.0, 1000, s), 1e-5, 0.95) for s in range(100)]  # type: ignore[operator]
-    assert sum(each > 0 for each in found) <= 15
+    found = [bound(*gaussian_scores(0.0, 200, s), 1e-5, 0.9) for s in range(200)]  # type: ignore[operator]
+    assert sum(each > 0 for each in found) <= stats.binom.isf(1e-4, 200, 0.1)
+
+
+@pytest.mark.parametrize("bound", [gaussian_lower_bound, lower_bound])
+def test_a_threshold_is_judged_by_scores_that_did_not_choose_it(bound: object) -> None:
+    """What tells the two apart in the first halves alone counts nothing."""
+    first, second = gaussian_scores(0.0, 1000, 3)
+    first[:500] += 10
+    assert bound(first, second, 1e-5, 0.95) == 0.0  # type: ignore[operator]
+    assert bound(first[:500], second[:500], 1e-5, 0.95) > 1  # type: ignore[operator]
 
 
 def test_randomized_response_is_found_and_not_exceeded() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from scipy import stats
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import AllRows, FixedBatches, PoissonBatches
-from fedgen.privacy.events import Relation, Unit, canonical
+from fedgen.privacy.events import Relation, Unit
 from fedgen.privacy.mechanisms import (
     Clipped,
     JointGaussian,
@@ -165,8 +164,7 @@ def summed(relation: Relation, divisor: float = 8.0) -> SumGaussian:
 def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np.ndarray) -> None:
     """A matrix is any function of its batch: a neighbour makes it any other one."""
     first, second = (
-        joint().release((3, 4), lambda m=m: torch.from_numpy(m), COINS).arrays["gradients"]
-        for m in (before, after)
+        joint().release(torch.from_numpy(m), COINS).arrays["gradients"] for m in (before, after)
     )
     for relation in Relation:
         assert np.linalg.norm(first - second) <= joint().sensitivity(relation) + 1e-4
@@ -176,7 +174,7 @@ def test_a_matrix_is_clipped_as_a_whole() -> None:
     """Rows that are each in the ball make a matrix that is not."""
     rows = torch.ones(50, 4) * 0.3
     quiet = JointGaussian(0.7, 1e-9, AllRows(), REPLACE, Unit.RECORD)
-    assert np.linalg.norm(quiet.release((50, 4), lambda: rows, COINS).arrays["gradients"]) <= 0.7
+    assert np.linalg.norm(quiet.release(rows, COINS).arrays["gradients"]) <= 0.7
 
 
 @given(any_rows, arrays(np.float32, (1, 4), elements=st.floats(width=32)), st.integers(0, 2))
@@ -236,6 +234,12 @@ def test_a_part_with_a_larger_bound_is_refused() -> None:
         ClippedSum({}, torch.zeros(0), 1.0)
 
 
+def test_long_rows_are_in_the_ball_too() -> None:
+    """Ten million numbers, of which a norm in single precision misses a thousandth."""
+    row = torch.randn(1, 10**7, generator=torch.Generator().manual_seed(0))
+    assert float(clip_rows(row, 1.0).double().norm()) <= 1 + 1e-6
+
+
 def test_sensitivities_are_those_of_the_design() -> None:
     assert [joint().sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [1.4, 1.4]
     assert summed(REPLACE, 1.0).sensitivity(ADD_OR_REMOVE) == 0.7
@@ -250,7 +254,7 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     shape, coins = (60_000,), COINS.at(kind)
     if kind == "joint":
         mechanism = JointGaussian(0.5, 1.5, AllRows(), relation, Unit.RECORD)
-        return mechanism.release(shape, lambda: torch.zeros(shape), coins).arrays["gradients"], 1.5
+        return mechanism.release(torch.zeros(shape), coins).arrays["gradients"], 1.5
     diameter = 0.5 * (2 if relation is REPLACE else 1)
     if kind == "sum":
         of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
@@ -339,33 +343,3 @@ def test_a_contribution_with_a_larger_bound_is_refused() -> None:
         narrow.release((5,), [wide.contribution(torch.ones(5))], COINS)
     with pytest.raises(TypeError, match="made by a mechanism"):
         Clipped(np.zeros(5, dtype=np.float32), 0.5)
-
-
-# What fails inside
-
-
-def failing(kind: str, coins: Coins) -> Release:
-    def pieces() -> Iterator[torch.Tensor]:
-        yield torch.full((2, 4), 5.0)
-        raise ValueError("row 17 is odd")
-
-    if kind == "rows":
-        answers = ((torch.arange(3), rows) for rows in pieces())
-        return gaussian(1.0, 1.0).release((3, 4), answers, coins)
-    if kind == "sum":
-        sums = (of_rows(rows, 0.7) for rows in pieces())
-        return summed(REPLACE).release((4,), sums, coins)
-    return joint().release((2, 4), lambda: torch.stack(list(pieces())), coins)
-
-
-@pytest.mark.parametrize("kind", ["rows", "sum", "matrix"])
-def test_a_failure_with_private_rows_releases_noise_alone_and_is_charged(kind: str) -> None:
-    coins = Coins.of(0, "secure")
-    release = failing(kind, coins)
-    assert isinstance(release.failure, ValueError | IndexError | RuntimeError)
-    assert set(canonical(release.event)) == {GaussianDpEvent(1.0)}
-    scale = {"rows": 2.0, "sum": 1.4 / 8, "matrix": 1.4}[kind]
-    noise = coins.noise(release.arrays["gradients"].shape, "release") * scale
-    assert np.allclose(release.arrays["gradients"], noise.numpy(), atol=1e-6)
-    with pytest.raises((ValueError, IndexError, RuntimeError)):
-        failing(kind, COINS)
