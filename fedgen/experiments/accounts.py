@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dp_accounting import NonPrivateDpEvent
+
 from fedgen.experiments.settings import Privacy
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import Epsilon, epsilon, epsilons
@@ -71,6 +73,9 @@ class Accounts:
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         if plan.release is None:
             return None
+        if any(NonPrivateDpEvent() in spend for spend in self.spends(state).values()):
+            # of one client: there is no bound for what is published, whatever the plan promised
+            return epsilon({NonPrivateDpEvent(): 1}, delta, plan.relation)
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from fedgen.reporting.run_dir import RunDir, or_null
 
 _TOGETHER = (1, 2, 4, 8)  # releases that one attack on the client program sees
 _LEAST_TRIALS = 100
-_TELLING = 4.0
+_TELLING = 4.0  # an epsilon
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ def audit(config: DictConfig) -> str:
     """
     chosen = config.audit
     _check(chosen)
+    if config.resume is not None:
+        raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
     ready = settings.setup(config)
     found: list[Point] = []
     noise = chosen.noise_multiplier or _telling_noise(ready)
@@ -141,8 +142,9 @@ def _check(chosen: DictConfig) -> None:
         problem = f"must be at least 0.9 and below 1, got {chosen.confidence:g}"
         raise FedgenError("audit.confidence", problem, "e.g. 0.95")
     noise = chosen.noise_multiplier
-    if noise is not None and not 0 < noise < math.inf:
-        raise FedgenError("audit.noise_multiplier", f"must be positive, got {noise:g}", "e.g. 1")
+    if noise is not None and not 0 < noise <= settings.MOST:
+        problem = f"must be positive and at most {settings.MOST:g}, got {noise:g}"
+        raise FedgenError("audit.noise_multiplier", problem, "e.g. 1")
 
 
 def _in_words(point: Point, confidence: float) -> str:
@@ -170,8 +172,8 @@ def attack_program(
     """Tells two neighbours apart by many releases of ``program``; ``plan`` says what is proven.
 
     The bounds of all points hold together with ``confidence``. The adversary knows both neighbours,
-    and scores a release by its length along what lies between
-    them. It does not know the draws: where a secret draw amplifies, it finds less.
+    and scores a release by its length along what lies between them. It does not know the draws:
+    where a secret draw amplifies, it finds less.
     """
     together = [count for count in _TOGETHER if releases // count >= _LEAST_TRIALS]
     each = 1 - (1 - confidence) / len(together)  # so that all of them hold together

@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
 }
-_MOST = 1e9  # of an epsilon, of a noise multiplier
+MOST = 1e9  # of an epsilon, of a noise multiplier
 OPTIONAL = ("runtime.store",)  # not every runtime has it
 
 
@@ -163,9 +163,9 @@ def check(config: DictConfig) -> None:
     check_delta(config.privacy.delta)
     for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
         value = OmegaConf.select(config, key)
-        if value is not None and not 0 < value <= _MOST:
+        if value is not None and not 0 < value <= MOST:
             raise FedgenError(
-                key, f"must be positive and at most {_MOST:g}, got {value:g}", "e.g. 10, or null"
+                key, f"must be positive and at most {MOST:g}, got {value:g}", "e.g. 10, or null"
             )
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():

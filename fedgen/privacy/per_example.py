@@ -238,7 +238,11 @@ class _Table:
     def squares(self) -> Tensor:
         """Each example's squared norm (n,): rows that are looked up twice add up."""
         same = self.index[:, :, None] == self.index[:, None, :]
-        return (self.back @ self.back.transpose(1, 2) * same).sum((1, 2))
+        found: Tensor = (self.back @ self.back.transpose(1, 2) * same).sum((1, 2))
+        if self.index.shape[1] == 1:
+            return found
+        largest: Tensor = torch.linalg.vector_norm(self.back, dim=2).sum(1).square()
+        return found + 4 * torch.finfo(found.dtype).eps * largest  # as for products
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import METHODS, PARTITIONS, tiny
+from tiny import METHODS, PARTITIONS, Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -93,6 +93,7 @@ def test_an_audit_of_a_run(
         ("audit.canaries=5000", "audit.canaries"),
         ("audit.confidence=1.5", "audit.confidence"),
         ("audit.noise_multiplier=-1", "audit.noise_multiplier"),
+        ("audit.noise_multiplier=1e200", "audit.noise_multiplier"),
     ],
 )
 def test_mistakes_are_said(
@@ -102,3 +103,9 @@ def test_mistakes_are_said(
     assert cli.run(["audit", *tiny("gs_wgan_small"), word, f"run_dir={run}"]) == 2
     assert key in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_an_audit_begins_anew(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("rounds=1")
+    assert cli.run(["audit", f"resume={run}"]) == 2
+    assert "begins anew" in capsys.readouterr().err
