@@ -71,12 +71,14 @@ class ServerProgram:
 
     init: coins -> state.
     broadcast: (state, round, coins) -> what clients train on.
-    query: (state, round, coins) -> what clients answer.
-    update: (state, answers (the mean answer to each row), round, coins) -> state.
+    query: (state, round, coins) -> what clients answer. With the rows of several rounds it stands
+        for them all; one that the run has no room for is cut to what is left.
+    update: (state, answers (the strategy's mean), round, coins) -> state.
     generator: state -> what may be published: the weights that ``sample`` reads.
     sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
     recognize: (state, images, labels, coins) -> (n,): how much the server takes images for rows
         that trained; larger is likelier. What an audit of a run guesses by.
+    shown: state -> numbers for the log, by name.
     """
 
     init: Callable[[Coins], Tensors]
@@ -86,6 +88,7 @@ class ServerProgram:
     generator: Callable[[Tensors], Tensors]
     sample: Callable[[Tensors, Tensor, Coins], Tensor]
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
+    shown: Callable[[Tensors], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,13 @@ class WorstCase:
     their mechanism allows: what an audit of the client program plays.
 
     first, second: a client's state (which may be any function of its rows) and its rows.
+    read: answer -> the part that tells most, rows first.
     """
 
     query: Query
     first: tuple[State, Shard]
     second: tuple[State, Shard]
+    read: Callable[[Tensor], Tensor] = lambda answer: answer
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,8 @@ class Plan:
     """The spend promised before a run.
 
     sampler: the draws that gate data, in words.
-    rows_per_round: rows in one query.
-    answer: shape of the answer to one row.
+    rows_per_round: rows of a query that one round takes.
+    answer: rows of a query -> shape of the answer.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
@@ -146,7 +151,7 @@ class Plan:
     relation: Relation
     sampler: str
     rows_per_round: int
-    answer: tuple[int, ...]
+    answer: Callable[[int], tuple[int, ...]]
     server: Callable[[int], DpEvent]
     release: Callable[[int], DpEvent] | None
     amplified_by: Mapping[str, str | None]

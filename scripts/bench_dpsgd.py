@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgen.models.dcgan import Discriminator
+from fedgen.models.cdcgan import Discriminator
 from fedgen.privacy.per_example import by_vmap, clipped_sum
 
 Step = Callable[[], object]
@@ -39,7 +39,7 @@ def plain(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
     def step() -> None:
         module.zero_grad()
-        losses(module(images, labels)).sum().backward()
+        torch.autograd.backward(losses(module(images, labels)).sum())
 
     return step
 
@@ -47,7 +47,7 @@ def plain(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 def fedgen(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
     """The engine."""
     weights = {name: value.detach() for name, value in module.named_parameters()}
-    return lambda: clipped_sum(module, weights, (images, labels), losses, 1.0, len(images))
+    return lambda: clipped_sum(module, weights, (images, labels), losses, 1.0)
 
 
 def torch_func(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
@@ -68,7 +68,7 @@ def opacus_hooks(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
     def step() -> None:
         wrapped.zero_grad()
-        losses(wrapped(images, labels)).sum().backward()
+        torch.autograd.backward(losses(wrapped(images, labels)).sum())
         samples = [p.grad_sample for p in wrapped.parameters()]
         norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples]).norm(dim=0)
         factors = (1.0 / norms).clamp(max=1.0)
@@ -90,11 +90,11 @@ def opacus_ghost(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
         wrapped.zero_grad()
         wrapped.enable_hooks()
         each = losses(wrapped(images, labels))
-        each.sum().backward(retain_graph=True)
+        torch.autograd.backward(each.sum(), retain_graph=True)
         factors = wrapped.get_clipping_coef()
         wrapped.zero_grad()
         wrapped.disable_hooks()
-        (factors * each).sum().backward()
+        torch.autograd.backward((factors * each).sum())
 
     return step
 

@@ -242,7 +242,7 @@ class Bare:
         total = torch.zeros(query.rows["images"].shape)
         for i, (state, shard) in enumerate(zip(self.states, self.shards, strict=True)):
             release = client.answer(state, query, shard, number, coins.at("client", i))
-            total += torch.from_numpy(release.arrays["gradients"])
+            total += torch.from_numpy(release.arrays["answer"])
         self.server = dict(server.update(self.server, total / len(self.shards), number, here))
 
 

@@ -139,10 +139,38 @@ MUTANTS = [
     Mutant(
         "noise-that-repeats",
         MECHANISMS,
-        '* coins.noise(shape, "release")\n        return Release({"gradients": noisy.numpy()}',
+        '* coins.noise(shape, "release")\n        return Release({"answer": noisy.numpy()}',
         '* coins.at("x").noise(shape, "release") * 0 + std * Coins.of(0, "seeded").noise(shape)\n'
-        '        return Release({"gradients": noisy.numpy()}',
+        '        return Release({"answer": noisy.numpy()}',
         f"{TESTS}::test_releases_at_different_places_have_independent_noise",
+    ),
+    Mutant(
+        "a-descent-counted-as-one-step",
+        MECHANISMS,
+        "repeat(mechanism.event(), len(steps))",
+        "mechanism.event()",
+        "tests/methods/test_dpgan.py::test_steps_are_the_same_however_they_are_asked_for",
+    ),
+    Mutant(
+        "noise-and-batch-the-same-in-all-steps-of-a-message",
+        "fedgen/methods/dpgan.py",
+        'coins.at("step", round_ + number)',
+        'coins.at("step", round_)',
+        "tests/methods/test_dpgan.py::test_one_client_is_algorithm_1_bit_for_bit",
+    ),
+    Mutant(
+        "fakes-as-many-as-the-draw-gave-rows",
+        "fedgen/methods/dpgan.py",
+        "self.nets.fakes(generator, self.batch, here)",
+        "self.nets.fakes(generator, len(self.mechanism.draw(len(shard), here)), here)",
+        "tests/methods/test_dpgan.py::test_one_client_is_algorithm_1_bit_for_bit",
+    ),
+    Mutant(
+        "patches-that-overlap-counted-once",
+        PER_EXAMPLE,
+        "block = [(i, j) for i in range(kernel[0] // down) for j in range(kernel[1] // right)]",
+        "block = [(kernel[0] // down - 1, kernel[1] // right - 1)]",
+        f"{PER_EXAMPLE_TESTS}::test_patches_that_are_never_made",
     ),
     Mutant(
         "batch-counted-outside-the-draw",

@@ -89,7 +89,7 @@ class SampleGradients(Strategy):
         """
         total: Tensor | None = None
         for client in sorted(answers):
-            gradients = torch.from_numpy(answers[client].arrays["gradients"])
+            gradients = torch.from_numpy(answers[client].arrays["answer"])
             if total is None:
                 total = torch.zeros((rows, *gradients.shape[1:]))
             if len(gradients) == rows:  # rows are routed in ascending order: these are all

@@ -26,6 +26,7 @@ from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
 from fedgen.privacy.calibration import least_noise
 from fedgen.privacy.events import canonical
+from fedgen.privacy.mechanisms import Release
 from fedgen.reporting.figures import lower_bounds
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
@@ -183,7 +184,7 @@ def attack_program(
         for side, (state, shard) in enumerate((worst.first, worst.second)):
             here = coins.at("side", side)
             release = program.answer(state, worst.query, shard, trial, here)
-            scores[side, trial] = float((release.arrays["gradients"] * direction).sum())
+            scores[side, trial] = float((_read(worst, release) * direction).sum())
         if trial % 100 == 99:
             told(2 * trial + 2)
     points = []
@@ -198,6 +199,10 @@ def attack_program(
     return points
 
 
+def _read(worst: WorstCase, release: Release) -> NDArray[np.float32]:
+    return worst.read(torch.from_numpy(release.arrays["answer"])).numpy()
+
+
 def _direction(program: ClientProgram, worst: WorstCase, coins: Coins) -> NDArray[np.float32]:
     """What lies between the two neighbours' releases, each row of length one: under the same coins
     their noise is the same. A row that a draw gives to others is tried again."""
@@ -207,7 +212,7 @@ def _direction(program: ClientProgram, worst: WorstCase, coins: Coins) -> NDArra
             program.answer(state, worst.query, shard, trial, coins.at("direction"))
             for state, shard in (worst.first, worst.second)
         )
-        between = first.arrays["gradients"] - second.arrays["gradients"]
+        between = _read(worst, first) - _read(worst, second)
         flat = between.reshape(len(between), -1)
         norms = np.linalg.norm(flat, axis=1, keepdims=True)
         unit = (flat / np.maximum(norms, 1e-12) * (norms > 1e-6)).reshape(between.shape)

@@ -246,9 +246,11 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
 def _check_parameter(key: str, value: Any, hint: Any) -> None:
     """Holds a method's parameter against its type: one of its words, a finite number that is not
     below zero, decays and betas below one."""
-    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
-        words = [str(word) for word in typing.get_args(hint)]
-        raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(words)}")
+    literals = [h for h in (hint, *typing.get_args(hint)) if typing.get_origin(h) is Literal]
+    words = [str(word) for literal in literals for word in typing.get_args(literal)]
+    if words and value not in words and (hint in literals or isinstance(value, str)):
+        others = [] if hint in literals else ["a number"]
+        raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(others + words)}")
     if isinstance(value, DictConfig):
         for name, inner in value.items():
             if not str(name).startswith("_"):

@@ -230,9 +230,9 @@ class Training:
         def finished(state: RunState, facts: RoundFacts) -> None:
             self._finished(state, facts)
             last = state.rounds == self.ready.privacy.budget.rounds
-            if state.rounds % self.config.runtime.checkpoint_every == 0 and not last:
+            if _due(state, facts, self.config.runtime.checkpoint_every) and not last:
                 keep()
-            self._die_if_told_to(state)
+            self._die_if_told_to(state, facts)
             if not last:
                 stop_if_asked()
 
@@ -249,10 +249,10 @@ class Training:
     def _how_to_go_on(self, where: str) -> str:
         return f"interrupted {where}; go on with: fedgen train resume={self.run_dir.path}"
 
-    def _die_if_told_to(self, state: RunState) -> None:
+    def _die_if_told_to(self, state: RunState, facts: RoundFacts) -> None:
         """A fault of the server's: killed after a round, once."""
-        mark = self.run_dir.path / "server_died"
-        if state.rounds == self.config.runtime.faults.server_dies and not mark.exists():
+        mark, fatal = self.run_dir.path / "server_died", self.config.runtime.faults.server_dies
+        if state.rounds - facts.rounds < fatal <= state.rounds and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -320,9 +320,10 @@ class Training:
         self.clock.add(facts)
         self._last_facts = facts
         last = state.rounds == self.ready.privacy.budget.rounds
-        if state.rounds % self.config.log_every == 0 or last or state.rounds == 1:
+        first = state.rounds == facts.rounds
+        if _due(state, facts, self.config.log_every) or last or first:
             self._log(state, facts)
-        if state.rounds % self.config.sample_every == 0 or last:
+        if _due(state, facts, self.config.sample_every) or last:
             self._draw_samples(state)
 
     def _log(self, state: RunState, facts: RoundFacts) -> None:
@@ -333,6 +334,7 @@ class Training:
             "epsilon": {name: found.value for name, found in views.items()},
             "claimed_epsilon": self.accounts.claimed(state.rounds),
             "answer_norm": facts.answer_norm,
+            **facts.shown,
             "clients": facts.clients,
             "bytes": {"up": up, "down": down},
             "failures": sum(state.failures.values()),
@@ -343,6 +345,8 @@ class Training:
                 self._board.add_scalar(f"epsilon/{name}", found.value, state.rounds)
         if facts.answer_norm is not None:
             self._board.add_scalar("answer_norm", facts.answer_norm, state.rounds)
+        for name, number in facts.shown.items():
+            self._board.add_scalar(name, number, state.rounds)
         for name, seconds in facts.seconds.items():
             self._board.add_scalar(f"seconds/{name}", seconds, state.rounds)
         self.progress.show(
@@ -436,6 +440,11 @@ class Training:
             ),
             "generator_sha256": sha256,
         }
+
+
+def _due(state: RunState, facts: RoundFacts, every: int) -> bool:
+    """Whether the last exchange came to, or past, a multiple of ``every`` rounds."""
+    return state.rounds // every > (state.rounds - facts.rounds) // every
 
 
 def _in_words(failures: Counter[str]) -> str:

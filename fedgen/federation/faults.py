@@ -62,10 +62,10 @@ class FaultyClients:
         reply = call_next(message, context)
         if fault in ("wrong_shape", "nan") and kind == ASK and not reply.has_error():
             answer = read_answer(reply)
-            bad = answer.arrays["gradients"].copy()
+            bad = answer.arrays["answer"].copy()
             bad = bad[..., :-1] if fault == "wrong_shape" else np.full_like(bad, np.nan)
             records = RecordDict({**reply.content})
-            records["arrays"] = pack_arrays({"gradients": bad})
+            records["arrays"] = pack_arrays({"answer": bad})
             reply = Message(records, reply_to=message)
         return reply
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.003  # between looks at a grid that has nothing yet
 
 
 class Strategy(Protocol):
-    """What the loop needs of a strategy for sample gradients."""
+    """What the loop needs of a strategy."""
 
     nodes: dict[int, int]
 
@@ -80,12 +80,16 @@ class RunState:
 class RoundFacts:
     """What a round showed to the server: everything here follows from releases.
 
+    rounds: how many it was in one exchange.
     answer_norm: mean L2 norm of the mean answers (None if nobody was asked); mostly noise.
+    shown: what the method shows.
     seconds: by part: critics, routing (answers), generator.
     """
 
+    rounds: int
     clients: int
     answer_norm: float | None
+    shown: Mapping[str, float]
     seconds: dict[str, float]
 
 
@@ -208,6 +212,9 @@ class Rounds:
         while self.state.rounds < budget.rounds:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)
+            left = (budget.rounds - server_round) * self.method.plan.rows_per_round
+            if query.count > left:
+                query = query.take(list(range(left)))
             asked = self.strategy.route(server_round, query.count)
             over = [c for c, rows in asked.items() if self.state.rows[c] + len(rows) > budget.rows]
             if over:
@@ -233,7 +240,7 @@ class Rounds:
             state.rows[client] += len(rows)
 
         def read(client: int, reply: Message) -> Answer:
-            return self._read(client, reply, len(routed[client]))
+            return self._read(client, reply, self.method.plan.answer(len(routed[client])))
 
         answers = self._exchange(questions, f"in round {server_round + 1}", read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
@@ -242,13 +249,15 @@ class Rounds:
         if mean is not None:
             norm = float(torch.linalg.vector_norm(mean.flatten(1), dim=1).mean())
             state.server = server.update(state.server, mean, server_round, coins)
-        state.rounds += 1
+        rounds = query.count // self.method.plan.rows_per_round
+        state.rounds += rounds
         seconds = {
             "critics": trained - start,
             "routing": answered - trained,
             "generator": time.perf_counter() - answered,
         }
-        return RoundFacts(len(answers), norm, seconds)
+        shown = server.shown(state.server)
+        return RoundFacts(rounds, len(answers), norm, shown, seconds)
 
     def _note(self, client: int, event: DpEvent) -> None:
         if event not in self._canonical:
@@ -268,17 +277,17 @@ class Rounds:
         if of - len(missed) < self._min_success * of:
             raise too_few(f"when they were to train, lastly {place}", of, missed, self._errors)
 
-    def _read(self, client: int, reply: Message, rows: int) -> Answer:
+    def _read(self, client: int, reply: Message, shape: tuple[int, ...]) -> Answer:
         """A client's answer, if it is one to what it was asked."""
         try:
             answer = messages.read_answer(reply)
         except ValueError as error:
             raise _UnusableError("malformed") from error
         self._note(client, answer.event)
-        gradients = answer.arrays.get("gradients")
-        if gradients is None or gradients.shape != (rows, *self.method.plan.answer):
+        found = answer.arrays.get("answer")
+        if found is None or found.shape != shape:
             raise _UnusableError("malformed")
-        if not np.isfinite(gradients).all():
+        if not np.isfinite(found).all():
             raise _UnusableError("not finite")
         return answer
 

@@ -514,6 +514,7 @@ def gs_wgan(
             lambda state: part(state, "average"),
             server.sample,
             server.recognize,
+            lambda _: {},
         ),
         _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,
@@ -576,7 +577,7 @@ def _plan(
         if drawn
         else "none",
         rows_per_round=rows,
-        answer=answer,
+        answer=lambda rows: (rows, *answer),
         server=server,
         release=release if federated and noise is not None else None,
         amplified_by={"server": None if federated else by, "release": by},

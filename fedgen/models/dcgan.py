@@ -106,37 +106,3 @@ class Critic(nn.Module):
         features = features.flatten(1)
         scores: Tensor = self.score(features)[:, 0] + (self.label(labels) * features).sum(1)
         return scores
-
-
-class Discriminator(nn.Module):
-    """A DCGAN discriminator without batch statistics, for DP-SGD: the label's embedding is one more
-    channel of the image, then three 4x4 convolutions with stride 2, leaky ReLU, and a linear logit.
-
-    Args:
-        classes: number of labels.
-        shape: (channels, size, size) of the images.
-        width: channels after the first convolution.
-    """
-
-    def __init__(self, classes: int, shape: tuple[int, int, int], width: int) -> None:
-        super().__init__()
-        channels, size, _ = shape
-        self.label = nn.Embedding(classes, size**2)
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(inputs, outputs, 4, 2, 1)
-            for inputs, outputs in [
-                (channels + 1, width),
-                (width, 2 * width),
-                (2 * width, 4 * width),
-            ]
-        )
-        self.logit = nn.Linear(4 * width * (size // 8) ** 2, 1)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """(n, channels, size, size), (n,) -> logits (n,)."""
-        plane = self.label(labels).view(len(labels), 1, *images.shape[2:])
-        features = torch.cat([images, plane], 1)
-        for layer in self.convolutions:
-            features = F.leaky_relu(layer(features), 0.2)
-        logits: Tensor = self.logit(features.flatten(1))[:, 0]
-        return logits

@@ -165,6 +165,19 @@ def likeness(images: Tensor, labels: Tensor, made: Tensor, made_labels: Tensor) 
     return -apart.min(1).values
 
 
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All entries in one vector, in the order of names."""
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def unflat(vector: Tensor, like: Mapping[str, Tensor]) -> Tensors:
+    """The inverse of ``flat``, in the shapes of ``like``; each in memory of its own, since sums
+    over memory that begins elsewhere may round otherwise."""
+    names = sorted(like)
+    pieces = torch.split(vector, [like[name].numel() for name in names])
+    return {n: p.clone().view_as(like[n]) for n, p in zip(names, pieces, strict=True)}
+
+
 def join(**parts: Mapping[str, Tensor]) -> Tensors:
     """Several mappings in one, each name below its part's."""
     return {f"{part}/{name}": value for part, ts in parts.items() for name, value in ts.items()}

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | ``RowGaussian`` | each row by itself | 2C / 2C, over the answerers of a row | GS-WGAN |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
-| ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD; DP-MERF (all rows, once) |
+| ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
 | ``TrustedAggregate`` | each client's vector | C / 2C | FedAvg-GAN |
 
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
@@ -16,7 +16,7 @@ bounded, what is not finite becomes zero; the wire shows nothing of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,7 +94,7 @@ class RowGaussian:
             raise ValueError("every row needs the number of answers that its sensitivity assumes")
         std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
         noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        return Release({"answer": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class JointGaussian:
         clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = clipped + std * coins.noise(tuple(matrix.shape), "release")
-        return Release({"gradients": noisy.numpy()}, self.event(), self.unit, _SEAL)
+        return Release({"answer": noisy.numpy()}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class SumGaussian:
             total += part.flat().to("cpu", torch.float32).view(shape)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.divisor + std * coins.noise(shape, "release")
-        return Release({"gradients": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
+        return Release({"answer": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,36 @@ class PlainSum:
         for part in sums:
             total += part.flat().to("cpu", torch.float32).view(shape)
         gradients = (total / self.divisor).numpy()[None]
-        return Release({"gradients": gradients}, self.event(), self.unit, _SEAL)
+        return Release({"answer": gradients}, self.event(), self.unit, _SEAL)
+
+
+def descent(
+    mechanism: SumGaussian | PlainSum,
+    start: Mapping[str, Tensor],
+    size: int,
+    sums: Callable[[Mapping[str, Tensor], Coins], Iterable[ClippedSum]],
+    move: Callable[[Mapping[str, Tensor], Tensor, Coins], Mapping[str, Tensor]],
+    steps: Sequence[Coins],
+) -> Release:
+    """The point that a descent along noised sums comes to: DP-SGD (Abadi et al. 2016, algorithm 1).
+
+    Each step is a release of its own, asked for where those before it have led. The point follows
+    from them alone, so releasing it costs their adaptive composition and no more.
+
+    Args:
+        start: the point to begin at: public, or released before.
+        size: entries of a sum.
+        sums: (point, coins) -> clipped sums over a step's batch. Alone in seeing rows.
+        move: (point, noised sum (size,), coins) -> the next point.
+        steps: the coins of each step.
+    """
+    point = start
+    for here in steps:
+        release = mechanism.release((size,), sums(point, here), here)
+        point = move(point, torch.from_numpy(release.arrays["answer"][0]), here)
+    whole = torch.cat([point[name].flatten() for name in sorted(point)])
+    arrays = {"answer": whole.to("cpu", torch.float32).numpy()[None]}
+    return Release(arrays, repeat(mechanism.event(), len(steps)), mechanism.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -308,7 +337,7 @@ class NoMechanism:
         del coins
         total, _ = _clipped_sum(shape, answers, math.inf)
         mean = total / self.routing.answers_per_row
-        return Release({"gradients": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
 def _clipped_sum(

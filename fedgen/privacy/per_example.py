@@ -30,6 +30,7 @@ from torch.nn.grad import conv2d_weight
 from fedgen.errors import FedgenError
 
 Weights = Mapping[str, Tensor]
+Pair = tuple[int, int]
 Losses = Callable[[Tensor], Tensor]
 """A module's output for n examples -> each example's own loss (n,)."""
 
@@ -91,14 +92,14 @@ def clipped_sum(
     inputs: tuple[Tensor, ...],
     losses: Losses,
     clip: float,
-    at_once: int = 256,
+    at_once: int | None = None,
 ) -> ClippedSum:
     """The sum over examples of their clipped gradients.
 
     Args:
         module: called with ``weights`` in place of its own, on ``inputs``, (n, ...) each.
         clip: L2 bound of each example's gradient over all weights; infinity: no clipping.
-        at_once: examples in memory at a time.
+        at_once: examples in memory at a time; None: as many as are fastest, 64 on a CPU.
 
     Raises:
         FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
@@ -107,6 +108,8 @@ def clipped_sum(
     layers = _layers(module)
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
     norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
+    # a CPU is quicker with what fits in its caches, and with memory that it need not ask for anew
+    at_once = at_once or (64 if inputs[0].device.type == "cpu" else 2048)
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
         uses = _forward_and_back(module, weights, some, losses, layers)
@@ -174,27 +177,31 @@ def _add(total: dict[str, Tensor], found: Mapping[str, Tensor], factors: Tensor)
 @dataclass(frozen=True)
 class _Product:
     """A weight whose gradient for example n is, in each group g, the sum over positions t of
-    y[n, g, :, t] x[n, g, :, t]^T. ``whole``: factors (n,) -> the scaled sum over examples."""
+    y[n, g, :, t] x[n, g, :, t]^T. ``x``: () -> that tensor, which for convolutions is large.
+    ``width``: its third dimension. ``gram``: () -> its products of positions with each other
+    (n, g, t, t). ``whole``: factors (n,) -> the scaled sum over examples."""
 
-    x: Tensor
+    x: Callable[[], Tensor]
     y: Tensor
+    width: int
+    gram: Callable[[], Tensor]
     whole: Callable[[Tensor], Tensor]
 
     def one_by_one(self) -> Tensor:
         """Each example's gradient, in any order of its entries (n, weights)."""
-        return (self.y @ self.x.transpose(2, 3)).flatten(1)
+        return (self.y @ self.x().transpose(2, 3)).flatten(1)
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,)."""
-        (p, positions), q = self.x.shape[2:], self.y.shape[2]
-        if positions > 1 and positions * (p + q) >= p * q:
+        q, positions = self.y.shape[2:]
+        if positions > 1 and positions * (self.width + q) >= self.width * q:
             return self.one_by_one().square().sum(1)
-        largest = (self.x.square().sum((2, 3)) * self.y.square().sum((2, 3))).sum(1)
+        x, y = self.gram(), self.y.transpose(2, 3) @ self.y
         if positions == 1:
-            return largest
-        x, y = (each.transpose(2, 3) @ each for each in (self.x, self.y))
+            return (x * y).sum((1, 2, 3))
         # what cancels leaves its rounding: an example must never seem shorter than it is
-        return (x * y).sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * largest
+        traces = (each.diagonal(dim1=2, dim2=3).sum((1, 2)) for each in (x, y))
+        return (x * y).sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * math.prod(traces)
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -280,13 +287,19 @@ def _linear(layer: nn.Linear, given: Tensor, back: Tensor) -> dict[str, _Use]:
         scaled, used = _scaled(y, factors), _scaled(x, (factors != 0).to(x))
         return scaled.flatten(0, 1).T @ used.flatten(0, 1)
 
-    product = _Product(x.transpose(1, 2)[:, None], y.transpose(1, 2)[:, None], whole)
+    columns, rows = x.transpose(1, 2)[:, None], y.transpose(1, 2)[:, None]
+    product = _Product(
+        lambda: columns,
+        rows,
+        x.shape[2],
+        lambda: columns.transpose(2, 3) @ columns,
+        whole,
+    )
     return {"weight": product, "bias": _Small(y.sum(1))}
 
 
 def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
     given, back, size, geometry = _in_the_plane(layer, given, back)
-    x, y = F.unfold(given, size[2:], **geometry), back.flatten(2)
 
     def whole(factors: Tensor) -> Tensor:
         found: Tensor = conv2d_weight(
@@ -298,14 +311,13 @@ def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> d
         )
         return found
 
-    product = _Product(_grouped(x, layer.groups), _grouped(y, layer.groups), whole)
-    return {"weight": product, "bias": _Small(y.sum(2))}
+    product = _patches(given, back, (size[2], size[3]), geometry, layer.groups, whole)
+    return {"weight": product, "bias": _Small(back.flatten(2).sum(2))}
 
 
 def _transposed(layer: nn.ConvTranspose2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
     """A convolution's backward pass: what came back plays the part of what went in."""
     given, back, size, geometry = _in_the_plane(layer, given, back)
-    x, y = F.unfold(back, size[2:], **geometry), given.flatten(2)
 
     def whole(factors: Tensor) -> Tensor:
         found: Tensor = conv2d_weight(
@@ -317,27 +329,81 @@ def _transposed(layer: nn.ConvTranspose2d, given: Tensor, back: Tensor) -> dict[
         )
         return found
 
-    product = _Product(_grouped(x, layer.groups), _grouped(y, layer.groups), whole)
+    product = _patches(back, given, (size[2], size[3]), geometry, layer.groups, whole)
     return {"weight": product, "bias": _Small(back.flatten(2).sum(2))}
 
 
 def _in_the_plane(
     layer: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d, given: Tensor, back: Tensor
-) -> tuple[Tensor, Tensor, tuple[int, ...], dict[str, tuple[int, ...]]]:
+) -> tuple[Tensor, Tensor, tuple[int, int, int, int], dict[str, Pair]]:
     """A convolution's tensors, its weight's shape and its geometry, in two dimensions."""
-    size = tuple(layer.weight.shape)
-    names = ("stride", "padding", "dilation")
-    geometry = {name: tuple(getattr(layer, name)) for name in names}
-    if given.dim() == 4:
-        return given, back, size, geometry
-    neutral = {"stride": 1, "padding": 0, "dilation": 1}
-    flat = {name: (neutral[name], *geometry[name]) for name in names}
-    return given[:, :, None], back[:, :, None], (*size[:2], 1, *size[2:]), flat
+    outputs, inputs, *kernel = layer.weight.shape
+    if len(kernel) == 1:
+        given, back = given[:, :, None], back[:, :, None]
+    geometry: dict[str, Pair] = {}
+    for name, neutral in {"stride": 1, "padding": 0, "dilation": 1}.items():
+        *above, last = getattr(layer, name)
+        geometry[name] = (above[0] if above else neutral, last)
+    height = kernel[0] if len(kernel) == 2 else 1
+    return given, back, (outputs, inputs, height, kernel[-1]), geometry
+
+
+def _patches(
+    images: Tensor,
+    positions: Tensor,
+    kernel: Pair,
+    geometry: Mapping[str, Pair],
+    groups: int,
+    whole: Callable[[Tensor], Tensor],
+) -> _Product:
+    """The product of patches of images (n, c, h, w) with what is at their positions (n, d, ...)."""
+
+    def columns() -> Tensor:
+        return _grouped(F.unfold(images, kernel, **geometry), groups)
+
+    def gram() -> Tensor:
+        stride = geometry["stride"]
+        whole_cells = all(k % s == 0 for k, s in zip(kernel, stride, strict=True))
+        if whole_cells and geometry["dilation"] == (1, 1):
+            return _gram_of_patches(
+                images, positions.shape[2:], kernel, stride, geometry["padding"], groups
+            )
+        x = columns()
+        return x.transpose(2, 3) @ x
+
+    width = images.shape[1] // groups * math.prod(kernel)
+    return _Product(columns, _grouped(positions.flatten(2), groups), width, gram, whole)
+
+
+def _gram_of_patches(
+    images: Tensor, positions: torch.Size, kernel: Pair, stride: Pair, padding: Pair, groups: int
+) -> Tensor:
+    """Products of patches with each other (n, g, t, t), without the patches in memory.
+
+    Where the kernel is a multiple of the stride a patch is a block of whole cells of stride by
+    stride pixels, so that two patches' product is a sum of products of cells; overlapping patches
+    share these.
+    """
+    count, (high, wide), (down, right) = len(images), positions, stride
+    block = [(i, j) for i in range(kernel[0] // down) for j in range(kernel[1] // right)]
+    rows, columns = high + block[-1][0], wide + block[-1][1]
+    below, beyond = rows * down - images.shape[2], columns * right - images.shape[3]
+    padded = F.pad(
+        images, (padding[1], beyond - padding[1], padding[0], below - padding[0])
+    )  # what no patch reaches is cut off
+    split = padded.view(count, groups, -1, rows, down, columns, right)
+    cells = split.permute(0, 1, 2, 4, 6, 3, 5).reshape(count, groups, -1, rows * columns)
+    products = (cells.transpose(2, 3) @ cells).view(count, groups, rows, columns, rows, columns)
+    shifted = (
+        products[:, :, i : i + high, j : j + wide, i : i + high, j : j + wide] for i, j in block
+    )
+    found: Tensor = sum(shifted, torch.zeros((), device=images.device, dtype=images.dtype))
+    return found.reshape(count, groups, high * wide, high * wide)
 
 
 def _grouped(columns: Tensor, groups: int) -> Tensor:
     """(n, channels, t) -> (n, groups, channels of a group, t)."""
-    return columns.view(len(columns), groups, -1, columns.shape[2])
+    return columns.reshape(len(columns), groups, -1, columns.shape[2])
 
 
 def _embedding(layer: nn.Embedding, given: Tensor, back: Tensor) -> dict[str, _Use]:

@@ -79,7 +79,8 @@ def test_an_audit_of_a_run(
     said = capsys.readouterr().out
     assert "with confidence 0.95, proven ε" in said
     record = json.loads((run / "audit.json").read_text())
-    assert [point["after"] for point in record["run"]["points"]] == [1, 2, 3]
+    after = [point["after"] for point in record["run"]["points"]]
+    assert after in ([1, 2, 3], [2, 3])  # a method may take two rounds at once
     for point in record["run"]["points"]:
         assert 0 <= point["lower_bound"] <= point["proven"] <= 10
     assert (run / "audit.png").stat().st_size > 0

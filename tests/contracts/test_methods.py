@@ -79,7 +79,6 @@ class TestEveryMethod:
             "privacy.json",
             "results.json",
             "epsilon.png",
-            "samples/round_000001.png",
             "samples/round_000002.png",
             "checkpoints/checkpoint.json",
             "public/generator.safetensors",

@@ -49,8 +49,8 @@ def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
     home: ClientHome, ask: Ask
 ) -> None:
     first, again, next_ = (messages.read_answer(ask(r)) for r in (0, 0, 1))
-    assert (first.arrays["gradients"] == again.arrays["gradients"]).all()
-    assert (first.arrays["gradients"] != next_.arrays["gradients"]).any()
+    assert (first.arrays["answer"] == again.arrays["answer"]).all()
+    assert (first.arrays["answer"] != next_.arrays["answer"]).any()
     assert home.ledger.releases == 2
 
 
@@ -145,7 +145,7 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
         query = server.query(server.init(Coins.of(seed, "seeded")), 0, COINS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
-        return torch.from_numpy(messages.read_answer(reply).arrays["gradients"])
+        return torch.from_numpy(messages.read_answer(reply).arrays["answer"])
 
     first, other = ask(1), ask(2)
     assert home.ledger.releases == 2
@@ -173,7 +173,7 @@ def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> N
         replies = grid.send_and_receive([train, ask])
         found += [messages.read_answer(reply) for reply in replies if "arrays" in reply.content]
     assert home.ledger.releases == 2
-    difference = found[0].arrays["gradients"] - found[1].arrays["gradients"]
+    difference = found[0].arrays["answer"] - found[1].arrays["answer"]
     assert 2.3 < difference.std() < 3.4
 
 

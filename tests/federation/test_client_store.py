@@ -17,7 +17,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import ASK, TRAIN, Answer
 from fedgen.privacy.events import Unit
 
-ANSWER = Answer({"gradients": np.ones(2, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
+ANSWER = Answer({"answer": np.ones(2, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
 
 
 def part(value: float) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def test_commits_replace_what_changed(tmp_path: Path, in_memory: bool) -> None:
     assert store.done(0, TRAIN) == 2
     assert store.done(0, ASK) == 2
     found = store.answer(0)
-    assert np.array_equal(found.arrays["gradients"], ANSWER.arrays["gradients"])
+    assert np.array_equal(found.arrays["answer"], ANSWER.arrays["answer"])
     assert found.event == ANSWER.event
     assert store.done(1, TRAIN) is None
     with pytest.raises(LookupError):

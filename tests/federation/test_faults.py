@@ -181,7 +181,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
     strategy.configure_query(0, Query({"images": torch.zeros(2, 1)}))
     event = NoMechanism(Routing("mean", 1), Unit.CLIENT).event(2)
     answers = {
-        client: Answer({"gradients": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
+        client: Answer({"answer": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
         for client, value in ((0, 3.0), (2, 5.0))
     }
     mean = strategy.aggregate_query(0, answers, 2)

@@ -55,13 +55,13 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     found = messages.read_answer(through_the_wire(reply))
     assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
     assert found.unit is Unit.CLIENT
-    assert np.array_equal(found.arrays["gradients"], release.arrays["gradients"])
-    size = release.arrays["gradients"].nbytes
+    assert np.array_equal(found.arrays["answer"], release.arrays["answer"])
+    size = release.arrays["answer"].nbytes
     assert size < messages.count_bytes(reply) < 1.01 * size
 
 
 def test_nothing_but_a_release_is_packed() -> None:
-    raw = Answer({"gradients": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
+    raw = Answer({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
     with pytest.raises(TypeError, match="only a Release"):
         messages.pack_release(raw)  # type: ignore[arg-type]
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent
+from dp_accounting import (
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
 from tiny import COINS, SHARD
 from torch import Tensor
-from torch.func import functional_call
+from torch.func import functional_call, grad
 from torch.nn import functional as F
 
+from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts
-from fedgen.methods.dpgan import dpgan
-from fedgen.models import dcgan
+from fedgen.federation.messages import Answer
+from fedgen.method import Method, PublicFacts, Query
+from fedgen.methods.dpgan import Pace, dpgan
+from fedgen.models import cdcgan
 from fedgen.models.functional import adam_start, adam_step, part
 from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.per_example import clipped_sum
+from strategies.parameter_updates import ParameterUpdates
 
 BATCH, RATE, CLIP, RATES = 5, 0.2, 0.3, (1e-2, (0.5, 0.999))
 EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])
@@ -28,108 +38,221 @@ EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])
 
 def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
     settings = {
-        "generator": partial(dcgan.Generator, width=4),
-        "discriminator": partial(dcgan.Discriminator, width=3),
+        "generator": partial(cdcgan.Generator, width=4),
+        "discriminator": partial(cdcgan.Discriminator, width=3),
         "latent": 4,
         "batch": BATCH,
         "sampling_rate": RATE,
         "discriminator_steps": 2,
-        "learning_rate": RATES[0],
+        "accuracy_floor": 0.6,
+        "accuracy_ema": 0.99,
+        "discriminator_learning_rate": RATES[0],
+        "generator_learning_rate": RATES[0],
         "betas": RATES[1],
         "clip": CLIP,
+        "ema": 0.0,
         "device": "cpu",
     }
     return dpgan(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**settings, **changed})  # type: ignore[arg-type]
 
 
 def played(method: Method, rounds: int) -> dict:
-    state = method.server.init(COINS)
-    for round_ in range(rounds):
+    state, round_ = method.server.init(COINS), 0
+    while round_ < rounds:
         query = method.server.query(state, round_, COINS)
         release = method.client.answer({}, query, SHARD, round_, COINS)
-        answers = torch.from_numpy(release.arrays["gradients"])
+        answers = torch.from_numpy(release.arrays["answer"])
         state = method.server.update(state, answers, round_, COINS)
+        round_ += query.count
     return state
 
 
-def written_out(method: Method, noise: float, rounds: int) -> dict:
-    """Algorithm 1 with the coins of the run, one example at a time, by plain autograd."""
-    nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
-    start = method.server.init(COINS)
-    theta, phi = part(start, "generator"), part(start, "discriminator")
+def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[str, dict]:
+    """Algorithm 1 with the coins of the run, and nothing of the federation, the mechanisms or the
+    method: networks, batches, clipped sums and Adam are used as they are tested elsewhere."""
+    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    theta = part(start, "generator")
+    phi = part(part(start, "discriminator"), "weights")
     theta_adam, phi_adam = adam_start(theta), adam_start(phi)
-    names = sorted(phi)
+
+    def generate(weights: dict, coins: Coins) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(0, 10, (BATCH,), generator=coins.public("labels"))
+        latents = torch.randn(BATCH, 4, generator=coins.public("latents"))
+        return functional_call(nets.generator, weights, (latents, labels)), labels
+
+    def clipped(images: Tensor, labels: Tensor, sign: float) -> Tensor:
+        loss = lambda logits: F.softplus(sign * logits)  # noqa: E731
+        found = clipped_sum(nets.discriminator, phi, (images, labels), loss, CLIP).gradients
+        return torch.cat([found[name].flatten() for name in sorted(phi)])
+
+    for t in range(rounds):
+        here = COINS.at("step", t)
+        batch = np.flatnonzero(here.secret_uniforms(len(SHARD), "batch") < RATE)
+        real = clipped(*SHARD.rows(torch.from_numpy(batch)), -1.0)
+        with torch.no_grad():
+            fakes = generate(theta, here)
+        noised = real / BATCH + noise * (CLIP / BATCH) * here.noise((len(real),), "release")
+        mean = (noised + clipped(*fakes, 1.0) / BATCH) / 2
+        pieces = torch.split(mean, [phi[name].numel() for name in sorted(phi)])
+        gradients = {n: p.view_as(phi[n]) for n, p in zip(sorted(phi), pieces, strict=True)}
+        adam_step(phi, gradients, phi_adam, *RATES)
+        if (t + 1) % steps == 0:
+            coins = COINS.at("generator", t + 1 - steps)
+
+            def generator_loss(own: dict, coins: Coins = coins) -> Tensor:
+                fakes = generate(own, coins)
+                return F.softplus(-functional_call(nets.discriminator, phi, fakes)).mean()
+
+            adam_step(theta, grad(generator_loss)(theta), theta_adam, *RATES)
+    return {"generator": theta, "discriminator": phi}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.5])
+def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
+    """20 steps of the generator. Without noise: with a multiplier of 1e-300, which adds zero."""
+    method = make(noise or 1e-300, discriminator_steps=3)
+    ours, reference = played(method, 60), algorithm_1(method, noise, 60, 3)
+    found = part(part(ours, "discriminator"), "weights")
+    assert all(torch.equal(found[n], value) for n, value in reference["discriminator"].items())
+    found = part(ours, "generator")
+    assert all(torch.equal(found[n], value) for n, value in reference["generator"].items())
+    moved = part(method.server.init(COINS), "generator")
+    assert not any(torch.equal(found[n], moved[n]) for n in found if n.endswith("weight"))
+
+
+@pytest.mark.parametrize("noise", [1e-300, 1.5])
+def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
+    """One step against plain autograd, one example at a time."""
+    method = make(noise, discriminator_steps=1)
+    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    phi = part(part(start, "discriminator"), "weights")
 
     def clipped(image: Tensor, label: Tensor, sign: float) -> Tensor:
         own = {name: value.clone().requires_grad_() for name, value in phi.items()}
         logit = functional_call(nets.discriminator, own, (image[None], label[None]))[0]
-        found = torch.autograd.grad(F.softplus(sign * logit), [own[name] for name in names])
+        found = torch.autograd.grad(F.softplus(sign * logit), [own[name] for name in sorted(own)])
         flat = torch.cat([each.flatten() for each in found])
         return flat * min(1.0, CLIP / float(flat.norm()))
 
-    for step in range(rounds):
-        here = COINS.at("answer", step)
-        batch = PoissonBatches(RATE).draw(len(SHARD), here)
-        images, labels = SHARD.rows(torch.from_numpy(batch))
-        total = sum(
-            (clipped(x, y, -1.0) for x, y in zip(images, labels, strict=True)), torch.zeros(())
+    here = COINS.at("step", 0)
+    batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
+    total = noise * CLIP * here.noise((nets.size(),), "release")
+    for image, label in zip(*SHARD.rows(batch), strict=True):
+        total = total + clipped(image, label, -1.0)
+    for image, label in zip(*nets.fakes(part(start, "generator"), BATCH, here), strict=True):
+        total = total + clipped(image.detach(), label, 1.0)
+    query = method.server.query(start, 0, COINS)
+    release = method.client.answer({}, query, SHARD, 0, COINS)
+    found = method.worst_case().read(torch.from_numpy(release.arrays["answer"]))
+    assert torch.allclose(found[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6)
+
+
+def test_steps_are_the_same_however_they_are_asked_for() -> None:
+    """Six steps in one message, or in three, from the same generator."""
+    method = make(1.5, discriminator_steps=6)
+    start = method.server.init(COINS)
+    query = method.server.query(start, 0, COINS)
+    whole = method.client.answer({}, query, SHARD, 0, COINS)
+    state = start
+    for first in (0, 2, 4):
+        some = Query(query.rows, method.server.query(state, first, COINS).shared).take([0, 1])
+        release = method.client.answer({}, some, SHARD, first, COINS)
+        state = method.server.update(
+            state, torch.from_numpy(release.arrays["answer"]), first, COINS
         )
-        fakes, given = nets.generate(theta, BATCH, COINS.at("fakes", step))
-        total = total + sum(clipped(x, y, 1.0) for x, y in zip(fakes.detach(), given, strict=True))
-        total = total + noise * CLIP * here.noise((nets.size(),), "release")
-        pieces = torch.split(total / (2 * BATCH), [phi[name].numel() for name in names])
-        gradients = {n: p.view_as(phi[n]) for n, p in zip(names, pieces, strict=True)}
-        adam_step(phi, gradients, phi_adam, *RATES)
-        if (step + 1) % 2 == 0:
-            own = {name: value.clone().requires_grad_() for name, value in theta.items()}
-            fakes, given = nets.generate(own, BATCH, COINS.at("generator", step))
-            loss = F.softplus(-functional_call(nets.discriminator, phi, (fakes, given))).mean()
-            slopes = torch.autograd.grad(loss, list(own.values()))
-            adam_step(theta, dict(zip(own, slopes, strict=True)), theta_adam, *RATES)
-    return {"generator": theta, "discriminator": phi}
+    assert np.array_equal(whole.arrays["answer"], release.arrays["answer"])
+    assert release.event == SelfComposedDpEvent(canonical_event(1.5), 2)
+    assert all(torch.equal(v, start[n]) for n, v in state.items() if n.startswith("generator"))
 
 
-@pytest.mark.parametrize("noise", [1e-9, 1.5])
-def test_one_client_is_algorithm_1(noise: float) -> None:
-    """To rounding: sums run in another order. The step is large, so that errors would grow."""
-    ours, reference = played(make(noise), 6), written_out(make(noise), noise, 6)
-    for network, weights in reference.items():
-        for name, value in weights.items():
-            assert torch.allclose(part(ours, network)[name], value, atol=2e-4), name
+def canonical_event(noise: float) -> PoissonSampledDpEvent:
+    return PoissonSampledDpEvent(RATE, GaussianDpEvent(noise))
+
+
+def test_adaptive_steps_climb_as_the_paper_says() -> None:
+    """A scripted accuracy: 0.9, then 0.5 for ever. The average falls below 0.6 after as many steps
+    as 0.99^n takes from 0.4 to 0.1; a rung's grace is 200 steps of the generator."""
+    pace, told, state, climbed = Pace("adaptive", 0.6, 0.99), 0.9, None, []
+    state = pace.start()
+    average = told
+    for step in range(1500):
+        accuracy = 0.9 if step < 50 else 0.5
+        average = accuracy if step == 0 else 0.99 * average + 0.01 * accuracy
+        before = pace.now(state)
+        state = pace.after(state, torch.tensor(accuracy))
+        assert float(state["accuracy"]) == pytest.approx(average, abs=1e-5)
+        if pace.now(state) != before:
+            climbed.append((step, pace.now(state)))
+    first = climbed[0][0]
+    assert first == max(199, 50 + math.ceil(math.log(0.1 / 0.4) / math.log(0.99)) - 1)
+    assert climbed == [(first + 200 * n, s) for n, s in enumerate([2, 5, 10, 20, 50, 100, 200])]
+    assert float(state["shown"]) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_rung_has_its_grace() -> None:
+    """Accuracy is below the floor from the start: nothing happens before 200 steps."""
+    pace = Pace("adaptive", 0.6, 0.99)
+    state = pace.start()
+    for step in range(200):
+        assert pace.now(state) == 1, step
+        state = pace.after(state, torch.tensor(0.1))
+    assert pace.now(state) == 2
+    assert Pace(7, 0.6, 0.99).now(state) == 7
+
+
+def first_moment(method: Method, shard: Shard, round_: int = 0) -> Tensor:
+    """What a client's answer tells of the noised sum of its first step."""
+    query = method.server.query(method.server.init(COINS), round_, COINS).take([0])
+    release = method.client.answer({}, query, shard, round_, COINS)
+    return method.worst_case().read(torch.from_numpy(release.arrays["answer"]))
 
 
 def test_an_empty_batch_is_released_and_charged() -> None:
     method = make(1.0)
     query = method.server.query(method.server.init(COINS), 0, COINS)
     release = method.client.answer({}, query, EMPTY, 0, COINS)
-    assert release.event == PoissonSampledDpEvent(RATE, GaussianDpEvent(1.0))
-    noise = release.arrays["gradients"]
-    assert noise.std() == pytest.approx(CLIP / BATCH, rel=0.1)
+    assert release.event == SelfComposedDpEvent(canonical_event(1.0), 2)
+    quiet = first_moment(make(1e-300), EMPTY)
+    noise = (first_moment(method, EMPTY) - quiet) / (1 - RATES[1][0])
+    assert noise.std() == pytest.approx(CLIP / (2 * BATCH), rel=0.1)
 
 
 def test_each_round_draws_a_batch_of_its_own() -> None:
-    """Under tiny noise, answers of two rounds to one question are sums over other rows."""
-    method = make(1e-9)
-    query = method.server.query(method.server.init(COINS), 0, COINS)
-    first, second, again = (
-        method.client.answer({}, query, SHARD, round_, COINS).arrays["gradients"]
-        for round_ in (0, 1, 0)
-    )
-    assert np.array_equal(first, again)
-    assert not np.allclose(first, second, atol=1e-5)
+    """Without noise and with the same fakes, what is left are sums over other rows."""
+    method = make(1e-300)
+
+    def of_real_rows(round_: int) -> Tensor:
+        return first_moment(method, SHARD, round_) - first_moment(method, EMPTY, round_)
+
+    assert torch.equal(of_real_rows(0), of_real_rows(0))
+    assert not torch.allclose(of_real_rows(0), of_real_rows(1), atol=1e-5)
 
 
 def test_the_divisor_does_not_depend_on_the_rows() -> None:
-    """Half of the rows, under tiny noise: about half of the sum, not its mean."""
-    method = make(1e-9, sampling_rate=1.0)
-    query = method.server.query(method.server.init(COINS), 0, COINS)
+    """Half of the rows, without noise: about half of the sum, not its mean."""
+    method = make(1e-300, sampling_rate=1.0)
     half = Shard(SHARD.images[:30], SHARD.labels[:30])
     rest = Shard(SHARD.images[30:], SHARD.labels[30:])
     whole, *parts = (
-        method.client.answer({}, query, shard, 0, COINS).arrays["gradients"]
-        for shard in (SHARD, half, rest)
+        first_moment(method, shard) - first_moment(method, EMPTY) for shard in (SHARD, half, rest)
     )
-    assert np.allclose(whole, parts[0] + parts[1], atol=1e-5)
+    assert torch.allclose(whole, parts[0] + parts[1], atol=1e-5)
+
+
+def test_the_server_takes_the_mean_of_the_discriminators() -> None:
+    """Of three clients, in which one client's noise is a third of what it was."""
+    strategy = ParameterUpdates(make(1.0, clients=3).cohort, 0, COINS)
+    answers = {
+        c: Answer({"answer": np.full((1, 2), v, np.float32)}, canonical_event(1.0), Unit.RECORD)
+        for c, v in enumerate((1.0, 2.0, 6.0))
+    }
+    assert sorted(strategy.route(0, 4)) == [0, 1, 2]
+    found = strategy.aggregate_query(0, answers, 4)
+    assert found is not None
+    assert found.tolist() == [[3.0, 3.0]]
+    del answers[2]
+    assert strategy.aggregate_query(0, answers, 4).tolist() == [[1.5, 1.5]]  # type: ignore[union-attr]
+    assert strategy.aggregate_query(0, {}, 4) is None
 
 
 def test_what_a_run_costs() -> None:

@@ -61,7 +61,7 @@ def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, rout
     client, server = method.client, method.server
     state, weights = prepared(method), server.init(COINS)
     query = server.query(weights, 0, COINS)
-    answers = torch.from_numpy(client.answer(state, query, SHARD, 0, COINS).arrays["gradients"])
+    answers = torch.from_numpy(client.answer(state, query, SHARD, 0, COINS).arrays["answer"])
     program = server.update.__self__
     assert isinstance(program, Generator)
     ours = program.gradient(weights, answers, 0, COINS)
@@ -92,7 +92,7 @@ def test_gradient_of_parameters_is_the_same_gradient() -> None:
     for method in (by_sample, by_weights):
         query = method.server.query(weights, 0, COINS)
         release = method.client.answer(state, query, SHARD, 0, COINS)
-        answers = torch.from_numpy(release.arrays["gradients"])
+        answers = torch.from_numpy(release.arrays["answer"])
         found.append(method.server.update.__self__.gradient(weights, answers, 0, COINS))
     for name, value in found[0].items():
         assert torch.allclose(value, found[1][name], atol=1e-6)
@@ -212,7 +212,7 @@ def test_non_finite_critics_release_noise_alone() -> None:
     }
     query = method.server.query(method.server.init(COINS), 0, COINS)
     release = method.client.answer(state, query, SHARD, 0, COINS)
-    assert np.isfinite(release.arrays["gradients"]).all()
+    assert np.isfinite(release.arrays["answer"]).all()
 
 
 # What it costs

@@ -74,7 +74,7 @@ def test_sensitivity_bounds_any_exchange(
 
     def released(rows: np.ndarray) -> np.ndarray:
         answers = [(torch.arange(3), r) for r in [*others, torch.from_numpy(rows)]]
-        return mechanism.release((3, 4), answers, coins).arrays["gradients"]
+        return mechanism.release((3, 4), answers, coins).arrays["answer"]
 
     moved = np.linalg.norm(released(before) - released(after), axis=1)
     for relation in Relation:
@@ -85,7 +85,7 @@ def test_the_bound_is_met() -> None:
     up, down = torch.tensor([[9.0, 0.0]]), torch.tensor([[-9.0, 0.0]])
     mechanism, coins = gaussian(0.5, 1.0), Coins.of(0, "seeded")
     first, second = (
-        mechanism.release((1, 2), all_rows(r), coins).arrays["gradients"] for r in (up, down)
+        mechanism.release((1, 2), all_rows(r), coins).arrays["answer"] for r in (up, down)
     )
     assert np.linalg.norm(first - second) == pytest.approx(
         mechanism.sensitivity(Relation.REPLACE_ONE), rel=1e-4
@@ -100,7 +100,7 @@ def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
     mechanism = gaussian(clip, sigma, critics)
     rows = torch.zeros(600, 100)
     answers = [(torch.arange(600), rows) for _ in range(critics)]
-    noise = mechanism.release((600, 100), answers, Coins.of(1, "seeded")).arrays["gradients"]
+    noise = mechanism.release((600, 100), answers, Coins.of(1, "seeded")).arrays["answer"]
     scale = sigma * 2 * clip / critics
     statistic = float((noise.astype(np.float64) ** 2).sum()) / scale**2
     low, high = stats.chi2.interval(1 - 1e-6, noise.size)
@@ -111,7 +111,7 @@ def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
 def test_releases_at_different_places_have_independent_noise(coins: Coins) -> None:
     rows = torch.zeros(20, 50)
     found = [
-        gaussian(1.0, 1.0).release((20, 50), all_rows(rows), coins.at(*place)).arrays["gradients"]
+        gaussian(1.0, 1.0).release((20, 50), all_rows(rows), coins.at(*place)).arrays["answer"]
         for place in [
             ("client", 0, "answer", 0),
             ("client", 1, "answer", 0),
@@ -137,7 +137,7 @@ def test_without_a_mechanism_there_is_no_bound(coins: Coins) -> None:
     rows = torch.randn(2, 3) * 100
     mechanism = NoMechanism(Routing("mean", 1), Unit.RECORD)
     release = mechanism.release((2, 3), all_rows(rows), coins)
-    assert np.array_equal(release.arrays["gradients"], rows.numpy())
+    assert np.array_equal(release.arrays["answer"], rows.numpy())
     assert "NonPrivate" in repr(release.event)
 
 
@@ -164,7 +164,7 @@ def summed(relation: Relation, divisor: float = 8.0) -> SumGaussian:
 def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np.ndarray) -> None:
     """A matrix is any function of its batch: a neighbour makes it any other one."""
     first, second = (
-        joint().release(torch.from_numpy(m), COINS).arrays["gradients"] for m in (before, after)
+        joint().release(torch.from_numpy(m), COINS).arrays["answer"] for m in (before, after)
     )
     for relation in Relation:
         assert np.linalg.norm(first - second) <= joint().sensitivity(relation) + 1e-4
@@ -174,7 +174,7 @@ def test_a_matrix_is_clipped_as_a_whole() -> None:
     """Rows that are each in the ball make a matrix that is not."""
     rows = torch.ones(50, 4) * 0.3
     quiet = JointGaussian(0.7, 1e-9, AllRows(), REPLACE, Unit.RECORD)
-    assert np.linalg.norm(quiet.release(rows, COINS).arrays["gradients"]) <= 0.7
+    assert np.linalg.norm(quiet.release(rows, COINS).arrays["answer"]) <= 0.7
 
 
 @given(any_rows, arrays(np.float32, (1, 4), elements=st.floats(width=32)), st.integers(0, 2))
@@ -191,9 +191,7 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
     for relation, pair in neighbours.items():
         mechanism = summed(relation)
         first, second = (
-            mechanism.release((4,), [of_rows(torch.from_numpy(each), 0.7)], COINS).arrays[
-                "gradients"
-            ]
+            mechanism.release((4,), [of_rows(torch.from_numpy(each), 0.7)], COINS).arrays["answer"]
             for each in pair
         )
         assert np.linalg.norm(first - second) <= mechanism.sensitivity(relation) + 1e-5
@@ -203,7 +201,7 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
 def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -> None:
     mechanism = summed(REPLACE)
     first, second, pieces = (
-        mechanism.release((4,), given_, COINS).arrays["gradients"]
+        mechanism.release((4,), given_, COINS).arrays["answer"]
         for given_ in (
             [of_rows(torch.from_numpy(rows), 0.7)],
             [of_rows(torch.from_numpy(rows[order]), 0.7)],
@@ -220,7 +218,7 @@ def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
     up, down = torch.full((1, 4), 9.0), torch.full((1, 4), -9.0)
     other = down if relation is REPLACE else up[:0]
     first, second = (
-        mechanism.release((4,), [of_rows(rows, 0.7)], COINS).arrays["gradients"]
+        mechanism.release((4,), [of_rows(rows, 0.7)], COINS).arrays["answer"]
         for rows in (up, other)
     )
     moved = np.linalg.norm(first - second)
@@ -254,11 +252,11 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     shape, coins = (60_000,), COINS.at(kind)
     if kind == "joint":
         mechanism = JointGaussian(0.5, 1.5, AllRows(), relation, Unit.RECORD)
-        return mechanism.release(torch.zeros(shape), coins).arrays["gradients"], 1.5
+        return mechanism.release(torch.zeros(shape), coins).arrays["answer"], 1.5
     diameter = 0.5 * (2 if relation is REPLACE else 1)
     if kind == "sum":
         of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
-        return of_sum.release(shape, [], coins).arrays["gradients"], 1.5 * diameter / 32
+        return of_sum.release(shape, [], coins).arrays["answer"], 1.5 * diameter / 32
     of_clients = TrustedAggregate(0.5, 1.5, PoissonBatches(0.1), 10.0, relation)
     return of_clients.release(shape, [], coins).arrays["mean"], 1.5 * diameter / 10
 

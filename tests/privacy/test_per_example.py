@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgen.errors import FedgenError
-from fedgen.models.dcgan import Discriminator
+from fedgen.models.cdcgan import Discriminator
 from fedgen.privacy.per_example import ClippedSum, by_opacus, by_vmap, clipped_sum, of_rows
 
 
@@ -133,6 +133,50 @@ def test_equal_to_torch_func(name: str, seed: int, count: int, clip: float) -> N
     module, inputs = make(), (data(count),)
     ours = clipped_sum(module, weights_of(module), inputs, losses, clip)
     same(ours, reference(module, inputs, clip))
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_convolutions_of_any_geometry(data: st.DataObject) -> None:
+    """Norms by products of patches and by gradients, whichever is less work."""
+    draw = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
+    groups, kernel = draw(1, 1, 2), (draw(1, 2, 3, 4), draw(2, 4))
+    stride, dilation, padding = (draw(2, 2, 1), draw(2, 2, 1)), draw(1, 1, 2), (draw(0, 1), draw(0, 2))
+    inputs, outputs = draw(2, 16, 32), draw(2, 16, 32)
+    torch.manual_seed(0)
+    transposed = draw(False, True)
+    layer: nn.Module = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups)
+    if transposed:
+        extra = tuple(draw(0, s - 1) for s in stride)
+        layer = nn.ConvTranspose2d(
+            inputs, outputs, kernel, stride, padding, extra, groups, dilation=dilation
+        )
+    module = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
+    images = (torch.randn(3, inputs, draw(7, 8), draw(7, 8)),)
+    same(
+        clipped_sum(module, weights_of(module), images, losses, 1.0),
+        reference(module, images, 1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(16, 32, 4, 2, 1),
+        nn.Conv2d(32, 48, (4, 3), (2, 3), (0, 2), groups=2),
+        nn.Conv2d(48, 64, 3, 1, 0),
+        nn.ConvTranspose2d(32, 24, 4, 2, 1),
+    ],
+    ids=str,
+)
+def test_patches_that_are_never_made(layer: nn.Module) -> None:
+    """Few positions and many channels: norms are by products of positions."""
+    torch.manual_seed(0)
+    channels = int(getattr(layer, "in_channels"))  # noqa: B009
+    side = 4 if isinstance(layer, nn.ConvTranspose2d) else 7
+    module, images = nn.Sequential(layer, nn.Flatten()), (torch.randn(5, channels, side, side),)
+    ours = clipped_sum(module, weights_of(module), images, losses, 1.0)
+    same(ours, reference(module, images, 1.0))
 
 
 @pytest.mark.slow
