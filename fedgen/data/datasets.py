@@ -72,6 +72,32 @@ class Dataset:
         writers = b"" if self.writers is None else self.writers.tobytes()
         return digest(self.images.tobytes(), self.labels.tobytes(), writers)
 
+    def holding_out(self, count: int, coins: Coins) -> Dataset:
+        """The data set with ``count`` training rows, by public coins, in place of its test split:
+        nobody trains on them.
+
+        Raises:
+            FedgenError: if that leaves no row.
+        """
+        if count >= len(self.labels):
+            raise FedgenError(
+                "held_out", f"{count} of {len(self.labels)} rows leave none to train on", "lower it"
+            )
+        if count == 0:
+            return self
+        order = torch.randperm(len(self.labels), generator=coins.public("held out")).numpy()
+        out, rest = np.sort(order[:count]), np.sort(order[count:])
+        writers = None if self.writers is None else self.writers[rest]
+        return Dataset(
+            self.name,
+            self.images[rest],
+            self.labels[rest],
+            self.images[out],
+            self.labels[out],
+            writers,
+            self.classes,
+        )
+
     def shard(self, index: Labels) -> Shard:
         """The given training rows."""
         return Shard(torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.evaluation.utility import accuracies
+from fedgen.evaluation.utility import Images, Labels, accuracies
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
 from fedgen.method import Method, PublicFacts, Tensors
@@ -28,27 +30,41 @@ def evaluate(
 ) -> dict[str, Any]:
     """gen2real, and the same classifiers trained on real rows (``real2real``: it touches private
     rows outside a mechanism, and stays on the server side)."""
-    data = ready.dataset
-    classifiers = {name: build(each) for name, each in chosen.classifiers.items()}
-    if not classifiers:
+    data, count = ready.dataset, len(chosen.classifiers)
+    if not count:
         return {"gen2real": {}, "real2real": {}}
-    coins = ready.coins.at("evaluation")
-    labels = torch.randint(0, data.classes, (chosen.samples,), generator=coins.public("labels"))
-    images = draw_samples(ready.method, generator, labels, coins.at("samples"))
-    real = torch.randperm(len(data.labels), generator=coins.public("real"))[: chosen.samples]
-    done = 0
+    coins, done = ready.coins.at("evaluation"), itertools.count(1)
+    real = torch.randperm(len(data.labels), generator=coins.public("real"))[
+        : chosen.samples
+    ].numpy()
 
     def step(_: str) -> None:
-        nonlocal done
-        done += 1
-        progress.show("evaluation", done, 2 * len(classifiers), "")
+        progress.show("evaluation", next(done), 2 * count, "")
 
-    rest = (data.test_images, data.test_labels, data.classes, chosen.seeds, step)
-    index = real.numpy()
+    rows = data.images[real], data.labels[real]
     return {
-        "gen2real": accuracies(classifiers, images, labels.numpy(), *rest),
-        "real2real": accuracies(classifiers, data.images[index], data.labels[index], *rest),
+        "gen2real": gen2real(chosen, ready, generator, step),
+        "real2real": _accuracies(chosen, ready, *rows, step),
     }
+
+
+def gen2real(
+    chosen: DictConfig, ready: Setup, generator: Tensors, done: Callable[[str], None]
+) -> dict[str, Any]:
+    """Classifiers trained on samples, tested on the real test split. ``done``: told each name."""
+    coins, classes = ready.coins.at("evaluation"), ready.dataset.classes
+    labels = torch.randint(0, classes, (chosen.samples,), generator=coins.public("labels"))
+    images = draw_samples(ready.method, generator, labels, coins.at("samples"))
+    return _accuracies(chosen, ready, images, labels.numpy(), done)
+
+
+def _accuracies(
+    chosen: DictConfig, ready: Setup, images: Images, labels: Labels, done: Callable[[str], None]
+) -> dict[str, Any]:
+    classifiers = {name: build(each) for name, each in chosen.classifiers.items()}
+    data = ready.dataset
+    test = data.test_images, data.test_labels, data.classes
+    return accuracies(classifiers, images, labels, *test, chosen.seeds, done)
 
 
 def draw_samples(

@@ -74,6 +74,7 @@ def setup(config: DictConfig) -> Setup:
     torch.set_num_threads(config.runtime.threads)
     coins = Coins.of(config.seed, config.privacy.noise)
     dataset: Dataset = build(config.data)(coins=coins.at("data"))
+    dataset = dataset.holding_out(config.held_out, coins.at("data"))
     check_clients(config.partition.clients, len(dataset.labels))
     shards: list[Index] = build(config.partition)(
         labels=dataset.labels,
@@ -155,6 +156,10 @@ def check(config: DictConfig) -> None:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
+    for key in ("held_out", "evaluate_every"):
+        _whole(config, key, 0, 10**9)
+    if config.evaluate_every and not config.evaluation.classifiers:
+        raise FedgenError("evaluate_every", "there is nothing to judge by", "set it to 0")
     _whole(config, "runtime.threads", 1, 1024)
     _check_runtime(config)
     _whole(config, "seed", -(2**63), 2**63 - 1)

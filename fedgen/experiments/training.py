@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import resource
 import shutil
@@ -28,7 +29,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.generation import describe, draw_samples, evaluate
+from fedgen.experiments.generation import describe, draw_samples, evaluate, gen2real
 from fedgen.experiments.identity import check_same_run, moved, new_run
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build
@@ -320,6 +321,8 @@ class Training:
         self.clock.add(facts)
         self._last_facts = facts
         last = state.rounds == self.ready.privacy.budget.rounds
+        if self.config.evaluate_every and _due(state, facts, self.config.evaluate_every):
+            self._judge(state)
         first = state.rounds == facts.rounds
         if _due(state, facts, self.config.log_every) or last or first:
             self._log(state, facts)
@@ -358,6 +361,20 @@ class Training:
             f"{bytes_in_words(up)} up, {bytes_in_words(down)} down  "
             f"{state.rounds / self.clock.rounds:.3g} rounds/s{_in_words(state.failures)}",
         )
+
+    def _judge(self, state: RunState) -> None:
+        """A line of metrics with gen2real."""
+        chosen, done = self.config.evaluation, itertools.count(1)
+        count = len(chosen.classifiers)
+
+        def step(_: str) -> None:
+            self.progress.show("evaluation", next(done), count, "")
+
+        found = gen2real(chosen, self.ready, self.method.server.generator(state.server), step)
+        self.run_dir.add_metrics({"round": state.rounds, "gen2real": found})
+        for name, scores in found.items():
+            if scores["mean"] is not None:
+                self._board.add_scalar(f"gen2real/{name}", scores["mean"], state.rounds)
 
     def _draw_samples(self, state: RunState) -> None:
         labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
@@ -400,7 +417,7 @@ class Training:
         return self.run_dir.path
 
     def _figure(self) -> None:
-        lines = self.run_dir.metrics()
+        lines = [line for line in self.run_dir.metrics() if "epsilon" in line]
         epsilon_against_rounds(
             [line["round"] for line in lines],
             {

@@ -141,7 +141,11 @@ def test_convolutions_of_any_geometry(data: st.DataObject) -> None:
     """Norms by products of patches and by gradients, whichever is less work."""
     draw = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
     groups, kernel = draw(1, 1, 2), (draw(1, 2, 3, 4), draw(2, 4))
-    stride, dilation, padding = (draw(2, 2, 1), draw(2, 2, 1)), draw(1, 1, 2), (draw(0, 1), draw(0, 2))
+    stride, dilation, padding = (
+        (draw(2, 2, 1), draw(2, 2, 1)),
+        draw(1, 1, 2),
+        (draw(0, 1), draw(0, 2)),
+    )
     inputs, outputs = draw(2, 16, 32), draw(2, 16, 32)
     torch.manual_seed(0)
     transposed = draw(False, True)
