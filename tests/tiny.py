@@ -38,6 +38,8 @@ TINY = [
 ]
 
 METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
+PROGRAMS = list({compose("config", [f"method={m}"]).method._target_: m for m in METHODS}.values())
+"""One of the methods that share a program."""
 PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
 OTHER_METHODS = ["method.discriminator.width=2", "method.discriminator_steps=2", "method.latent=4"]
 

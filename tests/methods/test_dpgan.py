@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 
+from fedgen.adversarial import Pace
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
 from fedgen.method import Method, PublicFacts, Query
-from fedgen.methods.dpgan import Pace, dpgan
+from fedgen.methods.dpgan import dpgan
 from fedgen.models import cdcgan
 from fedgen.models.functional import adam_start, adam_step, part
 from fedgen.privacy.batches import PoissonBatches

@@ -1,0 +1,344 @@
+"""What GANs share whose discriminator clients train by DP-SGD: the networks, the server's side, and
+what it costs. What a client does with its rows is a method's own.
+
+A round is a discriminator step. A client takes n_D of them between two messages; then the server,
+which takes the mean of the clients' discriminators, takes a step of the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.method import (
+    Claim,
+    ClientProgram,
+    Method,
+    Plan,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    WorstCase,
+)
+from fedgen.models.functional import (
+    Tensors,
+    adam_start,
+    adam_step,
+    flat,
+    initial,
+    join,
+    part,
+    template,
+    unflat,
+)
+from fedgen.privacy.accounting import claimed_by_rdp
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.routing import Routing
+
+Adam = tuple[float, tuple[float, float]]
+"""Learning rate and betas."""
+
+RELATION = Relation.ADD_OR_REMOVE_ONE
+_SHOWN_DECAY = 0.95  # of the accuracy that is logged: figure 4 of "Private GANs, revisited"
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Generator and discriminator as functions of their weights."""
+
+    generator: nn.Module
+    discriminator: nn.Module
+    latent: int
+    classes: int
+    device: str
+
+    def size(self) -> int:
+        """Number of the discriminator's weights."""
+        return sum(weights.numel() for weights in self.discriminator.parameters())
+
+    def generate(self, generator: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
+        """Images (n, ...) in [0, 1], one per label."""
+        latents = torch.randn(len(labels), self.latent, generator=coins.public("latents"))
+        inputs = latents.to(self.device), labels.to(self.device)
+        images: Tensor = functional_call(self.generator, dict(generator), inputs)
+        return images
+
+    def fakes(
+        self, generator: Mapping[str, Tensor], count: int, coins: Coins
+    ) -> tuple[Tensor, Tensor]:
+        """Images (count, ...) and their labels, uniform: no fake depends on the private rows."""
+        labels = torch.randint(0, self.classes, (count,), generator=coins.public("labels"))
+        return self.generate(generator, labels, coins), labels.to(self.device)
+
+    def judge(self, discriminator: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+        """Logits (n,): D is their sigmoid."""
+        logits: Tensor = functional_call(self.discriminator, discriminator, (images, labels))
+        return logits
+
+
+@dataclass(frozen=True)
+class Pace:
+    """n_D, the discriminator steps for each of the generator; see ``dpgan``."""
+
+    steps: int | Literal["adaptive"]
+    floor: float
+    decay: float
+
+    def start(self) -> Tensors:
+        """No accuracy is known, the ladder's first rung, no steps on it."""
+        return {name: torch.zeros(()) for name in ("accuracy", "shown", "rung", "since", "seen")}
+
+    def now(self, pace: Mapping[str, Tensor]) -> int:
+        """n_D."""
+        if self.steps != "adaptive":
+            return self.steps
+        tens, step = divmod(int(pace["rung"]), 3)
+        return int((1, 2, 5)[step] * 10**tens)
+
+    def after(self, pace: Mapping[str, Tensor], accuracy: Tensor) -> Tensors:
+        """Before a step of the generator: the share of fakes that the discriminator tells counts,
+        and n_D climbs if its average is below the floor and the grace of 2 / (1 - decay) steps of
+        the generator on this rung is over."""
+        since, seen = pace["since"] + 1, pace["seen"]
+
+        def average(name: str, decay: float) -> Tensor:
+            old = torch.where(seen == 0, accuracy, pace[name])
+            return decay * old + (1 - decay) * accuracy
+
+        average_now = average("accuracy", self.decay)
+        climbs = (average_now < self.floor) & (since >= round(2 / (1 - self.decay)))
+        return {
+            "accuracy": average_now,
+            "shown": average("shown", _SHOWN_DECAY),
+            "rung": pace["rung"] + climbs,
+            "since": torch.where(climbs, 0.0, since),
+            "seen": seen + 1,
+        }
+
+
+@dataclass(frozen=True)
+class Server:
+    """Generator, discriminator and their Adams: post-processing. ``loss``: of the generator, from
+    what the discriminator says of its images (n,)."""
+
+    nets: Networks
+    batch: int
+    pace: Pace
+    adam: Adam
+    ema: float
+    loss: Callable[[Tensor], Tensor]
+
+    def init(self, coins: Coins) -> Tensors:
+        """Fresh weights."""
+        generator = initial(self.nets.generator, coins.public("generator"))
+        discriminator = initial(self.nets.discriminator, coins.public("discriminator"))
+        state = join(
+            generator=generator,
+            average={name: value.clone() for name, value in generator.items()},
+            adam=adam_start(generator),
+            discriminator=join(weights=discriminator, adam=adam_start(discriminator)),
+        )
+        here = {name: value.to(self.nets.device) for name, value in state.items()}
+        return here | join(pace=self.pace.start())
+
+    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
+        """n_D steps, from this discriminator, against this generator."""
+        del coins
+        shared = {
+            name: value
+            for name, value in state.items()
+            if name.startswith(("discriminator/", "generator/"))
+        }
+        return Query({"step": round_ + torch.arange(self.pace.now(part(state, "pace")))}, shared)
+
+    def update(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
+        """The clients' mean discriminator; if it took all n_D steps, a step of the generator."""
+        found = unflat(answers[0].to(self.nets.device), part(state, "discriminator"))
+        after = {**state, **join(discriminator=found)}
+        taken = found["adam/step"] - state["discriminator/adam/step"].to(found["adam/step"])
+        if round(float(taken)) < self.pace.now(part(state, "pace")):
+            return after  # the run ended in between
+        generator, moments = (
+            {name: value.clone() for name, value in part(state, of).items()}
+            for of in ("generator", "adam")
+        )
+        here, discriminator = coins.at("generator", round_), part(found, "weights")
+
+        def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
+            logits = self.nets.judge(discriminator, *self.nets.fakes(weights, self.batch, here))
+            return self.loss(logits).mean(), (logits < 0).float().mean()
+
+        gradients, accuracy = grad(loss, has_aux=True)(generator)
+        adam_step(generator, gradients, moments, *self.adam)
+        steps = float(moments["step"])
+        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
+        old = part(state, "average")
+        return after | join(
+            generator=generator,
+            average={name: torch.lerp(value, old[name], keep) for name, value in generator.items()},
+            adam=moments,
+            pace=self.pace.after(part(state, "pace"), accuracy.cpu()),
+        )
+
+    def shown(self, state: Mapping[str, Tensor]) -> dict[str, float]:
+        """n_D, and the share of fakes that are told (the paper's figure 4, for fakes alone)."""
+        pace = part(state, "pace")
+        accuracy = {"accuracy_on_fakes": float(pace["shown"])} if pace["seen"] else {}
+        return {"discriminator_steps": self.pace.now(pace), **accuracy}
+
+    def recognize(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    ) -> Tensor:
+        """By the discriminator, which the server has."""
+        del coins
+        discriminator = part(part(state, "discriminator"), "weights")
+        with torch.no_grad():
+            inputs = images.to(self.nets.device), labels.to(self.nets.device)
+            return self.nets.judge(discriminator, *inputs).cpu()
+
+    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
+        """Images, one per label."""
+        with torch.no_grad():
+            return self.nets.generate(weights, labels, coins).cpu()
+
+
+def networks(
+    facts: PublicFacts,
+    generator: Callable[..., nn.Module],
+    discriminator: Callable[..., nn.Module],
+    latent: int,
+    device: str,
+) -> Networks:
+    """The networks for these images and labels."""
+    return Networks(
+        template(generator(latent=latent, classes=facts.classes, shape=facts.shape)),
+        template(discriminator(classes=facts.classes, shape=facts.shape)),
+        latent,
+        facts.classes,
+        device,
+    )
+
+
+def discriminator_sum(
+    noise_multiplier: float | None, clip: float, batch: int, sampling_rate: float
+) -> SumGaussian | PlainSum:
+    """What a discriminator step asks of private rows: a noised sum over a Poisson batch, divided by
+    the public ``batch``. None neither clips nor noises.
+
+    Raises:
+        FedgenError: for a sampling rate that is none.
+    """
+    if not 0 < sampling_rate <= 1:
+        raise FedgenError(
+            "method.sampling_rate",
+            f"must lie above 0 and be at most 1, got {sampling_rate:g}",
+            "it is the expected batch over the number of rows",
+        )
+    batches = PoissonBatches(sampling_rate)
+    if noise_multiplier is None:
+        return PlainSum(batches, batch, Unit.RECORD)
+    return SumGaussian(clip, noise_multiplier, batches, batch, RELATION, Unit.RECORD)
+
+
+def method_of(
+    facts: PublicFacts,
+    server: Server,
+    mechanism: SumGaussian | PlainSum,
+    answer: Callable[[State, Query, Shard, int, Coins], Release],
+    sampling_rate: float,
+    source: str,
+) -> Method:
+    """The method whose clients ``answer``. ``source``: of the epsilon that is claimed."""
+    nets = server.nets
+    return Method(
+        ClientProgram(0, lambda *_: {}, lambda *_: {}, answer),
+        ServerProgram(
+            server.init,
+            lambda *_: {},
+            server.query,
+            server.update,
+            lambda state: part(state, "average"),
+            server.sample,
+            server.recognize,
+            server.shown,
+        ),
+        plan(mechanism, 3 * nets.size() + 1, sampling_rate, source),
+        Routing("mean", facts.clients),
+        0,
+        lambda: worst_case(nets, facts.shape),
+    )
+
+
+def worst_case(nets: Networks, shape: tuple[int, int, int]) -> WorstCase:
+    """A white image against no row at all, judged by a discriminator that is so sure of being wrong
+    that the gradient is longer than any clip norm. All its features are positive and all fakes are
+    grey, so that the gradient is the same in each trial. What Adam remembers of the first gradient
+    is that gradient, scaled."""
+    public = Coins.of(0, "seeded").public
+    weights = initial(nets.discriminator, public("discriminator"))
+    for name, value in weights.items():
+        if name.startswith("logit."):
+            weights[name] = torch.full_like(value, -1e3)
+        elif name.startswith("convolutions."):
+            weights[name] = value.abs() + (10.0 if name.endswith("bias") else 0.0)
+    grey = {n: torch.zeros_like(v) for n, v in initial(nets.generator, public("g")).items()}
+    row = Shard(torch.full((1, *shape), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    start = join(weights=weights, adam=adam_start(weights))
+    shared = join(discriminator=start, generator=grey)
+
+    def first_moment(answer: Tensor) -> Tensor:
+        moments = part(unflat(answer[0], start), "adam")
+        return flat({name: value for name, value in moments.items() if name[0] == "m"})[None]
+
+    return WorstCase(
+        Query({"step": torch.tensor([0])}, shared),
+        ({}, row),
+        ({}, Shard(row.images[:0], row.labels[:0])),
+        first_moment,
+    )
+
+
+def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str) -> Plan:
+    """A step is one sampled Gaussian, against everybody: the client draws its batch in secret."""
+    private = isinstance(mechanism, SumGaussian)
+
+    def server(answered: int) -> DpEvent:
+        return repeat(mechanism.event(), answered)
+
+    drawn = rate < 1
+    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
+    reason = None if by else "every row is in every batch: there is no draw"
+    if not private:
+        reason = "nothing is clipped and nothing is noised"
+    return Plan(
+        unit=Unit.RECORD,
+        relation=RELATION,
+        sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
+        rows_per_round=1,
+        answer=lambda rows: (1, answer),
+        server=server,
+        release=None,
+        amplified_by={"server": by, "release": by},
+        reasons={"server": reason, "release": reason},
+        claim=Claim(
+            lambda rounds, delta: claimed_by_rdp(server(rounds), delta, RELATION),
+            "RDP of the sampled Gaussian, one draw a discriminator step",
+            source,
+        )
+        if private
+        else None,
+    )

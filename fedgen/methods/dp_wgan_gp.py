@@ -1,0 +1,143 @@
+"""DP-WGAN-GP: a Wasserstein GAN with gradient penalty whose critic is trained by DP-SGD
+(Schwabedal, Michel, Riontino, "Differentially Private Generation of Small Images", 2020, algorithm
+2, after Zhang, Ji, Wang 2018).
+
+    client    n_critic times:  S = rows drawn one by one with probability q
+                               for each x in S: a fake G(z) and rho of its own
+                               L = D(G(z)) - D(x) + lambda (|grad D(rho x + (1 - rho) G(z))| - 1)^2
+                               descend (sum over S of clip(grad L; C) + N(0, (C sigma)^2)) / B
+    server    the mean of the clients' critics, then: descend -D(G(z))
+
+B is the expected size of S: dividing by the realized size, as the paper writes it, would tell it.
+Images are drawn for the label of the row that they are paired with; the paper has no labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from fedgen.adversarial import (
+    Adam,
+    Networks,
+    Pace,
+    Server,
+    discriminator_sum,
+    method_of,
+    networks,
+)
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.method import Method, PublicFacts, Query, State
+from fedgen.models.functional import Tensors, adam_step, join, part, unflat
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
+from fedgen.privacy.per_example import ClippedSum, by_vmap
+
+
+@dataclass(frozen=True)
+class Client:
+    """Lines 2 to 12 of algorithm 2."""
+
+    nets: Networks
+    mechanism: SumGaussian | PlainSum
+    penalty: float
+    clip: float
+    adam: Adam
+
+    def answer(
+        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
+    ) -> Release:
+        """The critic and Adam's state after a step for each of the query's rows."""
+        del state
+        given = {name: value.to(self.nets.device) for name, value in query.shared.items()}
+        generator = part(given, "generator")
+
+        def sums(point: Mapping[str, Tensor], here: Coins) -> Iterator[ClippedSum]:
+            batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
+            images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
+            # secret coins: with public ones, a row less would pair the rows after it with others
+            latents = here.noise((len(batch), self.nets.latent), "latents").to(self.nets.device)
+            rho = torch.from_numpy(here.secret_uniforms(len(batch), "rho")).to(images)
+            with torch.no_grad():
+                fakes = functional_call(self.nets.generator, generator, (latents, labels))
+            rows = images, labels, fakes, rho
+            yield by_vmap(self._loss, part(point, "weights"), rows, self.clip)
+
+        def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
+            del here
+            weights, moments = part(point, "weights"), part(point, "adam")
+            gradients = unflat(noised.to(self.nets.device), weights)
+            adam_step(weights, gradients, moments, *self.adam)
+            return join(weights=weights, adam=moments)
+
+        start = {name: value.clone() for name, value in part(given, "discriminator").items()}
+        steps = [coins.at("step", round_ + number) for number in range(query.count)]
+        return descent(self.mechanism, start, self.nets.size(), sums, move, steps)
+
+    def _loss(
+        self, critic: Tensors, image: Tensor, label: Tensor, fake: Tensor, rho: Tensor
+    ) -> Tensor:
+        """L of one row: image and fake (channels, height, width), label and rho ()."""
+
+        def score(given: Tensor) -> Tensor:
+            return self.nets.judge(critic, given[None], label[None])[0]
+
+        slope: Tensor = grad(score)(rho * image + (1 - rho) * fake)
+        penalty = (slope.square().sum().clamp(min=1e-12).sqrt() - 1).square()
+        return score(fake) - score(image) + self.penalty * penalty
+
+
+def dp_wgan_gp(
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    *,
+    generator: Callable[..., nn.Module],
+    critic: Callable[..., nn.Module],
+    latent: int,
+    batch: int,
+    sampling_rate: float,
+    critic_steps: int,
+    gradient_penalty: float,
+    learning_rate: float,
+    betas: tuple[float, float],
+    clip: float,
+    ema: float,
+    device: str,
+) -> Method:
+    """DP-WGAN-GP for these public parameters.
+
+    Args:
+        noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
+        batch: B, the expected number of rows in a step, and the images of a generator step: a
+            public number.
+        sampling_rate: q, the probability that a step takes a row; one public number for all
+            clients.
+        critic_steps: n_critic, for each step of the generator.
+        gradient_penalty: lambda.
+        learning_rate, betas: of both Adams.
+        clip: C, of the gradient of each row's L; if small, Adam makes it irrelevant (the paper's
+            section 3.2.1).
+        ema: decay of the average of the generator that is published; 0 publishes the last one.
+
+    Raises:
+        FedgenError: for a sampling rate that is none.
+    """
+    nets = networks(facts, generator, critic, latent, device)
+    mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
+    clip = clip if noise_multiplier is not None else math.inf
+    client = Client(nets, mechanism, gradient_penalty, clip, (learning_rate, betas))
+    server = Server(
+        nets,
+        batch,
+        Pace(critic_steps, 0.0, 0.0),
+        (learning_rate, betas),
+        ema,
+        lambda scores: -scores,
+    )
+    source = "Differentially Private Generation of Small Images (2020), section 2.3"
+    return method_of(facts, server, mechanism, client.answer, sampling_rate, source)

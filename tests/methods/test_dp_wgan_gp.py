@@ -1,0 +1,124 @@
+"""DP-WGAN-GP against algorithm 2 by plain autograd, and what the paper finds about it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from tiny import COINS, SHARD
+from torch import Tensor
+from torch.func import functional_call
+
+from fedgen.data.datasets import Shard
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.dp_wgan_gp import dp_wgan_gp
+from fedgen.models import cdcgan
+from fedgen.models.functional import part
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import canonical
+
+BATCH, RATE, CLIP = 6, 0.1, 0.3
+
+
+def make(noise: float | None, **changed: object) -> Method:
+    settings = {
+        "generator": partial(cdcgan.Generator, width=4, kernel=5),
+        "critic": partial(cdcgan.Discriminator, width=3, kernel=5),
+        "latent": 4,
+        "batch": BATCH,
+        "sampling_rate": RATE,
+        "critic_steps": 1,
+        "gradient_penalty": 10.0,
+        "learning_rate": 1e-3,
+        "betas": (0.5, 0.9),
+        "clip": CLIP,
+        "ema": 0.0,
+        "device": "cpu",
+    }
+    return dp_wgan_gp(PublicFacts(1, None, 10, (1, 8, 8)), noise, **{**settings, **changed})  # type: ignore[arg-type]
+
+
+def answered(method: Method, shard: Shard, round_: int = 0) -> Tensor:
+    query = method.server.query(method.server.init(COINS), round_, COINS)
+    release = method.client.answer({}, query, shard, round_, COINS)
+    return torch.from_numpy(release.arrays["answer"])
+
+
+@pytest.mark.parametrize("noise", [1e-300, 1.5])
+def test_a_step_is_algorithm_2(noise: float) -> None:
+    """One row at a time, by plain autograd."""
+    method = make(noise)
+    client = method.client.answer.__self__  # type: ignore[attr-defined]
+    start, here = method.server.init(COINS), COINS.at("step", 0)
+    generator = part(start, "generator")
+    batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
+    latents = here.noise((len(batch), 4), "latents")
+    rhos = here.secret_uniforms(len(batch), "rho")
+    total = noise * CLIP * here.noise((client.nets.size(),), "release")
+    critic = part(part(start, "discriminator"), "weights")
+    for x, y, z, rho in zip(*SHARD.rows(batch), latents, rhos, strict=True):
+        own = {name: value.clone().requires_grad_() for name, value in critic.items()}
+
+        def score(image: Tensor, own: dict = own, y: Tensor = y) -> Tensor:
+            return functional_call(client.nets.discriminator, own, (image[None], y[None]))[0]
+
+        fake = functional_call(client.nets.generator, generator, (z[None], y[None]))[0].detach()
+        between = (float(rho) * x + (1 - float(rho)) * fake).requires_grad_()
+        [slope] = torch.autograd.grad(score(between), between, create_graph=True)
+        loss = score(fake) - score(x) + 10 * (slope.norm() - 1) ** 2
+        found = torch.autograd.grad(loss, [own[name] for name in sorted(own)], allow_unused=True)
+        flat = torch.cat(
+            [
+                torch.zeros_like(own[n]).flatten() if each is None else each.flatten()
+                for n, each in zip(sorted(own), found, strict=True)
+            ]
+        )
+        total = total + flat * min(1.0, CLIP / float(flat.norm()))
+    found_moment = method.worst_case().read(answered(method, SHARD))[0]
+    assert len(batch) > 1
+    assert torch.allclose(found_moment, 0.5 * total / BATCH, atol=1e-6)
+
+
+def test_what_a_run_costs() -> None:
+    plan = make(1.5).plan
+    assert canonical(plan.server(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
+    assert plan.claim is not None
+
+
+def test_small_clips_do_not_matter_under_adam() -> None:
+    """Section 3.2.1: below all gradients' norms, C cancels; above them it does not."""
+
+    def moved(clip: float) -> Tensor:
+        method = make(1e-2, clip=clip, critic_steps=5)
+        start, here = method.server.init(COINS), part
+        after = answered(method, SHARD)[0]
+        weights = here(here(start, "discriminator"), "weights")
+        count = sum(value.numel() for value in weights.values())
+        before = torch.cat([weights[name].flatten() for name in sorted(weights)])
+        return after[-count:] - before
+
+    small, smaller, large = moved(1e-1), moved(1e-2), moved(1e3)
+    assert torch.nn.functional.cosine_similarity(small, smaller, 0) > 0.999
+    assert torch.nn.functional.cosine_similarity(small, large, 0) < 0.9
+
+
+def test_generator_steps_lower_the_loss_of_the_critic() -> None:
+    method = make(None, sampling_rate=1.0, batch=60)
+    state = method.server.init(COINS)
+    for round_ in range(3):
+        query = method.server.query(state, round_, COINS)
+        answer = method.client.answer({}, query, SHARD, round_, COINS).arrays["answer"]
+        before = state
+        state = method.server.update(state, torch.from_numpy(answer), round_, COINS)
+    labels = torch.arange(10).repeat(20)
+    critic = part(part(state, "discriminator"), "weights")
+    nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
+
+    def score(of: dict) -> float:
+        with torch.no_grad():
+            images = nets.generate(part(of, "generator"), labels, COINS)
+            return float(nets.judge(critic, images, labels).mean())
+
+    assert score(state) > score(before)
