@@ -18,6 +18,8 @@ fedgen: private generative models of images, trained from clients' shards, with 
 usage: fedgen <command> [key=value ...]
 
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
+                                          and of the axes of sweep=NAME, or the rest of them with
+                                          run_dir=DIR, and compares
   fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
   fedgen account [overrides]              what a run would cost, before it runs; output=words|json
   fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
@@ -28,7 +30,8 @@ usage: fedgen <command> [key=value ...]
   fedgen <command> --cfg ...              print the resolved settings, run nothing
 
 settings (defaults in brackets):
-  method=gs_wgan|gs_wgan_small|dpgan|dpgan_small [gs_wgan_small]   method.<parameter>=...
+  method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small
+                                                 [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
@@ -41,7 +44,9 @@ settings (defaults in brackets):
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=quick|full|none [quick]
-  experiment=demo|mnist_writers|gs_wgan_mnist
+  experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
+             dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba
+  evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
@@ -74,19 +79,19 @@ def run(arguments: list[str]) -> int:
         print(HELP, end="")
         return 0
     command, *rest = arguments
+    # threads that spin while they wait make everything crawl when another process wants a core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if command not in COMMANDS:
             raise FedgenError(
                 command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
             )
         configs = _configurations(command, rest)
-        if len(configs) > 1 and "--cfg" not in rest:
-            from fedgen.experiments.settings import check
-
-            for config in configs:  # no combination runs if one cannot
-                check(config)
-        for config in configs:
-            _execute(command, config, show="--cfg" in rest)
+        if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
+            _sweep(configs)
+        else:
+            for config in configs:
+                _execute(command, config, show="--cfg" in rest)
     except FedgenError as error:
         print(f"fedgen: {error}", file=sys.stderr)
         return 2
@@ -112,14 +117,24 @@ def _configurations(command: str, rest: list[str]) -> list[DictConfig]:
     return configs
 
 
+def _sweep(configs: list[DictConfig]) -> None:
+    """Runs what is missing, goes on with what was cut off, and writes down how all of it came out.
+    No combination runs if one cannot."""
+    from fedgen.experiments import settings, sweep
+
+    for config in configs:
+        settings.check(config)
+    for config in configs:
+        print(sweep.run(config))
+    print(sweep.table(configs))
+
+
 def _execute(command: str, config: DictConfig, show: bool) -> None:
     if show:
         from omegaconf import OmegaConf
 
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return
-    # threads that spin while they wait make everything crawl when another process wants a core
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # each imports what it needs: torch and Flower alone take seconds
     if command == "account" and config.published is not None:
         from fedgen.experiments import published

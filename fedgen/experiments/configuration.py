@@ -9,6 +9,7 @@ import difflib
 import itertools
 import os
 import re
+from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -17,8 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+import configs
 from fedgen.errors import FedgenError
 
+_NUMBER_OR_WORD = ("method.discriminator_steps",)
 _NUMBER_OR_NULL = (
     "privacy.target_epsilon",
     "privacy.noise_multiplier",
@@ -105,7 +108,11 @@ def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:
-    """Every combination of comma-separated values, as Hydra's own sweeps write them."""
+    """Every combination of comma-separated values, as Hydra's own sweeps write them, and of the
+    axes of ``sweep=NAME``."""
+    sweeps = [word.partition("=")[2] for word in overrides if _key(word) == "sweep"]
+    base, axes = _axes(sweeps[-1]) if sweeps else ([], [])
+    overrides = [word for word in overrides if _key(word) != "sweep"]
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         options = [
@@ -116,7 +123,25 @@ def combinations(overrides: list[str]) -> list[list[str]]:
         ]
     except HydraException as error:
         raise _in_one_line(error, "config") from error
-    return [list(batch) for batch in itertools.product(*options)]
+    return [
+        [*base, *itertools.chain(*(words.split() for words in point)), *batch]
+        for point in itertools.product(*axes)
+        for batch in itertools.product(*options)
+    ]
+
+
+def _axes(name: str) -> tuple[list[str], list[list[str]]]:
+    """A sweep's words for all of its runs, and its axes: alternatives, of one or more words."""
+    files = {path.stem: path for path in Path(configs.__path__[0], "sweep").glob("*.yaml")}
+    if name not in files:
+        near = difflib.get_close_matches(name, files, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise FedgenError(
+            "sweep", f"there is no {name!r}", f"{hint}choose {', '.join(sorted(files))}"
+        )
+    found = OmegaConf.to_container(OmegaConf.load(files[name]))
+    assert isinstance(found, dict)
+    return found["base"], found["axes"]
 
 
 def _key(word: str) -> str:
@@ -134,6 +159,8 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
         elif name in _NUMBER_OR_NULL:
             if new is not None and not _is_number(new):
                 raise FedgenError(name, f"must be a number or null, got {new!r}", "e.g. 10")
+        elif name in _NUMBER_OR_WORD and isinstance(new, int | str):
+            continue  # the method says which words
         elif isinstance(old, bool) != isinstance(new, bool):
             raise FedgenError(name, f"cannot be {new!r}", f"the default is {old!r}")
         elif isinstance(old, int) and not isinstance(new, int):

@@ -77,3 +77,22 @@ def epsilon_against_rounds(
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Path) -> None:
+    """Writes a figure with a line for each lane, name -> [(x, y)]; a single point is a dot."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in lanes.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,70 @@
+"""Many runs, compared: those that are missing run, those that were cut off go on, and all of them
+come to one table and one figure."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.training import train
+from fedgen.reporting.figures import curves
+from fedgen.reporting.words import summary
+
+
+def run(config: DictConfig) -> str:
+    """Trains, goes on, or finds a run that is finished; what it came to, in words."""
+    place = Path(config.run_dir)
+    if (place / "results.json").exists():
+        return f"{place} is finished"
+    if (place / "config.yaml").exists():
+        return summary(train(compose("config", [f"resume={place}"])))
+    return summary(train(config))
+
+
+def table(configs: list[DictConfig]) -> Path:
+    """Writes ``sweep.csv`` and ``sweep.png`` beside the runs: what differs between them, epsilon,
+    and how good they are."""
+    flat = [_flat(OmegaConf.to_container(config, resolve=True)) for config in configs]
+    keys = [key for key in flat[0] if len({str(each.get(key)) for each in flat}) > 1]
+    keys = [key for key in keys if key != "run_dir"]
+    lines, lanes = [], {}
+    for config, settings in zip(configs, flat, strict=True):
+        place = Path(config.run_dir)
+        results = json.loads((place / "results.json").read_text())
+        scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
+        varied = {key: settings.get(key) for key in keys}
+        spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
+        done = {"run": place.name, **varied, "rounds run": results["rounds"]}
+        lines.append({**done, **spent, **scores})
+        name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+        lanes[name or place.name] = _along(place)
+    out = Path(configs[0].run_dir).parent / "sweep.csv"
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    curves(lanes, "rounds", "gen2real accuracy", out.with_suffix(".png"))
+    return out
+
+
+def _along(place: Path) -> list[tuple[float, float]]:
+    """(rounds, gen2real by the first classifier) along a run."""
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    judged = [line for line in lines if line.get("gen2real")]
+    means = [(line["round"], next(iter(line["gen2real"].values()))["mean"]) for line in judged]
+    return [(float(rounds), float(mean)) for rounds, mean in means if mean is not None]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree's leaves by their dotted names."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,67 @@
+"""Sweeps: the axes of a file, what is missing, what was cut off, and the table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from tiny import tiny
+
+import configs
+from fedgen import cli
+from fedgen.experiments.configuration import combinations, compose
+
+SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_sweep_composes(name: str) -> None:
+    points = combinations([f"sweep={name}", "rounds=2"])
+    assert len(points) == len({tuple(point) for point in points}) > 1
+    for point in (points[0], points[-1]):
+        assert compose("config", point).rounds == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_first_of_every_sweep_runs_two_rounds(
+    name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDGEN_DATA", str(data_root))
+    words = combinations([f"sweep={name}"])[0]
+    words = ["data=mnist" if word == "data=fashion_mnist" else word for word in words]
+    method = compose("config", words).names.method
+    given = {word.split("=")[0] for word in words} - {"rounds", "evaluate_every"}
+    small = [word for word in tiny(method) if word.split("=")[0] not in given]
+    place = tmp_path / "run"
+    last = ["rounds=2", "evaluate_every=0", "privacy.target_epsilon=null", f"run_dir={place}"]
+    assert cli.run(["train", *words, *small, *last]) == 0
+    assert json.loads((place / "results.json").read_text())["rounds"] == 2
+
+
+def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "sweep"
+    small = [w for w in tiny("dp_wgan_gp_small") if not w.startswith(("evaluation", "rounds"))]
+    judge = ["evaluation.samples=40", "evaluation.classifiers.cnn.epochs=1"]
+    command = ["train", "-m", "sweep=dp_wgan_gp_digits_clips", *small, *judge]
+    command += ["rounds=2", "evaluate_every=2", f"run_dir={place}"]
+    assert cli.run(command) == 0
+    before = (place / "1" / "results.json").stat().st_mtime_ns
+    (place / "0" / "results.json").unlink()
+    capsys.readouterr()
+    assert cli.run(command) == 0
+    assert f"{place}/1 is finished" in capsys.readouterr().out
+    assert (place / "1" / "results.json").stat().st_mtime_ns == before
+    with (place / "sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["method.clip"] for line in lines] == ["0.01", "0.1", "1.0", "100.0"]
+    assert all(float(line["epsilon.server"]) > 0 for line in lines)
+    assert all(0 <= float(line["gen2real.cnn"]) <= 1 for line in lines)
+    assert (place / "sweep.png").stat().st_size > 0
+
+
+def test_a_sweep_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "-m", "sweep=dpgan_figure_11"]) == 2
+    assert "did you mean dpgan_figure_1" in capsys.readouterr().err
