@@ -16,13 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from fedgen.coins import Coins
+from fedgen.data.datasets import Dataset
 from fedgen.errors import FedgenError
+from fedgen.evaluation.inception_score import inception_score, judge, probabilities
 from fedgen.evaluation.utility import Images, Labels, accuracies
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
+
+CACHE = Path("~/.cache/fedgen").expanduser()
 
 
 def evaluate(
@@ -42,20 +46,41 @@ def evaluate(
         progress.show("evaluation", next(done), 2 * count, "")
 
     rows = data.images[real], data.labels[real]
-    return {
+    found = {
         "gen2real": gen2real(chosen, ready, generator, step),
         "real2real": _accuracies(chosen, ready, *rows, step),
     }
+    if chosen.inception_score:
+        images, _ = _samples(chosen, ready, generator)
+        found["inception_score"] = _inception_scores(data, images)
+    return found
+
+
+def _inception_scores(data: Dataset, images: Images) -> dict[str, Any]:
+    """Of samples, and of the real splits beside them, by a judge that is trained on real rows."""
+    net = judge(data.images, data.labels, data.classes, CACHE / "judges")
+    splits = {"generated": images, "train": data.images, "test": data.test_images}
+    said = {name: probabilities(net, each) for name, each in splits.items()}
+    hits = said["test"].argmax(1) == data.test_labels
+    scores = {}
+    for name, each in said.items():
+        mean, std = inception_score(each)
+        scores[name] = {"mean": mean, "std": std, "n": len(each)}
+    return {**scores, "judge_accuracy": float(hits.mean())}
 
 
 def gen2real(
     chosen: DictConfig, ready: Setup, generator: Tensors, done: Callable[[str], None]
 ) -> dict[str, Any]:
     """Classifiers trained on samples, tested on the real test split. ``done``: told each name."""
+    return _accuracies(chosen, ready, *_samples(chosen, ready, generator), done)
+
+
+def _samples(chosen: DictConfig, ready: Setup, generator: Tensors) -> tuple[Images, Labels]:
+    """The samples that are judged, with uniform labels."""
     coins, classes = ready.coins.at("evaluation"), ready.dataset.classes
     labels = torch.randint(0, classes, (chosen.samples,), generator=coins.public("labels"))
-    images = draw_samples(ready.method, generator, labels, coins.at("samples"))
-    return _accuracies(chosen, ready, images, labels.numpy(), done)
+    return draw_samples(ready.method, generator, labels, coins.at("samples")), labels.numpy()
 
 
 def _accuracies(

@@ -40,6 +40,8 @@ def table(configs: list[DictConfig]) -> Path:
         varied = {key: settings.get(key) for key in keys}
         spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
         done = {"run": place.name, **varied, "rounds run": results["rounds"]}
+        if "inception_score" in results:
+            scores["inception_score"] = results["inception_score"]["generated"]["mean"]
         lines.append({**done, **spent, **scores})
         name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
         lanes[name or place.name] = _along(place)
