@@ -29,6 +29,9 @@ from torch.nn.grad import conv2d_weight
 
 from fedgen.errors import FedgenError
 
+# convolutions in TF32, cuDNN's default, round a sum to more than the norms that it was clipped by
+torch.backends.cudnn.allow_tf32 = False
+
 Weights = Mapping[str, Tensor]
 Pair = tuple[int, int]
 Losses = Callable[[Tensor], Tensor]
