@@ -19,6 +19,7 @@ from torch.func import functional_call, grad
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
+from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.method import (
     Claim,
     ClientProgram,
@@ -68,19 +69,16 @@ class Networks:
         """Number of the discriminator's weights."""
         return sum(weights.numel() for weights in self.discriminator.parameters())
 
-    def generate(self, generator: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
-        """Images (n, ...) in [0, 1], one per label."""
-        latents = torch.randn(len(labels), self.latent, generator=coins.public("latents"))
-        inputs = latents.to(self.device), labels.to(self.device)
-        images: Tensor = functional_call(self.generator, dict(generator), inputs)
-        return images
-
-    def fakes(
-        self, generator: Mapping[str, Tensor], count: int, coins: Coins
-    ) -> tuple[Tensor, Tensor]:
-        """Images (count, ...) and their labels, uniform: no fake depends on the private rows."""
+    def inputs(self, count: int, coins: Coins) -> tuple[Tensor, Tensor]:
+        """Latents (count, latent) and uniform labels (count,): no fake depends on private rows."""
+        latents = torch.randn(count, self.latent, generator=coins.public("latents"))
         labels = torch.randint(0, self.classes, (count,), generator=coins.public("labels"))
-        return self.generate(generator, labels, coins), labels.to(self.device)
+        return latents.to(self.device), labels.to(self.device)
+
+    def generate(self, generator: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
+        """Images (n, ...) in [0, 1]."""
+        images: Tensor = functional_call(self.generator, dict(generator), (latents, labels))
+        return images
 
     def judge(self, discriminator: Tensors, images: Tensor, labels: Tensor) -> Tensor:
         """Logits (n,): D is their sigmoid."""
@@ -131,14 +129,15 @@ class Pace:
 @dataclass(frozen=True)
 class Server:
     """Generator, discriminator and their Adams: post-processing. ``loss``: of the generator, from
-    what the discriminator says of its images (n,)."""
+    what the discriminator says of its images (n,); beside it ``mode_seeking`` of that loss."""
 
     nets: Networks
-    batch: int
+    fakes: int
     pace: Pace
     adam: Adam
     ema: float
     loss: Callable[[Tensor], Tensor]
+    mode_seeking: float = 0.0
 
     def init(self, coins: Coins) -> Tensors:
         """Fresh weights."""
@@ -179,8 +178,15 @@ class Server:
         here, discriminator = coins.at("generator", round_), part(found, "weights")
 
         def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
-            logits = self.nets.judge(discriminator, *self.nets.fakes(weights, self.batch, here))
-            return self.loss(logits).mean(), (logits < 0).float().mean()
+            latents, labels = self.nets.inputs(self.fakes, here)
+            if self.mode_seeking:
+                labels = labels[: self.fakes // 2].repeat(2)
+            images = self.nets.generate(weights, latents, labels)
+            logits = self.nets.judge(discriminator, images, labels)
+            loss = self.loss(logits).mean()
+            if self.mode_seeking:
+                loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
+            return loss, (logits < 0).float().mean()
 
         gradients, accuracy = grad(loss, has_aux=True)(generator)
         adam_step(generator, gradients, moments, *self.adam)
@@ -212,8 +218,9 @@ class Server:
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Images, one per label."""
+        latents, _ = self.nets.inputs(len(labels), coins)
         with torch.no_grad():
-            return self.nets.generate(weights, labels, coins).cpu()
+            return self.nets.generate(weights, latents, labels.to(self.nets.device)).cpu()
 
 
 def networks(

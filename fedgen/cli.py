@@ -45,7 +45,8 @@ settings (defaults in brackets):
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=quick|full|none [quick]
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
-             dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba
+             dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
+             dpgan_mnist_short
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """

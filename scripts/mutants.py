@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "fakes-as-many-as-the-draw-gave-rows",
         "fedgen/methods/dpgan.py",
-        "self.nets.fakes(generator, self.batch, here)",
-        "self.nets.fakes(generator, len(self.mechanism.draw(len(shard), here)), here)",
+        "latents, labels = self.nets.inputs(self.fakes, here)",
+        "latents, labels = self.nets.inputs(len(self.mechanism.draw(len(shard), here)), here)",
         "tests/methods/test_dpgan.py::test_one_client_is_algorithm_1_bit_for_bit",
     ),
     Mutant(

@@ -267,7 +267,7 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
             _check_parameter(key, inner, None)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         decay = key.endswith(("betas", "ema"))
-        may_be_zero = decay or key.endswith(("warm_start", "penalty"))
+        may_be_zero = decay or key.endswith(("warm_start", "penalty", "mode_seeking"))
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
         if decay and value >= 1:

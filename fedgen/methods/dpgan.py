@@ -48,7 +48,7 @@ class Client:
 
     nets: Networks
     mechanism: SumGaussian | PlainSum
-    batch: int
+    fakes: int
     clip: float
     adam: Adam
 
@@ -67,10 +67,11 @@ class Client:
 
         def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
             weights, moments = part(point, "weights"), part(point, "adam")
+            latents, labels = self.nets.inputs(self.fakes, here)
             with torch.no_grad():
-                images, labels = self.nets.fakes(generator, self.batch, here)
+                images = self.nets.generate(generator, latents, labels)
             fakes = self._gradients(weights, images, labels, real=False).flat()
-            mean = (noised.to(self.nets.device) + fakes / self.batch) / 2
+            mean = (noised.to(self.nets.device) + fakes / self.fakes) / 2
             adam_step(weights, unflat(mean, weights), moments, *self.adam)
             return join(weights=weights, adam=moments)
 
@@ -101,6 +102,7 @@ def dpgan(
     discriminator: Callable[..., nn.Module],
     latent: int,
     batch: int,
+    fakes: int,
     sampling_rate: float,
     discriminator_steps: int | Literal["adaptive"],
     accuracy_floor: float,
@@ -110,14 +112,15 @@ def dpgan(
     betas: tuple[float, float],
     clip: float,
     ema: float,
+    mode_seeking: float,
     device: str,
 ) -> Method:
     """DPGAN for these public parameters.
 
     Args:
         noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
-        batch: B, the fakes of a step and the expected number of real rows that sums are divided by:
-            a public number.
+        batch: B, the expected number of real rows that their sum is divided by: a public number.
+        fakes: of a step of either network; B in the paper.
         sampling_rate: q, the probability that a step takes a row; one public number for all
             clients, since a batch size over a private number of rows would reveal that number.
         discriminator_steps: n_D, or ``adaptive``.
@@ -126,6 +129,7 @@ def dpgan(
         discriminator_learning_rate, generator_learning_rate, betas: of Adam.
         clip: C, of each example's gradient.
         ema: decay of the average of the generator that is published; 0 publishes the last one.
+        mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
 
     Raises:
         FedgenError: for a sampling rate that is none.
@@ -133,14 +137,15 @@ def dpgan(
     nets = networks(facts, generator, discriminator, latent, device)
     mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
-    client = Client(nets, mechanism, batch, clip, (discriminator_learning_rate, betas))
+    client = Client(nets, mechanism, fakes, clip, (discriminator_learning_rate, betas))
     server = Server(
         nets,
-        batch,
+        fakes,
         Pace(discriminator_steps, accuracy_floor, accuracy_ema),
         (generator_learning_rate, betas),
         ema,
         lambda logits: F.softplus(-logits),  # -log D
+        mode_seeking,
     )
     source = "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4"
     return method_of(facts, server, mechanism, client.answer, sampling_rate, source)

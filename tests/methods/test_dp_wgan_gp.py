@@ -112,13 +112,13 @@ def test_generator_steps_lower_the_loss_of_the_critic() -> None:
         answer = method.client.answer({}, query, SHARD, round_, COINS).arrays["answer"]
         before = state
         state = method.server.update(state, torch.from_numpy(answer), round_, COINS)
-    labels = torch.arange(10).repeat(20)
-    critic = part(part(state, "discriminator"), "weights")
     nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
+    latents, labels = nets.inputs(200, COINS)
+    critic = part(part(state, "discriminator"), "weights")
 
     def score(of: dict) -> float:
         with torch.no_grad():
-            images = nets.generate(part(of, "generator"), labels, COINS)
+            images = nets.generate(part(of, "generator"), latents, labels)
             return float(nets.judge(critic, images, labels).mean())
 
     assert score(state) > score(before)

@@ -43,6 +43,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "discriminator": partial(cdcgan.Discriminator, width=3),
         "latent": 4,
         "batch": BATCH,
+        "fakes": BATCH,
         "sampling_rate": RATE,
         "discriminator_steps": 2,
         "accuracy_floor": 0.6,
@@ -52,6 +53,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "betas": RATES[1],
         "clip": CLIP,
         "ema": 0.0,
+        "mode_seeking": 0.0,
         "device": "cpu",
     }
     return dpgan(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**settings, **changed})  # type: ignore[arg-type]
@@ -140,8 +142,10 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
     total = noise * CLIP * here.noise((nets.size(),), "release")
     for image, label in zip(*SHARD.rows(batch), strict=True):
         total = total + clipped(image, label, -1.0)
-    for image, label in zip(*nets.fakes(part(start, "generator"), BATCH, here), strict=True):
-        total = total + clipped(image.detach(), label, 1.0)
+    latents, labels = nets.inputs(BATCH, here)
+    fakes = nets.generate(part(start, "generator"), latents, labels).detach()
+    for image, label in zip(fakes, labels, strict=True):
+        total = total + clipped(image, label, 1.0)
     query = method.server.query(start, 0, COINS)
     release = method.client.answer({}, query, SHARD, 0, COINS)
     found = method.worst_case().read(torch.from_numpy(release.arrays["answer"]))
@@ -188,6 +192,30 @@ def test_adaptive_steps_climb_as_the_paper_says() -> None:
     assert first == max(199, 50 + math.ceil(math.log(0.1 / 0.4) / math.log(0.99)) - 1)
     assert climbed == [(first + 200 * n, s) for n, s in enumerate([2, 5, 10, 20, 50, 100, 200])]
     assert float(state["shown"]) == pytest.approx(0.5, abs=1e-5)
+
+
+def test_mode_seeking_keeps_images_of_a_label_apart() -> None:
+    """Against a generator that would rather not: two runs that differ in its weight alone."""
+
+    def spread(weight: float) -> float:
+        method = make(1.0, mode_seeking=weight, fakes=20, discriminator_steps=1)
+        state = played(method, 15)
+        labels = torch.arange(10).repeat(2)
+        nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
+        latents, _ = nets.inputs(20, COINS.at("test"))
+        first, second = nets.generate(part(state, "generator"), latents, labels).chunk(2)
+        return float((first - second).detach().abs().mean())
+
+    assert spread(1.0) > 1.3 * spread(0.0)
+
+
+def test_fewer_fakes_weigh_as_much() -> None:
+    """A step's gradient is half of reals and half of fakes, however many these are."""
+    few, many = (
+        first_moment(make(1e-300, fakes=fakes, sampling_rate=1e-9), EMPTY) for fakes in (40, 400)
+    )
+    assert torch.nn.functional.cosine_similarity(few[0], many[0], 0) > 0.9
+    assert float(few.norm() / many.norm()) == pytest.approx(1, abs=0.15)
 
 
 def test_a_rung_has_its_grace() -> None:
