@@ -17,7 +17,20 @@ FEDERATED = [
 CENTRAL = ["method.routing=per_sample", "rounds=4", "log_every=1"]
 
 
-@pytest.mark.parametrize("kind", [FEDERATED, CENTRAL], ids=["federated", "central"])
+STEPS = [
+    "method=dpgan_small",
+    "partition=iid",
+    "partition.clients=3",
+    "method.discriminator.width=2",
+    "method.generator.width=4",
+    "rounds=5",
+    "log_every=1",
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [FEDERATED, CENTRAL, STEPS], ids=["federated", "central", "parameter updates"]
+)
 def test_stores_and_serialization_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
@@ -37,6 +50,8 @@ def test_another_seed_is_another_run(train: Train) -> None:
 def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None:
     """In this process, on Ray with one actor and with two, in Flower's engine; no process stays."""
     reference = fingerprint(train(*FEDERATED, name="reference"))
+    steps = fingerprint(train(*STEPS, name="steps"))
+    assert fingerprint(train(*STEPS, "runtime=ray", "runtime.actors=1", name="on Ray")) == steps
     for name, overrides in {
         "one actor": ["runtime=ray", "runtime.actors=1"],
         "two actors": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"],

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import TINY, Train, fingerprint
+from tiny import TINY, Train, fingerprint, tiny
 
 from fedgen import cli
 
@@ -75,6 +75,24 @@ def test_kill_and_resume_to_the_same_bit(train: Train, tmp_path: Path, store: st
     assert kills == 3
     assert cli.run(["train", f"resume={run}"]) == 0
     assert fingerprint(run) == whole
+
+
+@pytest.mark.slow
+def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
+    """Several steps in a message, adaptive: the server dies after one that was not kept."""
+    words = ["method=dpgan_small", "method.discriminator_steps=adaptive", "method.ema=0.5"]
+    # everybody is below this floor, and the grace is of two steps
+    words += ["method.accuracy_floor=1.1", "method.accuracy_ema=1e-9", "rounds=30"]
+    words += ["log_every=1", "runtime.checkpoint_every=5"]
+    whole = train(*words, name="whole")
+    steps = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in steps] == [1, 2, 4, 6, 11, 16, 26, 30]
+    run = tmp_path / "died"
+    small = [word for word in tiny("dpgan_small") if not word.startswith("rounds")]
+    process = start([*small, *words, "runtime.faults.server_dies=24", f"run_dir={run}"])
+    assert process.wait() == -signal.SIGKILL
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == fingerprint(whole)
 
 
 @pytest.mark.slow
