@@ -7,7 +7,7 @@ which takes the mean of the clients' discriminators, takes a step of the generat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +45,8 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
+from fedgen.privacy.per_example import ClippedSum
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
@@ -259,6 +260,40 @@ def discriminator_sum(
     if noise_multiplier is None:
         return PlainSum(batches, batch, Unit.RECORD)
     return SumGaussian(clip, noise_multiplier, batches, batch, RELATION, Unit.RECORD)
+
+
+def take_steps(
+    nets: Networks,
+    mechanism: SumGaussian | PlainSum,
+    adam: Adam,
+    query: Query,
+    coins: list[Coins],
+    of_rows: Callable[[Tensors, Tensors, Coins], ClippedSum],
+    gradient: Callable[[Tensors, Tensors, Tensor, Coins], Tensor],
+) -> Release:
+    """A client's answer: discriminator and Adam's state after a step for each of ``coins``. Nothing
+    is kept from one answer to the next: Adam's moments come and go with the discriminator.
+
+    Args:
+        of_rows: (discriminator, generator, coins) -> the clipped sum over a batch. Alone in seeing
+            rows.
+        gradient: (discriminator, generator, noised sum over the batch's expected size, coins) ->
+            what Adam descends.
+    """
+    given = {name: value.to(nets.device) for name, value in query.shared.items()}
+    generator = part(given, "generator")
+
+    def sums(point: Mapping[str, Tensor], here: Coins) -> Iterator[ClippedSum]:
+        yield of_rows(part(point, "weights"), generator, here)
+
+    def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
+        weights, moments = part(point, "weights"), part(point, "adam")
+        descended = gradient(weights, generator, noised.to(nets.device), here)
+        adam_step(weights, unflat(descended, weights), moments, *adam)
+        return join(weights=weights, adam=moments)
+
+    start = {name: value.clone() for name, value in part(given, "discriminator").items()}
+    return descent(mechanism, start, nets.size(), sums, move, coins)
 
 
 def method_of(

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgen.coins import Coins
@@ -16,9 +15,10 @@ from fedgen.federation import messages
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
 from fedgen.privacy.routing import Routing
+from strategies.cohort import CohortStrategy
 
 
-class SampleGradients(Strategy):
+class SampleGradients(CohortStrategy):
     """Who trains, who is asked what, and how the answers become one.
 
     A round has two exchanges: a broadcast that clients train on, and a query whose rows are routed
@@ -32,13 +32,9 @@ class SampleGradients(Strategy):
     """
 
     def __init__(self, cohort: Routing, trained_per_round: int | None, coins: Coins) -> None:
-        self.cohort, self.trained_per_round, self._coins = cohort, trained_per_round, coins
-        self.nodes: Mapping[int, int] = {}  # client -> node
+        super().__init__(cohort, coins)
+        self.trained_per_round = trained_per_round
         self._routes: dict[int, list[int]] = {}
-
-    def route(self, server_round: int, rows: int) -> dict[int, list[int]]:
-        """Client -> the rows that it is asked in a round; a function of the round."""
-        return self.cohort.draw(rows, self._coins.secret("cohort", server_round))
 
     def trainees(self, server_round: int, rows: int) -> list[int]:
         """The clients that train in a round."""
@@ -54,13 +50,7 @@ class SampleGradients(Strategy):
         """The broadcast, to each trainee. ``config["rows"]``: rows of the round's query."""
         content = messages.pack_broadcast(server_round, arrays)
         trainees = self.trainees(server_round, int(str(config["rows"])))
-        return [self._message(content, messages.TRAIN, client) for client in trainees]
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Acknowledgements carry nothing."""
-        return None, None
+        return [self.message(content, messages.TRAIN, client) for client in trainees]
 
     def configure_query(self, server_round: int, query: Query) -> list[Message]:
         """The query's rows, each to the clients that the draw gave it to."""
@@ -68,7 +58,7 @@ class SampleGradients(Strategy):
         everyone = messages.pack_query(server_round, query)
         whole = list(range(query.count))
         return [
-            self._message(
+            self.message(
                 everyone if rows == whole else messages.pack_query(server_round, query.take(rows)),
                 messages.ASK,
                 client,
@@ -111,21 +101,3 @@ class SampleGradients(Strategy):
             asked[routed] += 1
             answered[routed] += client in answers
         return torch.where(answered > 0, asked / answered, 0.0)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Nothing is evaluated on clients: it would touch private rows outside a mechanism."""
-        return []
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """See ``configure_evaluate``."""
-        return None
-
-    def summary(self) -> None:
-        """The settings are in the run's configuration."""
-
-    def _message(self, content: RecordDict, kind: str, client: int) -> Message:
-        return Message(content, dst_node_id=self.nodes[client], message_type=kind)

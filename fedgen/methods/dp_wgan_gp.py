@@ -15,12 +15,12 @@ Images are drawn for the label of the row that they are paired with; the paper h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from fedgen.adversarial import (
     Adam,
@@ -30,12 +30,13 @@ from fedgen.adversarial import (
     discriminator_sum,
     method_of,
     networks,
+    take_steps,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.method import Method, PublicFacts, Query, State
-from fedgen.models.functional import Tensors, adam_step, join, part, unflat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
+from fedgen.models.functional import Tensors
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, by_vmap
 
 
@@ -52,32 +53,25 @@ class Client:
     def answer(
         self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
     ) -> Release:
-        """The critic and Adam's state after a step for each of the query's rows."""
+        """The critic after a step for each of the query's rows."""
         del state
-        given = {name: value.to(self.nets.device) for name, value in query.shared.items()}
-        generator = part(given, "generator")
 
-        def sums(point: Mapping[str, Tensor], here: Coins) -> Iterator[ClippedSum]:
+        def of_rows(critic: Tensors, generator: Tensors, here: Coins) -> ClippedSum:
             batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
             images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
             # secret coins: with public ones, a row less would pair the rows after it with others
             latents = here.noise((len(batch), self.nets.latent), "latents").to(self.nets.device)
             rho = torch.from_numpy(here.secret_uniforms(len(batch), "rho")).to(images)
             with torch.no_grad():
-                fakes = functional_call(self.nets.generator, generator, (latents, labels))
-            rows = images, labels, fakes, rho
-            yield by_vmap(self._loss, part(point, "weights"), rows, self.clip)
+                fakes = self.nets.generate(generator, latents, labels)
+            return by_vmap(self._loss, critic, (images, labels, fakes, rho), self.clip)
 
-        def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
-            del here
-            weights, moments = part(point, "weights"), part(point, "adam")
-            gradients = unflat(noised.to(self.nets.device), weights)
-            adam_step(weights, gradients, moments, *self.adam)
-            return join(weights=weights, adam=moments)
+        def gradient(critic: Tensors, generator: Tensors, noised: Tensor, here: Coins) -> Tensor:
+            del critic, generator, here
+            return noised
 
-        start = {name: value.clone() for name, value in part(given, "discriminator").items()}
         steps = [coins.at("step", round_ + number) for number in range(query.count)]
-        return descent(self.mechanism, start, self.nets.size(), sums, move, steps)
+        return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
 
     def _loss(
         self, critic: Tensors, image: Tensor, label: Tensor, fake: Tensor, rho: Tensor

@@ -16,7 +16,7 @@ With one client that is algorithm 1. Of several, each noises in full. n_D is fix
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,19 +32,19 @@ from fedgen.adversarial import (
     discriminator_sum,
     method_of,
     networks,
+    take_steps,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.method import Method, PublicFacts, Query, State
-from fedgen.models.functional import Tensors, adam_step, join, part, unflat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
+from fedgen.models.functional import Tensors
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, clipped_sum
 
 
 @dataclass(frozen=True)
 class Client:
-    """Lines 4 to 9 of algorithm 1. It keeps nothing from one answer to the next: Adam's moments
-    come and go with the discriminator."""
+    """Lines 4 to 9 of algorithm 1."""
 
     nets: Networks
     mechanism: SumGaussian | PlainSum
@@ -55,29 +55,26 @@ class Client:
     def answer(
         self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
     ) -> Release:
-        """The discriminator and Adam's state after a step for each of the query's rows."""
+        """The discriminator after a step for each of the query's rows."""
         del state
-        given = {name: value.to(self.nets.device) for name, value in query.shared.items()}
-        generator = part(given, "generator")
 
-        def sums(point: Mapping[str, Tensor], here: Coins) -> Iterator[ClippedSum]:
+        def of_rows(discriminator: Tensors, generator: Tensors, here: Coins) -> ClippedSum:
+            del generator
             batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
             images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
-            yield self._gradients(part(point, "weights"), images, labels, real=True)
+            return self._gradients(discriminator, images, labels, real=True)
 
-        def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
-            weights, moments = part(point, "weights"), part(point, "adam")
+        def gradient(
+            discriminator: Tensors, generator: Tensors, noised: Tensor, here: Coins
+        ) -> Tensor:
             latents, labels = self.nets.inputs(self.fakes, here)
             with torch.no_grad():
                 images = self.nets.generate(generator, latents, labels)
-            fakes = self._gradients(weights, images, labels, real=False).flat()
-            mean = (noised.to(self.nets.device) + fakes / self.fakes) / 2
-            adam_step(weights, unflat(mean, weights), moments, *self.adam)
-            return join(weights=weights, adam=moments)
+            fakes = self._gradients(discriminator, images, labels, real=False).flat()
+            return (noised + fakes / self.fakes) / 2
 
-        start = {name: value.clone() for name, value in part(given, "discriminator").items()}
         steps = [coins.at("step", round_ + number) for number in range(query.count)]
-        return descent(self.mechanism, start, self.nets.size(), sums, move, steps)
+        return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
 
     def _gradients(
         self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
