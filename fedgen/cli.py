@@ -120,7 +120,7 @@ def _configurations(command: str, rest: list[str]) -> list[DictConfig]:
 
 def _sweep(configs: list[DictConfig]) -> None:
     """Runs what is missing, goes on with what was cut off, and writes down how all of it came out.
-    No combination runs if one cannot."""
+    No combination runs if the settings of one are wrong by themselves, without its data."""
     from fedgen.experiments import settings, sweep
 
     for config in configs:

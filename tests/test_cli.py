@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import TINY, Train
+from tiny import TINY, Train, tiny
 
 from fedgen import cli
 
@@ -27,6 +27,15 @@ MISTAKES = [
     ("rounds", ["rounds=0"], "from 1 to"),
     ("method.clip", ["method.clip=wide"], "must be a number"),
     ("method.clip", ["method.clip=0"], "must be positive"),
+    ("method.clip", ["method.clip=1e-20"], "at least"),
+    ("method.generator_betas", ["method.generator_betas=0.5"], "must be a list"),
+    ("method.generator", ["method.generator=null"], "is a network"),
+    ("held_out", ["held_out=300", "privacy.noise=secure"], "nothing to judge"),
+    (
+        "evaluation.samples",
+        ["evaluation=quick", "evaluation.samples=5", "evaluation.inception_score=true"],
+        "from 10",
+    ),
     ("method.batch", ["method.batch=-3"], "must be positive"),
     ("method.clip", ["method.clip=inf"], "must be positive"),
     ("method.clip", ["method.clip=nan"], "must be positive"),
@@ -329,6 +338,26 @@ def test_the_public_folder_alone_draws_the_same_samples(
     with np.load(tmp_path / "a.npz") as first, np.load(tmp_path / "b.npz") as second:
         assert np.array_equal(first["images"], second["images"])
         assert first["images"].shape == (12, 1, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "words"),
+    [
+        ("method.fakes", "method.fakes=5", "even"),
+        ("method.accuracy_floor", "method.accuracy_floor=60", "share"),
+        ("method.discriminator_steps", "method.discriminator_steps=true", "the default is 5"),
+        ("method.discriminator_steps", "method.discriminator_steps=often", "a number or adaptive"),
+    ],
+)
+def test_a_mistake_about_dpgan_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, word: str, words: str
+) -> None:
+    small = ["method=dpgan_small", *tiny("dpgan_small"), "method.mode_seeking=1"]
+    assert cli.run(["train", *small, word, f"run_dir={tmp_path / 'run'}"]) == 2
+    line = one_line(capsys)
+    assert line.startswith(f"fedgen: {key}: "), line
+    assert words in line, line
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_sweep_with_a_mistake_runs_nothing(

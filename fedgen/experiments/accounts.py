@@ -97,7 +97,9 @@ class Accounts:
     def claimed(self, rounds: int) -> float | None:
         """epsilon by the paper's formula, None where it gives none."""
         claim = self.method.plan.claim
-        return None if claim is None else or_null(claim.epsilon(rounds, self.privacy.delta))
+        if claim is None:
+            return None
+        return or_null(claim.epsilon(rounds, self.privacy.delta)) if rounds else 0.0
 
     def published_in_words(self, state: RunState, stopped: bool) -> str:
         """What may be said of the spend to everybody: the plan's events, not the draws' outcome."""
@@ -106,7 +108,8 @@ class Accounts:
             return in_words(
                 canonical(plan.release(self.privacy.budget.rounds if stopped else state.rounds))
             )
-        return in_words(canonical(plan.server(state.rounds * plan.rows_per_round)))
+        most = max(state.rows.values(), default=0)  # what was done again after a resume counts too
+        return in_words(canonical(plan.server(most))) if most else "nothing"
 
     def record(self, state: RunState, stopped: str | None) -> dict[str, Any]:
         """The content of privacy.json."""

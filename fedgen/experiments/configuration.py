@@ -15,7 +15,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import configs
@@ -159,7 +159,9 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
         elif name in _NUMBER_OR_NULL:
             if new is not None and not _is_number(new):
                 raise FedgenError(name, f"must be a number or null, got {new!r}", "e.g. 10")
-        elif name in _NUMBER_OR_WORD and isinstance(new, int | str):
+        elif isinstance(old, ListConfig) and not isinstance(new, ListConfig):
+            raise FedgenError(name, f"must be a list, got {new!r}", f"e.g. {list(old)}")
+        elif name in _NUMBER_OR_WORD and isinstance(new, int | str) and not isinstance(new, bool):
             continue  # the method says which words
         elif isinstance(old, bool) != isinstance(new, bool):
             raise FedgenError(name, f"cannot be {new!r}", f"the default is {old!r}")

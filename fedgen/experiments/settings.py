@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
 }
+_LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
 OPTIONAL = ("runtime.store",)  # not every runtime has it
 
@@ -172,6 +173,9 @@ def check(config: DictConfig) -> None:
             raise FedgenError(
                 key, f"must be positive and at most {MOST:g}, got {value:g}", "e.g. 10, or null"
             )
+    for name in ("generator", "critic", "discriminator"):
+        if name in config.method and not isinstance(config.method[name], DictConfig):
+            raise FedgenError(f"method.{name}", "is a network", "override its settings, e.g. width")
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
@@ -225,6 +229,10 @@ def _check_release(config: DictConfig) -> None:
             "looks at private rows outside any mechanism, which privacy.noise=secure refuses",
             "set evaluation=none",
         )
+    if config.held_out:
+        raise FedgenError(
+            "held_out", "there is nothing to judge under privacy.noise=secure", "set it to 0"
+        )
     if OmegaConf.select(config, "audit.canaries"):
         raise FedgenError(
             "audit.canaries",
@@ -236,8 +244,10 @@ def _check_release(config: DictConfig) -> None:
 def check_evaluation(config: DictConfig) -> None:
     """Raises FedgenError unless there is something to judge by, or no judge."""
     least = 1 if config.evaluation.classifiers else 0
+    if config.evaluation.classifiers and config.evaluation.inception_score:
+        least = 10  # parts
     _whole(config, "evaluation.samples", least, 10**7)
-    _whole(config, "evaluation.seeds", least, 1000)
+    _whole(config, "evaluation.seeds", min(least, 1), 1000)
 
 
 def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
@@ -268,6 +278,10 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         decay = key.endswith(("betas", "ema"))
         may_be_zero = decay or key.endswith(("warm_start", "penalty", "mode_seeking"))
+        if key == "method.clip" and 0 < value < _LEAST_CLIP:
+            raise FedgenError(
+                key, f"must be at least {_LEAST_CLIP:g}, got {value:g}", "squares vanish below"
+            )
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
         if decay and value >= 1:

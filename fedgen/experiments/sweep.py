@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.training import train
 from fedgen.reporting.figures import curves
@@ -19,6 +20,8 @@ from fedgen.reporting.words import summary
 def run(config: DictConfig) -> str:
     """Trains, goes on, or finds a run that is finished; what it came to, in words."""
     place = Path(config.run_dir)
+    if (place / "config.yaml").exists():
+        _check_same(config, place)
     if (place / "results.json").exists():
         return f"{place} is finished"
     if (place / "config.yaml").exists():
@@ -52,6 +55,20 @@ def table(configs: list[DictConfig]) -> Path:
         writer.writerows(lines)
     curves(lanes, "rounds", "gen2real accuracy", out.with_suffix(".png"))
     return out
+
+
+def _check_same(config: DictConfig, place: Path) -> None:
+    """Raises FedgenError if a run was made with other settings than these."""
+    was, now = (
+        _flat(OmegaConf.to_container(each, resolve=True))
+        for each in (OmegaConf.load(place / "config.yaml"), config)
+    )
+    other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+    other = [key for key in other if key not in ("run_dir", "resume")]
+    if other:
+        raise FedgenError(
+            "run_dir", f"{place} was made with another {other[0]}", "take another run_dir"
+        )
 
 
 def _along(place: Path) -> list[tuple[float, float]]:

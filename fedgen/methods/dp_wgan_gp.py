@@ -70,7 +70,7 @@ class Client:
             del critic, generator, here
             return noised
 
-        steps = [coins.at("step", round_ + number) for number in range(query.count)]
+        steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
         return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
 
     def _loss(

@@ -36,6 +36,7 @@ from fedgen.adversarial import (
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, State
 from fedgen.models.functional import Tensors
 from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
@@ -73,7 +74,7 @@ class Client:
             fakes = self._gradients(discriminator, images, labels, real=False).flat()
             return (noised + fakes / self.fakes) / 2
 
-        steps = [coins.at("step", round_ + number) for number in range(query.count)]
+        steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
         return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
 
     def _gradients(
@@ -129,8 +130,14 @@ def dpgan(
         mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
 
     Raises:
-        FedgenError: for a sampling rate that is none.
+        FedgenError: for a sampling rate or an accuracy that is none, or fakes without pairs.
     """
+    if accuracy_floor > 1:
+        problem = f"is a share, got {accuracy_floor:g}"
+        raise FedgenError("method.accuracy_floor", problem, "take one between 0 and 1, e.g. 0.6")
+    if mode_seeking and fakes % 2:
+        problem = f"come in pairs where method.mode_seeking is not 0, got {fakes}"
+        raise FedgenError("method.fakes", problem, "take an even number")
     nets = networks(facts, generator, discriminator, latent, device)
     mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf

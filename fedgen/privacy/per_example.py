@@ -40,7 +40,7 @@ Losses = Callable[[Tensor], Tensor]
 _SEAL = object()
 _LONGEST = 1e30
 # single precision may leave a clipped norm a little above the bound: clip a little below it
-_ROUNDING = 1 - 4e-6
+_ROUNDING = 1 - 8e-6
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -89,6 +89,11 @@ def _norms(rows: Tensor) -> Tensor:
     return norms
 
 
+def _squares(rows: Tensor) -> Tensor:
+    """Squared L2 norms (n,), in double precision."""
+    return _norms(rows).square()
+
+
 def clipped_sum(
     module: nn.Module,
     weights: Weights,
@@ -116,7 +121,7 @@ def clipped_sum(
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
         uses = _forward_and_back(module, weights, some, losses, layers)
-        squares = torch.stack([_square(found).double() for found in uses.values()])
+        squares = torch.stack([_square(found) for found in uses.values()])
         norms.append(squares.sum(0).sqrt())
         factors = clipping_factors(norms[-1], clip)
         for name, found in uses.items():
@@ -197,14 +202,14 @@ class _Product:
     def squares(self) -> Tensor:
         """Each example's squared norm (n,)."""
         q, positions = self.y.shape[2:]
-        if positions > 1 and positions * (self.width + q) >= self.width * q:
-            return self.one_by_one().square().sum(1)
+        if positions == 1 == self.y.shape[1]:
+            return (_norms(self.x()) * _norms(self.y)).square()
+        if positions * (self.width + q) >= self.width * q:
+            return _squares(self.one_by_one())
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
-        if positions == 1:
-            return (x * y).sum((1, 2, 3))
         # what cancels leaves its rounding: an example must never seem shorter than it is
-        traces = (each.diagonal(dim1=2, dim2=3).sum((1, 2)) for each in (x, y))
-        return (x * y).sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * math.prod(traces)
+        traces = math.prod(each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
+        return (x * y).double().sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * traces
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -223,7 +228,7 @@ class _Small:
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,)."""
-        return self.one_by_one().square().sum(1)
+        return _squares(self.one_by_one())
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -247,12 +252,12 @@ class _Table:
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,): rows that are looked up twice add up."""
-        same = self.index[:, :, None] == self.index[:, None, :]
-        found: Tensor = (self.back @ self.back.transpose(1, 2) * same).sum((1, 2))
         if self.index.shape[1] == 1:
-            return found
-        largest: Tensor = torch.linalg.vector_norm(self.back, dim=2).sum(1).square()
-        return found + 4 * torch.finfo(found.dtype).eps * largest  # as for products
+            return _squares(self.back)
+        same = self.index[:, :, None] == self.index[:, None, :]
+        found = (self.back @ self.back.transpose(1, 2) * same).double().sum((1, 2))
+        largest: Tensor = torch.linalg.vector_norm(self.back.double(), dim=2).sum(1).square()
+        return found + 4 * torch.finfo(self.back.dtype).eps * largest  # as for products
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -276,7 +281,7 @@ def _square(uses: list[_Use]) -> Tensor:
     whole = uses[0].one_by_one()
     for use in uses[1:]:
         whole = whole + use.one_by_one()
-    return whole.square().sum(1)
+    return _squares(whole)
 
 
 # --- the layers that are known --------------------------------------------------------------------

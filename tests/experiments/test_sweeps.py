@@ -62,6 +62,8 @@ def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(float(line["epsilon.server"]) > 0 for line in lines)
     assert all(0 <= float(line["gen2real.cnn"]) <= 1 for line in lines)
     assert (place / "sweep.png").stat().st_size > 0
+    assert cli.run([*command, "seed=7"]) == 2
+    assert f"run_dir: {place}/0 was made with another seed" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

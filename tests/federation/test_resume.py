@@ -81,8 +81,8 @@ def test_kill_and_resume_to_the_same_bit(train: Train, tmp_path: Path, store: st
 def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
     """Several steps in a message, adaptive: the server dies after one that was not kept."""
     words = ["method=dpgan_small", "method.discriminator_steps=adaptive", "method.ema=0.5"]
-    # everybody is below this floor, and the grace is of two steps
-    words += ["method.accuracy_floor=1.1", "method.accuracy_ema=1e-9", "rounds=30"]
+    # the accuracy is below this floor, and the grace is of two steps
+    words += ["method.accuracy_floor=1.0", "method.accuracy_ema=1e-9", "rounds=30"]
     words += ["log_every=1", "runtime.checkpoint_every=5"]
     whole = train(*words, name="whole")
     steps = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -93,6 +93,22 @@ def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
     assert process.wait() == -signal.SIGKILL
     assert cli.run(["train", f"resume={run}"]) == 0
     assert fingerprint(run) == fingerprint(whole)
+
+
+@pytest.mark.slow
+def test_a_secure_run_that_spent_all_before_it_died(tmp_path: Path) -> None:
+    """It has nothing left to do again: what was spent stays spent, and is said."""
+    run = tmp_path / "died"
+    small = [word for word in tiny("dpgan_small") if not word.startswith("rounds")]
+    words = ["method=dpgan_small", "rounds=8", "privacy.noise=secure"]
+    words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
+    words += ["runtime.faults.server_dies=8", f"run_dir={run}"]
+    assert start([*small, *words]).wait() == -signal.SIGKILL
+    assert cli.run(["train", f"resume={run}"]) == 0
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert privacy["clients"]["0"]["events"][0][1] == 8
+    assert privacy["views"]["release"]["epsilon"] == privacy["views"]["server"]["epsilon"] > 0
+    assert "8 secret" in (run / "public" / "PRIVACY.md").read_text()
 
 
 @pytest.mark.slow

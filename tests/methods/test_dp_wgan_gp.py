@@ -51,7 +51,7 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
     """One row at a time, by plain autograd."""
     method = make(noise)
     client = method.client.answer.__self__  # type: ignore[attr-defined]
-    start, here = method.server.init(COINS), COINS.at("step", 0)
+    start, here = method.server.init(COINS), COINS.at("steps", 0, "step", 0)
     generator = part(start, "generator")
     batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
     latents = here.noise((len(batch), 4), "latents")

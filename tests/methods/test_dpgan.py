@@ -24,7 +24,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
-from fedgen.method import Method, PublicFacts, Query
+from fedgen.method import Method, PublicFacts
 from fedgen.methods.dpgan import dpgan
 from fedgen.models import cdcgan
 from fedgen.models.functional import adam_start, adam_step, part
@@ -89,7 +89,7 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
         return torch.cat([found[name].flatten() for name in sorted(phi)])
 
     for t in range(rounds):
-        here = COINS.at("step", t)
+        here = COINS.at("steps", t - t % steps, "step", t % steps)
         batch = np.flatnonzero(here.secret_uniforms(len(SHARD), "batch") < RATE)
         real = clipped(*SHARD.rows(torch.from_numpy(batch)), -1.0)
         with torch.no_grad():
@@ -137,7 +137,7 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
         flat = torch.cat([each.flatten() for each in found])
         return flat * min(1.0, CLIP / float(flat.norm()))
 
-    here = COINS.at("step", 0)
+    here = COINS.at("steps", 0, "step", 0)
     batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
     total = noise * CLIP * here.noise((nets.size(),), "release")
     for image, label in zip(*SHARD.rows(batch), strict=True):
@@ -152,22 +152,23 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
     assert torch.allclose(found[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6)
 
 
-def test_steps_are_the_same_however_they_are_asked_for() -> None:
-    """Six steps in one message, or in three, from the same generator."""
-    method = make(1.5, discriminator_steps=6)
+def test_steps_are_charged_one_by_one_and_share_no_noise() -> None:
+    """Six steps in a message, and questions that overlap them: each flips coins of its own, or two
+    answers would show their difference."""
+    method = make(1e6, discriminator_steps=6)
     start = method.server.init(COINS)
     query = method.server.query(start, 0, COINS)
-    whole = method.client.answer({}, query, SHARD, 0, COINS)
-    state = start
-    for first in (0, 2, 4):
-        some = Query(query.rows, method.server.query(state, first, COINS).shared).take([0, 1])
-        release = method.client.answer({}, some, SHARD, first, COINS)
-        state = method.server.update(
-            state, torch.from_numpy(release.arrays["answer"]), first, COINS
-        )
-    assert np.array_equal(whole.arrays["answer"], release.arrays["answer"])
-    assert release.event == SelfComposedDpEvent(canonical_event(1.5), 2)
-    assert all(torch.equal(v, start[n]) for n, v in state.items() if n.startswith("generator"))
+    release = method.client.answer({}, query, SHARD, 0, COINS)
+    assert release.event == SelfComposedDpEvent(canonical_event(1e6), 6)
+    found = []
+    for first in range(4):
+        answer = method.client.answer({}, query.take([0]), SHARD, first, COINS).arrays["answer"]
+        found.append(method.worst_case().read(torch.from_numpy(answer))[0])
+    two = method.client.answer({}, query.take([0, 1]), SHARD, 0, COINS).arrays["answer"]
+    m = method.worst_case().read(torch.from_numpy(two))[0]
+    found.append(m - RATES[1][0] * found[0])  # what the second of the two steps added
+    close = torch.corrcoef(torch.stack(found)).fill_diagonal_(0).abs()
+    assert float(close.max()) < 0.1
 
 
 def canonical_event(noise: float) -> PoissonSampledDpEvent:

@@ -293,3 +293,25 @@ def test_rows_that_are_no_gradients() -> None:
     found = of_rows(rows, 1.0)
     assert torch.allclose(found.flat(), torch.tensor([0.9, 1.2]), atol=1e-5)
     assert of_rows(rows[:0], 1.0).flat().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(20_000, 3), (20_000,)),
+        (nn.Linear(100_000, 3), (100_000,)),
+        (nn.Conv2d(3, 64, 5, 2, 2, bias=False), (3, 32, 32)),
+        (nn.Conv2d(256, 64, 3, 1, 1, bias=False), (256, 8, 8)),
+        (nn.Conv2d(64, 64, 4, 2, 1, bias=False), (64, 16, 16)),
+    ],
+    ids=str,
+)
+def test_what_is_released_for_one_example_is_within_the_clip(
+    module: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """Constant rows, whose sums round most: norms hold beyond single precision."""
+    torch.manual_seed(0)
+    for value in (0.3, 0.7, 1.3):
+        given = (torch.full((1, *shape), value),)
+        found = clipped_sum(module, weights_of(module), given, lambda o: o.flatten(1).sum(1), 1.0)
+        assert float(found.flat().double().norm()) <= 1
