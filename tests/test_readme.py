@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tiny import TINY, tiny
+from tiny import tiny
 
 from fedgen import cli
+from fedgen.experiments.configuration import compose
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -42,11 +43,11 @@ def test_recipe_at_two_rounds(
 ) -> None:
     monkeypatch.setenv("FEDGEN_DATA", str(data_root))
     words = shlex.split(recipe)[1:]
-    methods = [word.partition("=")[2] for word in words if word.startswith("method=")]
-    sweep = "method=dp_wgan_gp_small" if "sweep=dp_wgan_gp" in recipe else ""
-    short = tiny(methods[0] if methods else sweep.partition("=")[2]) if methods or sweep else TINY
+    alone = [word for word in words if word.startswith(("method=", "experiment="))]
+    method = compose("config", alone).names.method
+    method = "dp_wgan_gp_small" if "sweep=dp_wgan_gp" in recipe else method
     given = {word.split("=")[0] for word in words} | {"rounds"}
-    overrides = [word for word in short if word.split("=")[0] not in given]
+    overrides = [word for word in tiny(method) if word.split("=")[0] not in given]
     place = tmp_path / "run"
     assert cli.run([*words, *overrides, "rounds=2", "evaluate_every=0", f"run_dir={place}"]) == 0
     for results in place.rglob("results.json"):
@@ -55,8 +56,6 @@ def test_recipe_at_two_rounds(
 
 def test_every_experiment_is_complete() -> None:
     """Each composes, and each is named in the README or the help."""
-    from fedgen.experiments.configuration import compose
-
     text = (ROOT / "README.md").read_text() + cli.HELP
     for file in (ROOT / "configs" / "experiment").glob("*.yaml"):
         compose("config", [f"experiment={file.stem}"])
