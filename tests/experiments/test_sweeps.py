@@ -12,6 +12,8 @@ from tiny import tiny
 import configs
 from fedgen import cli
 from fedgen.experiments.configuration import combinations, compose
+from fedgen.experiments.settings import build
+from fedgen.method import PublicFacts
 
 SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))
 
@@ -21,7 +23,11 @@ def test_every_sweep_composes(name: str) -> None:
     points = combinations([f"sweep={name}", "rounds=2"])
     assert len(points) == len({tuple(point) for point in points}) > 1
     for point in (points[0], points[-1]):
-        assert compose("config", point).rounds == 2
+        config = compose("config", point)
+        assert config.rounds == 2
+        facts = PublicFacts(config.partition.get("clients") or 1, None, 10, (1, 28, 28))
+        make = build(config.method, without=("strategy",))
+        assert make(facts=facts, noise_multiplier=1.0, device="cpu").plan.rows_per_round == 1
 
 
 @pytest.mark.slow
