@@ -202,7 +202,8 @@ class Server:
         )
 
     def shown(self, state: Mapping[str, Tensor]) -> dict[str, float]:
-        """n_D, and the share of fakes that are told (the paper's figure 4, for fakes alone)."""
+        """n_D, and the share of fakes that are judged below zero: told from real rows, where the
+        discriminator's output is a logit (figure 4 of "Private GANs, revisited", fakes alone)."""
         pace = part(state, "pace")
         accuracy = {"accuracy_on_fakes": float(pace["shown"])} if pace["seen"] else {}
         return {"discriminator_steps": self.pace.now(pace), **accuracy}
@@ -267,12 +268,14 @@ def take_steps(
     mechanism: SumGaussian | PlainSum,
     adam: Adam,
     query: Query,
-    coins: list[Coins],
+    round_: int,
+    coins: Coins,
     of_rows: Callable[[Tensors, Tensors, Coins], ClippedSum],
     gradient: Callable[[Tensors, Tensors, Tensor, Coins], Tensor],
 ) -> Release:
-    """A client's answer: discriminator and Adam's state after a step for each of ``coins``. Nothing
-    is kept from one answer to the next: Adam's moments come and go with the discriminator.
+    """A client's answer: discriminator and Adam's state after a step for each of the query's rows.
+    Nothing is kept from one answer to the next: Adam's moments come and go with the discriminator.
+    Coins are of the message and the step, so that questions about overlapping rounds share none.
 
     Args:
         of_rows: (discriminator, generator, coins) -> the clipped sum over a batch. Alone in seeing
@@ -293,7 +296,8 @@ def take_steps(
         return join(weights=weights, adam=moments)
 
     start = {name: value.clone() for name, value in part(given, "discriminator").items()}
-    return descent(mechanism, start, nets.size(), sums, move, coins)
+    steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
+    return descent(mechanism, start, nets.size(), sums, move, steps)
 
 
 def method_of(

@@ -153,14 +153,14 @@ MUTANTS = [
     ),
     Mutant(
         "noise-and-batch-the-same-in-all-steps-of-a-message",
-        "fedgen/methods/dpgan.py",
+        "fedgen/adversarial.py",
         'coins.at("steps", round_, "step", number)',
         'coins.at("steps", round_)',
         "tests/methods/test_dpgan.py::test_one_client_is_algorithm_1_bit_for_bit",
     ),
     Mutant(
         "overlapping-questions-share-noise",
-        "fedgen/methods/dpgan.py",
+        "fedgen/adversarial.py",
         'coins.at("steps", round_, "step", number)',
         'coins.at("steps", round_ + number)',
         "tests/methods/test_dpgan.py::test_steps_are_charged_one_by_one_and_share_no_noise",

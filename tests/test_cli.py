@@ -29,7 +29,7 @@ MISTAKES = [
     ("method.clip", ["method.clip=0"], "must be positive"),
     ("method.clip", ["method.clip=1e-20"], "at least"),
     ("method.generator_betas", ["method.generator_betas=0.5"], "must be a list"),
-    ("method.generator", ["method.generator=null"], "is a network"),
+    ("method.generator", ["method.generator=null"], "inside of it"),
     ("held_out", ["held_out=300", "privacy.noise=secure"], "nothing to judge"),
     (
         "evaluation.samples",

@@ -13,9 +13,8 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fedgen.evaluation.utility import Images, Labels
+from fedgen.evaluation.utility import Images, Labels, trained_cnn
 from fedgen.files import digest, write_whole
 from fedgen.models.classifiers import small_cnn
 
@@ -43,27 +42,13 @@ def judge(images: Images, labels: Labels, classes: int, cache: Path) -> nn.Modul
     """The data set's classifier: trained once, then found in ``cache`` by the rows' digest."""
     name = digest(images.tobytes(), labels.tobytes(), f"{classes} {_EPOCHS}".encode())
     path = cache / f"judge-{name[:16]}.safetensors"
-    net = small_cnn(images.shape[1:], classes)
     if path.exists():
+        net = small_cnn(images.shape[1:], classes)
         net.load_state_dict(safetensors.torch.load(path.read_bytes()))
         return net.eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = small_cnn(images.shape[1:], classes)
-        rows, targets = torch.from_numpy(images), torch.from_numpy(labels)
-        steps = _EPOCHS * -(-len(rows) // 128)
-        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps)
-        for _ in range(_EPOCHS):
-            for batch in torch.split(torch.randperm(len(rows)), 128):
-                loss = F.cross_entropy(net(rows[batch].float() / 255), targets[batch])
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
-                optimizer.step()
-                schedule.step()
-    cache.mkdir(parents=True, exist_ok=True)
+    net = trained_cnn(images, labels, classes, 0, _EPOCHS)
     write_whole(path, safetensors.torch.save(net.state_dict()))
-    return net.eval()
+    return net
 
 
 def probabilities(net: nn.Module, images: Images) -> NDArray[np.float64]:

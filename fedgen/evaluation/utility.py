@@ -33,6 +33,12 @@ def cnn(
     *,
     epochs: int,
 ) -> float:
+    """The accuracy of ``trained_cnn``."""
+    net = trained_cnn(images, labels, classes, seed, epochs)
+    return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels))
+
+
+def trained_cnn(images: Images, labels: Labels, classes: int, seed: int, epochs: int) -> nn.Module:
     """The paper's CNN (32 and 64 kernels, dropout), Adam 1e-3, batches of 128."""
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
         torch.manual_seed(seed)
@@ -46,7 +52,7 @@ def cnn(
                     optimizer.zero_grad()
                     torch.autograd.backward(loss)
                     optimizer.step()
-        return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels))
+    return net.eval()
 
 
 def _floats(images: Tensor) -> Tensor:

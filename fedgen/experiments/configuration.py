@@ -156,6 +156,8 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
         new, old, name = config[key], default[key], f"{prefix}{key!s}"
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
             _check_types(new, old, f"{name}.")
+        elif isinstance(old, DictConfig):
+            raise FedgenError(name, f"cannot be {new!r}", "override the settings inside of it")
         elif name in _NUMBER_OR_NULL:
             if new is not None and not _is_number(new):
                 raise FedgenError(name, f"must be a number or null, got {new!r}", "e.g. 10")

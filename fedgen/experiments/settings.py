@@ -173,9 +173,6 @@ def check(config: DictConfig) -> None:
             raise FedgenError(
                 key, f"must be positive and at most {MOST:g}, got {value:g}", "e.g. 10, or null"
             )
-    for name in ("generator", "critic", "discriminator"):
-        if name in config.method and not isinstance(config.method[name], DictConfig):
-            raise FedgenError(f"method.{name}", "is a network", "override its settings, e.g. width")
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
@@ -367,11 +364,13 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
                 canonical(method.plan.server(rows)), delta, method.plan.relation
             ).or_infinity
 
-        unit = per_round if method.cohort.population == 1 else 1
+        # where everybody answers everything, whole rounds are spent
+        everybody = method.cohort.answers_per_row == method.cohort.population
+        unit = per_round if everybody else 1
         rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
         stop = method.cohort.stop_probability(per_round, config.rounds, rows)
-        rounds = min(config.rounds, rows // per_round) if unit > 1 else config.rounds
-        stop = 0.0 if unit > 1 else stop
+        rounds = min(config.rounds, rows // per_round) if everybody else config.rounds
+        stop = 0.0 if everybody else stop
         if rows == 0:
             raise _impossible(target)
         return Budget(rounds, rows, stop)

@@ -70,8 +70,9 @@ class Client:
             del critic, generator, here
             return noised
 
-        steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
-        return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
+        return take_steps(
+            self.nets, self.mechanism, self.adam, query, round_, coins, of_rows, gradient
+        )
 
     def _loss(
         self, critic: Tensors, image: Tensor, label: Tensor, fake: Tensor, rho: Tensor

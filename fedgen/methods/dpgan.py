@@ -74,8 +74,9 @@ class Client:
             fakes = self._gradients(discriminator, images, labels, real=False).flat()
             return (noised + fakes / self.fakes) / 2
 
-        steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
-        return take_steps(self.nets, self.mechanism, self.adam, query, steps, of_rows, gradient)
+        return take_steps(
+            self.nets, self.mechanism, self.adam, query, round_, coins, of_rows, gradient
+        )
 
     def _gradients(
         self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
