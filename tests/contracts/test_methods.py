@@ -103,6 +103,16 @@ def test_every_setting_of_a_program_runs(train: Train, method: str) -> None:
     assert 0 < privacy["views"]["server"]["epsilon"] <= 10
 
 
+def test_a_client_drawn_often_ends_the_run_before_it_overspends(train: Train) -> None:
+    """Each row is some drawn client's: who is drawn most ends the run, by its rows."""
+    settings = ["method.routing=per_sample", "privacy.adversary=server", "rounds=40"]
+    noise = ["privacy.target_epsilon=2", "privacy.noise_multiplier=10"]
+    run = train(*PARTITIONS["several"], *settings, *noise)
+    privacy = record(run, "privacy")
+    assert "would ask client" in privacy["stopped"]
+    assert 1 < privacy["views"]["server"]["epsilon"] <= 2
+
+
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_public_holds_nothing_of_single_clients(train: Train, method: str) -> None:
     run = train(f"method={method}", *PARTITIONS["several"], "rounds=2")
