@@ -130,7 +130,8 @@ class Pace:
 @dataclass(frozen=True)
 class Server:
     """Generator, discriminator and their Adams: post-processing. ``loss``: of the generator, from
-    what the discriminator says of its images (n,); beside it ``mode_seeking`` of that loss."""
+    what the discriminator says of its images (n,); beside it ``mode_seeking`` of that loss.
+    ``logit``: whether the discriminator's sign tells real rows from fakes."""
 
     nets: Networks
     fakes: int
@@ -138,6 +139,7 @@ class Server:
     adam: Adam
     ema: float
     loss: Callable[[Tensor], Tensor]
+    logit: bool
     mode_seeking: float = 0.0
 
     def init(self, coins: Coins) -> Tensors:
@@ -201,12 +203,23 @@ class Server:
             pace=self.pace.after(part(state, "pace"), accuracy.cpu()),
         )
 
-    def shown(self, state: Mapping[str, Tensor]) -> dict[str, float]:
-        """n_D, and the share of fakes that are judged below zero: told from real rows, where the
-        discriminator's output is a logit (figure 4 of "Private GANs, revisited", fakes alone)."""
+    def shown(
+        self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins
+    ) -> dict[str, float]:
+        """n_D; the average share of fakes that are told from real rows; with ``held_out`` rows, the
+        share of these and of as many fresh fakes that are told apart now (figures 4 and 5 of
+        "Private GANs, revisited")."""
         pace = part(state, "pace")
-        accuracy = {"accuracy_on_fakes": float(pace["shown"])} if pace["seen"] else {}
-        return {"discriminator_steps": self.pace.now(pace), **accuracy}
+        found: dict[str, float] = {"discriminator_steps": self.pace.now(pace)}
+        if self.logit and pace["seen"]:
+            found["accuracy_on_fakes"] = float(pace["shown"])
+        if self.logit and held_out is not None:
+            images, labels = held_out.rows(torch.arange(len(held_out)))
+            fakes = self.sample(part(state, "generator"), labels, coins)
+            reals = (self.recognize(state, images, labels, coins) > 0).float().mean()
+            caught = (self.recognize(state, fakes, labels, coins) < 0).float().mean()
+            found["accuracy_on_held_out"] = float((reals + caught) / 2)
+        return found
 
     def recognize(
         self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins

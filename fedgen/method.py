@@ -78,7 +78,8 @@ class ServerProgram:
     sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
     recognize: (state, images, labels, coins) -> (n,): how much the server takes images for rows
         that trained; larger is likelier. What an audit of a run guesses by.
-    shown: state -> numbers for the log, by name.
+    shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
+        held-out rows tell is no part of the state.
     """
 
     init: Callable[[Coins], Tensors]
@@ -88,7 +89,7 @@ class ServerProgram:
     generator: Callable[[Tensors], Tensors]
     sample: Callable[[Tensors, Tensor, Coins], Tensor]
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
-    shown: Callable[[Tensors], Mapping[str, float]]
+    shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from dp_accounting import NonPrivateDpEvent
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
-from fedgen.data.datasets import Dataset
+from fedgen.data.datasets import Dataset, Shard
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
 from fedgen.federation.fault_rates import Faults
@@ -64,6 +65,13 @@ class Setup:
     faults: Faults
     canaries: Canaries | None
 
+    def held_out(self, count: int) -> Shard | None:
+        """The first ``count`` rows that nobody trains on, if there are any."""
+        if not self.config.held_out:
+            return None
+        images, labels = self.dataset.test_images[:count], self.dataset.test_labels[:count]
+        return Shard(torch.from_numpy(images), torch.from_numpy(labels))
+
 
 def setup(config: DictConfig) -> Setup:
     """Checks a configuration and builds the run's objects.
@@ -87,7 +95,7 @@ def setup(config: DictConfig) -> Setup:
     all_answer = config.runtime.min_success >= 1
     facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape, all_answer)
     made = build(config.method, without=("strategy",))
-    make = partial(_method, made, facts, config.device)
+    make = partial(_method, made, facts, config)
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
     canaries = None
@@ -97,7 +105,7 @@ def setup(config: DictConfig) -> Setup:
         dataset, shards, canaries = plant(
             dataset, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
-    gaps = partial(_method, made, replace(facts, all_answer=False), config.device, noise)
+    gaps = partial(_method, made, replace(facts, all_answer=False), config, noise)
     return Setup(
         config,
         coins,
@@ -114,9 +122,24 @@ def setup(config: DictConfig) -> Setup:
 
 
 def _method(
-    make: Callable[..., Method], facts: PublicFacts, where: str, noise_multiplier: float | None
+    make: Callable[..., Method],
+    facts: PublicFacts,
+    config: DictConfig,
+    noise_multiplier: float | None,
 ) -> Method:
-    return make(facts=facts, noise_multiplier=noise_multiplier, device=device(where))
+    method = make(facts=facts, noise_multiplier=noise_multiplier, device=device(config.device))
+    if config.start is None:
+        return method
+    reason = "it began with another run's weights, and what these cost is not counted here"
+    plan = replace(
+        method.plan,
+        server=lambda rows: NonPrivateDpEvent(),
+        release=None,
+        amplified_by=dict.fromkeys(method.plan.amplified_by),
+        reasons=dict.fromkeys(method.plan.reasons, reason),
+        claim=None,
+    )
+    return replace(method, plan=plan)
 
 
 def _program(make: Callable[[float | None], Method], noise: float | None) -> ClientProgram:
@@ -173,6 +196,12 @@ def check(config: DictConfig) -> None:
             raise FedgenError(
                 key, f"must be positive and at most {MOST:g}, got {value:g}", "e.g. 10, or null"
             )
+    if config.start is not None and config.privacy.target_epsilon is not None:
+        raise FedgenError(
+            "start",
+            "a run that begins with another's weights has no ε of its own",
+            "set privacy.target_epsilon=null and privacy.noise_multiplier, or take privacy=none",
+        )
     hints = typing.get_type_hints(get_object(config.method._target_))
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
@@ -225,6 +254,10 @@ def _check_release(config: DictConfig) -> None:
             "evaluation",
             "looks at private rows outside any mechanism, which privacy.noise=secure refuses",
             "set evaluation=none",
+        )
+    if config.start is not None:
+        raise FedgenError(
+            "start", "leaves no ε, which privacy.noise=secure refuses", "set it to null"
         )
     if config.held_out:
         raise FedgenError(

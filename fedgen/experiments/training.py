@@ -52,6 +52,7 @@ from fedgen.reporting.words import statement
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
+_HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
 
 
 @dataclass
@@ -263,7 +264,8 @@ class Training:
         found = checkpoint.load(self.run_dir.checkpoints)
         if found is None:
             self.run_dir.cut()
-            state = RunState(self.method.server.init(self.ready.coins.at("server")))
+            fresh = self.method.server.init(self.ready.coins.at("server"))
+            state = RunState(_started(fresh, self.config.start))
         else:
             state, extra = found
             self.run_dir.cut(**extra["sizes"])
@@ -331,13 +333,15 @@ class Training:
 
     def _log(self, state: RunState, facts: RoundFacts) -> None:
         views = self.accounts.views(state, self.stopped is not None)
+        here = self.ready.coins.at("shown", state.rounds)
+        shown = self.method.server.shown(state.server, self.ready.held_out(_HELD_OUT_SHOWN), here)
         down, up = sum(state.sent.values()), sum(state.received.values())
         line = {
             "round": state.rounds,
             "epsilon": {name: found.value for name, found in views.items()},
             "claimed_epsilon": self.accounts.claimed(state.rounds),
             "answer_norm": facts.answer_norm,
-            **facts.shown,
+            **shown,
             "clients": facts.clients,
             "bytes": {"up": up, "down": down},
             "failures": sum(state.failures.values()),
@@ -348,7 +352,7 @@ class Training:
                 self._board.add_scalar(f"epsilon/{name}", found.value, state.rounds)
         if facts.answer_norm is not None:
             self._board.add_scalar("answer_norm", facts.answer_norm, state.rounds)
-        for name, number in facts.shown.items():
+        for name, number in shown.items():
             self._board.add_scalar(name, number, state.rounds)
         for name, seconds in facts.seconds.items():
             self._board.add_scalar(f"seconds/{name}", seconds, state.rounds)
@@ -457,6 +461,24 @@ class Training:
             ),
             "generator_sha256": sha256,
         }
+
+
+def _started(fresh: Tensors, start: str | None) -> Tensors:
+    """The server's state after the run ``start``; the fresh one for None.
+
+    Raises:
+        FedgenError: if there is no such run, or of other networks.
+    """
+    if start is None:
+        return fresh
+    found = checkpoint.load(RunDir(Path(str(start))).checkpoints)
+    if found is None:
+        raise FedgenError("start", f"{start} has no checkpoint", "name a run directory")
+    there = found[0].server
+    shapes = [{name: each.shape for name, each in state.items()} for state in (fresh, there)]
+    if shapes[0] != shapes[1]:
+        raise FedgenError("start", f"{start} has other networks", "take the same method's settings")
+    return {name: there[name].to(value.device) for name, value in fresh.items()}
 
 
 def _due(state: RunState, facts: RoundFacts, every: int) -> bool:

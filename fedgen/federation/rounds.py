@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -82,14 +82,12 @@ class RoundFacts:
 
     rounds: how many it was in one exchange.
     answer_norm: mean L2 norm of the mean answers (None if nobody was asked); mostly noise.
-    shown: what the method shows.
     seconds: by part: critics, routing (answers), generator.
     """
 
     rounds: int
     clients: int
     answer_norm: float | None
-    shown: Mapping[str, float]
     seconds: dict[str, float]
 
 
@@ -256,8 +254,7 @@ class Rounds:
             "routing": answered - trained,
             "generator": time.perf_counter() - answered,
         }
-        shown = server.shown(state.server)
-        return RoundFacts(rounds, len(answers), norm, shown, seconds)
+        return RoundFacts(rounds, len(answers), norm, seconds)
 
     def _note(self, client: int, event: DpEvent) -> None:
         if event not in self._canonical:

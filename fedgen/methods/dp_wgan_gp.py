@@ -133,6 +133,7 @@ def dp_wgan_gp(
         (learning_rate, betas),
         ema,
         lambda scores: -scores,
+        False,
     )
     source = "Differentially Private Generation of Small Images (2020), section 2.3"
     return method_of(facts, server, mechanism, client.answer, sampling_rate, source)

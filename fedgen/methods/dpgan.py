@@ -40,7 +40,7 @@ from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, State
 from fedgen.models.functional import Tensors
 from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
-from fedgen.privacy.per_example import ClippedSum, clipped_sum
+from fedgen.privacy.per_example import ClippedSum, Precision, clipped_sum
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Client:
     fakes: int
     clip: float
     adam: Adam
+    precision: Precision
 
     def answer(
         self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
@@ -90,6 +91,7 @@ class Client:
             (images, labels),
             lambda logits: F.softplus(sign * logits),
             self.clip,
+            precision=self.precision,
         )
 
 
@@ -112,6 +114,7 @@ def dpgan(
     clip: float,
     ema: float,
     mode_seeking: float,
+    precision: Precision,
     device: str,
 ) -> Method:
     """DPGAN for these public parameters.
@@ -129,6 +132,8 @@ def dpgan(
         clip: C, of each example's gradient.
         ema: decay of the average of the generator that is published; 0 publishes the last one.
         mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
+        precision: of the discriminator's forward and backward pass; norms, sums and noise are
+            single or better.
 
     Raises:
         FedgenError: for a sampling rate or an accuracy that is none, or fakes without pairs.
@@ -142,7 +147,7 @@ def dpgan(
     nets = networks(facts, generator, discriminator, latent, device)
     mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
-    client = Client(nets, mechanism, fakes, clip, (discriminator_learning_rate, betas))
+    client = Client(nets, mechanism, fakes, clip, (discriminator_learning_rate, betas), precision)
     server = Server(
         nets,
         fakes,
@@ -150,6 +155,7 @@ def dpgan(
         (generator_learning_rate, betas),
         ema,
         lambda logits: F.softplus(-logits),  # -log D
+        True,
         mode_seeking,
     )
     source = "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4"

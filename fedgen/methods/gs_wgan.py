@@ -514,7 +514,7 @@ def gs_wgan(
             lambda state: part(state, "average"),
             server.sample,
             server.recognize,
-            lambda _: {},
+            lambda *_: {},
         ),
         _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,

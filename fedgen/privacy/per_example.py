@@ -10,16 +10,21 @@ weight is a product of what went into the layer and of the gradient of what came
 3. what came back is scaled by each example's clipping factor, and one weight gradient for the whole
    batch is the clipped sum ("book-keeping", Bu, Wang, Zha, Karypis 2023).
 
-So a clipped step costs a plain one and the norms. ``by_vmap`` is the general path, for any module
-and for losses with gradients of their own inside; ``by_opacus`` is a reference.
+So a clipped step costs a plain one and the norms. What goes in and what comes back may be
+rounded to a lower precision: norms and sums are then of the same rounded tensors, and the bound
+holds for them.
+``by_vmap`` is the general path, for any module and for losses with gradients of their own inside;
+``by_opacus`` is a reference.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,8 @@ Weights = Mapping[str, Tensor]
 Pair = tuple[int, int]
 Losses = Callable[[Tensor], Tensor]
 """A module's output for n examples -> each example's own loss (n,)."""
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""Of the forward and the backward pass. tf32 is float32 on a CPU."""
 
 _SEAL = object()
 _LONGEST = 1e30
@@ -101,6 +108,7 @@ def clipped_sum(
     losses: Losses,
     clip: float,
     at_once: int | None = None,
+    precision: Precision = "float32",
 ) -> ClippedSum:
     """The sum over examples of their clipped gradients.
 
@@ -108,6 +116,7 @@ def clipped_sum(
         module: called with ``weights`` in place of its own, on ``inputs``, (n, ...) each.
         clip: L2 bound of each example's gradient over all weights; infinity: no clipping.
         at_once: examples in memory at a time; None: as many as are fastest, 64 on a CPU.
+        precision: of what the gradients are products of; norms and sums are single or better.
 
     Raises:
         FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
@@ -120,7 +129,7 @@ def clipped_sum(
     at_once = at_once or (64 if inputs[0].device.type == "cpu" else 2048)
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
-        uses = _forward_and_back(module, weights, some, losses, layers)
+        uses = _forward_and_back(module, weights, some, losses, layers, precision)
         squares = torch.stack([_square(found) for found in uses.values()])
         norms.append(squares.sum(0).sqrt())
         factors = clipping_factors(norms[-1], clip)
@@ -476,6 +485,7 @@ def _forward_and_back(
     inputs: tuple[Tensor, ...],
     losses: Losses,
     layers: dict[nn.Module, dict[str, str]],
+    precision: Precision,
 ) -> dict[str, list[_Use]]:
     """Each weight's uses by these examples."""
     seen: list[tuple[nn.Module, Tensor, Tensor, int]] = []
@@ -488,10 +498,10 @@ def _forward_and_back(
 
     handles = [layer.register_forward_hook(look) for layer in layers]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _computing_in(precision, inputs[0].device.type):
             fixed = {name: value.detach() for name, value in weights.items()}
             outputs = functional_call(module, fixed, tuple(each.detach() for each in inputs))
-            whole = losses(outputs).sum()
+            whole = losses(_single(outputs)).sum()
     except RuntimeError as error:
         if "in-place" in str(error):
             raise _in_place() from error
@@ -501,13 +511,31 @@ def _forward_and_back(
             handle.remove()
     if any(out._version != version for _, _, out, version in seen):
         raise _in_place()
-    backs = torch.autograd.grad(whole, [out for _, _, out, _ in seen], materialize_grads=True)
+    with _computing_in(precision, inputs[0].device.type):
+        backs = torch.autograd.grad(whole, [out for _, _, out, _ in seen], materialize_grads=True)
     uses: dict[str, list[_Use]] = defaultdict(list)
     for (layer, given, _, _), back in zip(seen, backs, strict=True):
-        found = _KNOWN[type(layer)](layer, given, back)
+        found = _KNOWN[type(layer)](layer, _single(given), _single(back))
         for part, name in layers[layer].items():
             uses[name].append(found[part])
     return uses
+
+
+def _single(found: Tensor) -> Tensor:
+    return found.float() if found.dtype == torch.bfloat16 else found
+
+
+@contextlib.contextmanager
+def _computing_in(precision: Precision, device: str) -> Iterator[None]:
+    """Products of matrices at this precision, until it ends."""
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def _in_place() -> FedgenError:

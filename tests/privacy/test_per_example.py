@@ -16,7 +16,14 @@ from torch.nn import functional as F
 
 from fedgen.errors import FedgenError
 from fedgen.models.cdcgan import Discriminator
-from fedgen.privacy.per_example import ClippedSum, by_opacus, by_vmap, clipped_sum, of_rows
+from fedgen.privacy.per_example import (
+    ClippedSum,
+    Precision,
+    by_opacus,
+    by_vmap,
+    clipped_sum,
+    of_rows,
+)
 
 
 class Reshape(nn.Module):
@@ -249,6 +256,32 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(seed: int, clip: flo
         for some in (rows, rows[:-1])
     )
     assert float((more - less).norm()) <= clip * (1 + 1e-4)
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(0, 10**6), st.sampled_from(["tf32", "bfloat16"]), st.sampled_from(list(NETWORKS))
+)
+def test_at_a_lower_precision_the_bound_holds_all_the_same(
+    seed: int, precision: Precision, name: str
+) -> None:
+    """And the sum is near the one in single precision."""
+    torch.manual_seed(seed)
+    make, inputs = NETWORKS[name]
+    module, rows = make(), inputs(3)
+
+    def found(some: Tensor, clip: float, precision: Precision) -> Tensor:
+        outcome = clipped_sum(
+            module, weights_of(module), (some,), losses, clip, precision=precision
+        )
+        assert all(each.dtype == torch.float32 for each in outcome.gradients.values())
+        return outcome.flat().double()
+
+    for row in rows.split(1):
+        assert float(found(row, 1e-3, precision).norm()) <= 1e-3
+    exact = found(rows, math.inf, "float32")
+    assert float((found(rows, math.inf, precision) - exact).norm() / exact.norm()) < 0.05
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_what_cancels_does_not_make_an_example_shorter() -> None:
