@@ -72,7 +72,8 @@ class ServerProgram:
     init: coins -> state.
     broadcast: (state, round, coins) -> what clients train on.
     query: (state, round, coins) -> what clients answer. With the rows of several rounds it stands
-        for them all; one that the run has no room for is cut to what is left.
+        for them all; one that the run has no room for is cut to what is left. None: this round is
+        the server's alone.
     update: (state, answers (the strategy's mean), round, coins) -> state.
     generator: state -> what may be published: the weights that ``sample`` reads.
     sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
@@ -80,16 +81,18 @@ class ServerProgram:
         that trained; larger is likelier. What an audit of a run guesses by.
     shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
         held-out rows tell is no part of the state.
+    alone: (state, round, coins) -> state: a round without a query.
     """
 
     init: Callable[[Coins], Tensors]
     broadcast: Callable[[Tensors, int, Coins], Tensors]
-    query: Callable[[Tensors, int, Coins], Query]
+    query: Callable[[Tensors, int, Coins], Query | None]
     update: Callable[[Tensors, Tensor, int, Coins], Tensors]
     generator: Callable[[Tensors], Tensors]
     sample: Callable[[Tensors, Tensor, Coins], Tensor]
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
     shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
+    alone: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: state
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Plan:
 
     sampler: the draws that gate data, in words.
     rows_per_round: rows of a query that one round takes.
+    asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
+        None: all.
     answer: rows of a query -> shape of the answer.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
@@ -158,6 +163,11 @@ class Plan:
     amplified_by: Mapping[str, str | None]
     reasons: Mapping[str, str | None]
     claim: Claim | None
+    asking_rounds: int | None = None
+
+    def asked(self, rounds: int) -> int:
+        """How many of so many rounds ask clients."""
+        return rounds if self.asking_rounds is None else min(rounds, self.asking_rounds)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ MECHANISMS, TESTS = "fedgen/privacy/mechanisms.py", "tests/privacy/test_mechanis
 PER_EXAMPLE = "fedgen/privacy/per_example.py"
 PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
+DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 
 MUTANTS = [
@@ -249,6 +250,35 @@ MUTANTS = [
         "self.state.rows[c] + len(rows) > budget.rows]",
         "self.state.rows[c] > budget.rows]",
         "tests/contracts/test_methods.py::test_a_client_drawn_often_ends_the_run_before_it_overspends",
+    ),
+    Mutant(
+        "embedding-asked-again-after-a-kill",
+        "fedgen/experiments/training.py",
+        "(due or state.rounds == self.method.plan.asking_rounds)",
+        "due",
+        f"{DP_MERF_TESTS}::test_a_run_for_release_that_is_killed_later_asks_no_second_time",
+    ),
+    Mutant(
+        "embeddings-share-their-noise",
+        "fedgen/methods/dp_merf.py",
+        'coins.at("embedding", round_)',
+        "coins",
+        f"{DP_MERF_TESTS}::test_noise_has_the_promised_scale_and_is_another_in_each_round",
+    ),
+    Mutant(
+        "embeddings-by-features-of-any-length",
+        PER_EXAMPLE,
+        "total.index_add_(0, blocks.to(rows.device), _scaled(rows, clipping_factors(norms, clip)))",
+        "total.index_add_(0, blocks.to(rows.device), rows)",
+        f"{PER_EXAMPLE_TESTS}::test_rows_that_are_no_gradients",
+    ),
+    Mutant(
+        "weights-of-another-run-count-nothing",
+        "fedgen/experiments/settings.py",
+        "    if config.start is None:\n        return method",
+        "    if True:\n        return method",
+        "tests/experiments/test_start.py"
+        "::test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon",
     ),
     Mutant(
         "ledger-charged-after-the-reply",

@@ -11,6 +11,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
 from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup, view
+from fedgen.method import Plan
 from fedgen.privacy.accounting import Epsilon, opacus_opinions
 from fedgen.privacy.events import Relation, canonical, in_words
 from fedgen.reporting.progress import epsilon_in_words
@@ -57,7 +58,7 @@ def _row(ready: Setup, views: dict[str, Epsilon]) -> dict[str, Any]:
         "rdp_epsilon": or_null(views["server"].second_opinion),
         "noise_multiplier": privacy.noise_multiplier,
         "noise_multiplier_for_claim": None,
-        "steps": privacy.budget.rounds,
+        "steps": plan.asked(privacy.budget.rounds),
     }
 
 
@@ -67,8 +68,9 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
     noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
     lines = [
         f"{ready.config.names.method} on {ready.config.names.data}, "
-        f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds of "
-        f"{plan.rows_per_round} rows, at most {privacy.budget.rows} rows a client",
+        f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds"
+        f"{_asking(plan)} of {plan.rows_per_round} rows, "
+        f"at most {privacy.budget.rows} rows a client",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
         f"draws: {plan.sampler}; noise multiplier: {noise}",
@@ -92,6 +94,11 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
         lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
     return "\n".join(lines)
+
+
+def _asking(plan: Plan) -> str:
+    """Where not all rounds ask clients."""
+    return "" if plan.asking_rounds is None else f", {plan.asking_rounds} of which asks clients,"
 
 
 def _third_opinion(ready: Setup) -> str:

@@ -79,7 +79,7 @@ class Accounts:
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
-        most = canonical(plan.server(min(budget.rows, rounds * plan.rows_per_round)))
+        most = canonical(plan.server(min(budget.rows, plan.asked(rounds) * plan.rows_per_round)))
         cap = epsilon(most, delta, plan.relation)
         stop = 0.0
         if budget.stop_probability > 0:

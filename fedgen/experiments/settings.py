@@ -327,7 +327,8 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     """
     target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
     delta, rounds = config.privacy.delta, config.rounds
-    all_rows = method(None).plan.rows_per_round * rounds
+    plan = method(None).plan
+    all_rows = plan.rows_per_round * plan.asked(rounds)
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
     if config.names.privacy == "none":
@@ -355,8 +356,9 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
 
 def calibrated(method: Method, rounds: int) -> Budget:
     """The budget that the noise was solved for: rows of the busiest client but for a tail."""
-    rows = method.cohort.busiest(method.plan.rows_per_round, rounds, TAIL)
-    stop = method.cohort.stop_probability(method.plan.rows_per_round, rounds, rows)
+    asked = method.plan.asked(rounds)
+    rows = method.cohort.busiest(method.plan.rows_per_round, asked, TAIL)
+    stop = method.cohort.stop_probability(method.plan.rows_per_round, asked, rows)
     return Budget(rounds, rows, stop)
 
 
@@ -389,7 +391,8 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
     """How far given noise may go: rows of a client (against the server), or rounds."""
     per_round, delta = method.plan.rows_per_round, config.privacy.delta
     relation = method.plan.relation
-    all_rows = per_round * config.rounds
+    asked = method.plan.asked(config.rounds)
+    all_rows = per_round * asked
     if server or method.plan.release is None:
 
         def spent(rows: int) -> float:
@@ -401,8 +404,9 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
         everybody = method.cohort.answers_per_row == method.cohort.population
         unit = per_round if everybody else 1
         rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
-        stop = method.cohort.stop_probability(per_round, config.rounds, rows)
-        rounds = min(config.rounds, rows // per_round) if everybody else config.rounds
+        stop = method.cohort.stop_probability(per_round, asked, rows)
+        enough = rows == all_rows or not everybody
+        rounds = config.rounds if enough else rows // per_round
         stop = 0.0 if everybody else stop
         if rows == 0:
             raise _impossible(target)

@@ -232,7 +232,9 @@ class Training:
         def finished(state: RunState, facts: RoundFacts) -> None:
             self._finished(state, facts)
             last = state.rounds == self.ready.privacy.budget.rounds
-            if _due(state, facts, self.config.runtime.checkpoint_every) and not last:
+            due = _due(state, facts, self.config.runtime.checkpoint_every)
+            # what clients said once is not asked again
+            if (due or state.rounds == self.method.plan.asking_rounds) and not last:
                 keep()
             self._die_if_told_to(state, facts)
             if not last:

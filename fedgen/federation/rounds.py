@@ -210,6 +210,9 @@ class Rounds:
         while self.state.rounds < budget.rounds:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)
+            if query is None:
+                finished(self.state, self._alone(server_round, coins))
+                continue
             left = (budget.rounds - server_round) * self.method.plan.rows_per_round
             if query.count > left:
                 query = query.take(list(range(left)))
@@ -222,6 +225,14 @@ class Rounds:
                 )
             finished(self.state, self._round(server_round, query, coins))
         return None
+
+    def _alone(self, server_round: int, coins: Coins) -> RoundFacts:
+        """A round that asks nobody."""
+        start = time.perf_counter()
+        state = self.state
+        state.server = self.method.server.alone(state.server, server_round, coins)
+        state.rounds += 1
+        return RoundFacts(1, 0, None, {"generator": time.perf_counter() - start})
 
     def _round(self, server_round: int, query: Query, coins: Coins) -> RoundFacts:
         state, server = self.state, self.method.server

@@ -173,12 +173,16 @@ def by_opacus(
     return ClippedSum(total, norms, clip, _SEAL)
 
 
-def of_rows(rows: Tensor, clip: float) -> ClippedSum:
-    """The sum of rows (n, ...), each clipped: contributions that are no gradients."""
+def of_rows(rows: Tensor, clip: float, blocks: Tensor | None = None, count: int = 1) -> ClippedSum:
+    """The sum of rows (n, d), each clipped: contributions that are no gradients.
+
+    ``blocks``: which of ``count`` blocks of the sum (count, d) each row is added to.
+    """
     norms = _norms(rows)
-    total = {"rows": torch.zeros_like(rows[0] if len(rows) else rows.sum(0))}
-    _add(total, {"rows": rows}, clipping_factors(norms, clip))
-    return ClippedSum(total, norms, clip, _SEAL)
+    blocks = torch.zeros(len(rows), dtype=torch.long) if blocks is None else blocks
+    total = rows.new_zeros(count, rows.shape[1])
+    total.index_add_(0, blocks.to(rows.device), _scaled(rows, clipping_factors(norms, clip)))
+    return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 
 def _add(total: dict[str, Tensor], found: Mapping[str, Tensor], factors: Tensor) -> None:

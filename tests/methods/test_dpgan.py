@@ -54,6 +54,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "clip": CLIP,
         "ema": 0.0,
         "mode_seeking": 0.0,
+        "precision": "float32",
         "device": "cpu",
     }
     return dpgan(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**settings, **changed})  # type: ignore[arg-type]

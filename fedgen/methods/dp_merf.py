@@ -1,0 +1,291 @@
+"""DP-MERF: one noised mean embedding of the private rows, and a generator whose samples are to have
+the same (Harder, Adamczewski, Park, "DP-MERF: Differentially Private Mean Embeddings with Random
+Features for Practical Privacy-Preserving Data Generation", AISTATS 2021, algorithm 1).
+
+    server    random frequencies w ~ N(0, 1 / bandwidth^2), public
+    client    phi(x) = [cos(w x), sin(w x)] / sqrt(features / 2), so that |phi(x)| = 1
+              once:  (sum over rows of phi(x) in the block of its label + N(0, sigma^2)) / rows
+    server    the mean of the clients' embeddings mu, then in each round: descend
+              |mu - (1 / B) sum over B samples of phi(G(z, y)) in the block of y|^2
+
+The first round asks; all others are the server's alone and cost nothing. ``rows`` is a public
+number that every client divides by: to divide by its own number, or by those of its labels, would
+tell them. The paper's neighbours replace a row, which moves the sum by at most 2; here they add or
+remove one, as for all sums of fedgen, which moves it by 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from dp_accounting import DpEvent
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.method import (
+    Claim,
+    ClientProgram,
+    Method,
+    Plan,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    WorstCase,
+)
+from fedgen.models.functional import Tensors, adam_start, adam_step, initial, join, part, template
+from fedgen.privacy.accounting import claimed_by_rdp
+from fedgen.privacy.batches import AllRows
+from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.per_example import ClippedSum, of_rows
+from fedgen.privacy.routing import Routing
+
+RELATION = Relation.ADD_OR_REMOVE_ONE
+_AT_ONCE = 2048  # rows whose features are in memory
+
+
+@dataclass(frozen=True)
+class Features:
+    """Random Fourier features of images of ``pixels`` numbers (Rahimi, Recht 2008): their products
+    are near exp(-|x - x'|^2 / (2 bandwidth^2))."""
+
+    count: int
+    bandwidth: float
+    pixels: int
+    device: str
+
+    def frequencies(self, seed: Tensor) -> Tensor:
+        """w, (pixels, count / 2)."""
+        source = torch.Generator().manual_seed(int(seed))
+        drawn = torch.randn(self.pixels, self.count // 2, generator=source)
+        return (drawn / self.bandwidth).to(self.device)
+
+    def __call__(self, frequencies: Tensor, images: Tensor) -> Tensor:
+        """phi of images (n, ...): (n, count)."""
+        angles = images.flatten(1) @ frequencies
+        return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Embeds its rows, once."""
+
+    features: Features
+    mechanism: SumGaussian | PlainSum
+    classes: int
+
+    def answer(
+        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
+    ) -> Release:
+        """The noised embedding (classes * features,)."""
+        del state
+        here = coins.at("embedding", round_)
+        frequencies = self.features.frequencies(query.shared["seed"])
+
+        def sums() -> Iterator[ClippedSum]:
+            rows = torch.from_numpy(self.mechanism.draw(len(shard), here))
+            for some in torch.split(rows, _AT_ONCE):
+                images, labels = (each.to(self.features.device) for each in shard.rows(some))
+                yield of_rows(self.features(frequencies, images), 1.0, labels, self.classes)
+
+        return self.mechanism.release((self.classes * self.features.count,), sums(), here)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Generator and embedding: post-processing, but for one question."""
+
+    generator: nn.Module
+    features: Features
+    latent: int
+    classes: int
+    batch: int
+    adam: tuple[float, tuple[float, float]]
+    ema: float
+
+    def init(self, coins: Coins) -> Tensors:
+        """Fresh weights; the seed of the frequencies; no embedding."""
+        generator = initial(self.generator, coins.public("generator"))
+        weights = {name: value.to(self.features.device) for name, value in generator.items()}
+        seed = torch.randint(0, 2**62, (), generator=coins.public("frequencies"))
+        return {
+            "seed": seed,
+            "embedding": torch.zeros(self.classes, self.features.count),
+            "known": torch.zeros(()),
+            "distance": torch.zeros(()),
+        } | join(
+            generator=weights,
+            average={name: value.clone() for name, value in weights.items()},
+            adam=adam_start(weights),
+        )
+
+    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
+        """The embedding, until it is known."""
+        del round_, coins
+        if state["known"]:
+            return None
+        return Query({"embedding": torch.zeros(1)}, {"seed": state["seed"]})
+
+    def update(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
+        """The embedding is known; then as ``alone``."""
+        known = {"embedding": answers.view(self.classes, -1), "known": torch.ones(())}
+        return self.alone({**state, **known}, round_, coins)
+
+    def alone(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
+        """A step of the generator."""
+        embedding = state["embedding"].to(self.features.device)
+        frequencies = self.features.frequencies(state["seed"])
+        here = coins.at("generator", round_)
+        labels = torch.arange(self.classes).repeat_interleave(self.batch // self.classes)
+        latents = torch.randn(len(labels), self.latent, generator=here.public("latents"))
+        inputs = latents.to(self.features.device), labels.to(self.features.device)
+
+        def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
+            made = self.features(frequencies, self._generate(weights, *inputs))
+            mean = made.view(self.classes, -1, self.features.count).sum(1) / len(labels)
+            distance = (embedding - mean).square().sum()
+            return distance, distance.detach()
+
+        generator, moments = (
+            {name: value.clone() for name, value in part(state, of).items()}
+            for of in ("generator", "adam")
+        )
+        gradients, distance = grad(loss, has_aux=True)(generator)
+        adam_step(generator, gradients, moments, *self.adam)
+        steps = float(moments["step"])
+        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
+        old = part(state, "average")
+        return {**state, "distance": distance.cpu()} | join(
+            generator=generator,
+            average={name: torch.lerp(value, old[name], keep) for name, value in generator.items()},
+            adam=moments,
+        )
+
+    def shown(
+        self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins
+    ) -> dict[str, float]:
+        """The distance of the embeddings, squared."""
+        del held_out, coins
+        return {"distance": float(state["distance"])}
+
+    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
+        """Images, one per label."""
+        latents = torch.randn(len(labels), self.latent, generator=coins.public("latents"))
+        inputs = latents.to(self.features.device), labels.to(self.features.device)
+        with torch.no_grad():
+            return self._generate(weights, *inputs).cpu()
+
+    def recognize(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    ) -> Tensor:
+        """By what the embedding has of an image's own."""
+        del coins
+        found = self.features(
+            self.features.frequencies(state["seed"]), images.to(self.features.device)
+        )
+        return (found.cpu() * state["embedding"][labels]).sum(1)
+
+    def _generate(self, weights: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
+        images: Tensor = functional_call(self.generator, dict(weights), (latents, labels))
+        return images
+
+
+def dp_merf(
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    *,
+    generator: Callable[..., nn.Module],
+    latent: int,
+    features: int,
+    bandwidth: float,
+    rows: int,
+    batch: int,
+    learning_rate: float,
+    betas: tuple[float, float],
+    ema: float,
+    device: str,
+) -> Method:
+    """DP-MERF for these public parameters.
+
+    Args:
+        noise_multiplier: noise std over the norm 1 of a row's features; None: no noise.
+        features: entries of phi, an even number.
+        bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]. The paper
+            takes the median distance of private rows; here it is a public number.
+        rows: a public number near that of a client's rows, that its sum is divided by.
+        batch: B, a multiple of the number of labels.
+        learning_rate, betas: of Adam.
+        ema: decay of the average of the generator that is published; 0 publishes the last one.
+    """
+    net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
+    embed = Features(features, bandwidth, math.prod(facts.shape), device)
+    mechanism: SumGaussian | PlainSum = PlainSum(AllRows(), rows, Unit.RECORD)
+    if noise_multiplier is not None:
+        mechanism = SumGaussian(1.0, noise_multiplier, AllRows(), rows, RELATION, Unit.RECORD)
+    client = Client(embed, mechanism, facts.classes)
+    server = Server(net, embed, latent, facts.classes, batch, (learning_rate, betas), ema)
+    return Method(
+        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
+        ServerProgram(
+            server.init,
+            lambda *_: {},
+            server.query,
+            server.update,
+            lambda state: part(state, "average"),
+            server.sample,
+            server.recognize,
+            server.shown,
+            server.alone,
+        ),
+        _plan(mechanism, facts.classes * features),
+        Routing("mean", facts.clients),
+        0,
+        lambda: _worst_case(facts.shape),
+    )
+
+
+def _worst_case(shape: tuple[int, int, int]) -> WorstCase:
+    """A black row against none: its features are all in the cosines, 1 each before scaling."""
+    row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    none = Shard(row.images[:0], row.labels[:0])
+    query = Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(0)})
+    return WorstCase(query, ({}, row), ({}, none))
+
+
+def _plan(mechanism: SumGaussian | PlainSum, size: int) -> Plan:
+    """One Gaussian, against everybody."""
+    private = isinstance(mechanism, SumGaussian)
+
+    def server(answered: int) -> DpEvent:
+        return repeat(mechanism.event(), answered)
+
+    reason = "one release over all rows: there is no draw"
+    if not private:
+        reason = "nothing is noised"
+    return Plan(
+        unit=Unit.RECORD,
+        relation=RELATION,
+        sampler="none",
+        rows_per_round=1,
+        answer=lambda rows: (1, size),
+        server=server,
+        release=None,
+        amplified_by={"server": None, "release": None},
+        reasons={"server": reason, "release": reason},
+        claim=Claim(
+            lambda _, delta: claimed_by_rdp(server(1), delta, RELATION),
+            "RDP of one Gaussian",
+            "DP-MERF (2021), algorithm 1",
+        )
+        if private
+        else None,
+        asking_rounds=1,
+    )

@@ -1,0 +1,162 @@
+"""DP-MERF against kernels and means written out, and what its privacy rests on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import COINS, SHARD, Train, tiny
+
+from fedgen import cli
+from fedgen.data.datasets import Shard
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.dp_merf import Features, dp_merf
+from fedgen.models import cdcgan
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, canonical
+
+FEATURES = 50
+
+
+def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
+    chosen = {
+        "generator": partial(cdcgan.Generator, width=4),
+        "latent": 4,
+        "features": FEATURES,
+        "bandwidth": 2.5,
+        "rows": len(SHARD) // clients,
+        "batch": 20,
+        "learning_rate": 1e-2,
+        "betas": (0.9, 0.999),
+        "ema": 0.0,
+        "device": "cpu",
+    }
+    return dp_merf(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**chosen, **changed})  # type: ignore[arg-type]
+
+
+def embedding(method: Method, shard: Shard, round_: int = 0) -> torch.Tensor:
+    query = method.server.query(method.server.init(COINS), 0, COINS)
+    assert query is not None
+    release = method.client.answer({}, query, shard, round_, COINS)
+    return torch.from_numpy(release.arrays["answer"]).view(10, FEATURES)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), st.floats(0.5, 20))
+def test_products_of_features_are_a_gaussian_kernel(seed: int, bandwidth: float) -> None:
+    """20,000 frequencies: the error of a mean of as many cosines is above 0.05 with probability
+    below 2 exp(-20,000 * 0.05^2 / 2) = 3e-11 (Hoeffding)."""
+    count = 40_000
+    features = Features(count, bandwidth, 12, "cpu")
+    images = torch.rand(3, 1, 3, 4, generator=torch.Generator().manual_seed(seed))
+    found = features(features.frequencies(torch.tensor(seed)), images)
+    assert torch.allclose(found.norm(dim=1), torch.ones(3), atol=1e-4)
+    distances = torch.cdist(images.flatten(1), images.flatten(1)).square()
+    kernel = (-distances / (2 * bandwidth**2)).exp()
+    assert torch.allclose(found @ found.T, kernel, atol=0.05)
+
+
+def test_the_embedding_is_the_sum_of_features_by_label() -> None:
+    """To the rounding that clipping to the features' own norm takes off."""
+    method = make(None)
+    seed = method.server.init(COINS)["seed"]
+    features = Features(FEATURES, 2.5, 64, "cpu")
+    images, labels = SHARD.rows(torch.arange(len(SHARD)))
+    each = features(features.frequencies(seed), images)
+    expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / len(SHARD)
+    assert torch.allclose(embedding(method, SHARD), expected, atol=1e-5)
+
+
+def test_clients_together_release_what_one_would() -> None:
+    """Shards of different sizes, each divided by the same public number."""
+    whole = embedding(make(None), SHARD)
+    parts = [slice(0, 7), slice(7, 40), slice(40, 60)]
+    shards = [Shard(SHARD.images[p], SHARD.labels[p]) for p in parts]
+    mean = sum(embedding(make(None, 3), shard) for shard in shards) / 3
+    assert torch.allclose(torch.as_tensor(mean), whole, atol=1e-6)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 59), st.floats(0.5, 20))
+def test_a_row_more_moves_the_embedding_by_at_most_one_over_rows(
+    row: int, bandwidth: float
+) -> None:
+    method = make(None, bandwidth=bandwidth)
+    rest = [each for each in range(60) if each != row]
+    without = Shard(SHARD.images[rest], SHARD.labels[rest])
+    moved = (embedding(method, SHARD) - embedding(method, without)).double().norm() * len(SHARD)
+    assert 0.999 <= float(moved) <= 1 + 1e-4
+
+
+def test_noise_has_the_promised_scale_and_is_another_in_each_round() -> None:
+    """The empty shard's embedding is noise alone: std 3 / 60, from 20 x 500 numbers; their sample
+    variance leaves 8 % around the true one with probability below 1e-7."""
+    nobody = Shard(SHARD.images[:0], SHARD.labels[:0])
+    drawn = torch.stack([embedding(make(3.0), nobody, round_) for round_ in range(20)])
+    assert float(drawn.var()) == pytest.approx((3.0 / 60) ** 2, rel=0.08)
+    assert len({float(each[0, 0]) for each in drawn}) == 20
+
+
+@pytest.mark.parametrize("noise", [0.5, 5.0])
+def test_it_costs_one_gaussian_however_long_the_generator_trains(noise: float) -> None:
+    """By the exact condition of Balle and Wang (2018), evaluated here."""
+    plan = make(noise).plan
+    assert plan.asked(1) == plan.asked(10_000) == 1
+    assert canonical(plan.server(1)) == {GaussianDpEvent(noise): 1}
+    found = epsilon(canonical(plan.server(1)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+
+    def delta(eps: float) -> float:
+        from scipy.stats import norm
+
+        near, far = 1 / (2 * noise) - eps * noise, -1 / (2 * noise) - eps * noise
+        return float(norm.cdf(near) - math.exp(eps) * norm.cdf(far))
+
+    assert delta(found) == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_the_generator_descends_to_the_embedding() -> None:
+    method = make(None)
+    state, distances = method.server.init(COINS), []
+    for round_ in range(60):
+        query = method.server.query(state, round_, COINS)
+        assert (query is None) == (round_ > 0)
+        if query is None:
+            state = method.server.alone(state, round_, COINS)
+        else:
+            answers = method.client.answer({}, query, SHARD, round_, COINS).arrays["answer"]
+            state = method.server.update(state, torch.from_numpy(answers), round_, COINS)
+        distances.append(method.server.shown(state, None, COINS)["distance"])
+    assert np.mean(distances[-5:]) < np.mean(distances[:5]) / 2
+
+
+def test_a_run_for_release_that_is_killed_later_asks_no_second_time(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["method=dp_merf_small", "rounds=30", "privacy.noise=secure"]
+    words += ["runtime.checkpoint_every=1000", "runtime.faults.server_dies=20", f"run_dir={run}"]
+    command = [sys.executable, "-m", "fedgen.cli", "train", *tiny("dp_merf_small"), *words]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert cli.run(["train", f"resume={run}"]) == 0
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert privacy["rounds"] == 30
+    assert privacy["clients"]["0"]["releases"] == 1
+    assert privacy["views"]["release"]["epsilon"] <= 10
+
+
+def test_epsilon_does_not_grow_along_a_run(train: Train) -> None:
+    run = train(
+        "method=dp_merf_small", "rounds=5", "log_every=1", "partition=iid", "partition.clients=3"
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["epsilon"]["server"] for line in lines}) == 1
+    assert [line["clients"] for line in lines] == [3, 0, 0, 0, 0]
+    assert len({line["bytes"]["up"] for line in lines}) == 1
