@@ -134,6 +134,28 @@ class JointGaussian:
 
 
 @dataclass(frozen=True)
+class PlainMatrix:
+    """As ``JointGaussian``, without clip and noise: the non-private reference."""
+
+    batches: Batches
+    unit: Unit
+
+    def event(self) -> DpEvent:
+        """No bound."""
+        return NonPrivateDpEvent()
+
+    def draw(self, rows: int, coins: Coins) -> Rows:
+        """See ``JointGaussian.draw``."""
+        return self.batches.draw(rows, coins)
+
+    def release(self, matrix: Tensor, coins: Coins) -> Release:
+        """The raw matrix."""
+        del coins
+        raw = matrix.detach().to("cpu", torch.float32).numpy()
+        return Release({"answer": raw}, self.event(), self.unit, _SEAL)
+
+
+@dataclass(frozen=True)
 class SumGaussian:
     """A sum over the rows of a batch, each row's contribution clipped, plus Gaussian noise, divided
     by a public number: DP-SGD (Abadi et al. 2016, algorithm 1), and with all rows, once, the mean
