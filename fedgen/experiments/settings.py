@@ -32,6 +32,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
 }
+_MAY_BE_ZERO = (
+    "warm_start",
+    "penalty",
+    "mode_seeking",
+    "debiased",
+    "l1",
+    "l2",
+    "label_weight",
+    "weight_decay",
+)
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
 OPTIONAL = ("runtime.store",)  # not every runtime has it
@@ -307,7 +317,7 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
             _check_parameter(key, inner, None)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         decay = key.endswith(("betas", "ema"))
-        may_be_zero = decay or key.endswith(("warm_start", "penalty", "mode_seeking"))
+        may_be_zero = decay or key.endswith(_MAY_BE_ZERO)
         if key == "method.clip" and 0 < value < _LEAST_CLIP:
             raise FedgenError(
                 key, f"must be at least {_LEAST_CLIP:g}, got {value:g}", "squares vanish below"
