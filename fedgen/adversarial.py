@@ -36,6 +36,8 @@ from fedgen.models.functional import (
     adam_start,
     adam_step,
     flat,
+    generator_start,
+    generator_step,
     initial,
     join,
     part,
@@ -146,11 +148,8 @@ class Server:
         """Fresh weights."""
         generator = initial(self.nets.generator, coins.public("generator"))
         discriminator = initial(self.nets.discriminator, coins.public("discriminator"))
-        state = join(
-            generator=generator,
-            average={name: value.clone() for name, value in generator.items()},
-            adam=adam_start(generator),
-            discriminator=join(weights=discriminator, adam=adam_start(discriminator)),
+        state = generator_start(generator) | join(
+            discriminator=join(weights=discriminator, adam=adam_start(discriminator))
         )
         here = {name: value.to(self.nets.device) for name, value in state.items()}
         return here | join(pace=self.pace.start())
@@ -174,10 +173,6 @@ class Server:
         taken = found["adam/step"] - state["discriminator/adam/step"].to(found["adam/step"])
         if round(float(taken)) < self.pace.now(part(state, "pace")):
             return after  # the run ended in between
-        generator, moments = (
-            {name: value.clone() for name, value in part(state, of).items()}
-            for of in ("generator", "adam")
-        )
         here, discriminator = coins.at("generator", round_), part(found, "weights")
 
         def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
@@ -191,17 +186,10 @@ class Server:
                 loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
             return loss, (logits < 0).float().mean()
 
-        gradients, accuracy = grad(loss, has_aux=True)(generator)
-        adam_step(generator, gradients, moments, *self.adam)
-        steps = float(moments["step"])
-        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
-        old = part(state, "average")
-        return after | join(
-            generator=generator,
-            average={name: torch.lerp(value, old[name], keep) for name, value in generator.items()},
-            adam=moments,
-            pace=self.pace.after(part(state, "pace"), accuracy.cpu()),
-        )
+        gradients, accuracy = grad(loss, has_aux=True)(part(state, "generator"))
+        pace = self.pace.after(part(state, "pace"), accuracy.cpu())
+        stepped = generator_step(state, gradients, self.adam, self.ema)
+        return {**after, **stepped, **join(pace=pace)}
 
     def shown(
         self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins

@@ -266,6 +266,14 @@ MUTANTS = [
         f"{DP_MERF_TESTS}::test_noise_has_the_promised_scale_and_is_another_in_each_round",
     ),
     Mutant(
+        "gradients-of-images-share-their-noise",
+        "fedgen/methods/dp_sinkhorn.py",
+        'coins.at("gradient", round_)',
+        "coins",
+        "tests/methods/test_dp_sinkhorn.py"
+        "::test_images_clipped_by_themselves_take_more_noise[joint-1.0]",
+    ),
+    Mutant(
         "embeddings-by-features-of-any-length",
         PER_EXAMPLE,
         "total.index_add_(0, blocks.to(rows.device), _scaled(rows, clipping_factors(norms, clip)))",

@@ -38,7 +38,14 @@ from fedgen.method import (
     State,
     WorstCase,
 )
-from fedgen.models.functional import Tensors, adam_start, adam_step, initial, join, part, template
+from fedgen.models.functional import (
+    Tensors,
+    generator_start,
+    generator_step,
+    initial,
+    part,
+    template,
+)
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows
 from fedgen.privacy.events import Relation, Unit, repeat
@@ -114,16 +121,12 @@ class Server:
         generator = initial(self.generator, coins.public("generator"))
         weights = {name: value.to(self.features.device) for name, value in generator.items()}
         seed = torch.randint(0, 2**62, (), generator=coins.public("frequencies"))
-        return {
+        return generator_start(weights) | {
             "seed": seed,
             "embedding": torch.zeros(self.classes, self.features.count),
             "known": torch.zeros(()),
             "distance": torch.zeros(()),
-        } | join(
-            generator=weights,
-            average={name: value.clone() for name, value in weights.items()},
-            adam=adam_start(weights),
-        )
+        }
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
         """The embedding, until it is known."""
@@ -154,20 +157,9 @@ class Server:
             distance = (embedding - mean).square().sum()
             return distance, distance.detach()
 
-        generator, moments = (
-            {name: value.clone() for name, value in part(state, of).items()}
-            for of in ("generator", "adam")
-        )
-        gradients, distance = grad(loss, has_aux=True)(generator)
-        adam_step(generator, gradients, moments, *self.adam)
-        steps = float(moments["step"])
-        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
-        old = part(state, "average")
-        return {**state, "distance": distance.cpu()} | join(
-            generator=generator,
-            average={name: torch.lerp(value, old[name], keep) for name, value in generator.items()},
-            adam=moments,
-        )
+        gradients, distance = grad(loss, has_aux=True)(part(state, "generator"))
+        stepped = generator_step(state, gradients, self.adam, self.ema)
+        return {**state, **stepped, "distance": distance.cpu()}
 
     def shown(
         self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins

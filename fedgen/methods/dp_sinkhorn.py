@@ -43,8 +43,8 @@ from fedgen.method import (
 )
 from fedgen.models.functional import (
     Tensors,
-    adam_start,
-    adam_step,
+    generator_start,
+    generator_step,
     initial,
     join,
     likeness,
@@ -137,8 +137,7 @@ class Server:
         """Fresh weights."""
         fresh = initial(self.generator.module, coins.public("generator"))
         weights = {name: value.to(self.generator.device) for name, value in fresh.items()}
-        average = {name: value.clone() for name, value in weights.items()}
-        return join(generator=weights, average=average, adam=adam_start(weights))
+        return generator_start(weights)
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
         """Images and labels; or what makes them."""
@@ -156,10 +155,7 @@ class Server:
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
     ) -> Tensors:
         """A step of the generator along the clients' mean gradients."""
-        weights, moments = (
-            {name: value.clone() for name, value in part(state, of).items()}
-            for of in ("generator", "adam")
-        )
+        weights = part(state, "generator")
         answers = answers.to(self.generator.device)
         if self.released == "weights":
             names = sorted(weights)
@@ -169,12 +165,7 @@ class Server:
             gradients = self._through(weights, answers, round_, coins)
         for name, value in weights.items():
             gradients[name] = gradients[name] + self.weight_decay * value
-        adam_step(weights, gradients, moments, *self.adam)
-        steps = float(moments["step"])
-        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
-        old = part(state, "average")
-        average = {name: torch.lerp(value, old[name], keep) for name, value in weights.items()}
-        return join(generator=weights, average=average, adam=moments)
+        return generator_step(state, gradients, self.adam, self.ema)
 
     def _through(self, weights: Tensors, answers: Tensor, round_: int, coins: Coins) -> Tensors:
         """Gradients of images to gradients of weights."""

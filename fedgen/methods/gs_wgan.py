@@ -47,8 +47,9 @@ from fedgen.models.functional import (
     Tensors,
     adam_start,
     adam_step,
+    generator_start,
+    generator_step,
     initial,
-    join,
     likeness,
     part,
     power_iteration,
@@ -331,8 +332,7 @@ class Generator:
     def init(self, coins: Coins) -> Tensors:
         """Fresh weights."""
         weights = initial(self.nets.generator, coins.public("generator"))
-        average = {name: value.clone() for name, value in weights.items()}
-        state = join(generator=weights, average=average, adam=adam_start(weights))
+        state = generator_start(weights)
         return {name: value.to(self.nets.device) for name, value in state.items()}
 
     def broadcast(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
@@ -376,15 +376,7 @@ class Generator:
     ) -> Tensors:
         """One step of Adam, and the average."""
         gradients = self.gradient(state, answers, round_, coins)
-        weights = {name: value.clone() for name, value in part(state, "generator").items()}
-        moments = {name: value.clone() for name, value in part(state, "adam").items()}
-        adam_step(weights, gradients, moments, *self.adam)
-        weights.update(power_iteration(weights, stacked=False))
-        steps = float(moments["step"])
-        keep = min(self.ema, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
-        old = part(state, "average")
-        average = {name: torch.lerp(value, old[name], keep) for name, value in weights.items()}
-        return join(generator=weights, average=average, adam=moments)
+        return generator_step(state, gradients, self.adam, self.ema)
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Images of the published average, one per label."""

@@ -144,6 +144,33 @@ def adam_step(
     state["step"] = state["step"] + 1
 
 
+def generator_start(weights: Tensors) -> Tensors:
+    """What a server keeps of a generator, under ``generator``, ``average`` and ``adam``: its
+    weights, an average of them over its steps, and Adam's state."""
+    average = {name: value.clone() for name, value in weights.items()}
+    return join(generator=weights, average=average, adam=adam_start(weights))
+
+
+def generator_step(
+    state: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    adam: tuple[float, tuple[float, float]],
+    decay: float,
+) -> Tensors:
+    """The same after a step of Adam (learning rate, betas). ``decay``: of the average."""
+    weights, moments = (
+        {name: value.clone() for name, value in part(state, of).items()}
+        for of in ("generator", "adam")
+    )
+    adam_step(weights, gradients, moments, *adam)
+    weights.update(power_iteration(weights, stacked=False))
+    steps = float(moments["step"])
+    keep = min(decay, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
+    old = part(state, "average")
+    average = {name: torch.lerp(value, old[name], keep) for name, value in weights.items()}
+    return join(generator=weights, average=average, adam=moments)
+
+
 def parameter_names(network: Mapping[str, Tensor]) -> list[str]:
     """The names of what is trained: everything but the spectral vectors."""
     return [name for name in network if not name.endswith(".u")]
