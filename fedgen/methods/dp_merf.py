@@ -27,6 +27,7 @@ from torch.func import functional_call, grad
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.method import (
     Claim,
     ClientProgram,
@@ -112,7 +113,7 @@ class Server:
     features: Features
     latent: int
     classes: int
-    batch: int
+    fakes_per_label: int
     adam: tuple[float, tuple[float, float]]
     ema: float
 
@@ -147,7 +148,7 @@ class Server:
         embedding = state["embedding"].to(self.features.device)
         frequencies = self.features.frequencies(state["seed"])
         here = coins.at("generator", round_)
-        labels = torch.arange(self.classes).repeat_interleave(self.batch // self.classes)
+        labels = torch.arange(self.classes).repeat_interleave(self.fakes_per_label)
         latents = torch.randn(len(labels), self.latent, generator=here.public("latents"))
         inputs = latents.to(self.features.device), labels.to(self.features.device)
 
@@ -199,7 +200,7 @@ def dp_merf(
     features: int,
     bandwidth: float,
     rows: int,
-    batch: int,
+    fakes_per_label: int,
     learning_rate: float,
     betas: tuple[float, float],
     ema: float,
@@ -213,17 +214,23 @@ def dp_merf(
         bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]. The paper
             takes the median distance of private rows; here it is a public number.
         rows: a public number near that of a client's rows, that its sum is divided by.
-        batch: B, a multiple of the number of labels.
+        fakes_per_label: of each label in a step: B is as many times the number of labels.
         learning_rate, betas: of Adam.
         ema: decay of the average of the generator that is published; 0 publishes the last one.
+
+    Raises:
+        FedgenError: for an odd number of features.
     """
+    if features % 2:
+        problem = f"are half cosines and half sines, got {features}"
+        raise FedgenError("method.features", problem, "take an even number")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
     mechanism: SumGaussian | PlainSum = PlainSum(AllRows(), rows, Unit.RECORD)
     if noise_multiplier is not None:
         mechanism = SumGaussian(1.0, noise_multiplier, AllRows(), rows, RELATION, Unit.RECORD)
     client = Client(embed, mechanism, facts.classes)
-    server = Server(net, embed, latent, facts.classes, batch, (learning_rate, betas), ema)
+    server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return Method(
         ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
         ServerProgram(

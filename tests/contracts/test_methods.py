@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from tiny import METHODS, PARTITIONS, PROGRAMS, Train, tiny
 
 from fedgen import cli
@@ -91,6 +92,8 @@ class TestEveryMethod:
         ):
             assert (run / name).stat().st_size > 0, name
         assert list(run.glob("events.out.tfevents.*"))
+        weights = safetensors.torch.load((run / "public" / "generator.safetensors").read_bytes())
+        assert all(bool(value.isfinite().all()) for value in weights.values())
         assert not list(run.glob("clients/*/*.safetensors")), "critics do not outlive the run"
         results = record(run, "results")
         count = len(results["bytes"]["per_client"])

@@ -19,6 +19,7 @@ from tiny import COINS, SHARD, Train, tiny
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.dp_merf import Features, dp_merf
 from fedgen.models import cdcgan
@@ -35,7 +36,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "features": FEATURES,
         "bandwidth": 2.5,
         "rows": len(SHARD) // clients,
-        "batch": 20,
+        "fakes_per_label": 2,
         "learning_rate": 1e-2,
         "betas": (0.9, 0.999),
         "ema": 0.0,
@@ -160,3 +161,8 @@ def test_epsilon_does_not_grow_along_a_run(train: Train) -> None:
     assert len({line["epsilon"]["server"] for line in lines}) == 1
     assert [line["clients"] for line in lines] == [3, 0, 0, 0, 0]
     assert len({line["bytes"]["up"] for line in lines}) == 1
+
+
+def test_an_odd_number_of_features_is_none() -> None:
+    with pytest.raises(FedgenError, match="an even number"):
+        make(1.0, features=51)
