@@ -145,6 +145,7 @@ class Plan:
     rows_per_round: rows of a query that one round takes.
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
+    before: what was spent on what the run begins with, by each client. None: nothing.
     answer: rows of a query -> shape of the answer.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
@@ -164,6 +165,7 @@ class Plan:
     reasons: Mapping[str, str | None]
     claim: Claim | None
     asking_rounds: int | None = None
+    before: DpEvent | None = None
 
     def asked(self, rounds: int) -> int:
         """How many of so many rounds ask clients."""

@@ -276,9 +276,17 @@ MUTANTS = [
     Mutant(
         "embeddings-by-features-of-any-length",
         PER_EXAMPLE,
-        "total.index_add_(0, blocks.to(rows.device), _scaled(rows, clipping_factors(norms, clip)))",
-        "total.index_add_(0, blocks.to(rows.device), rows)",
+        "scaled = _scaled(rows, clipping_factors(norms, clip)).double()",
+        "scaled = rows.double()",
         f"{PER_EXAMPLE_TESTS}::test_rows_that_are_no_gradients",
+    ),
+    Mutant(
+        "what-a-start-cost-is-forgotten-later",
+        "fedgen/experiments/accounts.py",
+        "            if self.method.plan.before is not None:\n                spends",
+        "            if False:\n                spends",
+        "tests/experiments/test_start.py"
+        "::test_no_method_has_an_epsilon_after_weights_without_one[dp_merf_small]",
     ),
     Mutant(
         "weights-of-another-run-count-nothing",

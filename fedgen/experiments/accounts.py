@@ -53,6 +53,8 @@ class Accounts:
             seen = larger(self._planned[rows], state.spends.get(client, {}))
             told = self.ledgers.get(client)
             spends[client] = larger(seen, told.spend) if told else seen
+            if self.method.plan.before is not None:
+                spends[client] = {**spends[client], **canonical(self.method.plan.before)}
         return spends
 
     def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
@@ -104,6 +106,8 @@ class Accounts:
     def published_in_words(self, state: RunState, stopped: bool) -> str:
         """What may be said of the spend to everybody: the plan's events, not the draws' outcome."""
         plan = self.method.plan
+        if plan.before is not None:
+            return in_words(canonical(plan.before))
         if plan.release is not None:
             return in_words(
                 canonical(plan.release(self.privacy.budget.rounds if stopped else state.rounds))

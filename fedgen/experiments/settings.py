@@ -143,8 +143,7 @@ def _method(
     reason = "it began with another run's weights, and what these cost is not counted here"
     plan = replace(
         method.plan,
-        server=lambda rows: NonPrivateDpEvent(),
-        release=None,
+        before=NonPrivateDpEvent(),
         amplified_by=dict.fromkeys(method.plan.amplified_by),
         reasons=dict.fromkeys(method.plan.reasons, reason),
         claim=None,
@@ -389,6 +388,8 @@ def view(
     by: Accountant = epsilon,
 ) -> Epsilon:
     """epsilon to one adversary after ``rounds`` rounds, for a client that answered ``rows``."""
+    if method.plan.before is not None:
+        return by(canonical(method.plan.before), delta, method.plan.relation)
     against_server = by(canonical(method.plan.server(rows)), delta, method.plan.relation)
     if server or method.plan.release is None:
         return against_server

@@ -52,6 +52,7 @@ from fedgen.reporting.words import statement
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
+_CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
 
 
@@ -132,6 +133,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         program=ready.program,
         shard=lambda client: ready.dataset.shard(ready.shards[client]),
         seed=ready.config.seed,
+        start=str(ready.config.start or ""),
         noise=ready.privacy.noise,
         run=name,
         folder=folder,
@@ -246,6 +248,8 @@ class Training:
         stop_if_asked()
         coins = self.ready.coins.at("server")
         self.stopped = rounds.run(coins, self.ready.privacy.budget, finished)
+        if self.stopped and state.rounds == 0:
+            raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         if self.stopped and self._last_facts is not None:
             self._log(state, self._last_facts)
             self._draw_samples(state)
@@ -334,6 +338,7 @@ class Training:
             self._draw_samples(state)
 
     def _log(self, state: RunState, facts: RoundFacts) -> None:
+        self._check_finite(state)
         views = self.accounts.views(state, self.stopped is not None)
         here = self.ready.coins.at("shown", state.rounds)
         shown = self.method.server.shown(state.server, self.ready.held_out(_HELD_OUT_SHOWN), here)
@@ -367,6 +372,13 @@ class Training:
             f"{bytes_in_words(up)} up, {bytes_in_words(down)} down  "
             f"{state.rounds / self.clock.rounds:.3g} rounds/s{_in_words(state.failures)}",
         )
+
+    def _check_finite(self, state: RunState) -> None:
+        """Raises FedgenError for a generator that has diverged; its last checkpoint is kept."""
+        for value in self.method.server.generator(state.server).values():
+            if not value.isfinite().all():
+                problem = f"the generator has diverged by round {state.rounds}"
+                raise FedgenError("method", problem, "lower the learning rates")
 
     def _judge(self, state: RunState) -> None:
         """A line of metrics with gen2real."""
@@ -466,7 +478,7 @@ class Training:
 
 
 def _started(fresh: Tensors, start: str | None) -> Tensors:
-    """The server's state after the run ``start``; the fresh one for None.
+    """The server's fresh state, with networks and optimizers of the run ``start`` unless None.
 
     Raises:
         FedgenError: if there is no such run, or of other networks.
@@ -476,11 +488,14 @@ def _started(fresh: Tensors, start: str | None) -> Tensors:
     found = checkpoint.load(RunDir(Path(str(start))).checkpoints)
     if found is None:
         raise FedgenError("start", f"{start} has no checkpoint", "name a run directory")
-    there = found[0].server
-    shapes = [{name: each.shape for name, each in state.items()} for state in (fresh, there)]
+    own, there = (
+        {name: each for name, each in state.items() if name.split("/")[0] in _CARRIED}
+        for state in (fresh, found[0].server)
+    )
+    shapes = [{name: each.shape for name, each in state.items()} for state in (own, there)]
     if shapes[0] != shapes[1]:
         raise FedgenError("start", f"{start} has other networks", "take the same method's settings")
-    return {name: there[name].to(value.device) for name, value in fresh.items()}
+    return {**fresh, **{name: there[name].to(value.device) for name, value in own.items()}}
 
 
 def _due(state: RunState, facts: RoundFacts, every: int) -> bool:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,15 +31,6 @@ class Transport:
     blur: float
     classes: int
 
-    @cached_property
-    def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        from geomloss import SamplesLoss  # takes seconds to import
-
-        loss: Callable[[Tensor, Tensor], Tensor] = SamplesLoss(
-            "sinkhorn", p=2, blur=self.blur, debias=False, cost=self.cost, backend="tensorized"
-        )
-        return loss
-
     def cost(self, x: Tensor, y: Tensor) -> Tensor:
         """Costs (..., n, m) of all pairs of points (..., n, d) and (..., m, d)."""
         found = x.new_zeros(())
@@ -58,7 +49,21 @@ class Transport:
 
     def __call__(self, first: Labelled, second: Labelled) -> Tensor:
         """W of two sets of images, each of at least one."""
-        return self._loss(self.points(first), self.points(second))
+        from geomloss import SamplesLoss  # takes seconds to import
+
+        x, y = self.points(first), self.points(second)
+        # of all points that there may be: how many steps it takes must not follow from private rows
+        diameter = math.sqrt(4 * (x.shape[1] - self.classes) + 2 * self.label_weight**2)
+        loss: Callable[[Tensor, Tensor], Tensor] = SamplesLoss(
+            "sinkhorn",
+            p=2,
+            blur=self.blur,
+            diameter=diameter,
+            debias=False,
+            cost=self.cost,
+            backend="tensorized",
+        )
+        return loss(x, y)
 
 
 def semi_debiased(

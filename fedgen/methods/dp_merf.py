@@ -9,9 +9,9 @@ Features for Practical Privacy-Preserving Data Generation", AISTATS 2021, algori
               |mu - (1 / B) sum over B samples of phi(G(z, y)) in the block of y|^2
 
 The first round asks; all others are the server's alone and cost nothing. ``rows`` is a public
-number that every client divides by: to divide by its own number, or by those of its labels, would
-tell them. The paper's neighbours replace a row, which moves the sum by at most 2; here they add or
-remove one, as for all sums of fedgen, which moves it by 1.
+number, of which every client divides by an equal share: to divide by its own number, or by those of
+its labels, would tell them. The paper's neighbours replace a row, which moves the sum by at most 2;
+here they add or remove one, as for all sums of fedgen, which moves it by 1.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def dp_merf(
         features: entries of phi, an even number.
         bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]. The paper
             takes the median distance of private rows; here it is a public number.
-        rows: a public number near that of a client's rows, that its sum is divided by.
+        rows: a public number near that of all clients' rows; each divides by its equal share.
         fakes_per_label: of each label in a step: B is as many times the number of labels.
         learning_rate, betas: of Adam.
         ema: decay of the average of the generator that is published; 0 publishes the last one.
@@ -226,9 +226,10 @@ def dp_merf(
         raise FedgenError("method.features", problem, "take an even number")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
-    mechanism: SumGaussian | PlainSum = PlainSum(AllRows(), rows, Unit.RECORD)
+    share = rows / facts.clients
+    mechanism: SumGaussian | PlainSum = PlainSum(AllRows(), share, Unit.RECORD)
     if noise_multiplier is not None:
-        mechanism = SumGaussian(1.0, noise_multiplier, AllRows(), rows, RELATION, Unit.RECORD)
+        mechanism = SumGaussian(1.0, noise_multiplier, AllRows(), share, RELATION, Unit.RECORD)
     client = Client(embed, mechanism, facts.classes)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return Method(

@@ -59,6 +59,7 @@ from fedgen.privacy.per_example import clip_rows
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
+_MOST_LABEL_WEIGHT = 1e4
 Clipping = Literal["joint", "images"]
 Released = Literal["images", "weights"]
 
@@ -243,6 +244,9 @@ def dp_sinkhorn(
     for key, share in {"sampling_rate": sampling_rate, "debiased": debiased}.items():
         if share > 1:
             raise FedgenError(f"method.{key}", f"is a share, got {share:g}", "take at most 1")
+    if label_weight > _MOST_LABEL_WEIGHT:
+        problem = f"must be at most {_MOST_LABEL_WEIGHT:g}, got {label_weight:g}"
+        raise FedgenError("method.label_weight", problem, "images have to count as well")
     if not l1 and not l2:
         raise FedgenError("method.l2", "without l1 and l2 nothing costs", "raise one of them")
     if clipping == "images" and released == "weights":
@@ -289,20 +293,23 @@ def dp_sinkhorn(
         _plan(mechanism, shape, sampling_rate),
         Routing("mean", facts.clients),
         0,
-        lambda: _worst_case(images, server.more, facts.shape),
+        lambda: _worst_case(server, facts.shape),
     )
 
 
-def _worst_case(count: int, more: int, shape: tuple[int, int, int]) -> WorstCase:
+def _worst_case(server: Server, shape: tuple[int, int, int]) -> WorstCase:
     """Grey images that white ones repel and a white row attracts, twice as strongly: without the
-    row the gradient is as long as with it, and points the other way."""
-    grey, white = torch.full((count, *shape), 0.5), torch.ones(more, *shape)
-    labels = torch.zeros(count + more, dtype=torch.long)
+    row the gradient is as long as with it, and points the other way. Where weights are released,
+    any generator and a white row."""
+    grey, white = torch.full((server.count, *shape), 0.5), torch.ones(server.more, *shape)
+    labels = torch.zeros(server.count + server.more, dtype=torch.long)
     row = Shard(torch.full((1, *shape), 255, dtype=torch.uint8), labels[:1])
     none = Shard(row.images[:0], row.labels[:0])
-    return WorstCase(
-        Query({"images": grey}, {"images": white, "labels": labels}), ({}, row), ({}, none)
-    )
+    query = Query({"images": grey}, {"images": white, "labels": labels})
+    if server.released == "weights":
+        coins = Coins.of(0, "seeded")
+        query = server.query(server.init(coins), 0, coins)
+    return WorstCase(query, ({}, row), ({}, none))
 
 
 def _plan(

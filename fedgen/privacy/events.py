@@ -152,10 +152,14 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             return SelfComposedDpEvent(from_json(inner), count)
         case {"event": "draw", "of": int() as population, "take": int() as taken, "gates": inner}:
             return SampledWithoutReplacementDpEvent(population, taken, from_json(inner))
-        case {"event": "poisson", "rate": float() as rate, "gates": inner}:
-            return PoissonSampledDpEvent(rate, from_json(inner))
-        case {"event": "revealed_draw", "probability": float() as probability, "gates": inner}:
-            return RevealedDraw(probability, from_json(inner))
+        case {"event": "poisson", "rate": float() | int() as rate, "gates": inner}:
+            return PoissonSampledDpEvent(float(rate), from_json(inner))
+        case {
+            "event": "revealed_draw",
+            "probability": float() | int() as probability,
+            "gates": inner,
+        }:
+            return RevealedDraw(float(probability), from_json(inner))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()
         case _:
@@ -168,7 +172,8 @@ def in_words(spend: Spend) -> str:
     for event, count in spend.items():
         match event:
             case GaussianDpEvent(noise_multiplier=sigma):
-                words.append(f"{count:,} Gaussian releases at noise multiplier {sigma:.4g}")
+                plural = "" if count == 1 else "s"
+                words.append(f"{count:,} Gaussian release{plural} at noise multiplier {sigma:.4g}")
             case SampledWithoutReplacementDpEvent(
                 source_dataset_size=population, sample_size=taken, event=gate
             ):

@@ -198,14 +198,15 @@ class SumGaussian:
         Raises:
             ValueError: for a part that was clipped to more than the sensitivity assumes.
         """
-        total = torch.zeros(shape)
+        total = torch.zeros(shape, dtype=torch.float64)
         for part in sums:
             if part.clip > self.clip:
                 raise ValueError("a part was clipped to more than the sensitivity assumes")
-            total += part.flat().to("cpu", torch.float32).view(shape)
+            total += part.flat().to("cpu", torch.float64).view(shape)
         std = self.noise_multiplier * self.sensitivity(self.relation)
         noisy = total / self.divisor + std * coins.noise(shape, "release")
-        return Release({"answer": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
+        answer = noisy.to(torch.float32).numpy()[None]
+        return Release({"answer": answer}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,10 @@ def of_rows(rows: Tensor, clip: float, blocks: Tensor | None = None, count: int 
     """
     norms = _norms(rows)
     blocks = torch.zeros(len(rows), dtype=torch.long) if blocks is None else blocks
-    total = rows.new_zeros(count, rows.shape[1])
-    total.index_add_(0, blocks.to(rows.device), _scaled(rows, clipping_factors(norms, clip)))
+    # in double precision: sums of many rows lose what one more would add
+    total = rows.new_zeros(count, rows.shape[1], dtype=torch.float64)
+    scaled = _scaled(rows, clipping_factors(norms, clip)).double()
+    total.index_add_(0, blocks.to(rows.device), scaled)
     return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 

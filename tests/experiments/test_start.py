@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Train, fingerprint, tiny
+from tiny import PROGRAMS, Train, fingerprint, tiny
 
 from fedgen import cli
 from fedgen.federation import checkpoint
@@ -35,6 +35,19 @@ def test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon(train: Trai
     assert privacy["claimed"] is None
     assert "no bound" in (second / "public" / "PRIVACY.md").read_text()
     assert fingerprint(train(*begun, name="again")) == fingerprint(second)
+
+
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_no_method_has_an_epsilon_after_weights_without_one(train: Train, method: str) -> None:
+    """Even if it asks nobody: what it begins with was spent on."""
+    first = train(f"method={method}", "privacy=none", "rounds=2", name="first")
+    run = train(f"method={method}", *NO_TARGET, f"start={first}", "rounds=2", name="second")
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert [view["epsilon"] for view in privacy["views"].values()] == [None, None]
+    assert privacy["clients"]["0"]["server"] is None
+    assert "no bound" in (run / "public" / "PRIVACY.md").read_text()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["epsilon"]["server"] is None for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ def test_semi_debiased_is_biased_at_0_and_unbiased_at_1() -> None:
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.rand(12, 1, 4, 4, generator=generator), torch.arange(12) % 10
     rows = torch.rand(5, 1, 4, 4, generator=generator), torch.arange(5)
-    loss = SamplesLoss("sinkhorn", p=2, blur=0.05, debias=False, cost=transport.cost)
+    widest = math.sqrt(4 * 16 + 2 * 15**2)
+    loss = SamplesLoss(
+        "sinkhorn", p=2, blur=0.05, diameter=widest, debias=False, cost=transport.cost
+    )
 
     def w(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
         return loss(transport.points(first), transport.points(second))

@@ -24,7 +24,10 @@ from fedgen.method import Method, PublicFacts
 from fedgen.methods.dp_merf import Features, dp_merf
 from fedgen.models import cdcgan
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, canonical
+from fedgen.privacy.batches import AllRows
+from fedgen.privacy.events import Relation, Unit, canonical
+from fedgen.privacy.mechanisms import PlainSum
+from fedgen.privacy.per_example import of_rows
 
 FEATURES = 50
 
@@ -35,7 +38,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "latent": 4,
         "features": FEATURES,
         "bandwidth": 2.5,
-        "rows": len(SHARD) // clients,
+        "rows": len(SHARD),
         "fakes_per_label": 2,
         "learning_rate": 1e-2,
         "betas": (0.9, 0.999),
@@ -166,3 +169,49 @@ def test_epsilon_does_not_grow_along_a_run(train: Train) -> None:
 def test_an_odd_number_of_features_is_none() -> None:
     with pytest.raises(FedgenError, match="an even number"):
         make(1.0, features=51)
+
+
+def test_a_row_more_among_many_moves_the_embedding_no_further() -> None:
+    """Sums of thousands in single precision move by more than what is added to them."""
+    count = 20_000
+    labels = torch.zeros(count + 1, dtype=torch.long)
+    images = torch.zeros(count + 1, 1, 8, 8, dtype=torch.uint8)
+    with_, without = (
+        torch.from_numpy(
+            mechanism.release(
+                (10 * FEATURES,),
+                [of_rows(features(frequencies, images[:n].float()), 1.0, labels[:n], 10)],
+                COINS,
+            ).arrays["answer"]
+        )
+        for n in (count + 1, count)
+        for mechanism in [PlainSum(AllRows(), 1.0, Unit.RECORD)]
+        for features in [Features(FEATURES, 1.5, 64, "cpu")]
+        for frequencies in [features.frequencies(torch.tensor(0))]
+    )
+    assert float((with_.double() - without.double()).norm()) <= 1 + 1e-3  # as far as float32 tells
+
+
+def test_a_run_that_cannot_ask_again_publishes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some clients answered before another failed: what they spent is spent."""
+    run = tmp_path / "run"
+    words = ["method=dp_merf_small", "seed=1", "rounds=4", "privacy.noise=secure"]
+    words += ["partition=iid", "partition.clients=3", "runtime.faults.returns_error=0.5"]
+    assert cli.run(["train", *tiny("dp_merf_small"), *words, f"run_dir={run}"]) == 2
+    assert "did not answer" in capsys.readouterr().err
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "nothing was learnt" in capsys.readouterr().err
+    assert not (run / "public" / "generator.safetensors").exists()
+
+
+def test_a_generator_that_diverges_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["method=dp_merf_small", "rounds=20", "method.learning_rate=1e30", f"run_dir={run}"]
+    assert cli.run(["train", *tiny("dp_merf_small"), *words]) == 2
+    assert "diverged" in capsys.readouterr().err
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+    assert not (run / "public" / "generator.safetensors").exists()

@@ -72,7 +72,8 @@ def cost(x: Tensor, y: Tensor) -> Tensor:
     return apart.square().sum(-1) + apart.abs().sum(-1)
 
 
-W = SamplesLoss("sinkhorn", p=2, blur=BLUR, debias=False, cost=cost)
+WIDEST = math.sqrt(4 * 64 + 2 * 15**2)
+W = SamplesLoss("sinkhorn", p=2, blur=BLUR, diameter=WIDEST, debias=False, cost=cost)
 
 
 def drawn(round_: int = 0) -> tuple[Tensor, Tensor]:

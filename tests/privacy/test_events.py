@@ -43,6 +43,12 @@ def test_canonical_counts(event: object, count: int) -> None:
     assert {leaf: number * count for leaf, number in once.items()} == dict(often)
 
 
+def test_a_rate_of_a_whole_number_is_read_again() -> None:
+    """As a setting may be written: sampling_rate=1."""
+    event = PoissonSampledDpEvent(1, GaussianDpEvent(2))
+    assert from_json(json.loads(json.dumps(to_json(event)))) == event
+
+
 def test_gaussians_inside_a_draw_melt_into_one() -> None:
     gate = SelfComposedDpEvent(GaussianDpEvent(2.0), 16)
     [leaf] = canonical(SampledWithoutReplacementDpEvent(100, 1, gate))
