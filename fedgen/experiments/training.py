@@ -248,8 +248,6 @@ class Training:
         stop_if_asked()
         coins = self.ready.coins.at("server")
         self.stopped = rounds.run(coins, self.ready.privacy.budget, finished)
-        if self.stopped and state.rounds == 0:
-            raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         if self.stopped and self._last_facts is not None:
             self._log(state, self._last_facts)
             self._draw_samples(state)
@@ -415,6 +413,8 @@ class Training:
             path.unlink()  # critics of clients that did not hear the farewell
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
+        if self.stopped and state.rounds == 0:  # after a resume that has nothing left to spend
+            raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         self._figure()
         generator = self.method.server.generator(state.server)
         labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)

@@ -123,10 +123,10 @@ def total(spends: list[Spend]) -> Spend:
 
 
 def to_json(event: DpEvent) -> dict[str, Any]:
-    """The event as plain data."""
+    """The event as plain data; equal events have equal texts, whole numbers or not."""
     match event:
         case GaussianDpEvent(noise_multiplier=sigma):
-            return {"event": "gaussian", "noise_multiplier": sigma}
+            return {"event": "gaussian", "noise_multiplier": float(sigma)}
         case SelfComposedDpEvent(event=inner, count=count):
             return {"event": "repeat", "count": count, "of": to_json(inner)}
         case SampledWithoutReplacementDpEvent(
@@ -134,9 +134,10 @@ def to_json(event: DpEvent) -> dict[str, Any]:
         ):
             return {"event": "draw", "of": population, "take": taken, "gates": to_json(inner)}
         case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
-            return {"event": "poisson", "rate": rate, "gates": to_json(inner)}
+            return {"event": "poisson", "rate": float(rate), "gates": to_json(inner)}
         case RevealedDraw(probability=probability, event=inner):
-            return {"event": "revealed_draw", "probability": probability, "gates": to_json(inner)}
+            gated = to_json(inner)
+            return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
         case NonPrivateDpEvent():
             return {"event": "non_private"}
         case _:

@@ -95,7 +95,8 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
         real = clipped(*SHARD.rows(torch.from_numpy(batch)), -1.0)
         with torch.no_grad():
             fakes = generate(theta, here)
-        noised = real / BATCH + noise * (CLIP / BATCH) * here.noise((len(real),), "release")
+        drawn = noise * (CLIP / BATCH) * here.noise((len(real),), "release")
+        noised = (real.double() / BATCH + drawn).float()
         mean = (noised + clipped(*fakes, 1.0) / BATCH) / 2
         pieces = torch.split(mean, [phi[name].numel() for name in sorted(phi)])
         gradients = {n: p.view_as(phi[n]) for n, p in zip(sorted(phi), pieces, strict=True)}

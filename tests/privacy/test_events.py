@@ -46,7 +46,9 @@ def test_canonical_counts(event: object, count: int) -> None:
 def test_a_rate_of_a_whole_number_is_read_again() -> None:
     """As a setting may be written: sampling_rate=1."""
     event = PoissonSampledDpEvent(1, GaussianDpEvent(2))
-    assert from_json(json.loads(json.dumps(to_json(event)))) == event
+    text = json.dumps(to_json(event))
+    assert from_json(json.loads(text)) == event
+    assert text == json.dumps(to_json(PoissonSampledDpEvent(1.0, GaussianDpEvent(2.0))))
 
 
 def test_gaussians_inside_a_draw_melt_into_one() -> None:
