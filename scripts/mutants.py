@@ -63,15 +63,15 @@ MUTANTS = [
     Mutant(
         "group-clip",
         PER_EXAMPLE,
-        "norms = _norms(rows)\n    total",
-        "norms = _norms(rows.sum(0)[None]).expand(len(rows))\n    total",
+        "norms = _norms(rows)\n    blocks",
+        "norms = _norms(rows.sum(0)[None]).expand(len(rows))\n    blocks",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "mean-clip",
         PER_EXAMPLE,
-        "norms = _norms(rows)\n    total",
-        "norms = _norms(rows.mean(0)[None]).expand(len(rows))\n    total",
+        "norms = _norms(rows)\n    blocks",
+        "norms = _norms(rows.mean(0)[None]).expand(len(rows))\n    blocks",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
