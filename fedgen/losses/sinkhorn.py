@@ -21,8 +21,8 @@ class Transport:
     The cost of a pair is l2 |x - y|_2^2 + l1 |x - y|_1, where x are pixels from -1 to 1 and a
     one-hot label times ``label_weight`` (section 4.4 and appendix D.3).
 
-    blur: the square root of the weight of the entropy (geomloss takes 1/2 as its default scaling of
-        the entropy from step to step, as the paper does).
+    blur: the square root of the weight of the entropy. The paper leaves geomloss at its defaults:
+        what it calls the entropy regularization is read as this parameter.
     """
 
     l1: float

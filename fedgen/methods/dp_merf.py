@@ -1,6 +1,6 @@
 """DP-MERF: one noised mean embedding of the private rows, and a generator whose samples are to have
 the same (Harder, Adamczewski, Park, "DP-MERF: Differentially Private Mean Embeddings with Random
-Features for Practical Privacy-Preserving Data Generation", AISTATS 2021, algorithm 1).
+Features for Practical Privacy-Preserving Data Generation", AISTATS 2021).
 
     server    random frequencies w ~ N(0, 1 / bandwidth^2), public
     client    phi(x) = [cos(w x), sin(w x)] / sqrt(features / 2), so that |phi(x)| = 1
@@ -211,8 +211,8 @@ def dp_merf(
     Args:
         noise_multiplier: noise std over the norm 1 of a row's features; None: no noise.
         features: entries of phi, an even number.
-        bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]. The paper
-            takes the median distance of private rows; here it is a public number.
+        bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]; a public
+            number, never taken from private rows.
         rows: a public number near that of all clients' rows; each divides by its equal share.
         fakes_per_label: of each label in a step: B is as many times the number of labels.
         learning_rate, betas: of Adam.
@@ -283,7 +283,7 @@ def _plan(mechanism: SumGaussian | PlainSum, size: int) -> Plan:
         claim=Claim(
             lambda _, delta: claimed_by_rdp(server(1), delta, RELATION),
             "RDP of one Gaussian",
-            "DP-MERF (2021), algorithm 1",
+            "DP-MERF (2021)",
         )
         if private
         else None,
