@@ -213,6 +213,7 @@ def method(clients: int) -> Method:
         routing="mean",
         answerers=1,
         cohort_sampling="fixed",
+        companion=None,
         device="cpu",
     )
 

@@ -323,10 +323,11 @@ MUTANTS = [
     Mutant(
         "power-iteration-while-answering",
         GS_WGAN,
-        "critics, first = self.weights(state, block, coins), block * self.width\n",
-        "critics, first = self.weights(state, block, coins), block * self.width\n"
+        "critics = self.weights(state, members, coins)\n                companions",
+        "critics = self.weights(state, members, coins)\n"
         "                for name, value in power_iteration(critics, stacked=True).items():\n"
-        "                    critics[name].copy_(value)\n",
+        "                    critics[name].copy_(value)\n"
+        "                companions",
         f"{GS_WGAN_TESTS}::test_answering_changes_no_later_training",
     ),
     Mutant(

@@ -79,6 +79,7 @@ SETTINGS: dict[str, Any] = {
     "routing": "per_sample",
     "answerers": 1,
     "cohort_sampling": "fixed",
+    "companion": None,
     "device": "cpu",
 }
 COINS = Coins.of(7, "seeded")

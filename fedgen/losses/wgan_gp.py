@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.autograd import grad
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
@@ -22,22 +22,32 @@ def critic_loss(
     gradient_penalty: float,
     drift_penalty: float,
 ) -> Tensor:
-    """E[D(fake)] - E[D(real)] + lambda E[(|grad D(x_hat)| - 1)^2] + drift E[D(real)^2].
+    """E[D(fake)] - E[D(real)] + lambda E[(|grad D(x_hat)| - 1)^2] + drift E[D(real)^2]: a number,
+    or (k,) for a stack of k critics.
 
     Args:
-        score: (images, labels) -> (n,).
-        real, fake: images (n, channels, height, width) in [0, 1], pairs of one label.
+        score: (images, labels) -> one score for each image.
+        real, fake: images (n, channels, height, width) in [0, 1], pairs of one label; in front of
+            n, here as in what follows, k for a stack.
         labels: (n,), of both.
         mix: (n,) in [0, 1]; x_hat = mix * real + (1 - mix) * fake.
     """
-    scores = score(torch.cat([real, fake]), torch.cat([labels, labels]))
-    real_scores, fake_scores = scores[: len(labels)], scores[len(labels) :]
-    wasserstein = fake_scores.mean() - real_scores.mean()
-    share = mix.view(-1, 1, 1, 1)
-    slopes = grad(lambda images: score(images, labels).sum())(share * real + (1 - share) * fake)
-    norms = torch.sqrt(slopes.flatten(1).square().sum(1) + 1e-12)
-    penalty = (norms - 1).square().mean()
-    return wasserstein + gradient_penalty * penalty + drift_penalty * real_scores.square().mean()
+    rows = labels.dim() - 1
+    scores = score(torch.cat([real, fake], rows), torch.cat([labels, labels], rows))
+    real_scores, fake_scores = scores.tensor_split(2, rows)
+    wasserstein = fake_scores.mean(rows) - real_scores.mean(rows)
+    share = mix[..., None, None, None]
+    penalty = slope_penalty(score, share * real + (1 - share) * fake, labels)
+    drift = real_scores.square().mean(rows)
+    return wasserstein + gradient_penalty * penalty + drift_penalty * drift
+
+
+def slope_penalty(score: Score, images: Tensor, labels: Tensor) -> Tensor:
+    """E[(|grad D(x)| - 1)^2] over images x (n, ...); (k,) for a stack's (k, n, ...)."""
+    at = images.detach().requires_grad_()
+    [slopes] = grad(score(at, labels).sum(), at, create_graph=True)
+    norms = torch.sqrt(slopes.flatten(-3).square().sum(-1) + 1e-12)
+    return (norms - 1).square().mean(-1)
 
 
 def generator_loss(score: Score, fake: Tensor, labels: Tensor) -> Tensor:

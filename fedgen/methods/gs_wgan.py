@@ -19,9 +19,11 @@ variant back, at its true cost.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property, partial
+from typing import Literal, Protocol
 
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
@@ -47,8 +49,10 @@ from fedgen.models.functional import (
     Tensors,
     adam_start,
     adam_step,
+    applied,
     generator_start,
     generator_step,
+    gradients_of,
     initial,
     likeness,
     part,
@@ -56,6 +60,7 @@ from fedgen.models.functional import (
     split,
     stack,
     template,
+    trainable,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.events import Relation, Unit, repeat
@@ -76,9 +81,9 @@ class Networks:
     classes: int
     device: str
 
-    def score(self, critic: Tensors) -> Callable[[Tensor, Tensor], Tensor]:
-        """D as a function of images (n, ...) and labels (n,)."""
-        return lambda images, labels: functional_call(self.critic, critic, (images, labels))
+    def score(self, critics: Tensors) -> Callable[[Tensor, Tensor], Tensor]:
+        """D of a stack as a function of images (k, n, ...) and labels (k, n)."""
+        return lambda images, labels: applied(self.critic, critics, images, labels)
 
     def generate(self, generator: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
         """G(latents, labels), in [0, 1]."""
@@ -95,10 +100,34 @@ class Networks:
         return latents.to(self.device), labels.to(self.device)
 
 
+class Companion(Protocol):
+    """A network beside each critic: it trains when the critic does, on rows of the same subset, and
+    has a share in what the critic answers. Like the critic's, its state is a function of these rows
+    and of public coins alone."""
+
+    def train(
+        self,
+        state: Tensors | None,
+        critics: range,
+        real: Callable[[Coins], tuple[Tensor, Tensor]],
+        fake: Callable[[Tensor, Coins], Tensor],
+        round_: int,
+        coins: Coins,
+    ) -> Tensors | None:
+        """A stack's state after its turn, None before it begins. ``real``: coins -> rows of each
+        critic's subset (k, batch, ...) and their labels; ``fake``: labels -> images."""
+
+    def joined(
+        self, rows: Tensor, state: Tensors, images: Tensor, labels: Tensor, round_: int
+    ) -> Tensor:
+        """The critics' gradients with respect to images (k, n, ...), and the companions' own."""
+
+
 @dataclass(frozen=True)
 class Critics:
-    """The client: ``count`` critics over as many parts of its rows, in blocks of ``width`` that
-    train together as one stack. A part of the state is a block's weights or its Adam moments."""
+    """The client: ``count`` critics over as many parts of its rows. ``turn`` of them train in a
+    round, in stacks of at most ``stack``. A part of the state is named by its stack's first critic:
+    weights, Adam's moments, companions."""
 
     nets: Networks
     mechanism: Mechanism
@@ -107,41 +136,62 @@ class Critics:
     rows_per_query: int
     sanitize: Literal["samples", "parameters"]
     count: int
-    width: int
+    turn: int
+    stack: int
     steps: int
     batch: int
     adam: Adam
     gradient_penalty: float
     drift_penalty: float
     warm_start: int
+    companion: Companion | None
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return math.ceil(self.count / self.width)
+    @cached_property
+    def turns(self) -> list[list[range]]:
+        """The public rotation: whose turn it is, in stacks of about equal size."""
+        turns = []
+        for first in range(0, self.count, self.turn):
+            last = min(first + self.turn, self.count)
+            size = math.ceil((last - first) / math.ceil((last - first) / self.stack))
+            turns.append([range(at, min(at + size, last)) for at in range(first, last, size)])
+        return turns
 
-    def members(self, block: int) -> range:
-        """The critics of a block."""
-        return range(block * self.width, min((block + 1) * self.width, self.count))
+    @cached_property
+    def stacks(self) -> list[range]:
+        """All stacks."""
+        return [stack for turn in self.turns for stack in turn]
 
-    def subsets(self, block: int, shard: Shard, coins: Coins) -> tuple[Tensor, Tensor]:
-        """The rows of each critic in a block (padded), and how many. By position in a public
+    def subsets(self, members: range, shard: Shard, coins: Coins) -> tuple[Tensor, Tensor]:
+        """The rows of each critic in a stack (padded), and how many. By position in a public
         permutation: of a fixed number of rows, replacing one moves no other."""
         if self.count == 1:
             return torch.arange(len(shard))[None], torch.tensor([len(shard)])
         order = torch.randperm(len(shard), generator=coins.public("subsets"))
-        parts = [order[critic :: self.count] for critic in self.members(block)]
+        parts = [order[critic :: self.count] for critic in members]
         return nn.utils.rnn.pad_sequence(parts, True), torch.tensor([len(p) for p in parts])
 
-    def fresh(self, block: int, coins: Coins) -> Tensors:
-        """Initial weights of a block, each critic's by coins of its own."""
-        generators = [coins.public("critic", critic, "init") for critic in self.members(block)]
+    def rows(
+        self, subsets: tuple[Tensor, Tensor], shard: Shard, coins: Coins
+    ) -> tuple[Tensor, Tensor]:
+        """A batch of each critic's own rows (k, batch, ...), and their labels (k, batch)."""
+        index, sizes = subsets
+        flips = torch.rand(index.shape, generator=coins.public("rows"))
+        padding = torch.arange(index.shape[1]) >= sizes[:, None]
+        order = torch.argsort(flips.masked_fill(padding, 2.0))
+        # rows in random order, from the start again where a subset is smaller than a batch
+        picks = torch.gather(order, 1, torch.arange(self.batch) % sizes[:, None])
+        images, labels = shard.rows(torch.gather(index, 1, picks))
+        return images.to(self.nets.device), labels.to(self.nets.device)
+
+    def fresh(self, members: range, coins: Coins) -> Tensors:
+        """Initial weights of a stack, each critic's by coins of its own."""
+        generators = [coins.public("critic", critic, "init") for critic in members]
         return self._here(stack([initial(self.nets.critic, each) for each in generators]))
 
-    def weights(self, state: State, block: int, coins: Coins) -> Tensors:
-        """A block's weights; those that never trained are made anew from their coins."""
-        name = f"critics.{block}"
-        return self._here(state[name]) if name in state else self.fresh(block, coins)
+    def weights(self, state: State, members: range, coins: Coins) -> Tensors:
+        """A stack's weights; those that never trained are made anew from their coins."""
+        name = f"critics.{members.start}"
+        return self._here(state[name]) if name in state else self.fresh(members, coins)
 
     def _here(self, tensors: Mapping[str, Tensor], copy: bool = False) -> Tensors:
         return {name: value.to(self.nets.device, copy=copy) for name, value in tensors.items()}
@@ -150,71 +200,62 @@ class Critics:
         self,
         critics: Tensors,
         moments: Tensors,
-        subsets: tuple[Tensor, Tensor],
-        shard: Shard,
-        fakes: Callable[[Tensor, Coins], Tensor],
+        real: Callable[[Coins], tuple[Tensor, Tensor]],
+        fake: Callable[[Tensor, Coins], Tensor],
         coins: Coins,
     ) -> None:
-        """One step of WGAN-GP for all critics of a block, in place, each on rows of its own subset.
+        """One step of WGAN-GP for all critics of a stack, in place, each on rows of its own subset.
 
-        ``fakes``: labels (block, batch) -> images with these labels. A fake that is paired with a
-        real image of another label teaches a critic nothing about either label.
+        ``fake``: labels (k, batch) -> images with these labels. A fake that is paired with a real
+        image of another label teaches a critic nothing about either label.
         """
-        index, sizes = subsets
-        flips = torch.rand(index.shape, generator=coins.public("rows"))
-        padding = torch.arange(index.shape[1]) >= sizes[:, None]
-        order = torch.argsort(flips.masked_fill(padding, 2.0))
-        # rows in random order, from the start again where a subset is smaller than a batch
-        picks = torch.gather(order, 1, torch.arange(self.batch) % sizes[:, None])
-        real, labels = shard.rows(torch.gather(index, 1, picks))
-        real, labels = real.to(self.nets.device), labels.to(self.nets.device)
-        mix = torch.rand(picks.shape, generator=coins.public("mix")).to(self.nets.device)
-
-        def loss(weights: Tensors, spectral: Tensors, *batch: Tensor) -> Tensor:
-            score = self.nets.score({**weights, **spectral})
-            return critic_loss(
-                score,
-                *batch,
-                gradient_penalty=self.gradient_penalty,
-                drift_penalty=self.drift_penalty,
-            )
-
-        gradients = vmap(grad(loss))(*split(critics), real, fakes(labels, coins), labels, mix)
-        adam_step(critics, gradients, moments, *self.adam)
+        images, labels = real(coins)
+        mix = torch.rand(tuple(labels.shape), generator=coins.public("mix")).to(self.nets.device)
+        leaves = trainable(critics)
+        losses = critic_loss(
+            self.nets.score(leaves),
+            images,
+            fake(labels, coins),
+            labels,
+            mix,
+            gradient_penalty=self.gradient_penalty,
+            drift_penalty=self.drift_penalty,
+        )
+        adam_step(critics, gradients_of(losses, leaves), moments, *self.adam)
         critics.update(power_iteration(critics, stacked=True))
 
-    def prepare(self, block: int, shard: Shard, coins: Coins) -> State:
-        """Warm start: each critic against a throw-away generator of its own, fed by its own rows
-        alone (paper, section 5.1)."""
-        members, nets = self.members(block), self.nets
-        critics, subsets = self.fresh(block, coins), self.subsets(block, shard, coins)
+    def prepare(self, number: int, shard: Shard, coins: Coins) -> State:
+        """Warm start of a stack: each critic against a throw-away generator of its own, fed by its
+        own rows alone (paper, section 5.1)."""
+        members, nets = self.stacks[number], self.nets
+        critics, subsets = self.fresh(members, coins), self.subsets(members, shard, coins)
         moments = adam_start(critics)
         generators = [coins.public("critic", critic, "rival") for critic in members]
         rivals = self._here(stack([initial(nets.generator, each) for each in generators]))
         rival_moments = adam_start(rivals)
 
-        def rival_loss(
-            weights: Tensors, spectral: Tensors, critic: Tensors, latents: Tensor, labels: Tensor
-        ) -> Tensor:
-            images = nets.generate({**weights, **spectral}, latents, labels)
-            return generator_loss(nets.score(critic), images, labels) / self.batch
-
         def rival_fakes(labels: Tensor, coins: Coins) -> Tensor:
             latents = nets.inputs(tuple(labels.shape), coins)[0]
             with torch.no_grad():
-                images: Tensor = vmap(nets.generate)(rivals, latents, labels)
-            return images
+                return applied(nets.generator, rivals, latents, labels)
 
         for step in range(self.warm_start):
-            here = coins.at("warm_start", block, step)
+            here = coins.at("warm_start", members.start, step)
             for inner in range(self.steps):
-                at = here.at("critic", inner)
-                self.descend(critics, moments, subsets, shard, rival_fakes, at)
+                self.descend(
+                    critics,
+                    moments,
+                    lambda coins: self.rows(subsets, shard, coins),
+                    rival_fakes,
+                    here.at("critic", inner),
+                )
             latents, labels = nets.inputs((len(members), self.batch), here.at("rival"))
-            gradients = vmap(grad(rival_loss))(*split(rivals), critics, latents, labels)
-            adam_step(rivals, gradients, rival_moments, *self.adam)
+            leaves = trainable(rivals)
+            images = applied(nets.generator, leaves, latents, labels)
+            loss = generator_loss(nets.score(critics), images, labels) / self.batch
+            adam_step(rivals, gradients_of(loss, leaves), rival_moments, *self.adam)
             rivals.update(power_iteration(rivals, stacked=True))
-        return {f"critics.{block}": critics, f"adam.{block}": moments}
+        return {f"critics.{members.start}": critics, f"adam.{members.start}": moments}
 
     def draw(self, rows: int, round_: int, coins: Coins) -> dict[int, list[int]]:
         """A round's secret routing of rows to critics. Critics that train on query draw before
@@ -225,7 +266,7 @@ class Critics:
     def train(
         self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
     ) -> State:
-        """The block whose turn it is (or the critics that the round draws) descends."""
+        """The critics whose turn it is (or that the round draws) descend."""
         pool = broadcast["images"].to(self.nets.device)  # (classes, fakes per label, ...)
 
         def pool_fakes(labels: Tensor, coins: Coins) -> Tensor:
@@ -234,19 +275,30 @@ class Critics:
             )
             return pool[labels, which.to(pool.device)]
 
-        drawn = self.draw(self.rows_per_query, round_, coins) if self.on_query else {}
+        turn = self.turns[round_ % len(self.turns)]
+        if self.on_query:
+            turn = [self.stacks[critic] for critic in self.draw(self.rows_per_query, round_, coins)]
         changed: dict[str, Tensors] = {}
-        for block in list(drawn) if self.on_query else [round_ % self.blocks]:
+        for members in turn:
+            first, subsets = members.start, self.subsets(members, shard, coins)
             # copies: training is in place, and a state that went in must stay as it was
-            critics = self._here(self.weights(state, block, coins), copy=True)
-            name = f"adam.{block}"
+            critics = self._here(self.weights(state, members, coins), copy=True)
+            name = f"adam.{first}"
             moments = self._here(state[name], True) if name in state else adam_start(critics)
-            subsets = self.subsets(block, shard, coins)
+            real = partial(self.rows, subsets, shard)
+            here = coins.at("train", round_, "stack", first)
             for step in range(self.steps):
-                here = coins.at("train", round_, "block", block, "step", step)
-                self.descend(critics, moments, subsets, shard, pool_fakes, here)
-            changed |= {f"critics.{block}": critics, name: moments}
+                self.descend(critics, moments, real, pool_fakes, here.at("step", step))
+            changed |= {f"critics.{first}": critics, name: moments}
+            if self.companion is not None:
+                old = self._companions(state, members)
+                new = self.companion.train(old, members, real, pool_fakes, round_, here)
+                changed |= {} if new is None else {f"companions.{first}": new}
         return changed
+
+    def _companions(self, state: State, members: range) -> Tensors | None:
+        name = f"companions.{members.start}"
+        return self._here(state[name]) if name in state else None
 
     def answer(
         self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
@@ -254,18 +306,27 @@ class Critics:
         """The routed critics' gradients, sanitized."""
         del shard  # an answer sees the critics alone
         draw = self.draw(query.count, round_, coins)
-        gradient = self._sample_rows if self.sanitize == "samples" else self._parameter_row
 
         def answers() -> Iterator[tuple[Tensor, Tensor]]:
-            for block in sorted({critic // self.width for critic in draw}):
-                critics, first = self.weights(state, block, coins), block * self.width
+            for members in self.stacks:
+                asked = [critic for critic in members if critic in draw]
+                if not asked:
+                    continue
+                critics = self.weights(state, members, coins)
+                companions = self._companions(state, members)
                 if self.routing.mode == "mean":
-                    rows = vmap(lambda critic: gradient(critic, query))(critics)
+                    rows = self._gradients(critics, companions, query, round_)
                     yield torch.arange(query.count).repeat(len(rows)), rows.flatten(0, 1)
                     continue
-                for critic in (c for c in self.members(block) if c in draw):
-                    one = {name: value[critic - first] for name, value in critics.items()}
-                    yield torch.tensor(draw[critic]), gradient(one, query.take(draw[critic]))
+                for critic in asked:
+                    one, with_it = (
+                        None if nets is None else _member(nets, critic - members.start)
+                        for nets in (critics, companions)
+                    )
+                    assert one is not None
+                    asking = query.take(draw[critic])
+                    rows = self._gradients(one, with_it, asking, round_)[0]
+                    yield torch.tensor(draw[critic]), rows
 
         if self.sanitize == "samples":
             shape = tuple(query.rows["images"].shape)
@@ -279,7 +340,7 @@ class Critics:
         that gradients are longer than any clip norm, and opposite."""
         coins = Coins.of(0, "seeded")
         empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
-        state = {f"critics.{block}": self.fresh(block, coins) for block in range(self.blocks)}
+        state = {f"critics.{each.start}": self.fresh(each, coins) for each in self.stacks}
 
         def taught(feeling: float) -> State:
             critics = {name: value.clone() for name, value in state["critics.0"].items()}
@@ -297,12 +358,28 @@ class Critics:
             query = Query({"latents": latents, "labels": labels}, weights)
         return WorstCase(query, (taught(1.0), empty), (taught(-1.0), empty))
 
-    def _sample_rows(self, critic: Tensors, query: Query) -> Tensor:
-        """-dD/dimages, one row per image: the upstream factor of equation 11."""
+    def _gradients(
+        self, critics: Tensors, companions: Tensors | None, query: Query, round_: int
+    ) -> Tensor:
+        """What each critic of a stack answers to each row, (k, rows, ...)."""
+        if self.sanitize == "parameters":
+            return vmap(lambda critic: self._parameter_row(critic, query))(critics)
+        rows, count = self._sample_rows(critics, query), query.count
+        if self.companion is None or companions is None:
+            return rows
+        images, labels = (
+            query.rows[name].to(self.nets.device).expand(len(rows), count, *rest)
+            for name, rest in (("images", rows.shape[2:]), ("labels", ()))
+        )
+        return self.companion.joined(rows, companions, images, labels, round_)
+
+    def _sample_rows(self, critics: Tensors, query: Query) -> Tensor:
+        """-dD/dimages of each critic: the upstream factor of equation 11."""
         images, labels = (query.rows[name].to(self.nets.device) for name in ("images", "labels"))
-        score = self.nets.score(critic)
-        rows: Tensor = grad(lambda given: generator_loss(score, given, labels))(images)
-        return rows
+        size = len(critics["score.weight"])
+        at = images.detach().expand(size, *images.shape).requires_grad_()
+        loss = generator_loss(self.nets.score(critics), at, labels.expand(size, -1))
+        return torch.autograd.grad(loss, at)[0]
 
     def _parameter_row(self, critic: Tensors, query: Query) -> Tensor:
         """The gradient of the generator's loss with respect to its weights: one row."""
@@ -311,7 +388,8 @@ class Critics:
 
         def loss(given: Tensors) -> Tensor:
             images = self.nets.generate({**given, **spectral}, latents, labels)
-            return generator_loss(self.nets.score(critic), images, labels) / len(labels)
+            scores: Tensor = functional_call(self.nets.critic, critic, (images, labels))
+            return -scores.mean()
 
         gradients = grad(loss)(weights)
         return torch.cat([gradients[name].flatten() for name in sorted(weights)])[None]
@@ -419,6 +497,7 @@ def gs_wgan(
     routing: Mode,
     answerers: int,
     cohort_sampling: Sampling,
+    companion: Callable[..., Companion] | None,
     device: str,
 ) -> Method:
     """GS-WGAN for these public parameters.
@@ -438,6 +517,7 @@ def gs_wgan(
             the gradient with respect to the generator's weights (the paper's ablation).
         routing, answerers, cohort_sampling: see ``Routing``; over critics for one client, over
             clients for several.
+        companion: of each critic (DP-GAN-DPAC), or None.
 
     Raises:
         FedgenError: for parameters that contradict each other.
@@ -475,12 +555,14 @@ def gs_wgan(
         sanitize,
         count,
         1 if federated else min(critics_per_step, count),
+        at_once(nets),
         critic_steps,
         critic_batch,
         (critic_learning_rate, critic_betas),
         gradient_penalty,
         drift_penalty,
         warm_start,
+        companion(classes=facts.classes, shape=facts.shape, device=device) if companion else None,
     )
     server = Generator(
         nets,
@@ -492,7 +574,7 @@ def gs_wgan(
     )
     return Method(
         ClientProgram(
-            client.blocks if warm_start else 0,
+            len(client.stacks) if warm_start else 0,
             client.prepare,
             client.train,
             client.answer,
@@ -513,6 +595,23 @@ def gs_wgan(
         None if federated and on_query else min(critics_per_step, facts.clients),
         lambda: client.worst_case(rows, facts.shape),
     )
+
+
+_WEIGHTS_AT_ONCE = 2**20  # of all critics in a stack; scripts/bench_critics.py
+
+
+def at_once(nets: Networks) -> int:
+    """How many critics train as one stack. On an accelerator, as many as have their turn. On a CPU
+    a stack's grouped convolutions beat a loop where critics are narrow, and lose where they are as
+    wide as the paper's."""
+    if nets.device != "cpu":
+        return sys.maxsize
+    return max(1, _WEIGHTS_AT_ONCE // sum(p.numel() for p in nets.critic.parameters()))
+
+
+def _member(networks: Tensors, place: int) -> Tensors:
+    """A stack of one network."""
+    return {name: value[place : place + 1] for name, value in networks.items()}
 
 
 def _plan(

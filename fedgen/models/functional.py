@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.optim.adam import adam
 
@@ -43,6 +44,34 @@ def initial(module: nn.Module, generator: torch.Generator) -> Tensors:
 def stack(networks: list[Tensors]) -> Tensors:
     """Several networks of one architecture as one mapping with a leading dimension."""
     return {name: torch.stack([net[name] for net in networks]) for name in networks[0]}
+
+
+def applied(module: nn.Module, networks: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+    """What each network of a stack makes of its inputs: all tensors have the same leading
+    dimension, and so has the result. A stack of one is spared the cost of stacking."""
+    size = len(inputs[0])
+    if size == 1:
+        one = {name: value[0] for name, value in networks.items()}
+        alone: Tensor = functional_call(module, one, tuple(each[0] for each in inputs))
+        return alone[None]
+    called: Tensor = vmap(lambda network, *given: functional_call(module, network, given))(
+        dict(networks), *inputs
+    )
+    return called
+
+
+def gradients_of(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
+    """Gradients of the sum of all losses by the network's parameters, which require them. Of a
+    stack: no network's loss depends on another's parameters, so each finds its own."""
+    names = parameter_names(network)
+    found = torch.autograd.grad(losses.sum(), [network[name] for name in names])
+    return dict(zip(names, found, strict=True))
+
+
+def trainable(network: Mapping[str, Tensor]) -> Tensors:
+    """The same numbers, as leaves whose parameters require gradients."""
+    names = parameter_names(network)
+    return {n: v.detach().requires_grad_(n in names) for n, v in network.items()}
 
 
 class Spectral:
