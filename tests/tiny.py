@@ -38,10 +38,23 @@ TINY = [
 ]
 
 METHODS = sorted(p.stem for p in (Path(configs.__path__[0]) / "method").glob("*.yaml"))
-PROGRAMS = list({compose("config", [f"method={m}"]).method._target_: m for m in METHODS}.values())
+
+
+def _program(method: str) -> tuple[str, str | None]:
+    chosen = compose("config", [f"method={method}"]).method
+    return chosen._target_, OmegaConf.select(chosen, "companion._target_")
+
+
+PROGRAMS = list({_program(method): method for method in METHODS}.values())
 """One of the methods that share a program."""
 PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
-OTHER_METHODS = ["method.discriminator.width=2", "method.discriminator_steps=2", "method.latent=4"]
+OTHER_METHODS = [
+    "method.discriminator.width=2",
+    "method.discriminator_steps=2",
+    "method.latent=4",
+    "method.companion.begins=1",
+    "method.companion.classifier.width=2",
+]
 
 
 def tiny(method: str, *more: str) -> list[str]:

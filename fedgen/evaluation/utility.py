@@ -1,7 +1,9 @@
-"""gen2real: classifiers trained on generated rows, tested on the real test split.
+"""gen2real: classifiers trained on generated rows, tested on the real test split. real2gen: the
+other way round.
 
-Each classifier is a function (images, labels, test images, test labels, classes, seed) -> accuracy
-in [0, 1]; images are (n, channels, height, width) uint8. Nothing is chosen on the test split.
+Each classifier is a function (images, labels, classes, seed) -> predict, and predict one of images
+-> labels; images are (n, channels, height, width) uint8. Nothing is chosen on what they are tested
+on.
 """
 
 from __future__ import annotations
@@ -20,22 +22,21 @@ from fedgen.models.classifiers import small_cnn
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-Classifier = Callable[[Images, Labels, Images, Labels, int, int], float]
+Predict = Callable[[Images], Labels]
+Classifier = Callable[[Images, Labels, int, int], Predict]
 
 
-def cnn(
-    images: Images,
-    labels: Labels,
-    test_images: Images,
-    test_labels: Labels,
-    classes: int,
-    seed: int,
-    *,
-    epochs: int,
-) -> float:
-    """The accuracy of ``trained_cnn``."""
+def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int) -> Predict:
+    """What ``trained_cnn`` says."""
     net = trained_cnn(images, labels, classes, seed, epochs)
-    return _accuracy(net, torch.from_numpy(test_images), torch.from_numpy(test_labels))
+
+    def predict(images: Images) -> Labels:
+        with torch.no_grad():
+            batches = torch.split(torch.from_numpy(images), 512)
+            said: Labels = torch.cat([net(_floats(rows)).argmax(1) for rows in batches]).numpy()
+        return said
+
+    return predict
 
 
 def trained_cnn(images: Images, labels: Labels, classes: int, seed: int, epochs: int) -> nn.Module:
@@ -59,24 +60,7 @@ def _floats(images: Tensor) -> Tensor:
     return images.to(torch.float32) / 255
 
 
-def _accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    net.eval()
-    with torch.no_grad():
-        hits = [
-            (net(_floats(images[rows])).argmax(1) == labels[rows]).sum()
-            for rows in torch.split(torch.arange(len(images)), 512)
-        ]
-    return float(torch.stack(hits).sum()) / len(images)
-
-
-def logistic_regression(
-    images: Images,
-    labels: Labels,
-    test_images: Images,
-    test_labels: Labels,
-    classes: int,
-    seed: int,
-) -> float:
+def logistic_regression(images: Images, labels: Labels, classes: int, seed: int) -> Predict:
     """scikit-learn's logistic regression with its defaults, on pixels in [0, 1]."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -85,34 +69,34 @@ def logistic_regression(
     model = LogisticRegression(random_state=seed)
     with warnings.catch_warnings():  # the default stops after 100 iterations, converged or not
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(images.reshape(len(images), -1) / np.float32(255), labels)
-    flat = test_images.reshape(len(test_images), -1) / np.float32(255)
-    return float(model.score(flat, test_labels))
+        model.fit(_flat(images), labels)
+    return lambda images: np.asarray(model.predict(_flat(images)), np.int64)
+
+
+def _flat(images: Images) -> NDArray[np.float32]:
+    return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 
 def accuracies(
     classifiers: Mapping[str, Classifier],
     images: Images,
     labels: Labels,
-    test_images: Images,
-    test_labels: Labels,
+    tests: Mapping[str, tuple[Images, Labels]],
     classes: int,
     seeds: int,
     done: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:
-    """Mean and standard deviation over seeds, by classifier, with the number of rows n; a mean of
-    None where all rows have one label, which teaches nothing."""
-    found: dict[str, dict[str, Any]] = {}
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """For each test, by name: mean and standard deviation over seeds, by classifier, with the
+    number n of rows to learn from; a mean of None where they have one label, which teaches
+    nothing."""
+    found: dict[str, dict[str, dict[str, Any]]] = {test: {} for test in tests}
     for name, classifier in classifiers.items():
-        if len(np.unique(labels)) < 2:
-            found[name] = {"mean": None, "std": None, "n": len(labels), "seeds": 0}
-            done(name)
-            continue
-        scores = [
-            classifier(images, labels, test_images, test_labels, classes, seed)
-            for seed in range(seeds)
-        ]
-        std = float(np.std(scores, ddof=1)) if seeds > 1 else None
-        found[name] = {"mean": float(np.mean(scores)), "std": std, "n": len(labels), "seeds": seeds}
+        learnt = seeds if len(np.unique(labels)) > 1 else 0
+        fits = [classifier(images, labels, classes, seed) for seed in range(learnt)]
+        for test, (rows, truth) in tests.items():
+            scores = [float((predict(rows) == truth).mean()) for predict in fits]
+            mean = float(np.mean(scores)) if scores else None
+            std = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
+            found[test][name] = {"mean": mean, "std": std, "n": len(labels), "seeds": learnt}
         done(name)
     return found

@@ -32,11 +32,12 @@ CACHE = Path("~/.cache/fedgen").expanduser()
 def evaluate(
     chosen: DictConfig, ready: Setup, generator: Tensors, progress: RunProgress
 ) -> dict[str, Any]:
-    """gen2real, and the same classifiers trained on real rows (``real2real``: it touches private
-    rows outside a mechanism, and stays on the server side)."""
+    """gen2real, and the same classifiers trained on real rows, tested on the test split and on
+    samples (``real2real``, ``real2gen``: they touch private rows outside a mechanism, and stay on
+    the server side)."""
     data, count = ready.dataset, len(chosen.classifiers)
     if not count:
-        return {"gen2real": {}, "real2real": {}}
+        return {"gen2real": {}, "real2real": {}, "real2gen": {}}
     coins, done = ready.coins.at("evaluation"), itertools.count(1)
     real = torch.randperm(len(data.labels), generator=coins.public("real"))[
         : chosen.samples
@@ -45,14 +46,14 @@ def evaluate(
     def step(_: str) -> None:
         progress.show("evaluation", next(done), 2 * count, "")
 
-    rows = data.images[real], data.labels[real]
+    rows, samples = (data.images[real], data.labels[real]), _samples(chosen, ready, generator)
+    test = data.test_images, data.test_labels
     found = {
-        "gen2real": gen2real(chosen, ready, generator, step),
-        "real2real": _accuracies(chosen, ready, *rows, step),
+        **_accuracies(chosen, ready, samples, {"gen2real": test}, step),
+        **_accuracies(chosen, ready, rows, {"real2real": test, "real2gen": samples}, step),
     }
     if chosen.inception_score:
-        images, _ = _samples(chosen, ready, generator)
-        found["inception_score"] = _inception_scores(data, images)
+        found["inception_score"] = _inception_scores(data, samples[0])
     return found
 
 
@@ -73,7 +74,9 @@ def gen2real(
     chosen: DictConfig, ready: Setup, generator: Tensors, done: Callable[[str], None]
 ) -> dict[str, Any]:
     """Classifiers trained on samples, tested on the real test split. ``done``: told each name."""
-    return _accuracies(chosen, ready, *_samples(chosen, ready, generator), done)
+    test = {"gen2real": (ready.dataset.test_images, ready.dataset.test_labels)}
+    found = _accuracies(chosen, ready, _samples(chosen, ready, generator), test, done)["gen2real"]
+    return dict(found)
 
 
 def _samples(chosen: DictConfig, ready: Setup, generator: Tensors) -> tuple[Images, Labels]:
@@ -84,12 +87,14 @@ def _samples(chosen: DictConfig, ready: Setup, generator: Tensors) -> tuple[Imag
 
 
 def _accuracies(
-    chosen: DictConfig, ready: Setup, images: Images, labels: Labels, done: Callable[[str], None]
+    chosen: DictConfig,
+    ready: Setup,
+    rows: tuple[Images, Labels],
+    tests: dict[str, tuple[Images, Labels]],
+    done: Callable[[str], None],
 ) -> dict[str, Any]:
     classifiers = {name: build(each) for name, each in chosen.classifiers.items()}
-    data = ready.dataset
-    test = data.test_images, data.test_labels, data.classes
-    return accuracies(classifiers, images, labels, *test, chosen.seeds, done)
+    return accuracies(classifiers, *rows, tests, ready.dataset.classes, chosen.seeds, done)
 
 
 def draw_samples(

@@ -429,7 +429,7 @@ class Training:
         write_whole(self.run_dir.public / "PRIVACY.md", statement(record, words).encode())
         results = self._results(state, record, hashlib.sha256(data).hexdigest())
         # a first time without: nothing of a run is lost if its evaluation fails
-        self.run_dir.write("results", {**results, "gen2real": {}, "real2real": {}})
+        self.run_dir.write("results", {**results, "gen2real": {}, "real2real": {}, "real2gen": {}})
         judged = evaluate(self.ready.config.evaluation, self.ready, generator, self.progress)
         self.run_dir.write("results", {**results, **judged})
         return self.run_dir.path

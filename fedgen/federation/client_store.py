@@ -316,7 +316,8 @@ class _Parts(Mapping[str, Tensors]):
         return self._store._part(self._client, self._entry, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._store._names(self._entry)
+        kept = self._entry.parts if self._store._in_memory else self._entry.files
+        return name in kept and name != _ANSWER
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._store._names(self._entry))

@@ -109,12 +109,13 @@ class Companion(Protocol):
         self,
         state: Tensors | None,
         critics: range,
+        batch: int,
         real: Callable[[Coins], tuple[Tensor, Tensor]],
         fake: Callable[[Tensor, Coins], Tensor],
         round_: int,
         coins: Coins,
     ) -> Tensors | None:
-        """A stack's state after its turn, None before it begins. ``real``: coins -> rows of each
+        """A stack's state after its turn, None before its first. ``real``: coins -> rows of each
         critic's subset (k, batch, ...) and their labels; ``fake``: labels -> images."""
 
     def joined(
@@ -292,7 +293,7 @@ class Critics:
             changed |= {f"critics.{first}": critics, name: moments}
             if self.companion is not None:
                 old = self._companions(state, members)
-                new = self.companion.train(old, members, real, pool_fakes, round_, here)
+                new = self.companion.train(old, members, self.batch, real, pool_fakes, round_, here)
                 changed |= {} if new is None else {f"companions.{first}": new}
         return changed
 
@@ -555,7 +556,7 @@ def gs_wgan(
         sanitize,
         count,
         1 if federated else min(critics_per_step, count),
-        at_once(nets),
+        at_once(nets.critic, device),
         critic_steps,
         critic_batch,
         (critic_learning_rate, critic_betas),
@@ -600,13 +601,13 @@ def gs_wgan(
 _WEIGHTS_AT_ONCE = 2**20  # of all critics in a stack; scripts/bench_critics.py
 
 
-def at_once(nets: Networks) -> int:
+def at_once(critic: nn.Module, device: str) -> int:
     """How many critics train as one stack. On an accelerator, as many as have their turn. On a CPU
     a stack's grouped convolutions beat a loop where critics are narrow, and lose where they are as
     wide as the paper's."""
-    if nets.device != "cpu":
+    if device != "cpu":
         return sys.maxsize
-    return max(1, _WEIGHTS_AT_ONCE // sum(p.numel() for p in nets.critic.parameters()))
+    return max(1, _WEIGHTS_AT_ONCE // sum(p.numel() for p in critic.parameters()))
 
 
 def _member(networks: Tensors, place: int) -> Tensors:

@@ -76,6 +76,30 @@ class Generator(nn.Module):
         return torch.sigmoid(self.image(features))
 
 
+class Classifier(nn.Module):
+    """Three 5x5 convolutions with stride 2, leaky ReLU, and a linear layer: DP-GAN-DPAC's.
+
+    Args: as ``Critic``'s.
+    """
+
+    def __init__(self, classes: int, shape: tuple[int, int, int], width: int) -> None:
+        super().__init__()
+        channels, size, _ = shape
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(inputs, outputs, 5, 2, 2)
+            for inputs, outputs in [(channels, width), (width, 2 * width), (2 * width, 4 * width)]
+        )
+        self.logits = nn.Linear(4 * width * (-(-size // 8)) ** 2, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, channels, size, size) -> logits (n, classes)."""
+        features = images
+        for layer in self.convolutions:
+            features = F.leaky_relu(layer(features), 0.2)
+        logits: Tensor = self.logits(features.flatten(1))
+        return logits
+
+
 class Critic(nn.Module):
     """GS-WGAN's critic: three 5x5 convolutions with stride 2, all spectrally normalized, leaky
     ReLU, and a score that is linear in the features with a projection of the label (Miyato and

@@ -111,7 +111,11 @@ def summary(path: Path) -> str:
         if found["mean"] is None or real is None:
             lines.append(f"gen2real {name}: not computed, there is one label only")
             continue
-        lines.append(f"gen2real {name}: {found['mean']:.1%} (trained on real rows: {real:.1%})")
+        back = results["real2gen"][name]["mean"]
+        lines.append(
+            f"gen2real {name}: {found['mean']:.1%} (trained on real rows: {real:.1%}); real2gen: "
+            f"{back:.1%}"
+        )
     parts = ", ".join(f"{n} {s:.3g} s" for n, s in results["seconds_per_round"].items())
     if results["rounds_per_second"]:
         lines.append(
