@@ -228,6 +228,7 @@ def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], h
     ("file", "change", "words"),
     [
         ("run.json", lambda text: "{}", "not a run directory"),
+        ("run.json", lambda text: text.replace('"cpu"', '"cuda"'), "began on cuda"),
         ("config.yaml", lambda text: text + "\n{[", "not a run directory"),
         ("config.yaml", lambda text: text.replace("clip: 1.0", "clip: 9.0"), "was altered"),
         ("clients/0/ledger.jsonl", lambda text: None, "ledger of client 0 is missing"),

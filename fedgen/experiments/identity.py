@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.settings import Setup
+from fedgen.experiments.settings import Setup, device
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import LEDGER
 from fedgen.files import digest
@@ -37,7 +37,12 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
     )
     settings = _settings_digest(config)
-    identity = {"run": name, "data": ready.dataset.digest(), "settings": settings}
+    identity = {
+        "run": name,
+        "data": ready.dataset.digest(),
+        "settings": settings,
+        "device": device(config.device),
+    }
     return RunDir.create(Path(place), config, identity), name
 
 
@@ -55,6 +60,13 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
     the same coins would sanitize something else."""
     if identity["data"] != ready.dataset.digest():
         raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
+    here = device(ready.config.device)
+    if identity["device"] != here:  # other bits, and states in other stacks
+        raise FedgenError(
+            "resume",
+            f"{run_dir.path} began on {identity['device']}, this is {here}",
+            f"go on where there is {identity['device']}",
+        )
     if identity["settings"] != _settings_digest(ready.config):
         raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
     if (run_dir.checkpoints / checkpoint.NAME).exists():

@@ -71,7 +71,7 @@ class RunDir:
         try:
             config = OmegaConf.load(path / "config.yaml")
             identity = json.loads((path / "run.json").read_text())
-            identity["run"], identity["data"], identity["settings"]
+            identity["run"], identity["data"], identity["settings"], identity["device"]
         except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
             raise FedgenError(
                 key, f"{path} is not a run directory", "give one that fedgen train made"
