@@ -376,7 +376,7 @@ def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: st
         relation=RELATION,
         sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
         rows_per_round=1,
-        answer=lambda rows: (1, answer),
+        answer=lambda *_: (1, answer),
         server=server,
         release=None,
         amplified_by={"server": by, "release": by},

@@ -146,7 +146,7 @@ class Plan:
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
     before: what was spent on what the run begins with, by each client. None: nothing.
-    answer: rows of a query -> shape of the answer.
+    answer: (rows of a query, round) -> shape of the answer.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
@@ -158,7 +158,7 @@ class Plan:
     relation: Relation
     sampler: str
     rows_per_round: int
-    answer: Callable[[int], tuple[int, ...]]
+    answer: Callable[[int, int], tuple[int, ...]]
     server: Callable[[int], DpEvent]
     release: Callable[[int], DpEvent] | None
     amplified_by: Mapping[str, str | None]

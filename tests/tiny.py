@@ -52,6 +52,8 @@ OTHER_METHODS = [
     "method.discriminator.width=2",
     "method.discriminator_steps=2",
     "method.latent=4",
+    "method.autoencoder.width=2",
+    "method.autoencoder_steps=1",
     "method.companion.begins=1",
     "method.companion.classifier.width=2",
 ]

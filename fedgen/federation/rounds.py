@@ -235,7 +235,7 @@ class Rounds:
         return RoundFacts(1, 0, None, {"generator": time.perf_counter() - start})
 
     def _round(self, server_round: int, query: Query, coins: Coins) -> RoundFacts:
-        state, server = self.state, self.method.server
+        state, server, plan = self.state, self.method.server, self.method.plan
         start = time.perf_counter()
         broadcast = messages.pack_arrays(server.broadcast(state.server, server_round, coins))
         config = ConfigRecord({"rows": query.count})
@@ -249,7 +249,7 @@ class Rounds:
             state.rows[client] += len(rows)
 
         def read(client: int, reply: Message) -> Answer:
-            return self._read(client, reply, self.method.plan.answer(len(routed[client])))
+            return self._read(client, reply, plan.answer(len(routed[client]), server_round))
 
         answers = self._exchange(questions, f"in round {server_round + 1}", read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
@@ -258,7 +258,7 @@ class Rounds:
         if mean is not None:
             norm = float(torch.linalg.vector_norm(mean.flatten(1), dim=1).mean())
             state.server = server.update(state.server, mean, server_round, coins)
-        rounds = query.count // self.method.plan.rows_per_round
+        rounds = query.count // plan.rows_per_round
         state.rounds += rounds
         seconds = {
             "critics": trained - start,

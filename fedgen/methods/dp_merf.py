@@ -96,13 +96,31 @@ class Client:
         here = coins.at("embedding", round_)
         frequencies = self.features.frequencies(query.shared["seed"])
 
-        def sums() -> Iterator[ClippedSum]:
-            rows = torch.from_numpy(self.mechanism.draw(len(shard), here))
-            for some in torch.split(rows, _AT_ONCE):
-                images, labels = (each.to(self.features.device) for each in shard.rows(some))
-                yield of_rows(self.features(frequencies, images), 1.0, labels, self.classes)
+        sums = embedding_sums(
+            self.mechanism,
+            lambda images: self.features(frequencies, images),
+            shard,
+            self.classes,
+            self.features.device,
+            here,
+        )
+        return self.mechanism.release((self.classes * self.features.count,), sums, here)
 
-        return self.mechanism.release((self.classes * self.features.count,), sums(), here)
+
+def embedding_sums(
+    mechanism: SumGaussian | PlainSum,
+    features: Callable[[Tensor], Tensor],
+    shard: Shard,
+    classes: int,
+    device: str,
+    coins: Coins,
+) -> Iterator[ClippedSum]:
+    """The features of all rows, images (n, ...) -> (n, count), summed in the blocks of their
+    labels."""
+    rows = torch.from_numpy(mechanism.draw(len(shard), coins))
+    for some in torch.split(rows, _AT_ONCE):
+        images, labels = (each.to(device) for each in shard.rows(some))
+        yield of_rows(features(images), 1.0, labels, classes)
 
 
 @dataclass(frozen=True)
@@ -275,7 +293,7 @@ def _plan(mechanism: SumGaussian | PlainSum, size: int) -> Plan:
         relation=RELATION,
         sampler="none",
         rows_per_round=1,
-        answer=lambda rows: (1, size),
+        answer=lambda *_: (1, size),
         server=server,
         release=None,
         amplified_by={"server": None, "release": None},

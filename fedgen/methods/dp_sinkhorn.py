@@ -330,7 +330,7 @@ def _plan(
         relation=RELATION,
         sampler=f"Poisson draw of rows at rate {sampling_rate:.4g}" if drawn else "none",
         rows_per_round=shape[0],
-        answer=lambda rows: (rows, *shape[1:]),
+        answer=lambda rows, _: (rows, *shape[1:]),
         server=server,
         release=None,
         amplified_by={"server": by, "release": by},

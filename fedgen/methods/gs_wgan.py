@@ -669,7 +669,7 @@ def _plan(
         if drawn
         else "none",
         rows_per_round=rows,
-        answer=lambda rows: (rows, *answer),
+        answer=lambda rows, _: (rows, *answer),
         server=server,
         release=release if federated and noise is not None else None,
         amplified_by={"server": None if federated else by, "release": by},

@@ -16,6 +16,8 @@ The vocabulary is dp_accounting's, and one node of our own:
     is assumed to see the draw: no amplification, yet the number of visits is a random number.
 ``SelfComposedDpEvent(event, count)``
     ``count`` of them.
+``ComposedDpEvent(events)``
+    one after the other.
 ``NonPrivateDpEvent()``
     no bound.
 """
@@ -30,6 +32,7 @@ from typing import Any
 
 import attr
 from dp_accounting import (
+    ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
     NonPrivateDpEvent,
@@ -81,6 +84,11 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
     match event:
         case SelfComposedDpEvent(event=inner, count=times):
             return canonical(inner, count * times)
+        case ComposedDpEvent(events=parts):
+            spend: Counter[DpEvent] = Counter()
+            for part in parts:
+                spend.update(canonical(part, count))
+            return spend
         case GaussianDpEvent() | NonPrivateDpEvent():
             return {event: count}
         case SampledWithoutReplacementDpEvent(

@@ -21,6 +21,7 @@ WITHOUT_DRAWS = [
     "method.routing=mean",
     "method.sampling_rate=1.0",
     "method.batch=2",
+    "method.autoencoder_steps=8",
 ]
 
 

@@ -1,0 +1,157 @@
+"""DP-MERF + AE: the gradients and the embedding of its two kinds of rounds, and what both cost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from tiny import COINS, SHARD
+
+from fedgen.data.datasets import Shard
+from fedgen.method import Method, PublicFacts, Query
+from fedgen.methods.dp_merf import Features
+from fedgen.methods.dp_merf_ae import dp_merf_ae
+from fedgen.models.autoencoder import Autoencoder, CodeGenerator
+from fedgen.models.functional import flat, part
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, canonical
+
+STEPS, FEATURES, CODE, CLIP = 3, 30, 5, 0.7
+NOBODY = Shard(SHARD.images[:0], SHARD.labels[:0])
+
+
+def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
+    chosen = {
+        "autoencoder": partial(Autoencoder, width=2),
+        "code": CODE,
+        "autoencoder_steps": STEPS,
+        "batch": 60,
+        "sampling_rate": 1.0,
+        "clip": CLIP,
+        "autoencoder_learning_rate": 1e-2,
+        "autoencoder_betas": (0.9, 0.999),
+        "embedding_noise": 4.0,
+        "generator": partial(CodeGenerator, width=8),
+        "latent": 4,
+        "features": FEATURES,
+        "bandwidth": 0.5,
+        "rows": 60,
+        "fakes_per_label": 2,
+        "learning_rate": 1e-2,
+        "betas": (0.9, 0.999),
+        "ema": 0.0,
+        "device": "cpu",
+    }
+    return dp_merf_ae(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**chosen, **changed})  # type: ignore[arg-type]
+
+
+def asked(method: Method, round_: int) -> Query:
+    query = method.server.query(method.server.init(COINS), round_, COINS)
+    assert query is not None
+    return query
+
+
+def answer(method: Method, round_: int, shard: Shard = SHARD) -> torch.Tensor:
+    query = asked(method, round_)
+    release = method.client.answer({}, query, shard, round_, COINS)
+    found = torch.from_numpy(release.arrays["answer"])
+    assert tuple(found.shape) == method.plan.answer(1, round_)
+    assert release.event == method.plan.server(1) or round_ >= STEPS
+    return found[0]
+
+
+def autoencoder(method: Method) -> Autoencoder:
+    network = Autoencoder(CODE, (1, 8, 8), 2)
+    network.load_state_dict(part(method.server.init(COINS), "coder"))
+    return network
+
+
+def test_a_step_is_the_gradient_of_what_the_codes_miss() -> None:
+    method = make(None)
+    network, images = autoencoder(method), SHARD.rows(torch.arange(60))[0]
+    loss = (network.decode(network.encode(images)) - images).square().sum() / 60
+    loss.backward()
+    expected = flat({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
+    assert torch.allclose(answer(method, 0), expected, atol=1e-4)
+
+
+def test_the_embedding_is_of_codes() -> None:
+    method = make(None)
+    images, labels = SHARD.rows(torch.arange(60))
+    codes = autoencoder(method).encode(images).detach()
+    features = Features(FEATURES, 0.5, CODE, "cpu")
+    each = features(features.frequencies(method.server.init(COINS)["seed"]), codes)
+    expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / 60
+    assert torch.allclose(answer(method, STEPS).view(10, -1), expected, atol=1e-5)
+
+
+def test_training_an_autoencoder_and_then_codes() -> None:
+    method = make(None)
+    state = method.server.init(COINS)
+    for round_ in range(STEPS + 40):
+        query = method.server.query(state, round_, COINS)
+        assert (query is None) == (round_ > STEPS)
+        before = state
+        if query is None:
+            state = method.server.alone(state, round_, COINS)
+        else:
+            arrays = method.client.answer({}, query, SHARD, round_, COINS).arrays
+            given = torch.from_numpy(arrays["answer"])
+            state = method.server.update(state, given, round_, COINS)
+        same = all(
+            torch.equal(v, part(before, "coder")[n]) for n, v in part(state, "coder").items()
+        )
+        assert same == (round_ >= STEPS)
+        if round_ == STEPS:
+            first = float(state["distance"])
+    assert float(state["distance"]) < first
+    images = method.server.sample(method.server.generator(state), torch.arange(10), COINS)
+    assert images.shape == (10, 1, 8, 8)
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
+
+
+@pytest.mark.parametrize(("round_", "bound"), [(0, CLIP / 60), (STEPS, 1 / 60)])
+@pytest.mark.parametrize("row", [0, 31])
+def test_a_row_more_moves_a_release_by_its_sensitivity(round_: int, bound: float, row: int) -> None:
+    method = make(1e-9)
+    rest = [each for each in range(60) if each != row]
+    without = Shard(SHARD.images[rest], SHARD.labels[rest])
+    moved = (answer(method, round_) - answer(method, round_, without)).double().norm()
+    assert bound * 0.99 <= float(moved) <= bound * 1.001
+
+
+@pytest.mark.parametrize(("round_", "std"), [(0, 2 * CLIP / 60), (STEPS, 8 / 60)])
+def test_noise_has_the_promised_scale(round_: int, std: float) -> None:
+    """Of nobody's rows: at least 300 numbers, whose variance is within 40 % of the true one but for
+    a probability below 1e-5."""
+    found = answer(make(2.0), round_, NOBODY)
+    assert len(found) >= 300
+    assert float(found.var()) == pytest.approx(std**2, rel=0.4)
+
+
+def test_both_kinds_of_rounds_are_paid_for() -> None:
+    """Against dp_accounting's own accountants; a run that ends early paid for what it asked."""
+    plan = make(0.8, sampling_rate=0.01, autoencoder_steps=500).plan
+    assert plan.asked(10_000) == 501
+    sampled = PoissonSampledDpEvent(0.01, GaussianDpEvent(0.8))
+    whole = ComposedDpEvent([SelfComposedDpEvent(sampled, 500), GaussianDpEvent(3.2)])
+    assert canonical(plan.server(501)) == {sampled: 500, GaussianDpEvent(3.2): 1}
+    assert canonical(plan.server(20)) == {sampled: 20}
+    found = epsilon(canonical(plan.server(501)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    by_pld = PLDAccountant(relation).compose(whole).get_epsilon(1e-5)
+    by_rdp = RdpAccountant(neighboring_relation=relation).compose(whole).get_epsilon(1e-5)
+    assert found == pytest.approx(by_pld, rel=2e-3)
+    assert found < by_rdp
+    alone = epsilon(canonical(plan.server(500)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    assert alone < found - 0.05
