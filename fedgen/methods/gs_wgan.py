@@ -611,8 +611,8 @@ def at_once(critic: nn.Module, device: str) -> int:
 
 
 def _member(networks: Tensors, place: int) -> Tensors:
-    """A stack of one network."""
-    return {name: value[place : place + 1] for name, value in networks.items()}
+    """A stack of one network; what all have in common stays."""
+    return {n: value[place : place + 1] if value.dim() else value for n, value in networks.items()}
 
 
 def _plan(

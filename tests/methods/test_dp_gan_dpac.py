@@ -120,6 +120,24 @@ def test_an_answer_weighs_critic_and_classifier() -> None:
     assert float(own.abs().max()) > 1e-3
 
 
+def test_routed_rows_find_the_classifier_of_their_critic() -> None:
+    """Critics asked one by one, together again, are the mean over all."""
+    routed, mean = dpac(routing="per_sample"), dpac(routing="mean")
+    state = trained(routed, 3)
+    program = routed.client.train.__self__
+    query = routed.server.query(routed.server.init(COINS), 0, COINS)
+    assert query is not None
+    asked = program.draw(query.count, 3, COINS)
+    rows, every = answer(routed, state, 3), []
+    for members in program.stacks:
+        critics, companions = (state[f"{of}.{members.start}"] for of in ("critics", "companions"))
+        every.append(program._gradients(critics, companions, query, 3))
+    whole = torch.cat(every)
+    assert torch.allclose(whole.mean(0), answer(mean, state, 3), atol=1e-6)
+    for critic, routes in asked.items():
+        assert torch.allclose(rows[routes], whole[critic][routes], atol=1e-6)
+
+
 def test_before_it_begins_it_is_gs_wgan() -> None:
     late, never = dpac(changed={"begins": 2}), make()
     assert trained(late, 2).keys() == trained(never, 2).keys()
