@@ -31,7 +31,8 @@ usage: fedgen <command> [key=value ...]
 
 settings (defaults in brackets):
   method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
-         dp_merf|dp_merf_small|dp_sinkhorn|dp_sinkhorn_small
+         dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_sinkhorn|dp_sinkhorn_small|
+         dp_gan_dpac|dp_gan_dpac_small
                                                  [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH
@@ -47,7 +48,8 @@ settings (defaults in brackets):
   evaluation=quick|full|none [quick]
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
-             dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist
+             dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
+             gs_wgan_mnist_cpu|dp_gan_dpac_mnist
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
