@@ -41,6 +41,9 @@ _MAY_BE_ZERO = (
     "l2",
     "label_weight",
     "weight_decay",
+    "begins",
+    "fake_steps",
+    "real_steps",
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgen.coins import Coins
+from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import Score, slope_penalty
 from fedgen.models.functional import (
     Tensors,
@@ -147,7 +148,19 @@ def dual_purpose_classifier(
     shape: tuple[int, int, int],
     device: str,
 ) -> DualPurposeClassifier:
-    """The companion for these public parameters; see ``DualPurposeClassifier``."""
+    """The companion for these public parameters; see ``DualPurposeClassifier``.
+
+    Raises:
+        FedgenError: for a share that is none, or a classifier that never trains.
+    """
+    if critic_share > 1:
+        raise FedgenError(
+            "method.companion.critic_share", f"is a share, got {critic_share:g}", "take at most 1"
+        )
+    if not fake_steps + real_steps:
+        raise FedgenError(
+            "method.companion.fake_steps", "no steps on fakes and none on real rows", "raise one"
+        )
     return DualPurposeClassifier(
         template(classifier(classes=classes, shape=shape)),
         begins,

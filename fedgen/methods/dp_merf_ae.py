@@ -215,8 +215,11 @@ def dp_merf_ae(
         generator: of codes.
 
     Raises:
-        FedgenError: for an odd number of features.
+        FedgenError: for an odd number of features, or a sampling rate that is none.
     """
+    if sampling_rate > 1:
+        problem = f"is a share, got {sampling_rate:g}"
+        raise FedgenError("method.sampling_rate", problem, "take at most 1")
     if features % 2:
         problem = f"are half cosines and half sines, got {features}"
         raise FedgenError("method.features", problem, "take an even number")

@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.method import Method
 from fedgen.methods.dp_gan_dpac import dual_purpose_classifier
 from fedgen.models import dcgan
@@ -55,6 +56,19 @@ def answer(method: Method, state: dict, round_: int = 0) -> torch.Tensor:
     return torch.from_numpy(
         method.client.answer(state, query, SHARD, round_, COINS).arrays["answer"]
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("method.companion.critic_share", {"critic_share": 1.1}),
+        ("method.companion.fake_steps", {"fake_steps": 0, "real_steps": 0}),
+    ],
+)
+def test_contradictions_are_refused(key: str, changed: dict) -> None:
+    with pytest.raises(FedgenError) as error:
+        dpac(changed=changed)
+    assert error.value.key == key
 
 
 @pytest.mark.parametrize("sequential", [True, False])

@@ -18,6 +18,7 @@ from dp_accounting.rdp import RdpAccountant
 from tiny import COINS, SHARD
 
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query
 from fedgen.methods.dp_merf import Features
 from fedgen.methods.dp_merf_ae import dp_merf_ae
@@ -137,6 +138,16 @@ def test_noise_has_the_promised_scale(round_: int, std: float) -> None:
     found = answer(make(2.0), round_, NOBODY)
     assert len(found) >= 300
     assert float(found.var()) == pytest.approx(std**2, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [("method.sampling_rate", {"sampling_rate": 1.5}), ("method.features", {"features": 31})],
+)
+def test_contradictions_are_refused(key: str, changed: dict) -> None:
+    with pytest.raises(FedgenError) as error:
+        make(1.0, **changed)
+    assert error.value.key == key
 
 
 def test_both_kinds_of_rounds_are_paid_for() -> None:
