@@ -143,14 +143,14 @@ def measure(
         for members in turns:
             train(members, 1)
         begin = time.perf_counter()
-        for members in turns[: timed // TURN]:
+        for members in turns[: -(-timed // TURN)]:
             train(members, steps)
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated() if cuda else resident
-    return timed // TURN * TURN * steps / seconds, float(peak)
+    return -(-timed // TURN) * TURN * steps / seconds, float(peak)
 
 
 def main() -> None:
@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     chosen = vars(parser.parse_args())
+    if not chosen["critics"] >= chosen["timed"] > 0 == chosen["critics"] % TURN:
+        parser.error(f"--critics must be a multiple of {TURN}, and at least --timed")
     ratios: dict[str, object] = dict(chosen)
     for width in chosen.pop("widths"):
         found = {}

@@ -312,6 +312,9 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
         for name, inner in value.items():
             if not str(name).startswith("_"):
                 _check_parameter(f"{key}.{name!s}", inner, None)
+    elif Callable in (typing.get_origin(h) for h in (hint, *typing.get_args(hint))):
+        if value is not None:
+            raise FedgenError(key, f"cannot be {value!r}", "it is a group of settings")
     elif isinstance(value, ListConfig):
         if len(value) != 2:
             raise FedgenError(key, f"must be two numbers, got {list(value)}", "e.g. [0.5, 0.9]")
@@ -343,6 +346,9 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     all_rows = plan.rows_per_round * plan.asked(rounds)
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
+    if rounds < (plan.asking_rounds or 0):
+        problem = f"{rounds} end before all {plan.asking_rounds} that ask clients"
+        raise FedgenError("rounds", problem, "raise it: those after train the generator")
     if config.names.privacy == "none":
         if target is not None or noise is not None:
             raise FedgenError("privacy", "none has no target and no noise", "take privacy=dp")
@@ -363,7 +369,14 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
             lambda sigma: planned(method(sigma), config, server, rough_epsilon),
         )
         return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
-    return Privacy(delta, mode, noise, affordable(method(noise), config, server, target))
+    budget = affordable(method(noise), config, server, target)
+    if budget.rounds < (plan.asking_rounds or 0):
+        raise FedgenError(
+            "privacy.target_epsilon",
+            f"is spent after {budget.rounds} of the {plan.asking_rounds} rounds that ask",
+            "raise it, or privacy.noise_multiplier",
+        )
+    return Privacy(delta, mode, noise, budget)
 
 
 def calibrated(method: Method, rounds: int) -> Budget:

@@ -42,6 +42,7 @@ from fedgen.federation.server_app import server_app
 from fedgen.files import write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
+from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory
@@ -129,6 +130,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
     # coins of the seed alone: the server's secret ones do not leave it
     coins = Coins.of(ready.config.seed, "seeded").at("faults")
     faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
+    most = canonical(ready.method.plan.server(ready.privacy.budget.rows))
     return Site(
         program=ready.program,
         shard=lambda client: ready.dataset.shard(ready.shards[client]),
@@ -141,6 +143,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         in_memory=runtime.get("store") == "memory",
         cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
         threads=runtime.threads,
+        limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
         mods=(faulty,) if ready.faults.total else (),
     )
 
@@ -413,7 +416,8 @@ class Training:
             path.unlink()  # critics of clients that did not hear the farewell
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
-        if self.stopped and state.rounds == 0:  # after a resume that has nothing left to spend
+        # after a resume that has nothing left to spend, or not enough to ask for all
+        if self.stopped and state.rounds < (self.method.plan.asking_rounds or 1):
             raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         self._figure()
         generator = self.method.server.generator(state.server)

@@ -17,7 +17,7 @@ from fedgen.federation.rounds import RunState
 from fedgen.files import digest, write_whole
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
-SCHEMA = 3
+SCHEMA = 4
 NAME = "checkpoint.json"
 _REMEDY = "restore the run directory from a copy, or start a new run"
 

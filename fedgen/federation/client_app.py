@@ -7,7 +7,7 @@ import platform
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.messages import Answer
 from fedgen.files import digest
 from fedgen.method import ClientProgram
+from fedgen.privacy.events import Spend, canonical, total
 from fedgen.privacy.ledger import Ledger
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Site:
     run: the run's name, which the ledgers carry.
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.
+    limits: how often each event of the plan may be charged, where releases differ in cost.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     mods: Flower mods around the app.
@@ -73,6 +75,7 @@ class Site:
     in_memory: bool
     cache_bytes: float
     threads: int
+    limits: Spend = field(default_factory=dict)
     mods: tuple[Mod, ...] = ()
 
 
@@ -87,6 +90,7 @@ class ClientHome:
     store: ClientStore
     ledger: Ledger
     rows: int
+    limits: Spend = field(default_factory=dict)
     answered: int = -1
 
 
@@ -125,6 +129,7 @@ class Homes:
             self._store,
             Ledger(folder / LEDGER, site.run, client, site.noise == "seeded"),
             site.rows,
+            site.limits,
         )
 
 
@@ -267,6 +272,10 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
         server_round,
         lambda: home.program.answer(state, query, home.shard, server_round, coins),
     )
+    if not repeat and home.limits:
+        after = total([home.ledger.account().spend, canonical(release.event)])
+        if any(count > home.limits.get(event, 0) for event, count in after.items()):
+            raise BudgetError
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
     reply = messages.pack_release(release)
     kept = Answer(release.arrays, release.event, release.unit)

@@ -215,11 +215,15 @@ def dp_merf_ae(
         generator: of codes.
 
     Raises:
-        FedgenError: for an odd number of features, or a sampling rate that is none.
+        FedgenError: for an odd number of features, a sampling rate that is none, or noise of the
+            embedding that is out of all proportion.
     """
     if sampling_rate > 1:
         problem = f"is a share, got {sampling_rate:g}"
         raise FedgenError("method.sampling_rate", problem, "take at most 1")
+    if not 1e-3 <= embedding_noise <= 1e3:
+        problem = f"must lie between 0.001 and 1000, got {embedding_noise:g}"
+        raise FedgenError("method.embedding_noise", problem, "e.g. 5")
     if features % 2:
         problem = f"are half cosines and half sines, got {features}"
         raise FedgenError("method.features", problem, "take an even number")
@@ -288,11 +292,12 @@ def _plan(client: Client, steps: int) -> Plan:
     private = isinstance(client.steps, SumGaussian)
 
     def server(answered: int) -> DpEvent:
-        taken = repeat(client.steps.event(), min(answered, steps))
+        # as if all were steps, and one the embedding too: a step that is done again after a resume
+        # takes the place of the embedding in a client's rows
+        taken = repeat(client.steps.event(), answered)
         if answered <= steps:
             return taken
-        asked = repeat(client.embedding.event(), answered - steps)
-        return ComposedDpEvent([taken, asked]) if steps else asked
+        return ComposedDpEvent([taken, client.embedding.event()])
 
     reason = None if private else "nothing is clipped and nothing is noised"
     by = "secret Poisson batches of the autoencoder's steps" if private else None

@@ -527,6 +527,10 @@ def gs_wgan(
     count = 1 if federated else critics
     on_query = critic_schedule == "on_query"
     _check(facts, count, critics_per_step, on_query, sanitize, routing, answerers, cohort_sampling)
+    if companion is not None and sanitize == "parameters":
+        raise FedgenError(
+            "method.sanitize", "parameters have no companion's share", "set it to samples"
+        )
     # the draw that amplifies: of a client by the server, or of a critic by the one client
     among_clients = Routing(routing, facts.clients, answerers, cohort_sampling)
     among_critics = Routing(routing, count, answerers)

@@ -17,6 +17,7 @@ from fedgen.federation import messages
 from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.in_process import InProcessGrid
+from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
 
 Ask = Callable[[int], Message]
@@ -66,6 +67,13 @@ def test_the_client_enforces_its_budget(home: ClientHome, ask: Ask) -> None:
     replies = [ask(server_round) for server_round in range(4)]
     assert [reply.has_error() for reply in replies] == [False, False, False, True]
     assert home.ledger.rows == 18
+
+
+def test_no_kind_of_release_is_charged_more_often_than_planned(home: ClientHome, ask: Ask) -> None:
+    """Rows are left, but not for this."""
+    home.limits = canonical(make(noise=1.0).plan.server(6))
+    assert [ask(server_round).has_error() for server_round in range(3)] == [False, True, True]
+    assert home.ledger.account().spend == home.limits
 
 
 def test_a_charge_comes_before_the_reply(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +19,9 @@ from dp_accounting import (
 )
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from tiny import COINS, SHARD
+from tiny import COINS, SHARD, tiny
 
+from fedgen import cli
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query
@@ -142,7 +147,11 @@ def test_noise_has_the_promised_scale(round_: int, std: float) -> None:
 
 @pytest.mark.parametrize(
     ("key", "changed"),
-    [("method.sampling_rate", {"sampling_rate": 1.5}), ("method.features", {"features": 31})],
+    [
+        ("method.sampling_rate", {"sampling_rate": 1.5}),
+        ("method.features", {"features": 31}),
+        ("method.embedding_noise", {"embedding_noise": 1e-6}),
+    ],
 )
 def test_contradictions_are_refused(key: str, changed: dict) -> None:
     with pytest.raises(FedgenError) as error:
@@ -150,13 +159,42 @@ def test_contradictions_are_refused(key: str, changed: dict) -> None:
     assert error.value.key == key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("died", [1, 2])
+def test_a_step_that_is_done_again_is_paid_for(
+    died: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In mode secure it takes the place of the embedding, and the run ends within its target; its
+    generator knows nothing, and is not published."""
+    run = tmp_path / "run"
+    words = ["method=dp_merf_ae_small", "rounds=4", "method.sampling_rate=1"]
+    words += ["method.embedding_noise=1000", "privacy.noise=secure", f"run_dir={run}"]
+    words += [w for w in tiny("dp_merf_ae_small") if not w.startswith(("rounds", "method.auto"))]
+    words += ["method.autoencoder_steps=2", f"runtime.faults.server_dies={died}"]
+    command = [sys.executable, "-m", "fedgen.cli", "train", *words]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "nothing was learnt" in capsys.readouterr().err
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert 9 < privacy["views"]["server"]["epsilon"] <= 10
+    assert not (run / "public" / "generator.safetensors").exists()
+
+
+def test_a_run_that_never_comes_to_the_embedding(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["method=dp_merf_ae_small", "method.autoencoder_steps=10"]
+    enough = ["privacy.noise_multiplier=0.5", "privacy.target_epsilon=8", "rounds=16"]
+    for words, key in ((["rounds=10"], "rounds"), (enough, "privacy.target_epsilon")):
+        assert cli.run(["account", *few, *words]) == 2
+        assert f"fedgen: {key}: " in capsys.readouterr().err
+
+
 def test_both_kinds_of_rounds_are_paid_for() -> None:
     """Against dp_accounting's own accountants; a run that ends early paid for what it asked."""
     plan = make(0.8, sampling_rate=0.01, autoencoder_steps=500).plan
     assert plan.asked(10_000) == 501
     sampled = PoissonSampledDpEvent(0.01, GaussianDpEvent(0.8))
-    whole = ComposedDpEvent([SelfComposedDpEvent(sampled, 500), GaussianDpEvent(3.2)])
-    assert canonical(plan.server(501)) == {sampled: 500, GaussianDpEvent(3.2): 1}
+    whole = ComposedDpEvent([SelfComposedDpEvent(sampled, 501), GaussianDpEvent(3.2)])
+    assert canonical(plan.server(501)) == {sampled: 501, GaussianDpEvent(3.2): 1}
     assert canonical(plan.server(20)) == {sampled: 20}
     found = epsilon(canonical(plan.server(501)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE
