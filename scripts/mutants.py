@@ -245,6 +245,35 @@ MUTANTS = [
         f"{CLIENT_TESTS}::test_the_client_enforces_its_budget",
     ),
     Mutant(
+        "no-limit-to-a-kind-of-release",
+        CLIENT,
+        "if not repeat and home.limits:",
+        "if not home.limits:",
+        f"{CLIENT_TESTS}::test_no_kind_of_release_is_charged_more_often_than_planned",
+    ),
+    Mutant(
+        "embedding-of-codes-not-counted",
+        "fedgen/methods/dp_merf_ae.py",
+        "return ComposedDpEvent([taken, client.embedding.event()])",
+        "return taken",
+        "tests/methods/test_dp_merf_ae.py::test_both_kinds_of_rounds_are_paid_for",
+    ),
+    Mutant(
+        "classifier-tells-of-the-draw",
+        "fedgen/methods/dp_gan_dpac.py",
+        'generator=coins.public("labels"))',
+        "generator=torch.Generator().manual_seed(\n"
+        '                coins.secret("routing").getrandbits(60)))',
+        "tests/methods/test_dp_gan_dpac.py::test_classifiers_do_not_see_the_draw",
+    ),
+    Mutant(
+        "critics-share-a-subset",
+        GS_WGAN,
+        "real = partial(self.rows, subsets, shard)",
+        "real = partial(self.rows, self.subsets(range(len(members)), shard, coins), shard)",
+        f"{GS_WGAN_TESTS}::test_replacing_a_row_changes_one_critic",
+    ),
+    Mutant(
         "budget-of-the-server-checked-after-the-spend",
         "fedgen/federation/rounds.py",
         "self.state.rows[c] + len(rows) > budget.rows]",

@@ -135,10 +135,11 @@ def test_the_critics_loss_is_the_papers() -> None:
 # The separations
 
 
-@pytest.mark.parametrize("row", [0, 17, 59])
-def test_replacing_a_row_changes_one_critic(row: int) -> None:
+@pytest.mark.parametrize("whose", range(5))
+def test_replacing_a_row_changes_one_critic(whose: int) -> None:
     """After warm start and training, K - 1 critics are bit-identical."""
     method = make()
+    row = method.client.train.__self__.subsets(range(whose, whose + 1), SHARD, COINS)[0][0, 0]
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
     images[row], labels[row] = 255 - images[row], (labels[row] + 1) % 10
     changed = Shard(images, labels)
@@ -149,7 +150,7 @@ def test_replacing_a_row_changes_one_critic(row: int) -> None:
         for k in range(5)
         if any(not torch.equal(v, critic_of(after, k)[n]) for n, v in critic_of(before, k).items())
     ]
-    assert len(different) <= 1
+    assert different in ([], [whose])
 
 
 def test_every_row_has_a_critic() -> None:
