@@ -57,6 +57,7 @@ from fedgen.models.functional import (
     likeness,
     part,
     power_iteration,
+    settled,
     split,
     stack,
     template,
@@ -83,7 +84,8 @@ class Networks:
 
     def score(self, critics: Tensors) -> Callable[[Tensor, Tensor], Tensor]:
         """D of a stack as a function of images (k, n, ...) and labels (k, n)."""
-        return lambda images, labels: applied(self.critic, critics, images, labels)
+        ready = settled(critics)
+        return lambda images, labels: applied(self.critic, ready, images, labels)
 
     def generate(self, generator: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
         """G(latents, labels), in [0, 1]."""

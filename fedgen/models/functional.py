@@ -77,13 +77,16 @@ def trainable(network: Mapping[str, Tensor]) -> Tensors:
 class Spectral:
     """Mixin: the layer's weight is divided by its largest singular value, as estimated by power
     iteration from the buffer ``u``. The forward pass leaves ``u`` alone; ``power_iteration``,
-    called by training code only, moves it. So answering a query changes nothing."""
+    called by training code only, moves it. So answering a query changes nothing. A weight that is
+    ``settled`` has an empty ``u`` and is taken as it is."""
 
     weight: Tensor
     u: Tensor
 
     def normalized(self) -> Tensor:
         """The weight over its spectral norm."""
+        if not self.u.numel():
+            return self.weight
         matrix = self.weight.flatten(1)
         u = F.normalize(self.u, dim=0)
         v = F.normalize(matrix.detach().T @ u, dim=0)
@@ -121,6 +124,19 @@ class SpectralEmbedding(nn.Embedding, Spectral):
 
     def forward(self, index: Tensor) -> Tensor:
         return F.embedding(index, self.normalized())
+
+
+def settled(networks: Mapping[str, Tensor]) -> Tensors:
+    """A stack whose weights are divided by their spectral norms once, for several passes."""
+    found = dict(networks)
+    for name, buffer in networks.items():
+        if name.endswith(".u"):
+            weight = networks[name[:-1] + "weight"]
+            matrix, u = weight.flatten(2), F.normalize(buffer, dim=-1).unsqueeze(-2)
+            v = F.normalize(u @ matrix.detach(), dim=-1).transpose(-2, -1)
+            norms = (u @ (matrix @ v)).view(-1, *[1] * (weight.dim() - 1))
+            found[name[:-1] + "weight"], found[name] = weight / norms, buffer[:, :0]
+    return found
 
 
 def power_iteration(network: Mapping[str, Tensor], stacked: bool) -> Tensors:

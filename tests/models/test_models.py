@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, vmap
 
 from fedgen.coins import Coins
@@ -14,11 +16,15 @@ from fedgen.models import dcgan, resnet
 from fedgen.models.functional import (
     adam_start,
     adam_step,
+    applied,
+    gradients_of,
     initial,
     power_iteration,
+    settled,
     split,
     stack,
     template,
+    trainable,
 )
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 12, 12)]
@@ -55,6 +61,27 @@ def test_sizes_that_doubling_does_not_reach_are_refused() -> None:
     for size in (7, 9, 30, 33):
         with pytest.raises(FedgenError, match="do not fit"):
             dcgan.upsamplings(size)
+
+
+@pytest.mark.parametrize("make", [partial(dcgan.Critic, 10), partial(resnet.Generator, 4, 10)])
+def test_settled_weights_give_what_layers_that_settle_them_give(
+    make: Callable[..., nn.Module], coins: Coins
+) -> None:
+    """And the same gradients, alone and in a stack."""
+    module = template(make((1, 8, 8), 3))
+    sources = [coins.public("init", number) for number in range(2)]
+    stacked = trainable(stack([initial(module, source) for source in sources]))
+    labels = torch.tensor([[1, 2], [3, 4]])
+    size = (2, 2, *((1, 8, 8) if isinstance(module, dcgan.Critic) else (4,)))
+    inputs = torch.rand(size, generator=coins.public("inputs"))
+    for take in (slice(0, 2), slice(1, 2)):
+        some = trainable({name: value[take] for name, value in stacked.items()})
+        plain = applied(module, some, inputs[take], labels[take])
+        once = applied(module, settled(some), inputs[take], labels[take])
+        assert torch.allclose(plain, once, atol=1e-6)
+        expected = gradients_of(plain.square().sum(), some)
+        for name, value in gradients_of(once.square().sum(), some).items():
+            assert torch.allclose(value, expected[name], atol=1e-5), name
 
 
 def test_power_iteration_finds_the_spectral_norm(coins: Coins) -> None:
