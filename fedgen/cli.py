@@ -49,7 +49,7 @@ settings (defaults in brackets):
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
              dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
-             gs_wgan_mnist_cpu|dp_gan_dpac_mnist
+             dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """

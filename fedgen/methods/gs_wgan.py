@@ -10,8 +10,9 @@ and noised (equations 8 to 11); the generator's own Jacobian is public. Algorith
     generator                       descend gradients * dimages/dweights
 
 One client holds K critics over K parts of its rows (record level); of many clients each holds one
-critic (user level). Where this file leaves the published code: samples are routed one by one, and
-critics train on a public rotation instead of when they are drawn. Without both, no argument for
+critic (user level). Where this file leaves the published code: all critics of a client answer every
+sample, since one record moves their mean by 2C / K alone, or samples are routed one by one; and
+critics train on a public rotation instead of when they are drawn. Without these, no argument for
 amplification by the draw of a critic holds; ``routing`` and ``critic_schedule`` bring the published
 variant back, at its true cost.
 """
