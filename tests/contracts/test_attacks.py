@@ -22,6 +22,7 @@ WITHOUT_DRAWS = [
     "method.sampling_rate=1.0",
     "method.batch=2",
     "method.autoencoder_steps=8",
+    "rounds=9",
 ]
 
 

