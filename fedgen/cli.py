@@ -25,8 +25,11 @@ usage: fedgen <command> [key=value ...]
   fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
   fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
                                           audit.releases=N audit.confidence=P
+  fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: runs what is missing, with
+                                          run_dir=DIR of an earlier one; jobs=N at a time
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
+  fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen <command> --cfg ...              print the resolved settings, run nothing
 
 settings (defaults in brackets):
@@ -45,7 +48,7 @@ settings (defaults in brackets):
       in_process         runtime.store=memory|disk
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
-  evaluation=quick|full|none [quick]
+  evaluation=quick|full|none [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
              dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
@@ -62,6 +65,7 @@ COMMANDS = {
     "audit": "audit",
     "sample": "sample",
     "evaluate": "evaluate",
+    "benchmark": "benchmark",
 }
 
 
@@ -156,14 +160,19 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import generation
 
         print(generation.sample(config))
+    elif command == "benchmark":
+        from fedgen.experiments import benchmark
+
+        print(benchmark.benchmark(config), end="")
+    elif command == "evaluate":
+        from fedgen.experiments import evaluation
+
+        print(evaluation.evaluate(config))
     else:
-        from fedgen.experiments import generation, training
+        from fedgen.experiments import training
         from fedgen.reporting.words import summary
 
-        if command == "train":
-            print(summary(training.train(config)))
-        else:
-            print(summary(generation.evaluate_run(config)))
+        print(summary(training.train(config)))
 
 
 if __name__ == "__main__":

@@ -28,3 +28,17 @@ def digest(*parts: bytes) -> str:
     for part in parts:
         found.update(part)
     return found.hexdigest()
+
+
+def cache() -> Path:
+    """Where fedgen keeps what it would have to make or load again, on this machine: the environment
+    variable FEDGEN_CACHE, else ``~/.cache/fedgen``."""
+    return Path(os.environ.get("FEDGEN_CACHE") or "~/.cache/fedgen").expanduser()
+
+
+def write_shared(path: Path, data: bytes) -> None:
+    """Replaces a file in one step, while other processes may be writing the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_bytes(data)
+    fresh.replace(path)

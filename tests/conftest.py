@@ -46,6 +46,12 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests keep is of this session."""
+    os.environ["FEDGEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def data_root(tmp_path: Path) -> Path:
     """mnist.npz and femnist.npz in the layout of the real files, with 60 rows and 6 writers."""

@@ -33,7 +33,7 @@ MISTAKES = [
     ("held_out", ["held_out=300", "privacy.noise=secure"], "nothing to judge"),
     (
         "evaluation.samples",
-        ["evaluation=quick", "evaluation.samples=5", "evaluation.inception_score=true"],
+        ["evaluation=quick", "evaluation.samples=5", "evaluation.judge=true"],
         "from 10",
     ),
     ("method.batch", ["method.batch=-3"], "must be positive"),

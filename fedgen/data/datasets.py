@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.files import digest
+from fedgen.files import cache, digest
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -105,7 +105,7 @@ class Dataset:
 
 def root_of(root: str | None) -> Path:
     """Where data is looked for."""
-    return Path(root or os.environ.get("FEDGEN_DATA") or "~/.cache/fedgen").expanduser()
+    return Path(root or os.environ.get("FEDGEN_DATA") or cache()).expanduser()
 
 
 def digits(coins: Coins, **_: object) -> Dataset:

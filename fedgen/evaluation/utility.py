@@ -2,22 +2,27 @@
 other way round.
 
 Each classifier is a function (images, labels, classes, seed) -> predict, and predict one of images
--> labels; images are (n, channels, height, width) uint8. Nothing is chosen on what they are tested
-on.
+-> labels; images are (n, channels, height, width) uint8. What they stop by is held out from the
+rows that they learn from; nothing is chosen on what they are tested on.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hydra.utils import get_class
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgen.files import write_shared
 from fedgen.models.classifiers import small_cnn
 
 Images = NDArray[np.uint8]
@@ -25,78 +30,153 @@ Labels = NDArray[np.int64]
 Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
+_HELD_OUT, _PATIENCE = 0.1, 3
+
 
 def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int) -> Predict:
-    """What ``trained_cnn`` says."""
-    net = trained_cnn(images, labels, classes, seed, epochs)
+    """GS-WGAN's CNN (32 and 64 kernels, dropout), trained for at most so many epochs."""
+    net = trained(lambda: small_cnn(images.shape[1:], classes), images, labels, seed, epochs)
 
     def predict(images: Images) -> Labels:
-        with torch.no_grad():
-            batches = torch.split(torch.from_numpy(images), 512)
-            said: Labels = torch.cat([net(_floats(rows)).argmax(1) for rows in batches]).numpy()
+        said: Labels = outputs(net, images).argmax(1)
         return said
 
     return predict
 
 
-def trained_cnn(images: Images, labels: Labels, classes: int, seed: int, epochs: int) -> nn.Module:
-    """The paper's CNN (32 and 64 kernels, dropout), Adam 1e-3, batches of 128."""
+def scikit(
+    images: Images, labels: Labels, classes: int, seed: int, *, model: str, **settings: Any
+) -> Predict:
+    """A classifier ``model`` of scikit-learn's interface, by its full name, on pixels in [0, 1]:
+    with its defaults but for ``settings``."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    del classes
+    made = get_class(model)(**settings)
+    if "random_state" in made.get_params():
+        made.set_params(random_state=seed)
+    known, numbers = np.unique(labels, return_inverse=True)  # XGBoost wants all from 0 on
+    with warnings.catch_warnings():  # some defaults stop early, converged or not
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        made.fit(_flat(images), numbers)
+    return lambda images: known[np.asarray(made.predict(_flat(images)), np.int64)]
+
+
+def trained(
+    make: Callable[[], nn.Module], images: Images, labels: Labels, seed: int, epochs: int
+) -> nn.Module:
+    """A network from images to logits: Adam 1e-3, batches of 128. A tenth of the rows is held out:
+    the epoch that knows most of them is kept, and three that know no more of them end it."""
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
         torch.manual_seed(seed)
-        net = small_cnn(images.shape[1:], classes)
+        net = make()
         optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-        rows, targets = torch.from_numpy(images), torch.from_numpy(labels)
+        targets, order = torch.from_numpy(labels), torch.randperm(len(labels))
+        held = int(_HELD_OUT * len(order))
+        out, rows = order[:held].numpy(), order[held:]
+        best, kept, since = -1.0, net.state_dict(), 0
         for _ in range(epochs):
-            for batch in torch.split(torch.randperm(len(rows)), 128):
+            net.train()
+            for batch in torch.split(rows[torch.randperm(len(rows))], 128):
                 if len(batch) > 1 or len(rows) == 1:
-                    loss = F.cross_entropy(net(_floats(rows[batch])), targets[batch])
+                    loss = F.cross_entropy(net(_floats(images[batch.numpy()])), targets[batch])
                     optimizer.zero_grad()
                     torch.autograd.backward(loss)
                     optimizer.step()
+            right = (
+                float((outputs(net, images[out]).argmax(1) == labels[out]).mean()) if held else 0
+            )
+            if held and right <= best:
+                since += 1
+            else:
+                best, since = right, 0
+                kept = {name: value.clone() for name, value in net.state_dict().items()}
+            if since == _PATIENCE:
+                break
+        net.load_state_dict(kept)
     return net.eval()
 
 
-def _floats(images: Tensor) -> Tensor:
-    return images.to(torch.float32) / 255
+def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float32]:
+    """What a network, or a part of it, says of images: (n, ...). It is put into evaluation mode."""
+    if isinstance(net, nn.Module):
+        net.eval()
+    with torch.no_grad():
+        parts = [net(_floats(part)) for part in np.array_split(images, -(-len(images) // 512) or 1)]
+    found: NDArray[np.float32] = torch.cat(parts).numpy()
+    return found
 
 
-def logistic_regression(images: Images, labels: Labels, classes: int, seed: int) -> Predict:
-    """scikit-learn's logistic regression with its defaults, on pixels in [0, 1]."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    del classes
-    model = LogisticRegression(random_state=seed)
-    with warnings.catch_warnings():  # the default stops after 100 iterations, converged or not
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(_flat(images), labels)
-    return lambda images: np.asarray(model.predict(_flat(images)), np.int64)
+def _floats(images: Images) -> Tensor:
+    return torch.from_numpy(images).to(torch.float32) / 255
 
 
 def _flat(images: Images) -> NDArray[np.float32]:
     return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 
-def accuracies(
-    classifiers: Mapping[str, Classifier],
-    images: Images,
-    labels: Labels,
-    tests: Mapping[str, tuple[Images, Labels]],
-    classes: int,
-    seeds: int,
-    done: Callable[[str], None],
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each test, by name: mean and standard deviation over seeds, by classifier, with the
-    number n of rows to learn from; a mean of None where they have one label, which teaches
-    nothing."""
-    found: dict[str, dict[str, dict[str, Any]]] = {test: {} for test in tests}
-    for name, classifier in classifiers.items():
-        learnt = seeds if len(np.unique(labels)) > 1 else 0
-        fits = [classifier(images, labels, classes, seed) for seed in range(learnt)]
-        for test, (rows, truth) in tests.items():
-            scores = [float((predict(rows) == truth).mean()) for predict in fits]
-            mean = float(np.mean(scores)) if scores else None
-            std = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
-            found[test][name] = {"mean": mean, "std": std, "n": len(labels), "seeds": learnt}
-        done(name)
-    return found
+Scores = list[float | None]
+"""An accuracy, and that on each label alone; None for a label without rows."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A classifier, by name, to be trained on ``rows`` (images, labels) with a seed, and tested on
+    others. ``known``: a file to find its scores in, or to leave them in."""
+
+    name: str
+    classifier: Classifier
+    rows: tuple[Images, Labels]
+    tests: Mapping[str, tuple[Images, Labels]]
+    classes: int
+    seed: int
+    known: Path | None = None
+
+    def scores(self) -> dict[str, Scores]:
+        """For each test, by name."""
+        if self.known is not None and self.known.exists():
+            kept: dict[str, Scores] = json.loads(self.known.read_text())
+            return kept
+        predict = self.classifier(*self.rows, self.classes, self.seed)
+        found: dict[str, Scores] = {}
+        for test, (images, truth) in self.tests.items():
+            right = predict(images) == truth
+            parts = [right, *(right[truth == label] for label in range(self.classes))]
+            found[test] = [float(part.mean()) if len(part) else None for part in parts]
+        if self.known is not None:
+            write_shared(self.known, json.dumps(found).encode())
+        return found
+
+
+def all_scores(fits: Sequence[Fit], jobs: int) -> Iterator[tuple[int, dict[str, Scores]]]:
+    """(number, scores) of each as they come: one after the other in this process, or ``jobs`` at a
+    time in processes of their own."""
+    if jobs == 1:
+        yield from map(_numbered, range(len(fits)), fits)
+        return
+    import joblib
+
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        at_once = joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1)
+        yield from at_once(joblib.delayed(_numbered)(*each) for each in enumerate(fits))
+
+
+def _numbered(number: int, fit: Fit) -> tuple[int, dict[str, Scores]]:
+    return number, fit.scores()
+
+
+def summary(scores: Sequence[Scores], rows: int) -> dict[str, Any]:
+    """Mean and standard deviation over the seeds, ``per_class`` the mean for each label, with the
+    number n of rows to learn from; a mean of None where there was nothing to learn."""
+    whole = [found[0] for found in scores if found[0] is not None]
+    by_label = [
+        None if None in values else float(np.mean(values))
+        for values in list(zip(*scores, strict=True))[1:]
+    ]
+    return {
+        "mean": float(np.mean(whole)) if whole else None,
+        "std": float(np.std(whole, ddof=1)) if len(whole) > 1 else None,
+        "n": rows,
+        "seeds": len(whole),
+        "per_class": by_label,
+    }

@@ -30,6 +30,9 @@ _NUMBER_OR_NULL = (
 )
 
 
+_NO_GROUPS = {"account": ("published",), "benchmark": ("matrix", "data")}
+"""Settings of a command that Hydra would take for its groups: folders have these names."""
+
 SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "faults")
 """Settings of the runtime group that a run's bits and its privacy depend on."""
 
@@ -43,9 +46,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     for word in overrides:
         if "=" not in word:
             raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
-    # Hydra would take it for one of its groups: the recipes' folder has this name
-    recipes = [word for word in overrides if _key(word) == "published"] if name == "account" else []
-    overrides = [word for word in overrides if word not in recipes]
+    plain = [word for word in overrides if _key(word) in _NO_GROUPS.get(name, ())]
+    overrides = [word for word in overrides if word not in plain]
     try:
         with initialize_config_module("configs", version_base="1.3"):
             overrides = _with_a_runtime(name, overrides)
@@ -57,8 +59,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     config = whole.copy()
     with open_dict(config):
         del config.hydra
-        if recipes:
-            config.published = recipes[-1].partition("=")[2]
+        for word in plain:
+            config.merge_with_dotlist([word])
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
             alone = config.names.runtime == "in_process"
@@ -132,16 +134,25 @@ def combinations(overrides: list[str]) -> list[list[str]]:
 
 def _axes(name: str) -> tuple[list[str], list[list[str]]]:
     """A sweep's words for all of its runs, and its axes: alternatives, of one or more words."""
-    files = {path.stem: path for path in Path(configs.__path__[0], "sweep").glob("*.yaml")}
+    found = OmegaConf.to_container(OmegaConf.load(named("sweep", name)))
+    assert isinstance(found, dict)
+    return found["base"], found["axes"]
+
+
+def named(folder: str, name: str) -> Path:
+    """The file of a sweep or a matrix.
+
+    Raises:
+        FedgenError: if there is none of this name.
+    """
+    files = {path.stem: path for path in Path(configs.__path__[0], folder).glob("*.yaml")}
     if name not in files:
         near = difflib.get_close_matches(name, files, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise FedgenError(
-            "sweep", f"there is no {name!r}", f"{hint}choose {', '.join(sorted(files))}"
+            folder, f"there is no {name!r}", f"{hint}choose {', '.join(sorted(files))}"
         )
-    found = OmegaConf.to_container(OmegaConf.load(files[name]))
-    assert isinstance(found, dict)
-    return found["base"], found["axes"]
+    return files[name]
 
 
 def _key(word: str) -> str:

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from fedgen.data.canaries import Canaries, plant
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
+from fedgen.evaluation.inception import check_weights
+from fedgen.evaluation.inception_score import PARTS
 from fedgen.federation.fault_rates import Faults
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
@@ -261,7 +264,7 @@ def _check_release(config: DictConfig) -> None:
     """Raises FedgenError for what a run that is meant for release must not do."""
     if config.privacy.noise != "secure":
         return
-    if config.evaluation.classifiers:
+    if config.evaluation.samples:
         raise FedgenError(
             "evaluation",
             "looks at private rows outside any mechanism, which privacy.noise=secure refuses",
@@ -285,11 +288,23 @@ def _check_release(config: DictConfig) -> None:
 
 def check_evaluation(config: DictConfig) -> None:
     """Raises FedgenError unless there is something to judge by, or no judge."""
-    least = 1 if config.evaluation.classifiers else 0
-    if config.evaluation.classifiers and config.evaluation.inception_score:
-        least = 10  # parts
+    chosen = config.evaluation
+    asked = [name for name in ("classifiers", "judge", "fid", "leakage") if chosen[name]]
+    least = 1 if asked else 0
+    if chosen.judge:
+        least = PARTS  # of an inception score
     _whole(config, "evaluation.samples", least, 10**7)
-    _whole(config, "evaluation.seeds", min(least, 1), 1000)
+    _whole(config, "evaluation.seeds", 1 if chosen.classifiers else 0, 1000)
+    if chosen.jobs is not None:
+        _whole(config, "evaluation.jobs", 1, 1024)
+    unknown = [name for name in chosen.real2gen if name not in chosen.classifiers]
+    if unknown:
+        names = ", ".join(map(str, chosen.classifiers)) or "none"
+        raise FedgenError(
+            "evaluation.real2gen", f"{unknown[0]} is no classifier here", f"choose of: {names}"
+        )
+    if chosen.fid and chosen.inception_weights is not None:
+        check_weights(Path(chosen.inception_weights))
 
 
 def _whole(config: DictConfig, key: str, least: int, most: int) -> None:

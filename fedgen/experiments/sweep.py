@@ -14,6 +14,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.training import train
 from fedgen.reporting.figures import curves
+from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import summary
 
 
@@ -21,8 +22,8 @@ def run(config: DictConfig) -> str:
     """Trains, goes on, or finds a run that is finished; what it came to, in words."""
     place = Path(config.run_dir)
     if (place / "config.yaml").exists():
-        _check_same(config, place)
-    if (place / "results.json").exists():
+        check_same(config, place)
+    if RunDir(place).finished:
         return f"{place} is finished"
     if (place / "config.yaml").exists():
         return summary(train(compose("config", [f"resume={place}"])))
@@ -45,6 +46,7 @@ def table(configs: list[DictConfig]) -> Path:
         done = {"run": place.name, **varied, "rounds run": results["rounds"]}
         if "inception_score" in results:
             scores["inception_score"] = results["inception_score"]["generated"]["mean"]
+            scores["fcd"] = results["fcd"]["generated"]
         lines.append({**done, **spent, **scores})
         name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
         lanes[name or place.name] = _along(place)
@@ -57,7 +59,7 @@ def table(configs: list[DictConfig]) -> Path:
     return out
 
 
-def _check_same(config: DictConfig, place: Path) -> None:
+def check_same(config: DictConfig, place: Path) -> None:
     """Raises FedgenError if a run was made with other settings than these."""
     was, now = (
         _flat(OmegaConf.to_container(each, resolve=True))

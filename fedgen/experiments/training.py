@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import resource
 import shutil
@@ -29,7 +28,8 @@ from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.generation import describe, draw_samples, evaluate, gen2real
+from fedgen.experiments.evaluation import judge_run, utilities
+from fedgen.experiments.generation import describe, draw_samples, judged_samples
 from fedgen.experiments.identity import check_same_run, moved, new_run
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build
@@ -383,13 +383,10 @@ class Training:
 
     def _judge(self, state: RunState) -> None:
         """A line of metrics with gen2real."""
-        chosen, done = self.config.evaluation, itertools.count(1)
-        count = len(chosen.classifiers)
-
-        def step(_: str) -> None:
-            self.progress.show("evaluation", next(done), count, "")
-
-        found = gen2real(chosen, self.ready, self.method.server.generator(state.server), step)
+        chosen, generator = self.config.evaluation, self.method.server.generator(state.server)
+        samples = judged_samples(self.ready, generator, chosen.samples)
+        coins, data = self.ready.coins.at("evaluation"), self.ready.dataset
+        found = utilities(chosen, data, samples, coins, self.progress, real=False)["gen2real"]
         self.run_dir.add_metrics({"round": state.rounds, "gen2real": found})
         for name, scores in found.items():
             if scores["mean"] is not None:
@@ -433,9 +430,10 @@ class Training:
         write_whole(self.run_dir.public / "PRIVACY.md", statement(record, words).encode())
         results = self._results(state, record, hashlib.sha256(data).hexdigest())
         # a first time without: nothing of a run is lost if its evaluation fails
-        self.run_dir.write("results", {**results, "gen2real": {}, "real2real": {}, "real2gen": {}})
-        judged = evaluate(self.ready.config.evaluation, self.ready, generator, self.progress)
-        self.run_dir.write("results", {**results, **judged})
+        nothing: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
+        self.run_dir.write("results", {**results, **nothing, "judged": False})
+        judged = judge_run(self.ready, generator, self.progress, self.run_dir)
+        self.run_dir.write("results", {**results, **judged, "judged": True})
         return self.run_dir.path
 
     def _figure(self) -> None:

@@ -96,3 +96,21 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
     if axes.lines:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> None:
+    """Writes a figure with a histogram for each lane, name -> values: shares, in the same bins."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bins = np.histogram_bin_edges(np.concatenate(list(lanes.values())), 50)
+    for name, values in lanes.items():
+        weights = np.full(len(values), 1 / len(values))
+        axes.hist(values, bins.tolist(), weights=weights, alpha=0.5, label=name)
+    axes.set_xlabel(x)
+    axes.set_ylabel("share")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -120,6 +120,12 @@ class RunDir:
             ) from error
         return found
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run has all that it leaves: its evaluation is the last."""
+        path = self.path / "results.json"
+        return path.exists() and bool(json.loads(path.read_text()).get("judged"))
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other processes out: two that went on with one run would spend its budget twice.

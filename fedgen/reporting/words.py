@@ -106,16 +106,7 @@ def summary(path: Path) -> str:
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
-    for name, found in results["gen2real"].items():
-        real = results["real2real"][name]["mean"]
-        if found["mean"] is None or real is None:
-            lines.append(f"gen2real {name}: not computed, there is one label only")
-            continue
-        back = results["real2gen"][name]["mean"]
-        lines.append(
-            f"gen2real {name}: {found['mean']:.1%} (trained on real rows: {real:.1%}); real2gen: "
-            f"{back:.1%}"
-        )
+    lines += quality(results)
     parts = ", ".join(f"{n} {s:.3g} s" for n, s in results["seconds_per_round"].items())
     if results["rounds_per_second"]:
         lines.append(
@@ -131,3 +122,59 @@ def summary(path: Path) -> str:
     )
     lines.extend(str(path / name) for name in made)
     return "\n".join(lines)
+
+
+def quality(results: dict[str, Any]) -> list[str]:
+    """How good samples are, for people: a line for each classifier, and one for each other figure
+    that was computed."""
+    lines = []
+    for name, found in results["gen2real"].items():
+        if found["mean"] is None:
+            lines.append(f"gen2real {name}: not computed, there is one label only")
+            continue
+        line = f"gen2real {name}: {found['mean']:.1%}"
+        real = results["real2real"].get(name, {}).get("mean")
+        if real is not None:
+            line += f" (trained on real rows: {real:.1%})"
+        back = results["real2gen"].get(name, {}).get("mean")
+        if back is not None:
+            line += f"; real2gen: {back:.1%}"
+        lines.append(line)
+    average, calibrated = averages(results)
+    if average is not None:
+        lines.append(f"gen2real average: {average:.1%}, calibrated {calibrated:.1%}")
+    if "inception_score" in results:
+        scores = results["inception_score"]
+        lines.append(
+            f"inception score {scores['generated']['mean']:.2f} (real test split: "
+            f"{scores['test']['mean']:.2f}; classifier of {scores['judge_accuracy']:.1%})"
+        )
+        distances = results["fcd"]
+        lines.append(
+            f"FCD {distances['generated']:.3g} (real training split: {distances['train']:.3g}), "
+            f"precision {results['precision']:.1%}, recall {results['recall']:.1%}"
+        )
+    if "fid" in results:
+        lines.append(f"FID {results['fid']:.2f}")
+    if "memorization" in results:
+        copies, attack = results["memorization"], results["membership"]
+        lines.append(
+            f"copies of training rows: {copies['copied']:.2%} of the samples (by chance "
+            f"{copies['by_chance']:.2%}, p = {copies['p_value']:.2g}); membership inference: AUC "
+            f"{attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} found at 1 % false alarms"
+        )
+    return lines
+
+
+def averages(results: dict[str, Any]) -> tuple[float | None, float | None]:
+    """gen2real averaged over the classifiers, and the average of each over what it has on real rows
+    ("GS-WGAN", section 5.1, calibrated accuracy); None for fewer than two classifiers, or where one
+    has no figure."""
+    pairs = [
+        (found["mean"], results["real2real"].get(name, {}).get("mean"))
+        for name, found in results["gen2real"].items()
+    ]
+    if len(pairs) < 2 or any(made is None or not real for made, real in pairs):
+        return None, None
+    count = len(pairs)
+    return sum(made for made, _ in pairs) / count, sum(made / real for made, real in pairs) / count

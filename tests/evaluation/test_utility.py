@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from tiny import COINS
+from tiny import COINS, Train
 
 from fedgen.data.datasets import digits
-from fedgen.evaluation.utility import Predict, accuracies, cnn, logistic_regression
+from fedgen.evaluation.utility import Fit, Predict, all_scores, cnn, scikit, summary
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import build
 
 DATA = digits(COINS)
 REAL = (DATA.images, DATA.labels)
+TEST = (DATA.test_images, DATA.test_labels)
+FULL = compose("evaluate", ["evaluation=full"]).evaluation.classifiers
+LEAST = {"adaboost": 0.2, "decision_tree": 0.75, "gaussian_nb": 0.75, "bernoulli_nb": 0.75}
 
 
 def right(predict: Predict) -> float:
@@ -23,13 +31,27 @@ def test_the_cnn_learns_real_digits() -> None:
     assert right(cnn(*REAL, 10, 0, epochs=10)) > 0.9
 
 
-def test_logistic_regression_learns_real_digits() -> None:
-    assert right(logistic_regression(*REAL, 10, 0)) > 0.93
-
-
 def test_shuffled_labels_teach_nothing() -> None:
     order = torch.randperm(len(DATA.labels), generator=COINS.public("shuffle")).numpy()
     assert right(cnn(DATA.images, DATA.labels[order], 10, 0, epochs=2)) < 0.4
+
+
+@pytest.mark.parametrize("name", sorted(FULL))
+def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
+    if name == "xgboost":
+        pytest.importorskip("xgboost")
+    classifier = build(FULL[name])
+    first, again = (classifier(*REAL, 10, 3) for _ in range(2))
+    assert right(first) > LEAST.get(name, 0.85)
+    assert (first(DATA.test_images) == again(DATA.test_images)).all()
+
+
+def test_labels_that_are_missing_are_never_said() -> None:
+    some = DATA.labels % 3 != 0
+    predict = scikit(
+        DATA.images[some], DATA.labels[some], 10, 0, model="sklearn.naive_bayes.GaussianNB"
+    )
+    assert set(predict(DATA.test_images)) <= {1, 2, 4, 5, 7, 8}
 
 
 def test_a_seed_repeats_and_leaves_torchs_own_alone() -> None:
@@ -40,18 +62,58 @@ def test_a_seed_repeats_and_leaves_torchs_own_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_figures_carry_n_and_std() -> None:
-    seen: list[str] = []
-    found = accuracies(
-        {"cnn": partial(cnn, epochs=1)},
-        DATA.images[:200],
-        DATA.labels[:200],
-        {"test": (DATA.test_images, DATA.test_labels), "train": REAL},
-        10,
-        3,
-        seen.append,
-    )["test"]
-    assert seen == ["cnn"]
-    assert found["cnn"]["n"] == 200
-    assert found["cnn"]["seeds"] == 3
-    assert found["cnn"]["std"] == pytest.approx(found["cnn"]["std"], nan_ok=False)
+def fits(seeds: int) -> list[Fit]:
+    rows = DATA.images[:200], DATA.labels[:200]
+    tests = {"test": TEST, "train": REAL}
+    return [Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, seed) for seed in range(seeds)]
+
+
+def test_figures_carry_n_std_and_each_class() -> None:
+    scores = [found["test"] for _, found in all_scores(fits(3), jobs=1)]
+    found = summary(scores, 200)
+    assert (found["n"], found["seeds"]) == (200, 3)
+    assert found["std"] == pytest.approx(np.std([each[0] for each in scores], ddof=1))
+    shares = np.bincount(DATA.test_labels, minlength=10) / len(DATA.test_labels)
+    assert found["mean"] == pytest.approx(float(shares @ found["per_class"]))
+    nothing = summary([], 7)
+    assert (nothing["mean"], nothing["std"], nothing["n"], nothing["seeds"]) == (None, None, 7, 0)
+
+
+def test_a_label_without_rows_has_no_accuracy() -> None:
+    some = DATA.test_labels != 4
+    rows = DATA.images[:200], DATA.labels[:200]
+    tests = {"test": (DATA.test_images[some], DATA.test_labels[some])}
+    [(_, found)] = all_scores([Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, 0)], 1)
+    assert summary([found["test"]], 200)["per_class"][4] is None
+
+
+@pytest.mark.slow
+def test_processes_find_what_this_one_finds() -> None:
+    alone, apart = (dict(all_scores(fits(3), jobs)) for jobs in (1, 2))
+    assert alone == apart
+
+
+def test_real_rows_are_learnt_once(tmp_path: Path) -> None:
+    known = tmp_path / "known.json"
+    rows = DATA.images[:200], DATA.labels[:200]
+    fit = Fit("cnn", partial(cnn, epochs=1), rows, {"real2real": TEST}, 10, 0, known)
+    found = fit.scores()
+    assert json.loads(known.read_text()) == found
+    known.write_text(json.dumps({"real2real": [0.25]}))
+    assert fit.scores() == {"real2real": [0.25]}
+
+
+def test_a_run_learns_real_rows_once(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those classifiers that are tested on its samples as well."""
+    monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
+    words = ["rounds=1", "evaluation=quick", "evaluation.samples=60", "evaluation.real2gen=[cnn]"]
+    words.append("evaluation.classifiers.cnn.epochs=1")
+    runs = [train(*words, name=name) for name in ("a", "b")]
+    found, again = (json.loads((run / "results.json").read_text()) for run in runs)
+    assert set(found["gen2real"]) == set(found["real2real"]) == {"cnn", "logistic_regression"}
+    assert set(found["real2gen"]) == {"cnn"}
+    assert found["real2real"]["logistic_regression"]["mean"] > 0.5
+    assert again["real2real"] == found["real2real"]
+    assert len(list((tmp_path / "cache" / "real2real").iterdir())) == 1

@@ -1,0 +1,326 @@
+"""A matrix of runs, methods x data x epsilon x seeds, and the table that they come to.
+
+Each run is a process of its own. Those that are finished are left alone, those that were cut off go
+on: a benchmark that is called again with its ``run_dir`` ends where it would have ended.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from fedgen.errors import FedgenError, Interrupted
+from fedgen.experiments import settings
+from fedgen.experiments.configuration import compose, named
+from fedgen.experiments.sweep import check_same
+from fedgen.files import write_whole
+from fedgen.reporting.figures import curves
+from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.words import averages
+
+_POLL_SECONDS = 0.2
+_SHAPE = OmegaConf.create(
+    {"data": [""], "epsilons": [0.0], "seeds": [0], "settings": [""], "methods": {}}
+)
+_Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: where it is in the matrix, and its configuration."""
+
+    method: str
+    data: str
+    epsilon: float
+    seed: int
+    words: list[str]
+    config: DictConfig
+
+    @property
+    def name(self) -> str:
+        """Its run directory's."""
+        return f"{self.method}-{self.data}-{self.epsilon:g}-{self.seed}"
+
+
+def benchmark(config: DictConfig) -> str:
+    """Runs what is missing and writes ``benchmark.{csv,md,json,png}``; the table, in words.
+
+    Raises:
+        FedgenError: for a mistake of the user's, before anything runs; or once all others are
+            done, if a run failed.
+        Interrupted: if it was asked to end; the runs have kept what they had.
+    """
+    matrix = _cut(read_matrix(str(config.matrix)), config)
+    place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
+    points = list(points_of(matrix, place))
+    for point in points:
+        settings.check(point.config)
+        if (place / point.name / "config.yaml").exists():
+            check_same(point.config, place / point.name)
+    jobs = config.jobs
+    if jobs is None:
+        threads = max(point.config.runtime.threads for point in points)
+        jobs = max(1, (os.cpu_count() or 1) // threads)
+    elif not isinstance(jobs, int) or not 1 <= jobs <= 1024:
+        raise FedgenError("jobs", f"must be a whole number from 1 to 1024, got {jobs!r}", "mend it")
+    failed = _run([p for p in points if not RunDir(place / p.name).finished], place, jobs)
+    done = [point for point in points if RunDir(place / point.name).finished]
+    words = write_table(matrix, done, place) if done else ""
+    if failed:
+        raise FedgenError(
+            "matrix", f"{len(failed)} of {len(points)} runs failed", f"see {failed[0]}"
+        )
+    return words
+
+
+def read_matrix(name: str) -> DictConfig:
+    """A matrix by its name in ``configs/matrix``, or by its file.
+
+    Raises:
+        FedgenError: if there is none.
+    """
+    path = Path(name) if name.endswith(".yaml") else named("matrix", name)
+    try:
+        matrix = OmegaConf.load(path)
+        assert isinstance(matrix, DictConfig), "it is no mapping"
+        OmegaConf.merge(_SHAPE, {key: matrix[key] for key in _SHAPE})
+    except (OSError, YAMLError, OmegaConfBaseException, AssertionError) as error:
+        problem = f"{path} cannot be read: {str(error).splitlines()[0]}"
+        raise FedgenError("matrix", problem, "see configs/matrix/digits.yaml") from error
+    return matrix
+
+
+def _cut(matrix: DictConfig, config: DictConfig) -> DictConfig:
+    """The part of a matrix that the command asks for."""
+    for axis in ("data", "epsilons", "seeds", "methods"):
+        chosen = config[axis]
+        if chosen is not None:
+            if not isinstance(chosen, ListConfig) or not chosen:
+                raise FedgenError(axis, f"must be a list, got {chosen!r}", f"e.g. {axis}=[...]")
+            unknown = [each for each in chosen if axis == "methods" and each not in matrix.methods]
+            if unknown:
+                known = ", ".join(matrix.methods)
+                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {known}")
+            methods = axis == "methods"
+            matrix[axis] = {each: matrix.methods[each] for each in chosen} if methods else chosen
+        if not matrix[axis]:
+            raise FedgenError(f"matrix.{axis}", "is empty", "name at least one")
+    return matrix
+
+
+def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
+    """All points of a matrix, seeds last: a first table of all methods is there soon."""
+    axes = matrix.seeds, matrix.data, matrix.epsilons, matrix.methods.items()
+    for seed, data, epsilon, (method, chosen) in itertools.product(*axes):
+        name = f"{method}-{data}-{epsilon:g}-{seed}"
+        words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
+        words += [f"data={data}", f"privacy.target_epsilon={epsilon}", f"seed={seed}"]
+        words.append(f"run_dir={place / name}")
+        yield Point(str(method), data, float(epsilon), seed, words, compose("config", words))
+
+
+def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
+    """Runs, ``jobs`` at a time; the logs of those that failed."""
+    logs = place / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    waiting, done = list(points), 0
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    failed: list[Path] = []
+    with RunProgress() as progress:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    point = waiting.pop(0)
+                    running[point.name] = _start(point, place, logs / f"{point.name}.log")
+                time.sleep(_POLL_SECONDS)
+                for name, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[name]
+                        done += 1
+                        if process.returncode:
+                            failed.append(logs / f"{name}.log")
+                            progress.say(f"{name} failed: see {failed[-1]}")
+                progress.show("runs", done, len(points), " ".join(running))
+        except KeyboardInterrupt:  # the runs were told as well, by the terminal
+            progress.say("waiting for the runs to keep what they have")
+            for process in running.values():
+                process.wait()
+            problem = f"interrupted; go on with fedgen benchmark ... run_dir={place}"
+            raise Interrupted(problem) from None
+        finally:
+            for process in running.values():
+                process.kill()
+    return failed
+
+
+def _start(point: Point, place: Path, log: Path) -> subprocess.Popen[bytes]:
+    kept = (place / point.name / "config.yaml").exists()
+    words = [f"resume={place / point.name}"] if kept else point.words
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedgen.cli", "train", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def write_table(matrix: DictConfig, points: Sequence[Point], place: Path) -> str:
+    """Writes the table of finished runs as CSV, Markdown and JSON, and the curves; returns the
+    Markdown."""
+    cells: dict[tuple[str, str, float], list[Point]] = {}
+    for point in sorted(points, key=lambda p: (p.data, -p.epsilon)):
+        cells.setdefault((point.data, point.method, point.epsilon), []).append(point)
+    rows = [_row(matrix, cell, place) for cell in cells.values()]
+    columns = list(dict.fromkeys(itertools.chain(*rows)))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    text = _markdown(rows)
+    for suffix, written in (
+        ("csv", file.getvalue()),
+        ("md", text),
+        ("json", json.dumps(rows, indent=2) + "\n"),
+    ):
+        write_whole(place / f"benchmark.{suffix}", written.encode())
+    lanes = {
+        f"{method} on {data}": _curve(cell, place)
+        for (data, method, epsilon), cell in cells.items()
+        if epsilon == max(matrix.epsilons)
+    }
+    curves(lanes, "proven ε (server)", "gen2real accuracy", place / "benchmark.png")
+    return text
+
+
+def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
+    """One line of the table: the runs of a cell differ by their seeds."""
+    first, results, records = cell[0], [], []
+    for point in cell:
+        results.append(RunDir(place / point.name).results())
+        records.append(json.loads((place / point.name / "privacy.json").read_text()))
+    claimed = [record["claimed"] and record["claimed"]["epsilon"] for record in records]
+    paper = OmegaConf.select(
+        matrix.methods[first.method], f"paper.{first.data}", default=DictConfig({})
+    )
+    row: _Row = {
+        "method": first.method,
+        "data": first.data,
+        "target_epsilon": first.epsilon,
+        "seeds": len(cell),
+        "unit": records[0]["unit"],
+        "server_epsilon": _most([r["epsilon"]["server"] for r in results]),
+        "release_epsilon": _most([r["epsilon"]["release"] for r in results]),
+        "formula_epsilon": _most(claimed),
+    }
+    scores: dict[str, list[float | None]] = {}
+    for result in results:
+        for kind in ("gen2real", "real2gen"):
+            for name, found in result[kind].items():
+                scores.setdefault(f"{kind}_{name}", []).append(found["mean"])
+        for name, found in zip(("average", "calibrated"), averages(result), strict=True):
+            scores.setdefault(f"gen2real_{name}", []).append(found)
+        if "inception_score" in result:
+            scores.setdefault("inception_score", []).append(
+                result["inception_score"]["generated"]["mean"]
+            )
+            scores.setdefault("fcd", []).append(result["fcd"]["generated"])
+        for name in ("precision", "recall", "fid"):
+            if name in result:
+                scores.setdefault(name, []).append(result[name])
+    for name, found in scores.items():
+        known = [value for value in found if value is not None]
+        row[name] = mean(known) if known else None
+        row[f"{name}_std"] = stdev(known) if len(known) > 1 else None
+    row["paper_gen2real_cnn"] = paper.get(f"{first.epsilon:g}")
+    row["training_seconds"] = mean(r["seconds"] for r in results)
+    row["peak_rss_bytes"] = max(r["peak_rss_bytes"] for r in results)
+    row["bytes_up"] = mean(r["bytes"]["up"] for r in results)
+    row["bytes_down"] = mean(r["bytes"]["down"] for r in results)
+    return row
+
+
+def _most(values: Sequence[float | None]) -> float | None:
+    """The largest; None, no bound, if one is."""
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _markdown(rows: Sequence[_Row]) -> str:
+    """The table for people: shares in percent, mean ± standard deviation over seeds."""
+    shown = [
+        name
+        for name in dict.fromkeys(itertools.chain(*rows))
+        if name.startswith("gen2real_") and not name.endswith("_std")
+    ]
+    others = [
+        name
+        for name in ("inception_score", "fcd", "precision", "recall", "fid")
+        if any(row.get(name) is not None for row in rows)
+    ]
+    head = ["data", "method", "proven ε (server / release)", "formula", "n"]
+    head += [name.removeprefix("gen2real_").replace("_", " ") for name in shown]
+    head += [name.replace("_", " ") for name in others]
+    head += ["paper's CNN", "training", "memory", "bytes up"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        formula = row["formula_epsilon"]
+        lines.append(
+            [
+                row["data"],
+                row["method"],
+                f"{epsilon_in_words(row['server_epsilon'])} / "
+                f"{epsilon_in_words(row['release_epsilon'])} per {row['unit']}",
+                "" if formula is None else f"{formula:.4g}",
+                str(row["seeds"]),
+                *(_plus_minus(row, name, 100, 1) for name in shown),
+                *(_plus_minus(row, name, 1, 2) for name in others),
+                ""
+                if row["paper_gen2real_cnn"] is None
+                else f"{100 * row['paper_gen2real_cnn']:.0f}",
+                f"{row['training_seconds']:.0f} s",
+                bytes_in_words(row["peak_rss_bytes"]),
+                bytes_in_words(round(row["bytes_up"])),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _plus_minus(row: _Row, name: str, scale: float, digits: int) -> str:
+    value, spread = row.get(name), row.get(f"{name}_std")
+    if value is None:
+        return ""
+    text = f"{scale * value:.{digits}f}"
+    return text if spread is None else f"{text} ± {scale * spread:.{digits}f}"
+
+
+def _curve(cell: Sequence[Point], place: Path) -> list[tuple[float, float]]:
+    """(epsilon spent, gen2real by the first classifier) along training, the mean over seeds."""
+    along: dict[int, list[tuple[float, float]]] = {}
+    for point in cell:
+        run_dir = RunDir(place / point.name)
+        lines, results = run_dir.metrics(), run_dir.results()
+        spent = {line["round"]: line["epsilon"]["server"] for line in lines if "epsilon" in line}
+        judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
+        for round_, found in (judged | {results["rounds"]: results["gen2real"]}).items():
+            score = next(iter(found.values()), {"mean": None})["mean"]
+            by = [value for at, value in spent.items() if at >= round_]  # what a later line says
+            if score is not None and by and by[0] is not None:
+                along.setdefault(round_, []).append((by[0], score))
+    return [tuple(map(mean, zip(*found, strict=True))) for _, found in sorted(along.items())]

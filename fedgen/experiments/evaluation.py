@@ -1,0 +1,302 @@
+"""One suite that judges all samples alike: of a run, and those that fedgen did not make.
+
+What touches private rows outside a mechanism (all but gen2real) stays on the server's side.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Dataset
+from fedgen.errors import FedgenError
+from fedgen.evaluation.frechet import Statistics, frechet_distance, statistics
+from fedgen.evaluation.inception import inception, inception_features
+from fedgen.evaluation.inception_score import inception_score
+from fedgen.evaluation.judge import judge, seen
+from fedgen.evaluation.leakage import membership_inference, memorization, nearest
+from fedgen.evaluation.manifold import precision_and_recall
+from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, summary
+from fedgen.experiments import settings
+from fedgen.experiments.generation import judged_samples, load_generator
+from fedgen.experiments.settings import Setup, build
+from fedgen.files import cache, digest, write_shared, write_whole
+from fedgen.method import Tensors
+from fedgen.reporting import words
+from fedgen.reporting.figures import histograms, sample_grid
+from fedgen.reporting.progress import RunProgress
+from fedgen.reporting.run_dir import RunDir
+
+Rows = tuple[Images, Labels]
+_MOST_COMPARED = 10_000  # rows of each side, where all pairs of them count
+_PICTURED = 20
+
+
+def evaluate(config: DictConfig) -> str:
+    """Judges a finished run again and renews its results, or judges ``config.samples``; what it
+    came to, in words.
+
+    Raises:
+        FedgenError: for a mistake of the user's.
+    """
+    settings.check_evaluation(config)
+    if (config.run is None) == (config.samples is None):
+        raise FedgenError("run", "what is to be judged?", "give run=DIR or samples=FILE.npz")
+    return _evaluate_run(config) if config.samples is None else _evaluate_samples(config)
+
+
+def _evaluate_run(config: DictConfig) -> str:
+    run_dir, trained, _ = RunDir.open(Path(config.run), "run")
+    results = run_dir.results()
+    if config.names.get("data") is not None:
+        raise FedgenError("data", "a run is judged on its own", "leave it out")
+    trained.evaluation = config.evaluation
+    ready = settings.setup(trained)
+    _, generator, _ = load_generator(Path(config.run), config.device)
+    with RunProgress() as progress:
+        found = judge_run(ready, generator, progress, run_dir)
+    run_dir.write("results", {**results, **found, "judged": True})
+    return words.summary(run_dir.path)
+
+
+def _evaluate_samples(config: DictConfig) -> str:
+    """``evaluation.json`` and pictures, in a folder beside the file."""
+    path = Path(config.samples)
+    if config.names.get("data") is None:
+        raise FedgenError("data", "what were they trained on?", "e.g. data=mnist")
+    coins = Coins.of(config.seed, "seeded")
+    data: Dataset = build(config.data)(coins=coins.at("data"))
+    samples = read_samples(path, data)
+    out = path.with_name(f"{path.stem}_evaluation")
+    with RunProgress() as progress:
+        found = suite(config.evaluation, data, samples, coins.at("evaluation"), progress, out)
+    text = json.dumps({"samples": str(path), "data": data.name, **found}, indent=2) + "\n"
+    write_whole(out / "evaluation.json", text.encode())
+    return "\n".join([*words.quality(found), str(out / "evaluation.json")])
+
+
+def read_samples(path: Path, data: Dataset) -> Rows:
+    """``images`` (n, channels, height, width), (n, height, width) or (n, height, width, 3) uint8
+    and ``labels`` (n,) of an .npz, held against a data set.
+
+    Raises:
+        FedgenError: if they are not that.
+    """
+    try:
+        with np.load(path) as file:
+            images, labels = file["images"], file["labels"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        problem = f"{path} has no arrays images and labels"
+        raise FedgenError("samples", problem, "write them by numpy.savez") from error
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.ndim == 4 and images.shape[1:] != data.shape:
+        images = images.transpose(0, 3, 1, 2)
+    if images.dtype != np.uint8 or images.shape[1:] != data.shape or len(images) < 1:
+        found = f"{images.dtype} {tuple(images.shape)}"
+        wanted = f"uint8 (n, {', '.join(map(str, data.shape))})"
+        raise FedgenError("samples", f"{path} has images {found}", f"give {wanted}")
+    fits = labels.shape == images.shape[:1] and np.issubdtype(labels.dtype, np.integer)
+    if not fits or labels.min() < 0 or labels.max() >= data.classes:
+        problem = f"{path} has no label from 0 to {data.classes - 1} for each image"
+        raise FedgenError("samples", problem, "mend labels")
+    return np.ascontiguousarray(images), labels.astype(np.int64)
+
+
+def judge_run(
+    ready: Setup, generator: Tensors, progress: RunProgress, run_dir: RunDir
+) -> dict[str, Any]:
+    """What its configuration asks for, of a run's samples; all of it on the server's side."""
+    chosen = ready.config.evaluation
+    if not chosen.samples:
+        return {"gen2real": {}, "real2real": {}, "real2gen": {}}
+    samples = judged_samples(ready, generator, chosen.samples)
+    coins = ready.coins.at("evaluation")
+    return suite(chosen, ready.dataset, samples, coins, progress, run_dir.path / "evaluation")
+
+
+def suite(
+    chosen: DictConfig,
+    data: Dataset,
+    samples: Rows,
+    coins: Coins,
+    progress: RunProgress,
+    pictures: Path,
+) -> dict[str, Any]:
+    """All that ``chosen`` asks for.
+
+    Args:
+        samples: images (n, channels, height, width) uint8, and labels (n,).
+        pictures: the folder for those of ``chosen.leakage``.
+    """
+    found = utilities(chosen, data, samples, coins, progress)
+    if chosen.judge:
+        found |= _judged(data, samples[0], coins, progress)
+    if chosen.fid:
+        found |= _fid(chosen, data, samples[0], progress)
+    if chosen.leakage:
+        found |= _leakage(data, samples[0], coins, progress, pictures)
+    return found
+
+
+def utilities(
+    chosen: DictConfig,
+    data: Dataset,
+    samples: Rows,
+    coins: Coins,
+    progress: RunProgress,
+    real: bool = True,
+) -> dict[str, Any]:
+    """gen2real, and if ``real`` the same classifiers trained on as many real rows, tested on the
+    test split and, those of ``chosen.real2gen``, on samples (``real2real``, ``real2gen``)."""
+    classifiers = {
+        str(name): each
+        for name, each in chosen.classifiers.items()
+        if _installed(str(name), each, progress)
+    }
+    order = torch.randperm(len(data.labels), generator=coins.public("real")).numpy()
+    rows = data.images[order[: chosen.samples]], data.labels[order[: chosen.samples]]
+    test = data.test_images, data.test_labels
+
+    def fit(name: str, seed: int, learnt: Rows, **tests: Rows) -> Fit:
+        known = None
+        if list(tests) == ["real2real"]:  # the same whatever is judged
+            settings = json.dumps(OmegaConf.to_container(classifiers[name], resolve=True))
+            parts = [each.tobytes() for each in (*learnt, *test)]
+            told = digest(*parts, f"{settings} {seed}".encode())
+            known = cache() / "real2real" / f"{told}.json"
+        return Fit(name, build(classifiers[name]), learnt, tests, data.classes, seed, known)
+
+    fits = []
+    for name, seed in itertools.product(classifiers, range(chosen.seeds)):
+        fits.append(fit(name, seed, samples, gen2real=test))
+        if real and name in chosen.real2gen:
+            fits.append(fit(name, seed, rows, real2real=test, real2gen=samples))
+        elif real:
+            fits.append(fit(name, seed, rows, real2real=test))
+    fits = [each for each in fits if len(np.unique(each.rows[1])) > 1]  # one label teaches nothing
+    jobs = min(chosen.jobs or os.cpu_count() or 1, max(len(fits), 1))
+    scores: dict[tuple[str, str], list[Scores]] = {}
+    for done, (number, found) in enumerate(all_scores(fits, jobs), 1):
+        for kind, values in found.items():
+            scores.setdefault((kind, fits[number].name), []).append(values)
+        progress.show("evaluation", done, len(fits), fits[number].name)
+    learnt = {"gen2real": samples, "real2real": rows, "real2gen": rows}
+    return {
+        kind: {
+            name: summary(scores.get((kind, name), []), len(learnt[kind][1]))
+            for name in classifiers
+            if kind != "real2gen" or name in chosen.real2gen
+        }
+        for kind in (learnt if real else ["gen2real"])
+    }
+
+
+def _installed(name: str, classifier: DictConfig, progress: RunProgress) -> bool:
+    """Whether the library of a classifier is there; says so if it is not."""
+    library = str(classifier.get("model", "sklearn")).partition(".")[0]
+    if find_spec(library) is None:
+        progress.say(f"{name} is left out: pip install {library}")
+        return False
+    return True
+
+
+def _judged(data: Dataset, images: Images, coins: Coins, progress: RunProgress) -> dict[str, Any]:
+    """Inception score, FCD, precision and recall by the data set's classifier; for real splits
+    beside. The training split's FCD is what real rows have."""
+    progress.say("the data set's classifier: minutes, the first time")
+    net = judge(data.images, data.labels, data.classes, cache() / "judges")
+    features, scores = {}, {}
+    splits = {"generated": images, "train": data.images, "test": data.test_images}
+    for name, each in splits.items():
+        features[name], said = seen(net, each)
+        mean, std = inception_score(said)
+        scores[name] = {"mean": mean, "std": std, "n": len(each)}
+        if name == "test":
+            right = float((said.argmax(1) == data.test_labels).mean())
+    test = statistics(features["test"])
+    distances = {
+        name: frechet_distance(statistics(features[name]), test) for name in ("generated", "train")
+    }
+    some = [_some(len(features[name]), coins.at(name)) for name in ("test", "generated")]
+    precision, recall = precision_and_recall(
+        features["test"][some[0]], features["generated"][some[1]]
+    )
+    return {
+        "inception_score": {**scores, "judge_accuracy": right},
+        "fcd": distances,
+        "precision": precision,
+        "recall": recall,
+    }
+
+
+def _fid(
+    chosen: DictConfig, data: Dataset, images: Images, progress: RunProgress
+) -> dict[str, Any]:
+    """FID against the test split, where Inception's weights can be had."""
+    net = inception(chosen.inception_weights)
+    if net is None:
+        progress.say(
+            "FID is not computed: Inception's weights cannot be downloaded here, and "
+            "evaluation.inception_weights names no file of them"
+        )
+        return {}
+
+    def fitted(what: str, rows: Images) -> Statistics:
+        def done(count: int) -> None:
+            progress.show(f"Inception, {what}", count, len(rows), "")
+
+        return statistics(inception_features(net, rows, done))
+
+    known = cache() / "inception" / f"{digest(data.test_images.tobytes())}.npz"
+    if not known.exists():
+        mean, covariance = fitted("test split", data.test_images)
+        file = io.BytesIO()
+        np.savez(file, mean=mean, covariance=covariance)
+        write_shared(known, file.getvalue())
+    with np.load(known) as kept:
+        test = kept["mean"], kept["covariance"]
+    return {"fid": frechet_distance(fitted("samples", images), test)}
+
+
+def _leakage(
+    data: Dataset, images: Images, coins: Coins, progress: RunProgress, pictures: Path
+) -> dict[str, Any]:
+    """Memorization and membership inference; ``nearest.png``, the samples that are nearest to a
+    training row, each beside it; ``distances.png``, the distances of all."""
+    progress.say("memorization and membership inference: distances of all pairs")
+    test = data.test_images[_some(len(data.test_images), coins.at("test"))]
+    train = data.images[_some(len(data.images), coins.at("train"), len(test))]
+    test = test[: len(train)]
+    some = images[_some(len(images), coins.at("generated"))]
+    (distances, which), (others, _) = nearest(some, data.images), nearest(test, data.images)
+    closest = np.argsort(distances)[:_PICTURED]
+    pictures.mkdir(parents=True, exist_ok=True)
+    pairs = np.stack([some[closest], data.images[which[closest]]], 1)
+    sample_grid(pairs.reshape(-1, *data.shape), 10, pictures / "nearest.png")
+    histograms(
+        {"samples": distances, "test split": others},
+        "distance to the nearest training row, root mean square of pixels",
+        pictures / "distances.png",
+    )
+    return {
+        "memorization": memorization(some, train, test),
+        "membership": membership_inference(images, train, test),
+    }
+
+
+def _some(count: int, coins: Coins, most: int = _MOST_COMPARED) -> NDArray[np.int64]:
+    """At most so many of ``count`` rows."""
+    return torch.randperm(count, generator=coins.public("compared"))[:most].numpy()

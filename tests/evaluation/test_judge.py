@@ -1,0 +1,120 @@
+"""The data set's own classifier, and what a run gets from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import COINS, Train
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.datasets import digits
+from fedgen.evaluation.judge import judge, seen
+
+
+def test_the_judge_is_trained_once(tmp_path: Path) -> None:
+    data = digits(COINS)
+    net = judge(data.images, data.labels, 10, tmp_path)
+    [kept] = tmp_path.iterdir()
+    before = kept.stat().st_mtime_ns
+    again = judge(data.images, data.labels, 10, tmp_path)
+    assert kept.stat().st_mtime_ns == before
+    features, said = seen(net, data.test_images)
+    assert features.shape == (360, 128)
+    assert np.allclose(said, seen(again, data.test_images)[1], atol=1e-5)
+    assert np.allclose(said.sum(1), 1)
+    assert (said.argmax(1) == data.test_labels).mean() > 0.95
+    judge(data.images[1:], data.labels[1:], 10, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_it_sees_every_image_by_itself(tmp_path: Path) -> None:
+    """Whatever the batches are: it normalizes by what it learnt."""
+    data = digits(COINS)
+    net = judge(data.images, data.labels, 10, tmp_path)
+    whole, parts = seen(net, data.test_images), [seen(net, row[None]) for row in data.test_images]
+    assert np.allclose(whole[0], np.concatenate([part[0] for part in parts]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_has_its_scores(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
+    words = ["evaluation=quick", "evaluation.samples=40", "evaluation.classifiers.cnn.epochs=1"]
+    run = train("rounds=1", *words, "evaluation.judge=true", "evaluation.leakage=true")
+    found = json.loads((run / "results.json").read_text())
+    scores = found["inception_score"]
+    assert scores["test"]["mean"] > 3 > scores["generated"]["mean"] >= 1
+    assert scores["judge_accuracy"] > 0.95
+    assert (
+        found["fcd"]["train"] < found["fcd"]["generated"] / 10
+    )  # the generator has learnt nothing
+    assert 0 <= found["precision"] <= 1
+    assert found["recall"] < 0.5
+    assert found["memorization"]["n"] == 40
+    assert found["membership"]["members"] == found["membership"]["others"] == 360
+    assert sorted(p.name for p in (run / "evaluation").iterdir()) == [
+        "distances.png",
+        "nearest.png",
+    ]
+    assert not list((run / "public").glob("nearest*"))
+
+
+def test_samples_that_fedgen_did_not_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here real training rows: a copy attack, which is caught."""
+    data, path = digits(Coins.of(0, "seeded").at("data")), tmp_path / "copies.npz"
+    np.savez(path, images=data.images[:300, 0], labels=data.labels[:300])
+    words = ["evaluate", f"samples={path}", "data=digits", "evaluation.leakage=true"]
+    assert cli.run([*words, "evaluation.classifiers.cnn.epochs=2"]) == 0
+    said = capsys.readouterr().out
+    assert "copies of training rows" in said
+    found = json.loads((tmp_path / "copies_evaluation" / "evaluation.json").read_text())
+    assert found["gen2real"]["logistic_regression"]["mean"] > 0.85
+    assert found["gen2real"]["cnn"]["n"] == 300
+    assert found["memorization"]["copied"] > 0.15  # of 360 among 1,437 training rows
+    assert found["memorization"]["p_value"] < 1e-10
+    assert found["membership"]["auc"] > 0.55
+    assert (tmp_path / "copies_evaluation" / "nearest.png").exists()
+
+
+RIGHT = ["samples={path}", "data=digits"]
+FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "problem"),
+    [
+        ([], "run", "what is to be judged"),
+        (["samples={path}"], "data", "trained on"),
+        (["samples=no.npz", "data=digits"], "samples", "no arrays"),
+        (["samples={path}", "data=mnist"], "samples", "uint8 (n, 1, 28, 28)"),
+        (["samples={other}", "data=digits"], "samples", "no label from 0 to 9"),
+        ([*RIGHT, "evaluation.real2gen=[svm]"], "evaluation.real2gen", "no classifier"),
+        ([*RIGHT, *FID], "evaluation.inception_weights", "cannot be read"),
+    ],
+)
+def test_mistakes(
+    words: list[str],
+    key: str,
+    problem: str,
+    tmp_path: Path,
+    data_root: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images, labels = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 10
+    path, other = tmp_path / "right.npz", tmp_path / "wrong.npz"
+    np.savez(path, images=images, labels=labels)
+    np.savez(other, images=images, labels=labels + 5)
+    given = [word.format(path=path, other=other) for word in words]
+    root = [f"data.root={data_root}"] if "data=mnist" in words else []
+    assert cli.run(["evaluate", *given, *root]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert problem in error
+    assert error.count("\n") == 1

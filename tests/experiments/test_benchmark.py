@@ -1,0 +1,156 @@
+"""A matrix of runs comes to one table, whenever it was cut off."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import configs
+from fedgen import cli
+from fedgen.experiments.benchmark import points_of, read_matrix
+from fedgen.experiments.settings import check
+from fedgen.reporting.run_dir import RunDir
+
+MATRICES = sorted(p.stem for p in (Path(configs.__path__[0]) / "matrix").glob("*.yaml"))
+MATRIX: dict[str, Any] = {
+    "data": ["digits"],
+    "epsilons": [10],
+    "seeds": [0, 1],
+    "settings": [
+        "runtime.threads=1",
+        "rounds=4",
+        "runtime.checkpoint_every=1",
+        "evaluate_every=2",
+        "log_every=2",
+        "evaluation.samples=100",
+        "evaluation.classifiers.cnn.epochs=1",
+    ],
+    "methods": {
+        "DP-MERF": {
+            "settings": ["method=dp_merf_small"],
+            "on_digits": ["method.ema=0.5"],
+            "paper": {"digits": {"10": 0.82}},
+        },
+        "DP-Sinkhorn": {"settings": ["method=dp_sinkhorn_small", "method.images=5"]},
+    },
+}
+OF_THE_CLOCK = ("training_seconds", "peak_rss_bytes")
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(MATRIX))
+    return path
+
+
+def table(place: Path) -> list[dict[str, str]]:
+    with (place / "benchmark.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{k: v for k, v in row.items() if k not in OF_THE_CLOCK} for row in rows]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_every_matrix_composes(name: str, tmp_path: Path) -> None:
+    found = list(points_of(read_matrix(name), tmp_path))
+    assert len({point.name for point in found}) == len(found)
+    for point in found:
+        check(point.config)
+        assert point.config.privacy.target_epsilon == point.epsilon
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2"]
+    subprocess.run([sys.executable, *words, f"run_dir={whole}"], check=True)
+    process = subprocess.Popen([sys.executable, *words, f"run_dir={cut}"], start_new_session=True)
+    until = time.monotonic() + 300
+    while not any(RunDir(path).finished for path in cut.glob("D*")):
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert sum(RunDir(path).finished for path in cut.glob("D*")) < 4
+    assert not (cut / "benchmark.csv").exists()
+    subprocess.run([sys.executable, *words, f"run_dir={cut}"], check=True)
+    assert table(cut) == table(whole)
+    rows = table(cut)
+    assert [(row["method"], row["target_epsilon"], row["seeds"]) for row in rows] == [
+        ("DP-MERF", "10.0", "2"),
+        ("DP-Sinkhorn", "10.0", "2"),
+    ]
+    assert [row["paper_gen2real_cnn"] for row in rows] == ["0.82", ""]
+    for row in rows:
+        assert 0 < float(row["server_epsilon"]) <= float(row["target_epsilon"])
+        assert 0 <= float(row["gen2real_cnn"]) <= 1
+        assert row["gen2real_cnn_std"]
+        assert row["gen2real_average"]
+    assert (cut / "benchmark.png").stat().st_size > 0
+    assert len(json.loads((cut / "benchmark.json").read_text())) == 2
+    text = (cut / "benchmark.md").read_text()
+    assert text.count("\n") == 4
+    assert "DP-MERF" in text
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_fails_the_benchmark_and_no_other(
+    matrix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "out"
+    words = ["benchmark", f"matrix={matrix}", "seeds=[0]", f"run_dir={place}"]
+    broken = {**MATRIX, "methods": dict(MATRIX["methods"])}
+    # a share of rows that leaves none is found when the data are read
+    broken["methods"]["DP-Sinkhorn"] = {"settings": ["method=dp_sinkhorn_small", "held_out=5000"]}
+    matrix.write_text(yaml.safe_dump(broken))
+    assert cli.run(words) == 2
+    assert "1 of 2 runs failed" in capsys.readouterr().err
+    assert "held_out" in (place / "logs" / "DP-Sinkhorn-digits-10-0.log").read_text()
+    assert [row["method"] for row in table(place)] == ["DP-MERF"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "problem"),
+    [
+        (["matrix=digts"], "matrix", "did you mean digits"),
+        (["matrix=no.yaml"], "matrix", "cannot be read"),
+        (["methods=[dp_murf]"], "methods", "there is no"),
+        (["seeds=3"], "seeds", "must be a list"),
+        (["seeds=[]"], "seeds", "must be a list"),
+        (["jobs=0"], "jobs", "from 1 to"),
+        (["epsilons=[-1]"], "privacy.target_epsilon", "positive"),
+        (["data=[mnits]"], "data", "did you mean mnist"),
+    ],
+)
+def test_mistakes(
+    words: list[str], key: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["benchmark", *words, f"run_dir={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert problem in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_matrix_in_the_same_place_is_refused(
+    matrix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "out"
+    words = ["benchmark", f"matrix={matrix}", "seeds=[0]", f"run_dir={place}"]
+    assert cli.run([*words, "methods=[DP-MERF]"]) == 0
+    matrix.write_text(matrix.read_text().replace("method.ema=0.5", "method.ema=0.6"))
+    capsys.readouterr()
+    assert cli.run(words) == 2
+    assert "method.ema" in capsys.readouterr().err
