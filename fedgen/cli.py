@@ -30,6 +30,7 @@ usage: fedgen <command> [key=value ...]
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
+  fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
   fedgen <command> --cfg ...              print the resolved settings, run nothing
 
 settings (defaults in brackets):
@@ -66,6 +67,7 @@ COMMANDS = {
     "sample": "sample",
     "evaluate": "evaluate",
     "benchmark": "benchmark",
+    "report": "report",
 }
 
 
@@ -164,6 +166,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import benchmark
 
         print(benchmark.benchmark(config), end="")
+    elif command == "report":
+        from fedgen.experiments import report
+
+        print(report.report(config))
     elif command == "evaluate":
         from fedgen.experiments import evaluation
 

@@ -18,6 +18,8 @@ from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
 from fedgen.method import Method, PublicFacts, Tensors
 
+_CLIENTS = 10**9
+
 
 def judged_samples(
     ready: Setup, generator: Tensors, count: int
@@ -58,7 +60,8 @@ def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
     try:
         described = json.loads((folder / "generator.json").read_text())
         weights = safetensors.torch.load((folder / "generator.safetensors").read_bytes())
-        facts = PublicFacts(2, None, described["classes"], tuple(described["shape"]))
+        # how many clients there were is not told; more than a draw could be of
+        facts = PublicFacts(_CLIENTS, None, described["classes"], tuple(described["shape"]))
         make = build(OmegaConf.create(described["method"]), without=("strategy",))
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise FedgenError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,11 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         "data": ready.dataset.digest(),
         "settings": settings,
         "device": device(config.device),
+        "environment": {
+            **{name: metadata.version(name) for name in ("fedgen", "flwr", "torch", "numpy")},
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        },
     }
     return RunDir.create(Path(place), config, identity), name
 

@@ -44,7 +44,7 @@ from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
-from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
+from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
@@ -91,6 +91,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     if new:
         ready = settings.setup(config)
         run_dir, name = new_run(ready)
+        if ready.privacy.noise == "seeded":  # who has which labels is private
+            partition(_label_counts(ready), run_dir.path / "partition.png")
     else:
         run_dir, before, identity = RunDir.open(Path(config.resume), "resume")
         config = moved(before, config)
@@ -498,6 +500,13 @@ def _started(fresh: Tensors, start: str | None) -> Tensors:
     if shapes[0] != shapes[1]:
         raise FedgenError("start", f"{start} has other networks", "take the same method's settings")
     return {**fresh, **{name: there[name].to(value.device) for name, value in own.items()}}
+
+
+def _label_counts(ready: Setup) -> NDArray[np.int64]:
+    """(clients, classes)"""
+    classes = ready.dataset.classes
+    labels = (ready.dataset.labels[shard] for shard in ready.shards)
+    return np.stack([np.bincount(each, minlength=classes) for each in labels])
 
 
 def _due(state: RunState, facts: RoundFacts, every: int) -> bool:

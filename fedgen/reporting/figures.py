@@ -89,11 +89,11 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
     axes = figure.add_subplot()
     for name, points in lanes.items():
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name or None)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    if axes.lines:
+    if any(lanes):
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
@@ -113,4 +113,40 @@ def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> Non
     axes.set_xlabel(x)
     axes.set_ylabel("share")
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def histogram_of_clients(values: list[float], x: str, path: Path) -> None:
+    """Writes a figure of how many clients have which value."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.hist(values, bins=min(40, len(set(values)) + 1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x)
+    axes.set_ylabel("clients")
+    figure.savefig(path, dpi=120)
+
+
+def partition(counts: NDArray[np.int64], path: Path) -> None:
+    """Writes a figure of the rows of each label (columns) at each client (lines), counts (clients,
+    classes): clients by their number of rows, the largest first."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    order = np.argsort(-counts.sum(1), kind="stable")
+    shown = axes.imshow(counts[order], aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("label")
+    axes.set_ylabel("clients, by their number of rows")
+    figure.colorbar(shown, label="rows")
     figure.savefig(path, dpi=120)

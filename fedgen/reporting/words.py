@@ -23,12 +23,12 @@ def statement(record: dict[str, Any], words: str) -> str:
         parts.append(f"There is no bound: {release['reason']}.")
     else:
         parts += [
-            f"## What is protected\n\n{_protected(record)}",
+            f"## What is protected\n\n{protected(record)}",
             "## Against whom\n\nAnybody who has this folder and nothing else of the run, whatever "
             "they know from elsewhere: even all of the other data, and how this program works.",
             f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
             f"{epsilon_in_words(release['epsilon'])} and δ = {record['delta']:g} "
-            f"({release['accountant']}). {_odds(release['epsilon'], record['delta'])}",
+            f"({release['accountant']}). {strength(release['epsilon'], record['delta'])}",
         ]
     parts += [
         "## What is not covered\n\n"
@@ -45,7 +45,8 @@ def statement(record: dict[str, Any], words: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _protected(record: dict[str, Any]) -> str:
+def protected(record: dict[str, Any]) -> str:
+    """What epsilon is about."""
     one = {
         "record": "one image with its label",
         "client": "all images of one client together",
@@ -57,7 +58,7 @@ def _protected(record: dict[str, Any]) -> str:
     return f"Whether {one} {how}."
 
 
-def _odds(epsilon: float, delta: float) -> str:
+def strength(epsilon: float, delta: float) -> str:
     """What (epsilon, delta) means for a test with a rate a of false alarms: it finds at most
     min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Kairouz, Oh, Viswanath 2015)."""
     alarms = 0.01
@@ -140,30 +141,46 @@ def quality(results: dict[str, Any]) -> list[str]:
         if back is not None:
             line += f"; real2gen: {back:.1%}"
         lines.append(line)
+    return lines + [f"{name}: {text}" for name, text in figures(results)]
+
+
+def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those beside the classifiers', by name, with the units and what they are compared with."""
+    rows = []
     average, calibrated = averages(results)
     if average is not None:
-        lines.append(f"gen2real average: {average:.1%}, calibrated {calibrated:.1%}")
+        rows.append(("gen2real average", f"{average:.1%}, calibrated {calibrated:.1%}"))
     if "inception_score" in results:
-        scores = results["inception_score"]
-        lines.append(
-            f"inception score {scores['generated']['mean']:.2f} (real test split: "
-            f"{scores['test']['mean']:.2f}; classifier of {scores['judge_accuracy']:.1%})"
-        )
-        distances = results["fcd"]
-        lines.append(
-            f"FCD {distances['generated']:.3g} (real training split: {distances['train']:.3g}), "
-            f"precision {results['precision']:.1%}, recall {results['recall']:.1%}"
-        )
+        scores, distances = results["inception_score"], results["fcd"]
+        rows += [
+            (
+                "inception score",
+                f"{scores['generated']['mean']:.2f} (real test split: "
+                f"{scores['test']['mean']:.2f}; classifier of {scores['judge_accuracy']:.1%})",
+            ),
+            (
+                "FCD",
+                f"{distances['generated']:.3g} (real training split: {distances['train']:.3g})",
+            ),
+            ("precision", f"{results['precision']:.1%}, recall: {results['recall']:.1%}"),
+        ]
     if "fid" in results:
-        lines.append(f"FID {results['fid']:.2f}")
+        rows.append(("FID", f"{results['fid']:.2f}"))
     if "memorization" in results:
         copies, attack = results["memorization"], results["membership"]
-        lines.append(
-            f"copies of training rows: {copies['copied']:.2%} of the samples (by chance "
-            f"{copies['by_chance']:.2%}, p = {copies['p_value']:.2g}); membership inference: AUC "
-            f"{attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} found at 1 % false alarms"
-        )
-    return lines
+        rows += [
+            (
+                "copies of training rows",
+                f"{copies['copied']:.2%} of the samples (by chance {copies['by_chance']:.2%}, "
+                f"p = {copies['p_value']:.2g})",
+            ),
+            (
+                "membership inference",
+                f"AUC {attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} found at 1 % false "
+                "alarms",
+            ),
+        ]
+    return rows
 
 
 def averages(results: dict[str, Any]) -> tuple[float | None, float | None]:

@@ -1,0 +1,261 @@
+"""One HTML file about one or several runs: no network, pictures inside, to be read on a screen,
+light or dark, and on paper.
+
+For the ``server`` it has everything that a run directory has; for the ``public`` nothing but what
+is in ``public/``.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.resources
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from omegaconf import OmegaConf
+
+from fedgen.errors import FedgenError
+from fedgen.reporting.figures import curves, histogram_of_clients
+from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.words import averages, figures, protected, strength
+
+_MOST_GRIDS = 24
+_MOST_LISTED = 1000  # clients in a table; of more, the extremes
+_EXTREMES = 25
+ACCURACY = "gen2real accuracy"
+
+
+def report(runs: Sequence[Path], audience: str) -> str:
+    """The page.
+
+    Raises:
+        FedgenError: if one of them is no finished run.
+    """
+    facts = _public if audience == "public" else _server
+    shown = [facts(path) for path in runs]
+    names = _distinct([str(path) for path in runs])
+    for run, name in zip(shown, names, strict=True):
+        run["name"] = name
+    compared = None
+    if len(shown) > 1 and audience == "server":
+        compared = {
+            "rows": [_compared(run) for run in shown],
+            "curve": _along({run["name"]: run["accuracies"] for run in shown}, ACCURACY),
+        }
+    room = importlib.resources.files("fedgen.reporting") / "templates" / "report.html"
+    engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
+    page = engine.from_string(room.read_text())
+    return page.render(runs=shown, audience=audience, compared=compared)
+
+
+def _public(path: Path) -> dict[str, Any]:
+    """What is in the folder that may be handed out."""
+    folder = path / "public" if (path / "public").is_dir() else path
+    try:
+        described = json.loads((folder / "generator.json").read_text())
+        statement = (folder / "PRIVACY.md").read_text()
+        picture = _picture(folder / "samples.png")
+    except (OSError, ValueError) as error:
+        raise FedgenError(
+            "runs", f"{path} has no readable public folder", "give a finished run"
+        ) from error
+    return {
+        "place": str(path),
+        "title": described["method"]["_target_"].rpartition(".")[2],
+        "statement": _paragraphs(statement),
+        "grids": [("", picture)],
+        "configuration": OmegaConf.to_yaml(OmegaConf.create(described["method"])),
+    }
+
+
+def _server(path: Path) -> dict[str, Any]:
+    """All that a run directory tells."""
+    run_dir, config, identity = RunDir.open(path, "runs")
+    results = run_dir.results()
+    record = json.loads((path / "privacy.json").read_text())
+    lines = run_dir.metrics()
+    spent = [line for line in lines if "epsilon" in line]
+    accuracies = _accuracies(lines, results)
+    clients = [
+        {
+            "client": int(name),
+            "server": found["server"],
+            "release": found["release"],
+            "releases": found["releases"],
+            **{way: results["bytes"]["per_client"][name][way] for way in ("up", "down")},
+        }
+        for name, found in record["clients"].items()
+    ]
+    by_epsilon = sorted(
+        clients, key=lambda c: (c["server"] is None, c["server"] or 0), reverse=True
+    )
+    listed, left_out = by_epsilon, 0
+    if len(clients) > _MOST_LISTED:
+        listed = [*by_epsilon[:_EXTREMES], *by_epsilon[-_EXTREMES:]]
+        left_out = len(clients) - len(listed)
+    bounded = [client["server"] for client in clients if client["server"] is not None]
+    return {
+        "place": str(path),
+        "title": f"{results['method']} on {results['data']}",
+        "results": results,
+        "record": record,
+        "protected": protected(record),
+        "strength": {
+            name: strength(found["epsilon"], record["delta"])
+            for name, found in record["views"].items()
+            if found["epsilon"] is not None
+        },
+        "grids": _grids(run_dir),
+        "accuracies": accuracies,
+        "epsilon_curve": _along(_epsilons(spent), f"ε at δ = {record['delta']:g}"),
+        "accuracy_curve": _along({"": accuracies}, ACCURACY),
+        "shown_curves": [(name, _along({"": _lane(spent, name)}, name)) for name in _own(spent)],
+        "quality": figures(results),
+        "pictures": [
+            (file.stem, _picture(file)) for file in sorted((path / "evaluation").glob("*.png"))
+        ],
+        "partition": _picture(path / "partition.png")
+        if (path / "partition.png").exists()
+        else None,
+        "clients": listed,
+        "left_out": left_out,
+        "histogram": _svg(
+            lambda out: histogram_of_clients(bounded, f"ε (server) at δ = {record['delta']:g}", out)
+        )
+        if len(bounded) > 1
+        else None,
+        "failures": _failures(path),
+        "siblings": _siblings(path, identity),
+        "held_out": config.get("held_out", 0),
+        "configuration": OmegaConf.to_yaml(config),
+        "environment": identity.get("environment", {}),
+    }
+
+
+def _compared(run: dict[str, Any]) -> dict[str, Any]:
+    results = run["results"]
+    found = {name: each["mean"] for name, each in results["gen2real"].items()}
+    return {
+        "name": run["name"],
+        "title": run["title"],
+        "epsilon": results["epsilon"],
+        "unit": run["record"]["unit"],
+        "gen2real": found,
+        "average": averages(results)[0],
+        "seconds": results["seconds"],
+        "memory": results["peak_rss_bytes"],
+        "up": results["bytes"]["up"],
+        "down": results["bytes"]["down"],
+        "picture": run["grids"][-1][1],
+    }
+
+
+def _accuracies(
+    lines: Sequence[dict[str, Any]], results: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """(rounds, gen2real by the first classifier) along a run and at its end."""
+    judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
+    judged[results["rounds"]] = results["gen2real"]
+    means = {at: next(iter(found.values()), {"mean": None})["mean"] for at, found in judged.items()}
+    return [(float(at), mean) for at, mean in sorted(means.items()) if mean is not None]
+
+
+def _epsilons(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    lanes = {
+        "server (proven)": [(line["round"], line["epsilon"]["server"]) for line in spent],
+        "release (proven)": [(line["round"], line["epsilon"]["release"]) for line in spent],
+        "the paper's formula": [(line["round"], line["claimed_epsilon"]) for line in spent],
+    }
+    return {
+        name: [(at, value) for at, value in lane if value is not None]
+        for name, lane in lanes.items()
+    }
+
+
+def _own(spent: Sequence[dict[str, Any]]) -> list[str]:
+    """The method's own figures along a run."""
+    own = [name for line in spent for name, value in line.items() if isinstance(value, float)]
+    return [name for name in dict.fromkeys(own) if name != "claimed_epsilon"]
+
+
+def _lane(spent: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(line["round"], line[name]) for line in spent if line.get(name) is not None]
+
+
+def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
+    """(caption, picture) along a run, its end last."""
+    files = sorted(run_dir.samples.glob("round_*.png"))
+    if len(files) > _MOST_GRIDS:
+        files = [files[i * (len(files) - 1) // (_MOST_GRIDS - 1)] for i in range(_MOST_GRIDS)]
+    along = [(f"round {int(file.stem.rpartition('_')[2]):,}", _picture(file)) for file in files]
+    return [*along, ("published", _picture(run_dir.public / "samples.png"))]
+
+
+def _failures(path: Path) -> list[dict[str, Any]]:
+    file = path / "failures.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _siblings(path: Path, identity: dict[str, Any]) -> int:
+    """How many other runs on the same data lie beside this one."""
+    found = 0
+    for other in path.absolute().parent.glob("*/run.json"):
+        if other.parent != path.absolute():
+            try:
+                found += json.loads(other.read_text())["data"] == identity["data"]
+            except (OSError, ValueError, KeyError):
+                continue
+    return found
+
+
+def _distinct(places: Sequence[str]) -> list[str]:
+    """As much of each path, from its end, as tells it from the others."""
+    parts = [Path(place).parts for place in places]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(places)
+
+
+def _paragraphs(markdown: str) -> list[tuple[str, str]]:
+    """(kind, text) of a privacy statement: h1, h2, li or p."""
+    found = []
+    for line in filter(None, markdown.splitlines()):
+        kind, text = "p", line
+        for mark, name in (("## ", "h2"), ("# ", "h1"), ("- ", "li")):
+            if line.startswith(mark):
+                kind, text = name, line.removeprefix(mark)
+                break
+        found.append((kind, text.replace("**", "")))
+    return found
+
+
+def _picture(path: Path) -> str:
+    """A picture as an address that holds it."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _along(lanes: dict[str, list[tuple[float, float]]], y: str) -> str | None:
+    """A figure of what there is along a run; None for nothing but its end."""
+    if max(map(len, lanes.values())) < 2:
+        return None
+    return _svg(lambda path: curves(lanes, "rounds", y, path))
+
+
+def _svg(draw: Callable[[Path], None]) -> str:
+    """A figure as an address that holds it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "figure.svg")
+        draw(path)
+        return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

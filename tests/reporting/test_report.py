@@ -1,0 +1,160 @@
+"""The page about runs: what it says, to whom, and that it works in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tiny import Train
+
+from fedgen import cli
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SEVERAL = ["partition=iid", "partition.clients=4", "rounds=3", "sample_every=1", "log_every=1"]
+
+
+def page(runs: str, out: Path, *more: str) -> str:
+    assert cli.run(["report", f"runs={runs}", f"out={out}", *more]) == 0
+    return out.read_text()
+
+
+def tags(html: str) -> list[str]:
+    """Addresses that a browser would load."""
+    return re.findall(r'(?:src|href)="([^"]*)"', html)
+
+
+def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
+    run = train(*SEVERAL, "evaluation=quick", "evaluation.samples=60", "runtime.min_success=0.2",
+                "runtime.faults.raises=0.2")  # fmt: skip
+    html = page(str(run), tmp_path / "report.html")
+    record = json.loads((run / "privacy.json").read_text())
+    results = json.loads((run / "results.json").read_text())
+    server = -(-record["views"]["server"]["epsilon"] * 100 // 1) / 100
+    assert f"<b>{server:.2f}</b>" in html
+    assert f"{results['gen2real']['cnn']['mean']:.1%}" in html
+    assert "Not for release" in html
+    assert "An experiment." in html
+    assert results["failures"]
+    assert all(kind in html for kind in results["failures"])
+    assert html.count('<td class="number" data-value=') == 4 * len(record["clients"])
+    # nothing is loaded from anywhere
+    assert all(each.startswith(("data:", "#")) for each in tags(html))
+    assert "http" not in re.sub(r"data:[^\"]*", "", html)
+    assert html.count("data:image/svg+xml") >= 2
+    assert '"round 1"' in html
+
+
+def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Path) -> None:
+    run = train(*SEVERAL)
+    html = page(str(run), tmp_path / "public.html", "audience=public")
+    assert "What this generator tells about the private data" in html
+    for private in ("ledger", "seed", "accountant", str(run), "real2real", "Clients"):
+        assert private not in html.replace("follows from its seed", "").replace(
+            "knows the seed", ""
+        ), private
+    # the folder alone makes the same page
+    alone = tmp_path / "handed out"
+    shutil.copytree(run / "public", alone)
+    assert page(str(alone), tmp_path / "again.html", "audience=public") == html
+
+
+def test_runs_side_by_side_and_their_siblings(train: Train, tmp_path: Path) -> None:
+    runs = [
+        train("evaluation=quick", "evaluation.samples=40", f"seed={s}", name=f"s{s}")
+        for s in (0, 1)
+    ]
+    html = page(f"[{runs[0]},{runs[1]}]", tmp_path / "both.html")
+    assert "Side by side" in html
+    assert '<td><a href="#run1">s0</a></td>' in html
+    # seeds split the digits differently: other data
+    assert "lie beside this one" not in html.replace("lies", "lie")
+    train("evaluation=none", "method.clip=0.5", name="s2")
+    assert "1 other run</b> on the same data lies beside" in page(str(runs[0]), tmp_path / "a.html")
+
+
+def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> None:
+    run = train()
+    for name, change in (("privacy", "clients"), ("results", "per_client")):
+        found = json.loads((run / f"{name}.json").read_text())
+        clients = found[change] if name == "privacy" else found["bytes"][change]
+        one = clients["0"]
+        for client in range(1, 1200):
+            clients[str(client)] = {**one, "server": client / 100} if name == "privacy" else one
+        (run / f"{name}.json").write_text(json.dumps(found))
+    html = page(str(run), tmp_path / "many.html")
+    assert "1150 between them are left out" in html
+    assert html.count('<td class="number" data-value=') == 4 * 50
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "problem"),
+    [
+        (["runs=no"], "runs", "not a run directory"),
+        (["runs=no", "audience=public"], "runs", "no readable public folder"),
+        (["runs=no", "audience=all"], "audience", "cannot be"),
+        (["runs=no", "out=a.pdf"], "out", "no .html"),
+        ([], "runs", "is not given"),
+    ],
+)
+def test_mistakes(
+    words: list[str], key: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+DRIVE = """
+<script>
+const loaded = [...document.images].every((image) => image.complete && image.naturalWidth > 0);
+const slider = document.querySelector("input[type=range]");
+const last = document.querySelector("img.samples").src;
+slider.value = 0;
+slider.dispatchEvent(new Event("input"));
+const first = document.querySelector("img.samples").src;
+const table = document.querySelector("table.sortable");
+const clients = () => [...table.rows].slice(1).map((row) => Number(row.cells[0].textContent));
+const button = table.querySelector("button");
+button.click();
+const down = clients();
+button.click();
+const up = clients();
+document.title = JSON.stringify({
+  slid: first !== last, said: document.querySelector("output").textContent, down, up, loaded,
+});
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_it_works_in_a_browser(train: Train, tmp_path: Path) -> None:
+    run = train(*SEVERAL)
+    html = page(str(run), tmp_path / "report.html")
+    driven = tmp_path / "driven.html"
+    late = DRIVE.replace("<script>", '<script>addEventListener("load", () => {').replace(
+        "</script>", "});</script>"
+    )
+    driven.write_text(html.replace("</body>", f"{late}</body>"))
+    assert CHROMIUM is not None
+    found = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom",
+         driven.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in found.stderr, found.stderr
+    title = re.search(r"<title>(\{.*?\})</title>", found.stdout)
+    assert title is not None
+    told = json.loads(title[1])
+    assert told["slid"]
+    assert told["loaded"]
+    assert told["said"] == "round 1"
+    assert told["down"] == [3, 2, 1, 0]
+    assert told["up"] == [0, 1, 2, 3]
