@@ -45,16 +45,24 @@ def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int)
 
 
 def scikit(
-    images: Images, labels: Labels, classes: int, seed: int, *, model: str, **settings: Any
+    images: Images,
+    labels: Labels,
+    classes: int,
+    seed: int,
+    *,
+    model: str,
+    most_rows: int | None = None,
+    **settings: Any,
 ) -> Predict:
     """A classifier ``model`` of scikit-learn's interface, by its full name, on pixels in [0, 1]:
-    with its defaults but for ``settings``."""
+    with its defaults but for ``settings``, and at most so many rows."""
     from sklearn.exceptions import ConvergenceWarning
 
     del classes
     made = get_class(model)(**settings)
     if "random_state" in made.get_params():
         made.set_params(random_state=seed)
+    images, labels = images[:most_rows], labels[:most_rows]
     known, numbers = np.unique(labels, return_inverse=True)  # XGBoost wants all from 0 on
     with warnings.catch_warnings():  # some defaults stop early, converged or not
         warnings.simplefilter("ignore", ConvergenceWarning)
