@@ -34,7 +34,7 @@ MISTAKES = [
     (
         "evaluation.samples",
         ["evaluation=quick", "evaluation.samples=5", "evaluation.judge=true"],
-        "from 10",
+        "from 256",
     ),
     ("method.batch", ["method.batch=-3"], "must be positive"),
     ("method.clip", ["method.clip=inf"], "must be positive"),

@@ -30,6 +30,14 @@ def test_ci_runs_the_set_up_commands() -> None:
     assert [line for line in script if line.startswith("make ")] == commands
 
 
+def test_every_other_command_composes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split("#")[0].strip() for block in BLOCKS[1:] for line in block.splitlines()]
+    others = [w for w in lines if w.startswith("fedgen ") and not w.startswith("fedgen train")]
+    assert {line.split()[1] for line in others} >= {"evaluate", "benchmark", "report"}
+    for line in others:
+        assert cli.run([*shlex.split(line)[1:], "--cfg"]) == 0, capsys.readouterr().err
+
+
 def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 8
 

@@ -44,6 +44,9 @@ def inception(weights: str | None) -> nn.Module | None:
     from pytorch_fid.inception import InceptionV3
 
     before = torch.hub.get_dir()
+    known = Path(before, "checkpoints", WEIGHTS) if weights is None else Path(weights)
+    if known.exists():
+        check_weights(known)
     try:
         with tempfile.TemporaryDirectory() as folder:
             if weights is not None:  # pytorch-fid asks torch's cache for a file of this name

@@ -6,6 +6,7 @@ It is trained on real training rows, outside any mechanism.
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ _EPOCHS = 15
 
 def judge(images: Images, labels: Labels, classes: int, cache: Path) -> JudgeNet:
     """The classifier of these rows: trained once, then found in ``cache`` by their digest."""
-    name = digest(images.tobytes(), labels.tobytes(), f"{classes} {_EPOCHS}".encode())
+    facts = f"{classes} {images.shape} {_EPOCHS} {metadata.version('fedgen')}"
+    name = digest(images.tobytes(), labels.tobytes(), facts.encode())
     path = cache / f"judge-{name[:16]}.safetensors"
     net = JudgeNet(images.shape[1:], classes)
     if path.exists():

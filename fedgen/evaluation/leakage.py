@@ -1,6 +1,6 @@
 """Whether samples give training rows away: memorization and membership inference, by distances
 between pixels. Both look at private rows outside any mechanism, and say nothing about epsilon:
-they can find a leak, and never that there is none."""
+they can find a leak, and never show that there is none."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ Distances = NDArray[np.float64]
 _FALSE_ALARMS = 0.01
 
 
-def nearest(queries: Images, base: Images) -> tuple[Distances, NDArray[np.int64]]:
-    """Root mean squared difference of the pixels in [0, 1] of each query to the nearest row of
-    ``base``, (n,), and which that is, (n,)."""
-    from sklearn.metrics import pairwise_distances_argmin_min
+def nearest(queries: Images, base: Images, count: int = 1) -> tuple[Distances, NDArray[np.int64]]:
+    """Root mean squared differences of the pixels in [0, 1] of each query to its nearest rows of
+    ``base``, (n, count), and which these are, (n, count)."""
+    from sklearn.neighbors import NearestNeighbors
 
     rows, found = (each.reshape(len(each), -1).astype(np.float32) / 255 for each in (queries, base))
-    which, distances = pairwise_distances_argmin_min(rows, found)
+    index = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(found)
+    distances, which = index.kneighbors(rows)
     return distances.astype(np.float64) / np.sqrt(rows.shape[1]), which
 
 
 def memorization(samples: Images, train: Images, test: Images) -> dict[str, Any]:
-    """How many samples are at most half as far from a row of ``train`` as from all of ``test``, of
-    which there are as many: ``copied``. As many the other way round would be ``by_chance``;
-    ``p_value`` is that of more copies than that, for a generator to which both are alike.
+    """How many samples copy a row: they are less than half as far from it as from every other one.
 
-    Raises:
-        ValueError: unless there are as many rows of both.
+    ``copied``: the share that copies a row of ``train``; ``by_chance``: one of ``test``, which no
+    generator has seen. ``p_value``: of so many different training rows among those that are
+    copied, if which rows were trained on made no difference (hypergeometric: rows are exchangeable
+    then, whatever the samples are).
     """
-    from scipy.stats import binomtest
+    from scipy.stats import hypergeom
 
-    if len(train) != len(test):
-        raise ValueError(f"{len(train)} training rows are compared with {len(test)} others")
-    (to_train, _), (to_test, _) = nearest(samples, train), nearest(samples, test)
-    copied, chance = int((to_train <= to_test / 2).sum()), int((to_test <= to_train / 2).sum())
-    both = int(((to_train <= to_test / 2) & (to_test <= to_train / 2)).sum())  # two of zero
-    copied, chance = copied - both, chance - both
-    p_value = 1.0
-    if copied + chance:
-        p_value = float(binomtest(copied, copied + chance, alternative="greater").pvalue)
+    rows = np.concatenate([train, test])
+    distances, which = nearest(samples, rows, 2)
+    copies = which[distances[:, 0] < distances[:, 1] / 2, 0]
+    different = np.unique(copies)
+    from_train = int((different < len(train)).sum())
+    chance = hypergeom(len(rows), len(train), len(different)).sf(from_train - 1)
     return {
-        "copied": copied / len(samples),
-        "by_chance": chance / len(samples),
-        "p_value": p_value,
+        "copied": float((copies < len(train)).sum() / len(samples)),
+        "by_chance": float((copies >= len(train)).sum() / len(samples)),
+        "p_value": float(chance) if len(different) else 1.0,
         "n": len(samples),
-        "rows": len(train),
+        "train": len(train),
+        "test": len(test),
     }
 
 
@@ -59,7 +58,7 @@ def membership_inference(samples: Images, train: Images, test: Images) -> dict[s
     the true positive rate at 1 % false alarms, 0.01 by chance."""
     from sklearn.metrics import roc_auc_score, roc_curve
 
-    (members, _), (others, _) = nearest(train, samples), nearest(test, samples)
+    members, others = (nearest(rows, samples)[0][:, 0] for rows in (train, test))
     truth = np.repeat([1, 0], [len(members), len(others)])
     score = -np.concatenate([members, others])
     alarms, found, _ = roc_curve(truth, score)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgen.errors import FedgenError
 from fedgen.files import write_shared
 from fedgen.models.classifiers import small_cnn
 
@@ -145,7 +146,12 @@ class Fit:
         if self.known is not None and self.known.exists():
             kept: dict[str, Scores] = json.loads(self.known.read_text())
             return kept
-        predict = self.classifier(*self.rows, self.classes, self.seed)
+        try:
+            predict = self.classifier(*self.rows, self.classes, self.seed)
+        except ValueError as error:  # of a library's, for too few rows
+            problem = f"cannot learn from {len(self.rows[1])} rows: {str(error).splitlines()[0]}"
+            key = f"evaluation.classifiers.{self.name}"
+            raise FedgenError(key, problem, "give more samples, or other classifiers") from error
         found: dict[str, Scores] = {}
         for test, (images, truth) in self.tests.items():
             right = predict(images) == truth

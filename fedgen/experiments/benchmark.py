@@ -10,6 +10,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import jsonschema
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -31,12 +33,14 @@ from fedgen.experiments.sweep import check_same
 from fedgen.files import write_whole
 from fedgen.reporting.figures import curves
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.run_dir import RunDir, schema
 from fedgen.reporting.words import averages
 
 _POLL_SECONDS = 0.2
-_SHAPE = OmegaConf.create(
-    {"data": [""], "epsilons": [0.0], "seeds": [0], "settings": [""], "methods": {}}
+_SEE = "see configs/matrix/digits.yaml"
+_BELOW = (
+    "Shares in percent, mean ± standard deviation over n seeds. ε: the largest, of one run alone. "
+    "Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
 )
 _Row = dict[str, Any]
 
@@ -47,7 +51,7 @@ class Point:
 
     method: str
     data: str
-    epsilon: float
+    epsilon: float | None
     seed: int
     words: list[str]
     config: DictConfig
@@ -55,7 +59,14 @@ class Point:
     @property
     def name(self) -> str:
         """Its run directory's."""
-        return f"{self.method}-{self.data}-{self.epsilon:g}-{self.seed}"
+        return f"{self.method}-{self.data}-{_target(self.epsilon)}-{self.seed}"
+
+
+def _target(epsilon: float | None) -> str:
+    """As it stands in a run's name: 10 and 10.0 are the same."""
+    if epsilon is None:
+        return "inf"
+    return f"{epsilon:g}" if float(f"{epsilon:g}") == epsilon else str(epsilon)
 
 
 def benchmark(config: DictConfig) -> str:
@@ -66,13 +77,15 @@ def benchmark(config: DictConfig) -> str:
             done, if a run failed.
         Interrupted: if it was asked to end; the runs have kept what they had.
     """
-    matrix = _cut(read_matrix(str(config.matrix)), config)
+    whole = read_matrix(str(config.matrix))
+    matrix = _cut(whole, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     points = list(points_of(matrix, place))
     for point in points:
         settings.check(point.config)
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)
+            _check_judged_alike(point, place)
     jobs = config.jobs
     if jobs is None:
         threads = max(point.config.runtime.threads for point in points)
@@ -80,13 +93,27 @@ def benchmark(config: DictConfig) -> str:
     elif not isinstance(jobs, int) or not 1 <= jobs <= 1024:
         raise FedgenError("jobs", f"must be a whole number from 1 to 1024, got {jobs!r}", "mend it")
     failed = _run([p for p in points if not RunDir(place / p.name).finished], place, jobs)
-    done = [point for point in points if RunDir(place / point.name).finished]
-    words = write_table(matrix, done, place) if done else ""
+    known = {point.name: point for point in [*points_of(whole, place), *points]}
+    done = [point for point in known.values() if RunDir(place / point.name).finished]
+    left = [f"{name}: not finished" for name in known if name not in {p.name for p in done}]
+    words = write_table(whole, done, left, place) if done else ""
     if failed:
+        print(words, end="")
         raise FedgenError(
             "matrix", f"{len(failed)} of {len(points)} runs failed", f"see {failed[0]}"
         )
     return words
+
+
+def _check_judged_alike(point: Point, place: Path) -> None:
+    """Raises FedgenError for a run that was evaluated again in another way."""
+    run = place / point.name
+    if not RunDir(run).finished:
+        return
+    chosen = OmegaConf.to_container(point.config.evaluation, resolve=True)
+    if RunDir(run).results().get("judged_by") != chosen:
+        problem = f"{run} was judged in another way since"
+        raise FedgenError("run_dir", problem, "judge it again as the matrix does, or remove it")
 
 
 def read_matrix(name: str) -> DictConfig:
@@ -98,29 +125,35 @@ def read_matrix(name: str) -> DictConfig:
     path = Path(name) if name.endswith(".yaml") else named("matrix", name)
     try:
         matrix = OmegaConf.load(path)
-        assert isinstance(matrix, DictConfig), "it is no mapping"
-        OmegaConf.merge(_SHAPE, {key: matrix[key] for key in _SHAPE})
-    except (OSError, YAMLError, OmegaConfBaseException, AssertionError) as error:
+        jsonschema.validate(OmegaConf.to_container(matrix, resolve=True), schema("matrix"))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
         problem = f"{path} cannot be read: {str(error).splitlines()[0]}"
-        raise FedgenError("matrix", problem, "see configs/matrix/digits.yaml") from error
+        raise FedgenError("matrix", problem, _SEE) from error
+    except jsonschema.ValidationError as error:
+        key = ".".join(["matrix", *map(str, error.absolute_path)])
+        raise FedgenError(key, f"{path}: {error.message}", _SEE) from error
+    assert isinstance(matrix, DictConfig)
     return matrix
 
 
 def _cut(matrix: DictConfig, config: DictConfig) -> DictConfig:
     """The part of a matrix that the command asks for."""
+    matrix = matrix.copy()
     for axis in ("data", "epsilons", "seeds", "methods"):
         chosen = config[axis]
-        if chosen is not None:
-            if not isinstance(chosen, ListConfig) or not chosen:
-                raise FedgenError(axis, f"must be a list, got {chosen!r}", f"e.g. {axis}=[...]")
-            unknown = [each for each in chosen if axis == "methods" and each not in matrix.methods]
+        if chosen is None:
+            continue
+        if not isinstance(chosen, ListConfig) or not chosen or len(set(chosen)) < len(chosen):
+            problem = f"must be a list of different values, got {chosen!r}"
+            raise FedgenError(axis, problem, f"e.g. {axis}=[...]")
+        if axis == "methods":
+            unknown = [each for each in chosen if each not in matrix.methods]
             if unknown:
                 known = ", ".join(matrix.methods)
                 raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {known}")
-            methods = axis == "methods"
-            matrix[axis] = {each: matrix.methods[each] for each in chosen} if methods else chosen
-        if not matrix[axis]:
-            raise FedgenError(f"matrix.{axis}", "is empty", "name at least one")
+            matrix.methods = {each: matrix.methods[each] for each in chosen}
+        else:
+            matrix[axis] = chosen
     return matrix
 
 
@@ -128,11 +161,11 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
     """All points of a matrix, seeds last: a first table of all methods is there soon."""
     axes = matrix.seeds, matrix.data, matrix.epsilons, matrix.methods.items()
     for seed, data, epsilon, (method, chosen) in itertools.product(*axes):
-        name = f"{method}-{data}-{epsilon:g}-{seed}"
         words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
-        words += [f"data={data}", f"privacy.target_epsilon={epsilon}", f"seed={seed}"]
-        words.append(f"run_dir={place / name}")
-        yield Point(str(method), data, float(epsilon), seed, words, compose("config", words))
+        none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
+        place_of = place / f"{method}-{data}-{_target(epsilon)}-{seed}"
+        words += [f"data={data}", none, f"seed={seed}", f"run_dir={place_of}"]
+        yield Point(str(method), data, epsilon, seed, words, compose("config", words))
 
 
 def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
@@ -181,11 +214,13 @@ def _start(point: Point, place: Path, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def write_table(matrix: DictConfig, points: Sequence[Point], place: Path) -> str:
+def write_table(
+    matrix: DictConfig, points: Sequence[Point], left: Sequence[str], place: Path
+) -> str:
     """Writes the table of finished runs as CSV, Markdown and JSON, and the curves; returns the
-    Markdown."""
-    cells: dict[tuple[str, str, float], list[Point]] = {}
-    for point in sorted(points, key=lambda p: (p.data, -p.epsilon)):
+    Markdown. ``left``: what to say of runs that are not in it."""
+    cells: dict[tuple[str, str, float | None], list[Point]] = {}
+    for point in sorted(points, key=lambda p: (p.data, -(p.epsilon or math.inf))):
         cells.setdefault((point.data, point.method, point.epsilon), []).append(point)
     rows = [_row(matrix, cell, place) for cell in cells.values()]
     columns = list(dict.fromkeys(itertools.chain(*rows)))
@@ -193,7 +228,10 @@ def write_table(matrix: DictConfig, points: Sequence[Point], place: Path) -> str
     writer = csv.DictWriter(file, columns)
     writer.writeheader()
     writer.writerows(rows)
-    text = _markdown(rows)
+    for point in points:
+        stopped = RunDir(place / point.name).results()["stopped"]
+        left = [*left, f"{point.name}: stopped early, {stopped}"] if stopped else left
+    text = "\n".join([_markdown(rows), *(f"- {each}" for each in left), *([""] if left else [])])
     for suffix, written in (
         ("csv", file.getvalue()),
         ("md", text),
@@ -203,7 +241,7 @@ def write_table(matrix: DictConfig, points: Sequence[Point], place: Path) -> str
     lanes = {
         f"{method} on {data}": _curve(cell, place)
         for (data, method, epsilon), cell in cells.items()
-        if epsilon == max(matrix.epsilons)
+        if epsilon == max((each for each in matrix.epsilons if each is not None), default=None)
     }
     curves(lanes, "proven ε (server)", "gen2real accuracy", place / "benchmark.png")
     return text
@@ -224,6 +262,7 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
         "data": first.data,
         "target_epsilon": first.epsilon,
         "seeds": len(cell),
+        "delta": records[0]["delta"],
         "unit": records[0]["unit"],
         "server_epsilon": _most([r["epsilon"]["server"] for r in results]),
         "release_epsilon": _most([r["epsilon"]["release"] for r in results]),
@@ -246,9 +285,10 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
                 scores.setdefault(name, []).append(result[name])
     for name, found in scores.items():
         known = [value for value in found if value is not None]
-        row[name] = mean(known) if known else None
-        row[f"{name}_std"] = stdev(known) if len(known) > 1 else None
-    row["paper_gen2real_cnn"] = paper.get(f"{first.epsilon:g}")
+        whole = len(known) == len(cell)  # a mean is of all runs, or there is none
+        row[name] = mean(known) if whole else None
+        row[f"{name}_std"] = stdev(known) if whole and len(known) > 1 else None
+    row["paper_gen2real_cnn"] = paper.get(_target(first.epsilon))
     row["training_seconds"] = mean(r["seconds"] for r in results)
     row["peak_rss_bytes"] = max(r["peak_rss_bytes"] for r in results)
     row["bytes_up"] = mean(r["bytes"]["up"] for r in results)
@@ -274,7 +314,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
         for name in ("inception_score", "fcd", "precision", "recall", "fid")
         if any(row.get(name) is not None for row in rows)
     ]
-    head = ["data", "method", "proven ε (server / release)", "formula", "n"]
+    head = ["data", "method", "proven ε (server / release) at δ", "formula", "n"]
     head += [name.removeprefix("gen2real_").replace("_", " ") for name in shown]
     head += [name.replace("_", " ") for name in others]
     head += ["paper's CNN", "training", "memory", "bytes up"]
@@ -286,7 +326,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
                 row["data"],
                 row["method"],
                 f"{epsilon_in_words(row['server_epsilon'])} / "
-                f"{epsilon_in_words(row['release_epsilon'])} per {row['unit']}",
+                f"{epsilon_in_words(row['release_epsilon'])} per {row['unit']} at {row['delta']:g}",
                 "" if formula is None else f"{formula:.4g}",
                 str(row["seeds"]),
                 *(_plus_minus(row, name, 100, 1) for name in shown),
@@ -299,7 +339,8 @@ def _markdown(rows: Sequence[_Row]) -> str:
                 bytes_in_words(round(row["bytes_up"])),
             ]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n{_BELOW}\n"
 
 
 def _plus_minus(row: _Row, name: str, scale: float, digits: int) -> str:

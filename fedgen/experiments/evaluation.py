@@ -9,7 +9,9 @@ import io
 import itertools
 import json
 import os
+import shutil
 import zipfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,11 @@ from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
 
 Rows = tuple[Images, Labels]
+JUDGED = (
+    *("gen2real", "real2real", "real2gen", "judged", "judged_by"),
+    *("inception_score", "fcd", "precision", "recall", "fid", "memorization", "membership"),
+)
+"""What of a run's results is its evaluation's."""
 _MOST_COMPARED = 10_000  # rows of each side, where all pairs of them count
 _PICTURED = 20
 
@@ -59,15 +66,15 @@ def evaluate(config: DictConfig) -> str:
 
 def _evaluate_run(config: DictConfig) -> str:
     run_dir, trained, _ = RunDir.open(Path(config.run), "run")
-    results = run_dir.results()
     if config.names.get("data") is not None:
         raise FedgenError("data", "a run is judged on its own", "leave it out")
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
     _, generator, _ = load_generator(Path(config.run), config.device)
-    with RunProgress() as progress:
+    with run_dir.locked(), RunProgress() as progress:
         found = judge_run(ready, generator, progress, run_dir)
-    run_dir.write("results", {**results, **found, "judged": True})
+        kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
+        run_dir.write("results", {**kept, **found})
     return words.summary(run_dir.path)
 
 
@@ -76,13 +83,20 @@ def _evaluate_samples(config: DictConfig) -> str:
     path = Path(config.samples)
     if config.names.get("data") is None:
         raise FedgenError("data", "what were they trained on?", "e.g. data=mnist")
+    if (path.parent / "PRIVACY.md").exists():
+        problem = f"{path.parent} may be handed out, and what private rows tell is no part of it"
+        raise FedgenError("samples", problem, "copy the file elsewhere")
     coins = Coins.of(config.seed, "seeded")
-    data: Dataset = build(config.data)(coins=coins.at("data"))
+    data = settings.dataset(config)
     samples = read_samples(path, data)
+    if config.evaluation.judge and len(samples[1]) < settings.LEAST_JUDGED:
+        problem = f"{len(samples[1])} are too few for an inception score"
+        raise FedgenError("samples", problem, f"give {settings.LEAST_JUDGED} or more")
     out = path.with_name(f"{path.stem}_evaluation")
     with RunProgress() as progress:
         found = suite(config.evaluation, data, samples, coins.at("evaluation"), progress, out)
     text = json.dumps({"samples": str(path), "data": data.name, **found}, indent=2) + "\n"
+    write_whole(out / "SERVER_SIDE.md", words.SERVER_SIDE.encode())
     write_whole(out / "evaluation.json", text.encode())
     return "\n".join([*words.quality(found), str(out / "evaluation.json")])
 
@@ -97,7 +111,7 @@ def read_samples(path: Path, data: Dataset) -> Rows:
     try:
         with np.load(path) as file:
             images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, TypeError, ValueError, KeyError, zipfile.BadZipFile) as error:
         problem = f"{path} has no arrays images and labels"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
     if images.ndim == 3:
@@ -119,12 +133,14 @@ def judge_run(
     ready: Setup, generator: Tensors, progress: RunProgress, run_dir: RunDir
 ) -> dict[str, Any]:
     """What its configuration asks for, of a run's samples; all of it on the server's side."""
-    chosen = ready.config.evaluation
+    chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
+    shutil.rmtree(pictures, ignore_errors=True)  # of an earlier one
+    done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
     if not chosen.samples:
-        return {"gen2real": {}, "real2real": {}, "real2gen": {}}
+        return {"gen2real": {}, "real2real": {}, "real2gen": {}, **done}
     samples = judged_samples(ready, generator, chosen.samples)
     coins = ready.coins.at("evaluation")
-    return suite(chosen, ready.dataset, samples, coins, progress, run_dir.path / "evaluation")
+    return {**suite(chosen, ready.dataset, samples, coins, progress, pictures), **done}
 
 
 def suite(
@@ -141,6 +157,8 @@ def suite(
         samples: images (n, channels, height, width) uint8, and labels (n,).
         pictures: the folder for those of ``chosen.leakage``.
     """
+    order = torch.randperm(len(samples[1]), generator=coins.public("order")).numpy()
+    samples = samples[0][order], samples[1][order]  # files may come sorted by label
     found = utilities(chosen, data, samples, coins, progress)
     if chosen.judge:
         found |= _judged(data, samples[0], coins, progress)
@@ -167,15 +185,14 @@ def utilities(
         if _installed(str(name), each, progress)
     }
     order = torch.randperm(len(data.labels), generator=coins.public("real")).numpy()
-    rows = data.images[order[: chosen.samples]], data.labels[order[: chosen.samples]]
+    rows = data.images[order[: len(samples[1])]], data.labels[order[: len(samples[1])]]
     test = data.test_images, data.test_labels
 
     def fit(name: str, seed: int, learnt: Rows, **tests: Rows) -> Fit:
         known = None
         if list(tests) == ["real2real"]:  # the same whatever is judged
-            settings = json.dumps(OmegaConf.to_container(classifiers[name], resolve=True))
-            parts = [each.tobytes() for each in (*learnt, *test)]
-            told = digest(*parts, f"{settings} {seed}".encode())
+            settings = OmegaConf.to_container(classifiers[name], resolve=True)
+            told = _told(settings, seed, data.classes, *learnt, *test)
             known = cache() / "real2real" / f"{told}.json"
         return Fit(name, build(classifiers[name]), learnt, tests, data.classes, seed, known)
 
@@ -204,6 +221,15 @@ def utilities(
     }
 
 
+def _told(*facts: Any) -> str:
+    """A digest of all that a result depends on: data, settings, and the libraries' versions."""
+    arrays = [each for each in facts if isinstance(each, np.ndarray)]
+    others = [each for each in facts if not isinstance(each, np.ndarray)]
+    versions = [metadata.version(name) for name in ("fedgen", "scikit-learn", "torch")]
+    told = [*others, *versions, [[each.shape, str(each.dtype)] for each in arrays]]
+    return digest(json.dumps(told).encode(), *(each.tobytes() for each in arrays))
+
+
 def _installed(name: str, classifier: DictConfig, progress: RunProgress) -> bool:
     """Whether the library of a classifier is there; says so if it is not."""
     library = str(classifier.get("model", "sklearn")).partition(".")[0]
@@ -221,11 +247,13 @@ def _judged(data: Dataset, images: Images, coins: Coins, progress: RunProgress) 
     features, scores = {}, {}
     splits = {"generated": images, "train": data.images, "test": data.test_images}
     for name, each in splits.items():
+        order = torch.randperm(len(each), generator=coins.public("order", name)).numpy()
+        each = each[order]  # an inception score is of parts
         features[name], said = seen(net, each)
         mean, std = inception_score(said)
         scores[name] = {"mean": mean, "std": std, "n": len(each)}
         if name == "test":
-            right = float((said.argmax(1) == data.test_labels).mean())
+            right = float((said.argmax(1) == data.test_labels[order]).mean())
     test = statistics(features["test"])
     distances = {
         name: frechet_distance(statistics(features[name]), test) for name in ("generated", "train")
@@ -260,7 +288,7 @@ def _fid(
 
         return statistics(inception_features(net, rows, done))
 
-    known = cache() / "inception" / f"{digest(data.test_images.tobytes())}.npz"
+    known = cache() / "inception" / f"{_told(data.test_images)}.npz"
     if not known.exists():
         mean, covariance = fitted("test split", data.test_images)
         file = io.BytesIO()
@@ -279,20 +307,20 @@ def _leakage(
     progress.say("memorization and membership inference: distances of all pairs")
     test = data.test_images[_some(len(data.test_images), coins.at("test"))]
     train = data.images[_some(len(data.images), coins.at("train"), len(test))]
-    test = test[: len(train)]
     some = images[_some(len(images), coins.at("generated"))]
-    (distances, which), (others, _) = nearest(some, data.images), nearest(test, data.images)
-    closest = np.argsort(distances)[:_PICTURED]
+    distances, which = nearest(some, data.images)
+    others, _ = nearest(test, data.images)
+    closest = np.argsort(distances[:, 0])[:_PICTURED]
     pictures.mkdir(parents=True, exist_ok=True)
-    pairs = np.stack([some[closest], data.images[which[closest]]], 1)
+    pairs = np.stack([some[closest], data.images[which[closest, 0]]], 1)
     sample_grid(pairs.reshape(-1, *data.shape), 10, pictures / "nearest.png")
     histograms(
-        {"samples": distances, "test split": others},
+        {"samples": distances[:, 0], "test split": others[:, 0]},
         "distance to the nearest training row, root mean square of pixels",
         pictures / "distances.png",
     )
     return {
-        "memorization": memorization(some, train, test),
+        "memorization": memorization(some, data.images, data.test_images),
         "membership": membership_inference(images, train, test),
     }
 

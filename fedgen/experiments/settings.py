@@ -21,7 +21,6 @@ from fedgen.data.datasets import Dataset, Shard
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
-from fedgen.evaluation.inception_score import PARTS
 from fedgen.federation.fault_rates import Faults
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
@@ -50,6 +49,7 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
+LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 OPTIONAL = ("runtime.store",)  # not every runtime has it
 
 
@@ -98,18 +98,18 @@ def setup(config: DictConfig) -> Setup:
     check(config)
     torch.set_num_threads(config.runtime.threads)
     coins = Coins.of(config.seed, config.privacy.noise)
-    dataset: Dataset = build(config.data)(coins=coins.at("data"))
-    dataset = dataset.holding_out(config.held_out, coins.at("data"))
-    check_clients(config.partition.clients, len(dataset.labels))
+    whole = dataset(config)
+    held = whole.holding_out(config.held_out, coins.at("data"))
+    check_clients(config.partition.clients, len(held.labels))
     shards: list[Index] = build(config.partition)(
-        labels=dataset.labels,
-        classes=dataset.classes,
-        writers=dataset.writers,
+        labels=held.labels,
+        classes=held.classes,
+        writers=held.writers,
         coins=coins.at("data"),
     )
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
-    facts = PublicFacts(len(shards), rows, dataset.classes, dataset.shape, all_answer)
+    facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
     made = build(config.method, without=("strategy",))
     make = partial(_method, made, facts, config)
     privacy = decide(config, make)
@@ -118,14 +118,14 @@ def setup(config: DictConfig) -> Setup:
     if OmegaConf.select(config, "audit.canaries"):
         plan = make(None).plan
         here = Coins.of(config.seed, "seeded").at("audit")  # the same in every process of a run
-        dataset, shards, canaries = plant(
-            dataset, shards, plan.unit, plan.relation, config.audit.canaries, here
+        held, shards, canaries = plant(
+            held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
     gaps = partial(_method, made, replace(facts, all_answer=False), config, noise)
     return Setup(
         config,
         coins,
-        dataset,
+        held,
         shards,
         make(noise),
         privacy,
@@ -135,6 +135,13 @@ def setup(config: DictConfig) -> Setup:
         faults=faults(config),
         canaries=canaries,
     )
+
+
+def dataset(config: DictConfig) -> Dataset:
+    """The data set. Where its test split is drawn, all seeds draw the same: runs of several seeds
+    are judged on the same rows, and none on another's training rows."""
+    found: Dataset = build(config.data)(coins=Coins.of(0, "seeded").at("data"))
+    return found
 
 
 def _method(
@@ -292,7 +299,7 @@ def check_evaluation(config: DictConfig) -> None:
     asked = [name for name in ("classifiers", "judge", "fid", "leakage") if chosen[name]]
     least = 1 if asked else 0
     if chosen.judge:
-        least = PARTS  # of an inception score
+        least = LEAST_JUDGED
     _whole(config, "evaluation.samples", least, 10**7)
     _whole(config, "evaluation.seeds", 1 if chosen.classifiers else 0, 1000)
     if chosen.jobs is not None:

@@ -435,7 +435,7 @@ class Training:
         nothing: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
         self.run_dir.write("results", {**results, **nothing, "judged": False})
         judged = judge_run(self.ready, generator, self.progress, self.run_dir)
-        self.run_dir.write("results", {**results, **judged, "judged": True})
+        self.run_dir.write("results", {**results, **judged})
         return self.run_dir.path
 
     def _figure(self) -> None:

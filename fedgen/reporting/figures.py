@@ -89,13 +89,18 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
     axes = figure.add_subplot()
     for name, points in lanes.items():
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name or None)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=_plain(name))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    if any(lanes):
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _plain(name: str) -> str | None:
+    """A label as it is: matplotlib reads formulas between dollars, and hides what begins with _."""
+    return name.replace("$", r"\$").replace("_", " ") or None
 
 
 def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> None:

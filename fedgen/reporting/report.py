@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fedgen.errors import FedgenError
 from fedgen.reporting.figures import curves, histogram_of_clients
@@ -38,7 +40,11 @@ def report(runs: Sequence[Path], audience: str) -> str:
     """
     facts = _public if audience == "public" else _server
     shown = [facts(path) for path in runs]
+    if not runs:
+        raise FedgenError("runs", "is empty", "name at least one run directory")
     names = _distinct([str(path) for path in runs])
+    if audience == "public":  # names of folders are not in them
+        names = [f"generator {number}" for number in range(1, len(runs) + 1)]
     for run, name in zip(shown, names, strict=True):
         run["name"] = name
     compared = None
@@ -78,6 +84,9 @@ def _server(path: Path) -> dict[str, Any]:
     """All that a run directory tells."""
     run_dir, config, identity = RunDir.open(path, "runs")
     results = run_dir.results()
+    missing = [n for n in ("privacy.json", "public/samples.png") if not (path / n).exists()]
+    if missing:
+        raise FedgenError("runs", f"{path} has no {missing[0]}", "finish it: fedgen train resume=")
     record = json.loads((path / "privacy.json").read_text())
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
@@ -131,7 +140,7 @@ def _server(path: Path) -> dict[str, Any]:
         if len(bounded) > 1
         else None,
         "failures": _failures(path),
-        "siblings": _siblings(path, identity),
+        "siblings": _siblings(path, config),
         "held_out": config.get("held_out", 0),
         "configuration": OmegaConf.to_yaml(config),
         "environment": identity.get("environment", {}),
@@ -202,14 +211,17 @@ def _failures(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _siblings(path: Path, identity: dict[str, Any]) -> int:
-    """How many other runs on the same data lie beside this one."""
+def _siblings(path: Path, config: DictConfig) -> int:
+    """How many other runs on the same data set lie beside this one."""
     found = 0
-    for other in path.absolute().parent.glob("*/run.json"):
+    for other in path.absolute().parent.glob("*/config.yaml"):
         if other.parent != path.absolute():
             try:
-                found += json.loads(other.read_text())["data"] == identity["data"]
-            except (OSError, ValueError, KeyError):
+                theirs = OmegaConf.load(other)
+                found += theirs.data._target_ == config.data._target_ and all(
+                    theirs.data.get(key) == config.data.get(key) for key in ("name", "path")
+                )
+            except (OSError, YAMLError, OmegaConfBaseException):
                 continue
     return found
 

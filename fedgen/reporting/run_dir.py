@@ -41,7 +41,11 @@ class RunDir:
         Raises:
             FedgenError: if there is something at ``path``.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        # config.yaml is the last that is written: without it the run was cut off before it began
+        begun = {"SERVER_SIDE.md", "run.json", "clients", "samples", "public"}
+        if path.exists() and (
+            not path.is_dir() or any(each.name not in begun for each in path.iterdir())
+        ):
             raise FedgenError(
                 "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
             )
@@ -150,7 +154,7 @@ class RunDir:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of a file in the run directory: ``privacy`` or ``results``."""
+    """A JSON schema: of ``privacy`` and ``results`` in the run directory, of a ``matrix``."""
     text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
     found: dict[str, Any] = json.loads(text.read_text())
     return found

@@ -85,7 +85,9 @@ SERVER_SIDE = """\
 # Not for release
 
 What is here belongs to whoever runs the training, except `public/`, which may be handed out.
-Ledgers, bytes and failures tell who took part and when; checkpoints and evaluation may tell more.
+Ledgers, bytes and failures tell who took part and when; checkpoints may tell more. An evaluation
+looks at private rows outside any mechanism: `nearest.png` shows some; and
+`partition.png` counts labels.
 """
 
 
@@ -155,8 +157,9 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [
             (
                 "inception score",
-                f"{scores['generated']['mean']:.2f} (real test split: "
-                f"{scores['test']['mean']:.2f}; classifier of {scores['judge_accuracy']:.1%})",
+                f"{scores['generated']['mean']:.2f} of {scores['generated']['n']:,} (real test "
+                f"split: {scores['test']['mean']:.2f}; classifier of "
+                f"{scores['judge_accuracy']:.1%})",
             ),
             (
                 "FCD",
@@ -171,13 +174,15 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [
             (
                 "copies of training rows",
-                f"{copies['copied']:.2%} of the samples (by chance {copies['by_chance']:.2%}, "
-                f"p = {copies['p_value']:.2g})",
+                f"{copies['copied']:.2%} of {copies['n']:,} samples copy one of "
+                f"{copies['train']:,} training rows; {copies['by_chance']:.2%} copy one of "
+                f"{copies['test']:,} rows that were not trained on (p = {copies['p_value']:.2g})",
             ),
             (
                 "membership inference",
-                f"AUC {attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} found at 1 % false "
-                "alarms",
+                f"AUC {attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} of "
+                f"{attack['members']:,} members found at 1 % false alarms, from "
+                f"{attack['samples']:,} samples",
             ),
         ]
     return rows

@@ -100,7 +100,7 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
     assert (cut / "benchmark.png").stat().st_size > 0
     assert len(json.loads((cut / "benchmark.json").read_text())) == 2
     text = (cut / "benchmark.md").read_text()
-    assert text.count("\n") == 4
+    assert text.count("\n| ") == 3
     assert "DP-MERF" in text
 
 
@@ -118,6 +118,17 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
     assert "1 of 2 runs failed" in capsys.readouterr().err
     assert "held_out" in (place / "logs" / "DP-Sinkhorn-digits-10-0.log").read_text()
     assert [row["method"] for row in table(place)] == ["DP-MERF"]
+    said = (place / "benchmark.md").read_text()
+    assert "DP-Sinkhorn-digits-10-0: not finished" in said
+    assert "DP-MERF-digits-10-1: not finished" in said
+    # a run that is evaluated in another way is not taken for one of the others
+    words[3:4] = ["seeds=[0]", "methods=[DP-MERF]"]
+    assert cli.run(words) == 0
+    run = place / "DP-MERF-digits-10-0"
+    assert cli.run(["evaluate", f"run={run}", "evaluation.samples=50"]) == 0
+    capsys.readouterr()
+    assert cli.run(words) == 2
+    assert "judged in another way" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,7 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
         (["methods=[dp_murf]"], "methods", "there is no"),
         (["seeds=3"], "seeds", "must be a list"),
         (["seeds=[]"], "seeds", "must be a list"),
+        (["seeds=[1,1]"], "seeds", "different values"),
         (["jobs=0"], "jobs", "from 1 to"),
         (["epsilons=[-1]"], "privacy.target_epsilon", "positive"),
         (["data=[mnits]"], "data", "did you mean mnist"),
@@ -154,3 +166,39 @@ def test_another_matrix_in_the_same_place_is_refused(
     capsys.readouterr()
     assert cli.run(words) == 2
     assert "method.ema" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"seeds": [0, 0]}, "matrix.seeds"),
+        ({"epsilons": [10, 10.0]}, "matrix.epsilons"),
+        ({"epsilons": ["ten"]}, "matrix.epsilons.0"),
+        ({"data": "digits"}, "matrix.data"),
+        ({"settings": "rounds=4"}, "matrix.settings"),
+        ({"epsilon": [1]}, "matrix"),
+        ({"methods": {}}, "matrix.methods"),
+        ({"methods": {"a/b": {"settings": []}}}, "matrix.methods"),
+        ({"methods": {"a": None}}, "matrix.methods.a"),
+        ({"methods": {"a": {"settings": [], "papr": {}}}}, "matrix.methods.a"),
+    ],
+)
+def test_a_matrix_that_is_none(
+    change: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(yaml.safe_dump({**MATRIX, **change}))
+    assert cli.run(["benchmark", f"matrix={path}", f"run_dir={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert error.count("\n") == 1
+
+
+def test_without_privacy_there_is_a_reference(tmp_path: Path) -> None:
+    path = tmp_path / "reference.yaml"
+    path.write_text(yaml.safe_dump({**MATRIX, "epsilons": [None, 0.1234567]}))
+    names = [point.name for point in points_of(read_matrix(str(path)), tmp_path)]
+    assert "DP-MERF-digits-inf-0" in names
+    assert "DP-MERF-digits-0.1234567-1" in names
+    for point in points_of(read_matrix(str(path)), tmp_path):
+        check(point.config)

@@ -70,10 +70,12 @@ def test_runs_side_by_side_and_their_siblings(train: Train, tmp_path: Path) -> N
     html = page(f"[{runs[0]},{runs[1]}]", tmp_path / "both.html")
     assert "Side by side" in html
     assert '<td><a href="#run1">s0</a></td>' in html
-    # seeds split the digits differently: other data
-    assert "lie beside this one" not in html.replace("lies", "lie")
-    train("evaluation=none", "method.clip=0.5", name="s2")
-    assert "1 other run</b> on the same data lies beside" in page(str(runs[0]), tmp_path / "a.html")
+    assert html.count("1 other run</b> on the same data lies beside") == 2
+    train("evaluation=none", "held_out=100", name="s2")
+    assert "2 other runs</b> on the same data lie beside" in page(str(runs[0]), tmp_path / "a.html")
+    public = page(f"[{runs[0]},{runs[1]}]", tmp_path / "p.html", "audience=public")
+    assert "generator 2" in public
+    assert "s0" not in re.sub(r'"data:[^"]*"', "", public)
 
 
 def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> None:
@@ -96,6 +98,7 @@ def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> N
         (["runs=no"], "runs", "not a run directory"),
         (["runs=no", "audience=public"], "runs", "no readable public folder"),
         (["runs=no", "audience=all"], "audience", "cannot be"),
+        (["runs=[]"], "runs", "is empty"),
         (["runs=no", "out=a.pdf"], "out", "no .html"),
         ([], "runs", "is not given"),
     ],
