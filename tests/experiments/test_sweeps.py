@@ -54,7 +54,7 @@ def test_the_first_of_every_sweep_runs_two_rounds(
 def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "sweep"
     small = [w for w in tiny("dp_wgan_gp_small") if not w.startswith(("evaluation", "rounds"))]
-    judge = ["evaluation.samples=40", "evaluation.classifiers.cnn.epochs=1"]
+    judge = ["evaluation.samples=260", "evaluation.classifiers.cnn.epochs=1"]
     command = ["train", "-m", "sweep=dp_wgan_gp_digits_clips", *small, *judge]
     command += ["rounds=2", "evaluate_every=2", f"run_dir={place}"]
     assert cli.run(command) == 0
