@@ -40,13 +40,22 @@ def check_weights(path: Path) -> None:
 
 def inception(weights: str | None) -> nn.Module | None:
     """The network to 2,048 features: with the weights of this file, else with those of torch's
-    cache or its download; None where there are neither."""
+    cache or its download; None where there are neither.
+
+    Raises:
+        FedgenError: if they are others than pytorch-fid's.
+    """
+    cached = Path(torch.hub.get_dir(), "checkpoints", WEIGHTS)
+    if weights is not None or cached.exists():
+        check_weights(cached if weights is None else Path(weights))
+    return network(weights)
+
+
+def network(weights: str | None) -> nn.Module | None:
+    """The same, whatever the weights are."""
     from pytorch_fid.inception import InceptionV3
 
     before = torch.hub.get_dir()
-    known = Path(before, "checkpoints", WEIGHTS) if weights is None else Path(weights)
-    if known.exists():
-        check_weights(known)
     try:
         with tempfile.TemporaryDirectory() as folder:
             if weights is not None:  # pytorch-fid asks torch's cache for a file of this name

@@ -17,7 +17,13 @@ from test_inception_score import Handed
 from fedgen.errors import FedgenError
 from fedgen.evaluation import inception as inception_
 from fedgen.evaluation.frechet import frechet_distance, statistics
-from fedgen.evaluation.inception import WEIGHTS, check_weights, inception, inception_features
+from fedgen.evaluation.inception import (
+    WEIGHTS,
+    check_weights,
+    inception,
+    inception_features,
+    network,
+)
 
 
 def normal(seed: int, rows: int, size: int) -> NDArray[np.float32]:
@@ -90,7 +96,7 @@ def test_pytorch_fid_reads_files_as_we_read_arrays(random_weights: Path, tmp_pat
     files = [tmp_path / f"{number}.png" for number in range(len(images))]
     for image, file in zip(images, files, strict=True):
         Image.fromarray(image[0]).save(file)
-    net = inception(str(random_weights))
+    net = network(str(random_weights))
     assert isinstance(net, InceptionV3)
     theirs = calculate_activation_statistics(files, net, 7, 2048, "cpu", 0)
     told: list[int] = []
