@@ -41,9 +41,10 @@ def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
     if name == "xgboost":
         pytest.importorskip("xgboost")
     classifier = build(FULL[name])
-    first, again = (classifier(*REAL, 10, 3) for _ in range(2))
-    assert right(first) > LEAST.get(name, 0.85)
-    assert (first(DATA.test_images) == again(DATA.test_images)).all()
+    assert right(classifier(*REAL, 10, 3)) > LEAST.get(name, 0.85)
+    few = DATA.images[:150], DATA.labels[:150]
+    first, again = (classifier(*few, 10, 3)(DATA.test_images) for _ in range(2))
+    assert (first == again).all()
 
 
 def test_labels_that_are_missing_are_never_said() -> None:
