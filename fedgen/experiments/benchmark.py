@@ -53,13 +53,9 @@ class Point:
     data: str
     epsilon: float | None
     seed: int
+    name: str  # its run directory's
     words: list[str]
     config: DictConfig
-
-    @property
-    def name(self) -> str:
-        """Its run directory's."""
-        return f"{self.method}-{self.data}-{_target(self.epsilon)}-{self.seed}"
 
 
 def _target(epsilon: float | None) -> str:
@@ -163,9 +159,9 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
     for seed, data, epsilon, (method, chosen) in itertools.product(*axes):
         words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
-        place_of = place / f"{method}-{data}-{_target(epsilon)}-{seed}"
-        words += [f"data={data}", none, f"seed={seed}", f"run_dir={place_of}"]
-        yield Point(str(method), data, epsilon, seed, words, compose("config", words))
+        name = f"{method}-{data}-{_target(epsilon)}-{seed}"
+        words += [f"data={data}", none, f"seed={seed}", f"run_dir={place / name}"]
+        yield Point(str(method), data, epsilon, seed, name, words, compose("config", words))
 
 
 def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:

@@ -72,8 +72,8 @@ def _evaluate_run(config: DictConfig) -> str:
     ready = settings.setup(trained)
     _, generator, _ = load_generator(Path(config.run), config.device)
     with run_dir.locked(), RunProgress() as progress:
-        found = judge_run(ready, generator, progress, run_dir)
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
+        found = judge_run(ready, generator, progress, run_dir)
         run_dir.write("results", {**kept, **found})
     return words.summary(run_dir.path)
 
@@ -89,9 +89,12 @@ def _evaluate_samples(config: DictConfig) -> str:
     coins = Coins.of(config.seed, "seeded")
     data = settings.dataset(config)
     samples = read_samples(path, data)
-    if config.evaluation.judge and len(samples[1]) < settings.LEAST_JUDGED:
-        problem = f"{len(samples[1])} are too few for an inception score"
-        raise FedgenError("samples", problem, f"give {settings.LEAST_JUDGED} or more")
+    least = settings.least_samples(config.evaluation)
+    if len(samples[1]) < least:
+        problem = f"{len(samples[1])} are too few for what is asked of them"
+        raise FedgenError("samples", problem, f"give {least} or more")
+    order = torch.randperm(len(samples[1]), generator=coins.public("order")).numpy()
+    samples = samples[0][order], samples[1][order]  # files may come sorted by label
     out = path.with_name(f"{path.stem}_evaluation")
     with RunProgress() as progress:
         found = suite(config.evaluation, data, samples, coins.at("evaluation"), progress, out)
@@ -154,11 +157,10 @@ def suite(
     """All that ``chosen`` asks for.
 
     Args:
-        samples: images (n, channels, height, width) uint8, and labels (n,).
+        samples: images (n, channels, height, width) uint8, and labels (n,), in any order that does
+            not tell of the labels.
         pictures: the folder for those of ``chosen.leakage``.
     """
-    order = torch.randperm(len(samples[1]), generator=coins.public("order")).numpy()
-    samples = samples[0][order], samples[1][order]  # files may come sorted by label
     found = utilities(chosen, data, samples, coins, progress)
     if chosen.judge:
         found |= _judged(data, samples[0], coins, progress)
@@ -225,7 +227,8 @@ def _told(*facts: Any) -> str:
     """A digest of all that a result depends on: data, settings, and the libraries' versions."""
     arrays = [each for each in facts if isinstance(each, np.ndarray)]
     others = [each for each in facts if not isinstance(each, np.ndarray)]
-    versions = [metadata.version(name) for name in ("fedgen", "scikit-learn", "torch")]
+    libraries = ["fedgen", "scikit-learn", "torch", *(["xgboost"] if find_spec("xgboost") else [])]
+    versions = [metadata.version(name) for name in libraries]
     told = [*others, *versions, [[each.shape, str(each.dtype)] for each in arrays]]
     return digest(json.dumps(told).encode(), *(each.tobytes() for each in arrays))
 

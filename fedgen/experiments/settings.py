@@ -296,11 +296,7 @@ def _check_release(config: DictConfig) -> None:
 def check_evaluation(config: DictConfig) -> None:
     """Raises FedgenError unless there is something to judge by, or no judge."""
     chosen = config.evaluation
-    asked = [name for name in ("classifiers", "judge", "fid", "leakage") if chosen[name]]
-    least = 1 if asked else 0
-    if chosen.judge:
-        least = LEAST_JUDGED
-    _whole(config, "evaluation.samples", least, 10**7)
+    _whole(config, "evaluation.samples", least_samples(chosen), 10**7)
     _whole(config, "evaluation.seeds", 1 if chosen.classifiers else 0, 1000)
     if chosen.jobs is not None:
         _whole(config, "evaluation.jobs", 1, 1024)
@@ -312,6 +308,13 @@ def check_evaluation(config: DictConfig) -> None:
         )
     if chosen.fid and chosen.inception_weights is not None:
         check_weights(Path(chosen.inception_weights))
+
+
+def least_samples(chosen: DictConfig) -> int:
+    """How many samples an evaluation takes."""
+    if chosen.judge:
+        return LEAST_JUDGED
+    return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
 
 
 def _whole(config: DictConfig, key: str, least: int, most: int) -> None:

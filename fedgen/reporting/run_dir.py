@@ -41,11 +41,7 @@ class RunDir:
         Raises:
             FedgenError: if there is something at ``path``.
         """
-        # config.yaml is the last that is written: without it the run was cut off before it began
-        begun = {"SERVER_SIDE.md", "run.json", "clients", "samples", "public"}
-        if path.exists() and (
-            not path.is_dir() or any(each.name not in begun for each in path.iterdir())
-        ):
+        if path.exists() and not (path.is_dir() and all(map(_of_no_run, path.iterdir()))):
             raise FedgenError(
                 "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
             )
@@ -151,6 +147,13 @@ class RunDir:
         jsonschema.validate(data, schema(name))
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
+
+
+def _of_no_run(path: Path) -> bool:
+    """Whether a run that was cut off before it began left this: config.yaml is written last."""
+    if path.name in ("clients", "samples", "public"):
+        return path.is_dir() and not any(path.iterdir())
+    return path.name in ("SERVER_SIDE.md", "run.json")
 
 
 def schema(name: str) -> dict[str, Any]:

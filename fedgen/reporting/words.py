@@ -86,8 +86,8 @@ SERVER_SIDE = """\
 
 What is here belongs to whoever runs the training, except `public/`, which may be handed out.
 Ledgers, bytes and failures tell who took part and when; checkpoints may tell more. An evaluation
-looks at private rows outside any mechanism: `nearest.png` shows some; and
-`partition.png` counts labels.
+looks at private rows outside any mechanism, and `nearest.png` shows some; `partition.png` counts
+each client's labels.
 """
 
 

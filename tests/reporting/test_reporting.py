@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from PIL import Image
 from tiny import Train
 
+from fedgen.errors import FedgenError
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
@@ -112,3 +114,16 @@ def test_memory_counts_what_children_hold() -> None:
         child.kill()
     assert memory.peak - before > 190_000_000
     assert memory_of_tree() - before < 100_000_000
+
+
+def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
+    """And what somebody else has there is never written over."""
+    config = OmegaConf.create({})
+    left = tmp_path / "left"
+    RunDir.create(left, config, {})
+    (left / "config.yaml").unlink()
+    RunDir.create(left, config, {})
+    (left / "config.yaml").unlink()
+    (left / "public" / "samples.png").touch()
+    with pytest.raises(FedgenError, match="exists"):
+        RunDir.create(left, config, {})
