@@ -330,18 +330,25 @@ def method_of(
     )
 
 
+def sure_discriminator(nets: Networks, logit: float) -> Tensors:
+    """Weights that take every image for a fake, the surer the larger ``logit``; all features are
+    positive."""
+    weights = initial(nets.discriminator, Coins.of(0, "seeded").public("discriminator"))
+    for name, value in weights.items():
+        if name.startswith("logit."):
+            weights[name] = torch.full_like(value, -logit)
+        elif name.startswith("convolutions."):
+            weights[name] = value.abs() + (10.0 if name.endswith("bias") else 0.0)
+    return weights
+
+
 def worst_case(nets: Networks, shape: tuple[int, int, int]) -> WorstCase:
     """A white image against no row at all, judged by a discriminator that is so sure of being wrong
     that the gradient is longer than any clip norm. All its features are positive and all fakes are
     grey, so that the gradient is the same in each trial. What Adam remembers of the first gradient
     is that gradient, scaled."""
     public = Coins.of(0, "seeded").public
-    weights = initial(nets.discriminator, public("discriminator"))
-    for name, value in weights.items():
-        if name.startswith("logit."):
-            weights[name] = torch.full_like(value, -1e3)
-        elif name.startswith("convolutions."):
-            weights[name] = value.abs() + (10.0 if name.endswith("bias") else 0.0)
+    weights = sure_discriminator(nets, 1e3)
     grey = {n: torch.zeros_like(v) for n, v in initial(nets.generator, public("g")).items()}
     row = Shard(torch.full((1, *shape), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
     start = join(weights=weights, adam=adam_start(weights))

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.privacy.events import Relation, Unit
-from fedgen.privacy.mechanisms import Release
+from fedgen.privacy.mechanisms import Aggregate, Clipped, Release
 from fedgen.privacy.routing import Routing
 
 Tensors = Mapping[str, Tensor]
@@ -53,15 +53,16 @@ class ClientProgram:
     prepare: (number, shard, coins) -> the parts of the state that it makes; server independent.
     train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
         leaves.
-    answer: (state, query, shard, round, coins) -> Release. Changes nothing that ``train`` or a
-        later ``answer`` reads. A second question in the same round finds other coins.
+    answer: (state, query, shard, round, coins) -> Release; for a method with an aggregator that
+        clients trust, a Clipped. Changes nothing that ``train`` or a later ``answer`` reads. A
+        second question in the same round finds other coins.
     draws_anew: whether its secret draws are its own then; not if ``train`` has to know them.
     """
 
     preparations: int
     prepare: Callable[[int, Shard, Coins], State]
     train: Callable[[State, Tensors, Shard, int, Coins], State]
-    answer: Callable[[State, Query, Shard, int, Coins], Release]
+    answer: Callable[[State, Query, Shard, int, Coins], Release | Clipped]
     draws_anew: bool = True
 
 
@@ -180,6 +181,7 @@ class Method:
     trained_per_round: clients that a public rotation trains each round; None trains those that the
         round asks.
     worst_case: what an audit plays.
+    aggregate: the mechanism inside of an aggregator that clients trust; None: they trust nobody.
     """
 
     client: ClientProgram
@@ -188,3 +190,4 @@ class Method:
     cohort: Routing
     trained_per_round: int | None
     worst_case: Callable[[], WorstCase]
+    aggregate: Aggregate | None = None

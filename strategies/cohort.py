@@ -10,19 +10,20 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedgen.coins import Coins
-from fedgen.privacy.routing import Routing
+from fedgen.method import Method
 
 
 class CohortStrategy(Strategy):
     """A strategy that asks a cohort.
 
     Args:
-        cohort: the draw of clients for the rows of a question.
+        method: of which it reads the public facts of the exchange, as ``cohort``, the draw of
+            clients for the rows of a question.
         coins: the strategy's own.
     """
 
-    def __init__(self, cohort: Routing, coins: Coins) -> None:
-        self.cohort, self._coins = cohort, coins
+    def __init__(self, method: Method, coins: Coins) -> None:
+        self.cohort, self._coins = method.cohort, coins
         self.nodes: Mapping[int, int] = {}  # client -> node
 
     def route(self, server_round: int, rows: int) -> dict[int, list[int]]:

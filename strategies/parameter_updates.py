@@ -11,27 +11,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgen.coins import Coins
 from fedgen.federation import messages
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
-from fedgen.privacy.routing import Routing
 from strategies.cohort import CohortStrategy
 
 
 class ParameterUpdates(CohortStrategy):
     """Who steps, and how their points become one. A round has one exchange: nobody trains without
-    being asked.
-
-    Args:
-        cohort: the draw of the clients that take a round's steps, all of them each.
-        trained_per_round: none.
-        coins: the strategy's own.
+    being asked. The cohort takes all of a round's steps, each of its clients.
     """
-
-    def __init__(self, cohort: Routing, trained_per_round: int | None, coins: Coins) -> None:
-        del trained_per_round
-        super().__init__(cohort, coins)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -13,8 +13,7 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.federation import messages
 from fedgen.federation.messages import Answer
-from fedgen.method import Query
-from fedgen.privacy.routing import Routing
+from fedgen.method import Method, Query
 from strategies.cohort import CohortStrategy
 
 
@@ -26,14 +25,13 @@ class SampleGradients(CohortStrategy):
     cohort; it carries nothing back.
 
     Args:
-        cohort: the draw of clients for rows.
-        trained_per_round: clients that the rotation trains each round; None: those that are asked.
+        method: its ``cohort`` draws clients for rows, and ``trained_per_round`` of them train.
         coins: the strategy's own.
     """
 
-    def __init__(self, cohort: Routing, trained_per_round: int | None, coins: Coins) -> None:
-        super().__init__(cohort, coins)
-        self.trained_per_round = trained_per_round
+    def __init__(self, method: Method, coins: Coins) -> None:
+        super().__init__(method, coins)
+        self.trained_per_round = method.trained_per_round
         self._routes: dict[int, list[int]] = {}
 
     def trainees(self, server_round: int, rows: int) -> list[int]:

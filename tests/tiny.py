@@ -48,6 +48,28 @@ def _program(method: str) -> tuple[str, str | None]:
 PROGRAMS = list({_program(method): method for method in METHODS}.values())
 """One of the methods that share a program."""
 PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partition.clients=4"]}
+
+
+def trusting(method: str) -> bool:
+    """Whether clients trust the server: there is no bound against it, and one is no federation."""
+    strategy = compose("config", [f"method={method}"]).method.strategy._target_
+    return str(strategy).endswith("ModelDeltas")
+
+
+CASES = [
+    (method, clients)
+    for method in PROGRAMS
+    for clients in PARTITIONS
+    if clients == "several" or not trusting(method)
+]
+"""Methods with the partitions that they run on."""
+
+
+def adversary(method: str) -> str:
+    """Whom a method's budget is meant for."""
+    return "release" if trusting(method) else "server"
+
+
 OTHER_METHODS = [
     "method.discriminator.width=2",
     "method.discriminator_steps=2",
@@ -56,15 +78,18 @@ OTHER_METHODS = [
     "method.autoencoder_steps=1",
     "method.companion.begins=1",
     "method.companion.classifier.width=2",
+    "method.cohort=2",
 ]
+_TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]
 
 
 def tiny(method: str, *more: str) -> list[str]:
     """``TINY`` and more for any method: what it has no setting for is left out."""
     config = compose("config", [f"method={method}"])
+    own = _TRUSTING if trusting(method) else []
     return [
         word
-        for word in [*TINY, *OTHER_METHODS, *more]
+        for word in [*own, *TINY, *OTHER_METHODS, *more]
         if not word.startswith("method.")
         or OmegaConf.select(config, word.split("=")[0]) is not None
     ]

@@ -33,14 +33,12 @@ def plant(
     dataset: Dataset, shards: list[Index], unit: Unit, relation: Relation, count: int, coins: Coins
 ) -> tuple[Dataset, list[Index], Canaries]:
     """The data set and the shards with canaries, each there by a fair coin: rows, or all rows of a
-    client. Without its canary a place keeps its own rows (replace one) or loses its row (add or
-    remove one): flipping one coin makes a neighbour.
+    client. Without its canary a place keeps its own rows (replace one) or loses them (add or remove
+    one; a client without rows is none): flipping one coin makes a neighbour.
 
     Raises:
-        FedgenError: if there are fewer units than canaries, or units cannot be removed.
+        FedgenError: if there are fewer units than canaries.
     """
-    if unit is Unit.CLIENT and relation is Relation.ADD_OR_REMOVE_ONE:
-        raise FedgenError("audit.canaries", "clients cannot be removed from a run", "set it to 0")
     units = list(shards) if unit is Unit.CLIENT else _single(np.concatenate(shards))
     if count > len(units):
         raise FedgenError(

@@ -9,7 +9,7 @@ from dp_accounting import NonPrivateDpEvent
 
 from fedgen.experiments.settings import Privacy
 from fedgen.method import Method, Plan
-from fedgen.privacy.accounting import Epsilon, epsilon, epsilons
+from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import Spend, canonical, in_words, to_json
 from fedgen.privacy.ledger import Account, larger
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | None, str | None]:
     """What amplifies a bound that was found against an adversary, or why nothing does."""
     by, reason = plan.amplified_by[adversary], plan.reasons[adversary]
-    if found.value is None and plan.claim is not None:
+    if found.value is None and plan.claim is not None and found.accountant != TRUSTED:
         return None, "a computation over private rows failed, and what that tells has no bound"
     if by and "secret" not in found.accountant and found.value:
         return None, "the draw helps less than the rows that nobody may exceed"

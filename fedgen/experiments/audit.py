@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dp_accounting import GaussianDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch import Tensor
@@ -21,7 +21,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
 from fedgen.federation.rounds import RunState
-from fedgen.method import ClientProgram, Plan, ServerProgram, WorstCase
+from fedgen.method import Method, Plan, ServerProgram, State, WorstCase
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
 from fedgen.privacy.calibration import least_noise
@@ -68,7 +68,7 @@ def audit(config: DictConfig) -> str:
         method = ready.at_noise(noise)
         with RunProgress() as progress:
             found = attack_program(
-                method.client,
+                method,
                 method.plan,
                 method.worst_case(),
                 releases=chosen.releases,
@@ -124,9 +124,11 @@ def _telling_noise(ready: Setup) -> float:
     """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
     much more never."""
 
+    trusted = ready.method.aggregate is not None
+
     def at(noise: float) -> float:
         plan = ready.at_noise(noise).plan
-        spend = canonical(plan.server(plan.rows_per_round))
+        spend = canonical(counted(plan, plan.rows_per_round, trusted))
         return epsilon(spend, ready.config.privacy.delta, plan.relation).or_infinity
 
     return least_noise(at, _TELLING)
@@ -160,7 +162,7 @@ def _in_words(point: Point, confidence: float) -> str:
 
 
 def attack_program(
-    program: ClientProgram,
+    method: Method,
     plan: Plan,
     worst: WorstCase,
     *,
@@ -170,7 +172,8 @@ def attack_program(
     coins: Coins,
     told: Callable[[int], None] = lambda done: None,
 ) -> list[Point]:
-    """Tells two neighbours apart by many releases of ``program``; ``plan`` says what is proven.
+    """Tells two neighbours apart by many releases of a method's client program, or of the
+    aggregator that clients trust; ``plan`` says what is proven.
 
     The bounds of all points hold together with ``confidence``. The adversary knows both neighbours,
     and scores a release by its length along what lies between them. It does not know the draws:
@@ -178,12 +181,12 @@ def attack_program(
     """
     together = [count for count in _TOGETHER if releases // count >= _LEAST_TRIALS]
     each = 1 - (1 - confidence) / len(together)  # so that all of them hold together
-    direction = _direction(program, worst, coins)
+    direction = _direction(method, worst, coins)
     scores = np.zeros((2, releases))
     for trial in range(releases):
         for side, (state, shard) in enumerate((worst.first, worst.second)):
             here = coins.at("side", side)
-            release = program.answer(state, worst.query, shard, trial, here)
+            release = _released(method, worst, state, shard, trial, here)
             scores[side, trial] = float((_read(worst, release) * direction).sum())
         if trial % 100 == 99:
             told(2 * trial + 2)
@@ -191,7 +194,7 @@ def attack_program(
     for count in together:
         trials = releases // count
         summed = scores[:, : trials * count].reshape(2, trials, count).sum(2)
-        spend = canonical(plan.server(count * worst.query.count))
+        spend = canonical(counted(plan, count * worst.query.count, method.aggregate is not None))
         gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
         bound = gaussian_lower_bound if gaussian else lower_bound
         proven = epsilon(spend, delta, plan.relation).value
@@ -199,17 +202,37 @@ def attack_program(
     return points
 
 
+def counted(plan: Plan, rows: int, trusted: bool) -> DpEvent:
+    """What so many answered rows cost against whom the method protects."""
+    if not trusted:
+        return plan.server(rows)
+    assert plan.release is not None
+    return plan.release(rows // plan.rows_per_round)
+
+
+def _released(
+    method: Method, worst: WorstCase, state: State, shard: Shard, trial: int, coins: Coins
+) -> Release:
+    """What leaves the mechanism: the client's, or that of the aggregator, of this client alone."""
+    answer = method.client.answer(state, worst.query, shard, trial, coins)
+    if isinstance(answer, Release):
+        return answer
+    assert method.aggregate is not None
+    alone = torch.from_numpy(answer.arrays["answer"])
+    return method.aggregate.release([alone], coins.at("aggregate", trial))
+
+
 def _read(worst: WorstCase, release: Release) -> NDArray[np.float32]:
     return worst.read(torch.from_numpy(release.arrays["answer"])).numpy()
 
 
-def _direction(program: ClientProgram, worst: WorstCase, coins: Coins) -> NDArray[np.float32]:
+def _direction(method: Method, worst: WorstCase, coins: Coins) -> NDArray[np.float32]:
     """What lies between the two neighbours' releases, each row of length one: under the same coins
     their noise is the same. A row that a draw gives to others is tried again."""
     found: NDArray[np.float32] | None = None
     for trial in range(1000):
         first, second = (
-            program.answer(state, worst.query, shard, trial, coins.at("direction"))
+            _released(method, worst, state, shard, trial, coins.at("direction"))
             for state, shard in (worst.first, worst.second)
         )
         between = _read(worst, first) - _read(worst, second)

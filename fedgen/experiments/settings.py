@@ -387,6 +387,9 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     if target is None:
         return Privacy(delta, mode, noise, unlimited)
     server = config.privacy.adversary == "server"
+    if server and method(None).aggregate is not None:
+        problem = "cannot be server: clients trust it, and there is no bound against it"
+        raise FedgenError("privacy.adversary", problem, "set it to release")
     if noise is None:
         noise = least_noise(
             lambda sigma: planned(method(sigma), config, server, epsilon),
@@ -405,8 +408,11 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
 
 
 def calibrated(method: Method, rounds: int) -> Budget:
-    """The budget that the noise was solved for: rows of the busiest client but for a tail."""
+    """The budget that the noise was solved for: rows of the busiest client but for a tail. Where
+    clients trust the server, how often it asks one costs nothing."""
     asked = method.plan.asked(rounds)
+    if method.aggregate is not None:
+        return Budget(rounds, asked * method.plan.rows_per_round, 0.0)
     rows = method.cohort.busiest(method.plan.rows_per_round, asked, TAIL)
     stop = method.cohort.stop_probability(method.plan.rows_per_round, asked, rows)
     return Budget(rounds, rows, stop)

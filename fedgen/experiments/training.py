@@ -72,7 +72,8 @@ class Clock:
 
 
 Watch = Callable[[Setup, RunState, Epsilon], None]
-"""Called with each picture of samples: a run's set-up, its state, epsilon against the server."""
+"""Called with each picture of samples: a run's set-up, its state, epsilon against whoever has what
+the server makes of the answers."""
 
 Play = Callable[[Callable[[Grid], None]], None]
 """Calls what it is given with a Grid to the run's clients."""
@@ -146,6 +147,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
         threads=runtime.threads,
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
+        trusting=ready.method.aggregate is not None,
         mods=(faulty,) if ready.faults.total else (),
     )
 
@@ -196,9 +198,7 @@ class Training:
         if self.ready.faults.total:
             grid = FaultyGrid(grid, self.ready.faults, self.ready.coins.at("faults"))
         strategy = build(self.config.method.strategy)(
-            cohort=self.method.cohort,
-            trained_per_round=self.method.trained_per_round,
-            coins=self.ready.coins.at("strategy"),
+            method=self.method, coins=self.ready.coins.at("strategy")
         )
         rounds = Rounds(
             grid,
@@ -402,7 +402,9 @@ class Training:
         self._board.add_image("samples", _sheet(self.run_dir.samples / name), state.rounds)
         if self._watch is not None:
             views = self.accounts.views(state, self.stopped is not None)
-            self._watch(self.ready, state, views["server"])
+            # what the server draws from noised answers is no more than what it publishes
+            trusted = self.method.aggregate is not None
+            self._watch(self.ready, state, views["release" if trusted else "server"])
 
     def _sample(self, generator: Tensors, labels: Tensor, purpose: str) -> NDArray[np.uint8]:
         return draw_samples(self.method, generator, labels, self.ready.coins.at("samples", purpose))

@@ -59,6 +59,7 @@ class Site:
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.
     limits: how often each event of the plan may be charged, where releases differ in cost.
+    trusting: whether clients trust the aggregator (see ``Method.aggregate``).
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     mods: Flower mods around the app.
@@ -76,6 +77,7 @@ class Site:
     cache_bytes: float
     threads: int
     limits: Spend = field(default_factory=dict)
+    trusting: bool = False
     mods: tuple[Mod, ...] = ()
 
 
@@ -91,6 +93,7 @@ class ClientHome:
     ledger: Ledger
     rows: int
     limits: Spend = field(default_factory=dict)
+    trusting: bool = False
     answered: int = -1
 
 
@@ -130,6 +133,7 @@ class Homes:
             Ledger(folder / LEDGER, site.run, client, site.noise == "seeded"),
             site.rows,
             site.limits,
+            site.trusting,
         )
 
 
@@ -277,7 +281,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
         if any(count > home.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
-    reply = messages.pack_release(release)
+    reply = messages.pack_release(release, home.trusting)
     kept = Answer(release.arrays, release.event, release.unit)
     home.store.commit(home.number, messages.ASK, server_round, {}, kept)
     return reply

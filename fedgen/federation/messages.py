@@ -1,7 +1,7 @@
 """Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
 
 Only an empty acknowledgement, a client's number, its ledger's sum and a Release can be packed into
-a reply.
+a reply; where clients trust an aggregator, a Clipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedgen.files import digest
 from fedgen.method import Query
 from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
-from fedgen.privacy.mechanisms import Release
+from fedgen.privacy.mechanisms import Clipped, Release
 
 HELLO, ACCOUNT = "query.hello", "query.account"
 """Message types: who are you; what have you spent."""
@@ -163,14 +163,14 @@ def read_account(message: Message) -> Account:
     return Account(int(str(facts["releases"])), int(str(facts["rows"])), spend)
 
 
-def pack_release(release: Release) -> RecordDict:
-    """A Release, the only private thing that leaves a client.
+def pack_release(release: Release | Clipped, trusting: bool) -> RecordDict:
+    """A Release, the only private thing that leaves a client; a Clipped, if it is ``trusting``.
 
     Raises:
         TypeError: for anything else.
     """
-    if not isinstance(release, Release):
-        raise TypeError(f"only a Release leaves a client, not {type(release).__name__}")
+    if not isinstance(release, Clipped if trusting else Release):
+        raise TypeError(f"{type(release).__name__} must not leave a client")
     return pack_answer(Answer(release.arrays, release.event, release.unit))
 
 

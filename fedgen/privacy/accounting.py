@@ -34,7 +34,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from scipy.stats import binom
 
-from fedgen.privacy.events import Relation, RevealedDraw, Spend
+from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Spend
 from fedgen.privacy.secret_draws import ORDERS, largest_loss, subset_draw_pmf, subset_draw_rdp
 
 # dp_accounting warns of each fractional order at which a series does not converge; it leaves it out
@@ -45,6 +45,8 @@ _LEAST_SIGMA = 0.02
 _MOST_CELLS = 1e6  # of the grid of one release's loss
 _MOST_RELEASES = 1e7  # and five times as many cells, of a composed loss
 _MOST_DIFFERENT = 128  # spends of which each is accounted by itself
+
+TRUSTED = "no bound against whom clients trust"
 
 Leaves = tuple[tuple[DpEvent, int], ...]
 Accountant = Callable[[Spend, float, Relation], "Epsilon"]
@@ -122,6 +124,8 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
         raise ValueError("a draw of a fixed number has no neighbours by adding or removing one")
     if NonPrivateDpEvent in kinds:
         return Epsilon(None, "no bound", None)
+    if Contribution in kinds:
+        return Epsilon(None, TRUSTED, None)
     if RevealedDraw in kinds:
         if len(leaves) > 1:
             raise ValueError("no common accountant for draws that are seen and anything else")

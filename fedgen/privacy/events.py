@@ -18,6 +18,8 @@ The vocabulary is dp_accounting's, and one node of our own:
     ``count`` of them.
 ``ComposedDpEvent(events)``
     one after the other.
+``Contribution()``
+    a clipped vector without noise, to an aggregator that is trusted: no bound against it.
 ``NonPrivateDpEvent()``
     no bound.
 """
@@ -67,6 +69,11 @@ class RevealedDraw(DpEvent):  # type: ignore[misc]
     event: DpEvent
 
 
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class Contribution(DpEvent):  # type: ignore[misc]
+    """A bounded vector that an aggregator takes in on trust; what comes out is another event."""
+
+
 def repeat(event: DpEvent, count: int) -> DpEvent:
     """``count`` independent (adaptive) repetitions of ``event``."""
     return event if count == 1 else SelfComposedDpEvent(event, count)
@@ -89,7 +96,7 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
             for part in parts:
                 spend.update(canonical(part, count))
             return spend
-        case GaussianDpEvent() | NonPrivateDpEvent():
+        case GaussianDpEvent() | NonPrivateDpEvent() | Contribution():
             return {event: count}
         case SampledWithoutReplacementDpEvent(
             source_dataset_size=population, sample_size=taken, event=inner
@@ -148,6 +155,8 @@ def to_json(event: DpEvent) -> dict[str, Any]:
             return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
         case NonPrivateDpEvent():
             return {"event": "non_private"}
+        case Contribution():
+            return {"event": "contribution"}
         case _:
             raise ValueError(f"no JSON form for {event}")
 
@@ -171,6 +180,8 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             return RevealedDraw(float(probability), from_json(inner))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()
+        case {"event": "contribution"}:
+            return Contribution()
         case _:
             raise ValueError(f"not a privacy event: {data}")
 
@@ -201,6 +212,8 @@ def in_words(spend: Spend) -> str:
                     f"each gating one Gaussian release at noise multiplier "
                     f"{gate.noise_multiplier:.4g}"
                 )
+            case Contribution():
+                words.append(f"{count:,} contributions without noise, to a trusted aggregator")
             case _:
                 words.append("releases without noise")
     return ", ".join(words) or "nothing"

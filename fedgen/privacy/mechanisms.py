@@ -27,7 +27,7 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import Batches, Rows
-from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
 from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.routing import Routing
 
@@ -267,11 +267,12 @@ def descent(
 @dataclass(frozen=True)
 class Clipped:
     """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
-    nobody else. Made by ``TrustedAggregate`` alone; it cannot be packed into a reply of a method
-    whose server is not trusted."""
+    nobody else. Made by such a mechanism alone; it cannot be packed into a reply of a method whose
+    server is not trusted."""
 
-    vector: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    bound: float
+    arrays: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+    event: DpEvent
+    unit: Unit
     _seal: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -285,10 +286,15 @@ class TrustedAggregate:
     noise, all inside an aggregator that clients trust: FedAvg-GAN (Augenstein et al. 2020), as
     DP-FedAvg (McMahan et al. 2018). There is no bound against the aggregator itself.
 
+    A client that was drawn and does not contribute counts as zero, like one that was not drawn: the
+    others do not stand in for it, and the divisor stays.
+
+    entries: of a vector, a public number.
     expected: clients in a cohort, in expectation; weights are uniform, since a weight by the number
         of a client's rows would move the mean by more than C / expected.
     """
 
+    entries: int
     clip: float
     noise_multiplier: float
     cohorts: Batches
@@ -307,24 +313,49 @@ class TrustedAggregate:
         return self.cohorts.event(GaussianDpEvent(self.noise_multiplier))
 
     def contribution(self, vector: Tensor) -> Clipped:
-        """A client's part, of norm at most C."""
-        clipped = clip_rows(vector.detach().to("cpu", torch.float32)[None], self.clip)[0]
-        return Clipped(clipped.numpy(), self.clip, _SEAL)
+        """A client's part (entries,), of norm at most C."""
+        clipped = clip_rows(vector.detach().to("cpu", torch.float32)[None], self.clip)
+        return Clipped({"answer": clipped.numpy()}, Contribution(), Unit.CLIENT, _SEAL)
 
-    def release(self, shape: tuple[int, ...], cohort: Sequence[Clipped], coins: Coins) -> Release:
-        """The noised mean of a cohort's contributions (none: noise alone).
-
-        Raises:
-            ValueError: for a contribution with a larger bound than the sensitivity assumes.
-        """
-        if any(each.bound > self.clip for each in cohort):
-            raise ValueError("a contribution was clipped to more than the sensitivity assumes")
-        total = torch.zeros(shape)
+    def release(self, cohort: Iterable[Tensor], coins: Coins) -> Release:
+        """The noised mean (1, entries) of a cohort's contributions (of none: noise alone). They are
+        clipped again: the aggregator does not trust what arrives."""
+        total = torch.zeros((1, self.entries), dtype=torch.float64)
         for each in cohort:
-            total += torch.from_numpy(each.vector)
+            total += clip_rows(each, self.clip)
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = total / self.expected + std * coins.noise(shape, "release")
-        return Release({"mean": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
+        noisy = total / self.expected + std * coins.noise((1, self.entries), "release")
+        answer = noisy.to(torch.float32).numpy()
+        return Release({"answer": answer}, self.event(), Unit.CLIENT, _SEAL)
+
+
+@dataclass(frozen=True)
+class PlainAggregate:
+    """As ``TrustedAggregate``, without clip and noise: the non-private reference."""
+
+    entries: int
+    expected: float
+
+    def event(self) -> DpEvent:
+        """No bound."""
+        return NonPrivateDpEvent()
+
+    def contribution(self, vector: Tensor) -> Clipped:
+        """A client's part as it is."""
+        raw = vector.detach().to("cpu", torch.float32).numpy()[None]
+        return Clipped({"answer": raw}, NonPrivateDpEvent(), Unit.CLIENT, _SEAL)
+
+    def release(self, cohort: Iterable[Tensor], coins: Coins) -> Release:
+        """The mean; see ``TrustedAggregate.release``."""
+        del coins
+        total = torch.zeros((1, self.entries))
+        for each in cohort:
+            total += each
+        mean = (total / self.expected).numpy()
+        return Release({"answer": mean}, self.event(), Unit.CLIENT, _SEAL)
+
+
+Aggregate = TrustedAggregate | PlainAggregate
 
 
 def _of_a_sum(relation: Relation) -> int:

@@ -26,10 +26,13 @@ STEPS = [
     "rounds=5",
     "log_every=1",
 ]
+DELTAS = ["method=fedavg_gan", "rounds=4", "log_every=1"]
 
 
 @pytest.mark.parametrize(
-    "kind", [FEDERATED, CENTRAL, STEPS], ids=["federated", "central", "parameter updates"]
+    "kind",
+    [FEDERATED, CENTRAL, STEPS, DELTAS],
+    ids=["federated", "central", "parameter updates", "model deltas"],
 )
 def test_stores_and_serialization_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
     reference = fingerprint(train(*kind, name="reference"))
@@ -52,6 +55,8 @@ def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None
     reference = fingerprint(train(*FEDERATED, name="reference"))
     steps = fingerprint(train(*STEPS, name="steps"))
     assert fingerprint(train(*STEPS, "runtime=ray", "runtime.actors=1", name="on Ray")) == steps
+    deltas = fingerprint(train(*DELTAS, name="deltas"))
+    assert fingerprint(train(*DELTAS, "runtime=ray", "runtime.actors=2", name="Ray")) == deltas
     for name, overrides in {
         "one actor": ["runtime=ray", "runtime.actors=1"],
         "two actors": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"],

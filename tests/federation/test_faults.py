@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
-from tiny import COINS, TINY, Train, fingerprint
+from tiny import COINS, TINY, Train, fingerprint, make
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -174,7 +174,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
     from fedgen.privacy.routing import Routing
     from strategies.sample_gradients import SampleGradients
 
-    strategy = SampleGradients(Routing("mean", 3), None, COINS)
+    strategy = SampleGradients(make(3, routing="mean"), COINS)
     strategy.nodes = {client: client for client in range(3)}
     from fedgen.method import Query
 

@@ -16,8 +16,9 @@ from fedgen.federation import messages
 from fedgen.federation.flower_compat import identify_process, set_message_id, through_the_wire
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
-from fedgen.privacy.events import Unit, repeat
-from fedgen.privacy.mechanisms import RowGaussian
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.mechanisms import RowGaussian, TrustedAggregate
 from fedgen.privacy.routing import Routing
 
 identify_process(1)
@@ -51,7 +52,7 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
     set_message_id(question, "1")
-    reply = Message(messages.pack_release(release), reply_to=question)
+    reply = Message(messages.pack_release(release, False), reply_to=question)
     found = messages.read_answer(through_the_wire(reply))
     assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
     assert found.unit is Unit.CLIENT
@@ -62,8 +63,21 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
 
 def test_nothing_but_a_release_is_packed() -> None:
     raw = Answer({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
-    with pytest.raises(TypeError, match="only a Release"):
-        messages.pack_release(raw)  # type: ignore[arg-type]
+    for trusting in (False, True):
+        with pytest.raises(TypeError, match="Answer must not leave"):
+            messages.pack_release(raw, trusting)  # type: ignore[arg-type]
+
+
+def test_a_clipped_leaves_where_the_aggregator_is_trusted_alone() -> None:
+    """And where it is trusted, noise is its own affair: a client that adds some is broken."""
+    batches = PoissonBatches(0.1)
+    aggregate = TrustedAggregate(3, 1.0, 1.0, batches, 1.0, Relation.ADD_OR_REMOVE_ONE)
+    clipped = aggregate.contribution(torch.ones(3))
+    with pytest.raises(TypeError, match="Clipped must not leave"):
+        messages.pack_release(clipped, False)
+    assert messages.pack_release(clipped, True)
+    with pytest.raises(TypeError, match="Release must not leave"):
+        messages.pack_release(aggregate.release([], Coins.of(0, "seeded")), True)
 
 
 def test_foreign_bytes_are_refused() -> None:

@@ -17,7 +17,7 @@ from scipy import stats
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import AllRows, FixedBatches, PoissonBatches
-from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.events import Contribution, Relation, Unit
 from fedgen.privacy.mechanisms import (
     Clipped,
     JointGaussian,
@@ -242,7 +242,7 @@ def test_sensitivities_are_those_of_the_design() -> None:
     assert [joint().sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [1.4, 1.4]
     assert summed(REPLACE, 1.0).sensitivity(ADD_OR_REMOVE) == 0.7
     assert summed(REPLACE, 1.0).sensitivity(REPLACE) == 1.4
-    of_clients = TrustedAggregate(0.7, 1.0, PoissonBatches(0.1), 10.0, ADD_OR_REMOVE)
+    of_clients = TrustedAggregate(3, 0.7, 1.0, PoissonBatches(0.1), 10.0, ADD_OR_REMOVE)
     assert of_clients.sensitivity(ADD_OR_REMOVE) == pytest.approx(0.07)
     assert of_clients.sensitivity(REPLACE) == pytest.approx(0.14)
 
@@ -257,8 +257,8 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     if kind == "sum":
         of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
         return of_sum.release(shape, [], coins).arrays["answer"], 1.5 * diameter / 32
-    of_clients = TrustedAggregate(0.5, 1.5, PoissonBatches(0.1), 10.0, relation)
-    return of_clients.release(shape, [], coins).arrays["mean"], 1.5 * diameter / 10
+    of_clients = TrustedAggregate(*shape, 0.5, 1.5, PoissonBatches(0.1), 10.0, relation)
+    return of_clients.release([], coins).arrays["answer"], 1.5 * diameter / 10
 
 
 @pytest.mark.parametrize("relation", list(Relation))
@@ -325,19 +325,25 @@ def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
 
 @given(arrays(np.float32, (5,), elements=st.floats(width=32)))
 def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray) -> None:
-    mechanism = TrustedAggregate(0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
-    part = mechanism.contribution(torch.from_numpy(vector))
-    assert np.linalg.norm(part.vector.astype(np.float64)) <= 0.5
-    alone, nobody = (
-        mechanism.release((5,), cohort, COINS).arrays["mean"] for cohort in ([part], [])
-    )
+    mechanism = TrustedAggregate(5, 0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
+    part = torch.from_numpy(mechanism.contribution(torch.from_numpy(vector)).arrays["answer"])
+    assert np.linalg.norm(part.double()) <= 0.5
+    alone, nobody = (mechanism.release(cohort, COINS).arrays["answer"] for cohort in ([part], []))
     assert np.linalg.norm(alone - nobody) <= mechanism.sensitivity(ADD_OR_REMOVE) + 1e-6
 
 
-def test_a_contribution_with_a_larger_bound_is_refused() -> None:
-    wide = TrustedAggregate(2.0, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
-    narrow = TrustedAggregate(0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
-    with pytest.raises(ValueError, match="more than the sensitivity"):
-        narrow.release((5,), [wide.contribution(torch.ones(5))], COINS)
+@given(arrays(np.float32, (1, 5), elements=st.floats(width=32, allow_nan=True)))
+def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
+    """Clients that do not keep to the clip norm move the mean by no more than those that do."""
+    mechanism = TrustedAggregate(5, 0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
+    other = torch.full((1, 5), 0.1)
+    with_it, without = (
+        mechanism.release(cohort, COINS).arrays["answer"]
+        for cohort in ([other, torch.from_numpy(vector)], [other])
+    )
+    assert np.linalg.norm(with_it - without) <= mechanism.sensitivity(ADD_OR_REMOVE) + 1e-6
+
+
+def test_contributions_are_made_by_mechanisms_alone() -> None:
     with pytest.raises(TypeError, match="made by a mechanism"):
-        Clipped(np.zeros(5, dtype=np.float32), 0.5)
+        Clipped({"answer": np.zeros((1, 5), dtype=np.float32)}, Contribution(), Unit.CLIENT)
