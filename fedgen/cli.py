@@ -27,6 +27,9 @@ usage: fedgen <command> [key=value ...]
                                           audit.releases=N audit.confidence=P
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: runs what is missing, with
                                           run_dir=DIR of an earlier one; jobs=N at a time
+  fedgen debug experiment=NAME            are some clients' images inverted? a private generator of
+                                          those that a classifier recognizes, one of the others, and
+                                          a verdict; corruption.fraction=F plants it
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
@@ -67,6 +70,7 @@ COMMANDS = {
     "sample": "sample",
     "evaluate": "evaluate",
     "benchmark": "benchmark",
+    "debug": "debug",
     "report": "report",
 }
 
@@ -166,6 +170,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import benchmark
 
         print(benchmark.benchmark(config), end="")
+    elif command == "debug":
+        from fedgen.experiments import debugging
+
+        print(debugging.debug(config))
     elif command == "report":
         from fedgen.experiments import report
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,9 +156,17 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
     )
 
 
-def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> Dataset:
+def femnist(
+    coins: Coins,
+    root: str | None,
+    classes: int = 62,
+    least_rows: int = 1,
+    disjoint_from_mnist: bool = False,
+    **_: object,
+) -> Dataset:
     """Federated EMNIST (LEAF) from ``femnist.npz``: ``images``, ``labels`` 0..61, ``writer``; black
-    on white in the file, white on black here, as MNIST has it.
+    on white in the file, white on black here, as MNIST has it. Where there is no such file it is
+    made of ``flwrlabs/femnist``, by flwr-datasets.
 
     A tenth of each writer's rows is the test split, by public coins keyed by the writer and the
     row's place among the writer's: another writer's rows, or their number, move none of these.
@@ -164,14 +174,14 @@ def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> D
 
     Args:
         classes: 10 (digits), 36 (letters of either case merged) or 62.
+        least_rows: of the label set, to train on: writers with fewer take no part. That one who
+            takes part has as many is public.
+        disjoint_from_mnist: leaves out writers of MNIST's digits, told by ``writer_nist_id`` (of
+            each writer of the file) and ``mnist.npz``.
     """
     file = root_of(root) / "femnist.npz"
     if not file.exists():
-        raise FedgenError(
-            "data.root",
-            f"femnist.npz is not in {file.parent}",
-            "put it there (arrays images, labels, writer), or point data.root to it",
-        )
+        femnist_from_hub(file)
     arrays = _arrays(file, ["images", "labels", "writer"])
     images = 255 - _as_images(file, arrays["images"])
     labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
@@ -187,9 +197,75 @@ def femnist(coins: Coins, root: str | None, classes: int = 62, **_: object) -> D
         labels = np.where(labels >= 36, labels - 26, labels)
     elif classes != 62:
         raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
+    names, rows = np.unique(writers[~test], return_counts=True)
+    there = np.isin(writers, names[rows >= least_rows])
+    if disjoint_from_mnist:
+        there &= ~np.isin(writers, _writers_of_mnist(file, arrays))
+    if not there[~test].any():
+        raise FedgenError("data.least_rows", "leaves no writer", "lower it")
+    images, labels, writers, test = images[there], labels[there], writers[there], test[there]
     return _checked(
         "femnist", images[~test], labels[~test], images[test], labels[test], writers[~test], classes
     )
+
+
+def _writers_of_mnist(file: Path, arrays: dict[str, NDArray[np.generic]]) -> Labels:
+    """Writers of femnist who wrote digits of MNIST, by NIST's numbers."""
+    other = file.with_name("mnist.npz")
+    if "writer_nist_id" not in arrays or not other.exists():
+        raise FedgenError(
+            "data.disjoint_from_mnist",
+            f"needs writer_nist_id in {file}, and {other} with writers",
+            "set it to false",
+        )
+    digits = _arrays(other, ["train_writer", "test_writer"])
+    known = np.concatenate([digits["train_writer"], digits["test_writer"]])
+    return np.flatnonzero(np.isin(arrays["writer_nist_id"], known))
+
+
+def femnist_from_hub(file: Path) -> None:
+    """Makes ``femnist.npz`` of Hugging Face's ``flwrlabs/femnist``, whose writers are told by
+    ``writer_id``.
+
+    Raises:
+        FedgenError: without flwr-datasets, or if it cannot be downloaded.
+    """
+    try:
+        from flwr_datasets import FederatedDataset
+
+        rows = FederatedDataset(dataset="flwrlabs/femnist", partitioners={}).load_split("train")
+    except Exception as error:
+        raise FedgenError(
+            "data.root",
+            f"femnist.npz is not in {file.parent}, nor could it be downloaded "
+            f"({type(error).__name__})",
+            "put it there (arrays images, labels, writer), point data.root to it, or connect to a "
+            'network and pip install "fedgen[femnist]"',
+        ) from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f"femnist.{os.getpid()}.npz")
+    with fresh.open("wb") as opened:
+        np.savez_compressed(opened, **femnist_arrays(rows))  # type: ignore[arg-type]
+    fresh.replace(file)
+
+
+def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.generic]]:
+    """The arrays of ``femnist.npz`` from rows with ``image`` (PIL, greyscale), ``character``
+    (0..61) and ``writer_id`` (``f0005_26``: NIST's number of the writer first)."""
+    images, labels, names = [], [], []
+    for row in rows:
+        images.append(np.asarray(row["image"].convert("L"), dtype=np.uint8))
+        labels.append(int(row["character"]))
+        names.append(str(row["writer_id"]))
+    known, writers = np.unique(np.array(names), return_inverse=True)
+    numbers = [int(name.lstrip("f").partition("_")[0]) for name in known]
+    return {
+        "images": np.stack(images),
+        "labels": np.array(labels, dtype=np.uint8),
+        "writer": writers.astype(np.int16),
+        "writer_ids": known,
+        "writer_nist_id": np.array(numbers, dtype=np.int16),
+    }
 
 
 def celeba(root: str | None, **_: object) -> Dataset:

@@ -100,7 +100,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     """Several clients run on Ray, if nothing else is asked for."""
     keys = list(map(_key, overrides))
-    if name not in ("config", "account", "audit") or "runtime" in keys:
+    if name not in ("config", "account", "audit", "debug") or "runtime" in keys:
         return overrides
     if not any(key.startswith(("partition", "experiment")) for key in keys):
         return overrides  # one client

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
+from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
@@ -98,15 +99,11 @@ def setup(config: DictConfig) -> Setup:
     check(config)
     torch.set_num_threads(config.runtime.threads)
     coins = Coins.of(config.seed, config.privacy.noise)
-    whole = dataset(config)
-    held = whole.holding_out(config.held_out, coins.at("data"))
-    check_clients(config.partition.clients, len(held.labels))
-    shards: list[Index] = build(config.partition)(
-        labels=held.labels,
-        classes=held.classes,
-        writers=held.writers,
-        coins=coins.at("data"),
-    )
+    held, shards = shared_out(config)
+    bugged = with_the_bug(len(shards), config.corruption.fraction, coins.at("data"))
+    held = plant_flip(held, shards, bugged)
+    if config.group is not None:
+        shards = [shards[client] for client in _members(Path(config.group), len(shards))]
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
     facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
@@ -135,6 +132,33 @@ def setup(config: DictConfig) -> Setup:
         faults=faults(config),
         canaries=canaries,
     )
+
+
+def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
+    """The data set without the rows held out, and all clients' rows of it."""
+    coins = Coins.of(config.seed, config.privacy.noise).at("data")
+    held = dataset(config).holding_out(config.held_out, coins)
+    check_clients(config.partition.clients, len(held.labels))
+    shards: list[Index] = build(config.partition)(
+        labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
+    )
+    return held, shards
+
+
+def _members(file: Path, clients: int) -> list[int]:
+    """The clients that a file lists.
+
+    Raises:
+        FedgenError: if it does not list some, each once.
+    """
+    try:
+        members = [int(line) for line in file.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise FedgenError("group", f"{file} is no list of clients", "one number a line") from error
+    if not members or len(set(members)) < len(members) or not set(members) <= set(range(clients)):
+        problem = f"{file} does not list clients from 0 to {clients - 1}, each once"
+        raise FedgenError("group", problem, "take the partition that it was made for")
+    return sorted(members)
 
 
 def dataset(config: DictConfig) -> Dataset:
@@ -206,6 +230,9 @@ def check(config: DictConfig) -> None:
         _whole(config, key, 0, 10**9)
     if config.evaluate_every and not config.evaluation.classifiers:
         raise FedgenError("evaluate_every", "there is nothing to judge by", "set it to 0")
+    if not 0 <= config.corruption.fraction <= 1:
+        problem = f"must be a share, got {config.corruption.fraction:g}"
+        raise FedgenError("corruption.fraction", problem, "e.g. 0.5")
     _whole(config, "runtime.threads", 1, 1024)
     _check_runtime(config)
     _whole(config, "seed", -(2**63), 2**63 - 1)

@@ -431,7 +431,8 @@ class Training:
         write_whole(self.run_dir.public / "generator.safetensors", data)
         write_whole(self.run_dir.public / "generator.json", describe(self.ready).encode())
         words = self.accounts.published_in_words(state, self.stopped is not None)
-        write_whole(self.run_dir.public / "PRIVACY.md", statement(record, words).encode())
+        said = statement(record, words, self.config.group is not None)
+        write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
         results = self._results(state, record, hashlib.sha256(data).hexdigest())
         # a first time without: nothing of a run is lost if its evaluation fails
         nothing: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}

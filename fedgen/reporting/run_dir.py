@@ -142,9 +142,9 @@ class RunDir:
                 ) from error
             yield
 
-    def write(self, name: str, data: dict[str, Any]) -> None:
-        """Writes ``NAME.json`` in one step, checked by the schema of that name."""
-        jsonschema.validate(data, schema(name))
+    def write(self, name: str, data: dict[str, Any], form: str | None = None) -> None:
+        """Writes ``NAME.json`` in one step, checked by the schema ``form`` (None: of that name)."""
+        jsonschema.validate(data, schema(form or name))
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
 
@@ -157,7 +157,8 @@ def _of_no_run(path: Path) -> bool:
 
 
 def schema(name: str) -> dict[str, Any]:
-    """A JSON schema: of ``privacy`` and ``results`` in the run directory, of a ``matrix``."""
+    """A JSON schema: of ``privacy``, ``results`` and ``audit`` in the run directory, of a
+    ``matrix``, of the results of a ``debug``."""
     text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
     found: dict[str, Any] = json.loads(text.read_text())
     return found

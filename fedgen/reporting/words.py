@@ -10,8 +10,9 @@ from typing import Any
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
-def statement(record: dict[str, Any], words: str) -> str:
-    """The privacy statement that goes with what is published."""
+def statement(record: dict[str, Any], words: str, chosen: bool) -> str:
+    """The privacy statement that goes with what is published. ``chosen``: whether the clients were
+    picked, by whatever."""
     release = record["views"]["release"]
     parts = ["# What this generator tells about the private data"]
     if record["noise"] == "seeded":
@@ -36,8 +37,9 @@ def statement(record: dict[str, Any], words: str) -> str:
         "meant to tell what is common.\n"
         "- Several generators from the same data: their ε add up.\n"
         "- Choices made by looking at private data, among runs or settings.\n"
-        "- Whoever runs the training, or sees its messages: a bound of its own, not in this folder."
-        "\n- Timing, and the finite precision of floating point.",
+        + ("- Who took part: the clients are a group that was picked.\n" if chosen else "")
+        + "- Whoever runs the training, or sees its messages: a bound of its own, not in this "
+        "folder.\n- Timing, and the finite precision of floating point.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",

@@ -48,8 +48,12 @@ def test_coins_are_fair_and_repeat() -> None:
     assert 151 < first.sum() < 249
 
 
-def test_too_many_and_impossible_ones_are_refused() -> None:
+def test_too_many_are_refused() -> None:
     with pytest.raises(FedgenError, match=r"audit\.canaries"):
         plant(DIGITS, SHARDS, Unit.CLIENT, Relation.REPLACE_ONE, 4, COINS)
-    with pytest.raises(FedgenError, match="cannot be removed"):
-        plant(DIGITS, SHARDS, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE, 2, COINS)
+
+
+def test_a_client_without_its_canary_has_no_rows() -> None:
+    _, shards, found = plant(DIGITS, SHARDS, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE, 3, COINS)
+    assert sum(len(shard) > 0 for shard in shards) == found.present.sum()
+    assert found.outside is None

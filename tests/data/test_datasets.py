@@ -226,3 +226,59 @@ def test_the_real_files(coins: Coins) -> None:
     femnist = datasets.femnist(coins, None, 62)
     assert len(femnist.labels) + len(femnist.test_labels) == 87391
     assert femnist.images.mean() < 127
+
+
+def test_writers_with_few_rows_take_no_part(data_root: Path, coins: Coins) -> None:
+    whole = datasets.femnist(coins, str(data_root), 62)
+    assert whole.writers is not None
+    names, rows = np.unique(whole.writers, return_counts=True)
+    least = int(rows.max())
+    found = datasets.femnist(coins, str(data_root), 62, least_rows=least)
+    assert found.writers is not None
+    assert set(found.writers) == set(names[rows >= least])
+    for name in set(found.writers):  # who is left has what it had, to train on and to test
+        kept = found.images[found.writers == name]
+        assert np.array_equal(kept, whole.images[whole.writers == name])
+    with pytest.raises(FedgenError, match="leaves no writer"):
+        datasets.femnist(coins, str(data_root), 62, least_rows=1000)
+
+
+def test_writers_of_mnist_take_no_part(data_root: Path, coins: Coins) -> None:
+    """MNIST's are numbered 0 to 5 here, femnist's 3 to 8."""
+    with pytest.raises(FedgenError, match="writer_nist_id"):
+        datasets.femnist(coins, str(data_root), 62, disjoint_from_mnist=True)
+    with np.load(data_root / "femnist.npz") as file:
+        arrays = dict(file)
+    numbers = np.arange(3, 9, dtype=np.int16)
+    np.savez(data_root / "femnist.npz", **arrays, writer_nist_id=numbers)
+    with np.load(data_root / "mnist.npz") as file:
+        digits = dict(file)
+    np.savez(data_root / "mnist.npz", **digits, test_writer=np.full(20, 8, dtype=np.int16))
+    found = datasets.femnist(coins, str(data_root), 62, disjoint_from_mnist=True)
+    assert found.writers is not None
+    assert set(found.writers) == {3, 4}  # NIST's 6 and 7: 3, 4, 5 train MNIST and 8 tests it
+
+
+def test_rows_of_the_hub_become_the_file(tmp_path: Path, coins: Coins) -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "image": Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)),
+            "character": number % 62,
+            "writer_id": f"f{2100 + number % 3:04d}_{number % 3:02d}",
+        }
+        for number in range(90)
+    ]
+    arrays = datasets.femnist_arrays(rows)
+    assert arrays["writer_nist_id"].tolist() == [2100, 2101, 2102]
+    np.savez(tmp_path / "femnist.npz", **arrays)  # type: ignore[arg-type]
+    data = datasets.femnist(coins, str(tmp_path), 62)
+    assert data.writers is not None
+    assert sorted(set(data.writers)) == [0, 1, 2]
+    assert len(data.labels) + len(data.test_labels) == 90
+
+
+def test_without_the_file_or_a_network_it_says_what_to_do(tmp_path: Path, coins: Coins) -> None:
+    with pytest.raises(FedgenError, match="nor could it be downloaded"):
+        datasets.femnist(coins, str(tmp_path), 62)
+    assert not list(tmp_path.iterdir())
