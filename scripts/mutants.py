@@ -43,6 +43,7 @@ PER_EXAMPLE = "fedgen/privacy/per_example.py"
 PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
 DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
+FEDAVG_TESTS = "tests/methods/test_fedavg_gan.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 
 MUTANTS = [
@@ -326,11 +327,49 @@ MUTANTS = [
         "::test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon",
     ),
     Mutant(
+        "aggregator-believes-what-arrives",
+        MECHANISMS,
+        "total += clip_rows(each, self.clip)",
+        "total += each",
+        f"{TESTS}::test_an_aggregator_clips_what_arrives",
+    ),
+    Mutant(
+        "noise-halved-in-an-aggregate",
+        MECHANISMS,
+        "noisy = total / self.expected + std * coins.noise((1, self.entries)",
+        "noisy = total / self.expected + 0.5 * std * coins.noise((1, self.entries)",
+        f"{TESTS}::test_each_mechanism_noises_as_promised",
+    ),
+    Mutant(
+        "mean-over-those-who-came",
+        "strategies/model_deltas.py",
+        "self._aggregate.release(cohort, coins)",
+        "type(self._aggregate)(**{**vars(self._aggregate), 'expected': max(1, len(cohort))}).release("
+        "cohort, coins)",
+        f"{FEDAVG_TESTS}::test_an_empty_cohort_and_a_missing_client_do_not_show",
+    ),
+    Mutant(
+        "clipped-leaves-whoever-is-trusted",
+        "fedgen/federation/messages.py",
+        "if not isinstance(release, Clipped if trusting else Release):",
+        "if not isinstance(release, Clipped | Release):",
+        "tests/federation/test_messages.py"
+        "::test_a_clipped_leaves_where_the_aggregator_is_trusted_alone",
+    ),
+    Mutant(
+        "cohort-drawn-once-for-all",
+        "strategies/cohort.py",
+        'self._coins.secret("cohort", server_round)',
+        'self._coins.secret("cohort")',
+        f"{FEDAVG_TESTS}::test_a_cohort_is_drawn_as_it_is_counted",
+    ),
+    Mutant(
         "ledger-charged-after-the-reply",
         CLIENT,
         "    home.ledger.charge(server_round, asked, query.count, release.event)"
-        "  # before anything leaves\n    reply = messages.pack_release(release)\n",
-        "    reply = messages.pack_release(release)\n"
+        "  # before anything leaves\n"
+        "    answer = messages.answer_of(release, home.trusting, home.half)\n",
+        "    answer = messages.answer_of(release, home.trusting, home.half)\n"
         "    home.ledger.charge(server_round, asked, query.count, release.event)\n",
         f"{CLIENT_TESTS}::test_a_charge_comes_before_the_reply",
     ),

@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.adversary": ("server", "release"),
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
+    "runtime.transport": ("float32", "float16"),
 }
 _MAY_BE_ZERO = (
     "warm_start",

@@ -148,6 +148,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         threads=runtime.threads,
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
         trusting=ready.method.aggregate is not None,
+        half=runtime.transport == "float16",
         mods=(faulty,) if ready.faults.total else (),
     )
 
@@ -456,6 +457,7 @@ class Training:
 
     def _results(self, state: RunState, record: dict[str, Any], sha256: str) -> dict[str, Any]:
         rounds = max(state.rounds, 1)
+        moved = sum(state.received.values()) + sum(state.sent.values())
         return {
             "schema": 1,
             "method": self.config.names.method,
@@ -468,6 +470,8 @@ class Training:
             "bytes": {
                 "up": sum(state.received.values()),
                 "down": sum(state.sent.values()),
+                "per_round": moved / rounds,
+                "per_round_and_client": moved / rounds / self.clients,
                 "per_client": {
                     str(client): {"up": state.received[client], "down": state.sent[client]}
                     for client in range(self.clients)

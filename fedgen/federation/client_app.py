@@ -23,7 +23,6 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
-from fedgen.federation.messages import Answer
 from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.events import Spend, canonical, total
@@ -60,6 +59,7 @@ class Site:
     rows: each client's budget for the run, which it enforces itself.
     limits: how often each event of the plan may be charged, where releases differ in cost.
     trusting: whether clients trust the aggregator (see ``Method.aggregate``).
+    half: whether answers travel in half precision.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     mods: Flower mods around the app.
@@ -78,6 +78,7 @@ class Site:
     threads: int
     limits: Spend = field(default_factory=dict)
     trusting: bool = False
+    half: bool = False
     mods: tuple[Mod, ...] = ()
 
 
@@ -94,6 +95,7 @@ class ClientHome:
     rows: int
     limits: Spend = field(default_factory=dict)
     trusting: bool = False
+    half: bool = False
     answered: int = -1
 
 
@@ -134,6 +136,7 @@ class Homes:
             site.rows,
             site.limits,
             site.trusting,
+            site.half,
         )
 
 
@@ -281,10 +284,9 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
         if any(count > home.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
-    reply = messages.pack_release(release, home.trusting)
-    kept = Answer(release.arrays, release.event, release.unit)
-    home.store.commit(home.number, messages.ASK, server_round, {}, kept)
-    return reply
+    answer = messages.answer_of(release, home.trusting, home.half)
+    home.store.commit(home.number, messages.ASK, server_round, {}, answer)
+    return messages.pack_answer(answer)
 
 
 _VERBS = {

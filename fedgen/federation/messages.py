@@ -34,6 +34,7 @@ KEEP, RESTORE = "train.keep", "train.restore"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
 
 _RAW = "fedgen.raw"
+_LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 
 
@@ -163,19 +164,29 @@ def read_account(message: Message) -> Account:
     return Account(int(str(facts["releases"])), int(str(facts["rows"])), spend)
 
 
-def pack_release(release: Release | Clipped, trusting: bool) -> RecordDict:
-    """A Release, the only private thing that leaves a client; a Clipped, if it is ``trusting``.
+def answer_of(release: Release | Clipped, trusting: bool, half: bool = False) -> Answer:
+    """What leaves a client: a Release, or a Clipped if it is ``trusting``; nothing else.
+
+    Args:
+        half: rounds to half precision, and what is out of its range to the end of that: of a
+            Release this is post-processing, and an aggregator clips what arrives.
 
     Raises:
         TypeError: for anything else.
     """
     if not isinstance(release, Clipped if trusting else Release):
         raise TypeError(f"{type(release).__name__} must not leave a client")
-    return pack_answer(Answer(release.arrays, release.event, release.unit))
+    arrays: Mapping[str, NDArray[np.generic]] = release.arrays
+    if half:
+        arrays = {
+            name: value.clip(-_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
+            for name, value in release.arrays.items()
+        }
+    return Answer(arrays, release.event, release.unit)
 
 
 def pack_answer(answer: Answer) -> RecordDict:
-    """A Release that was made before, sent again."""
+    """What ``answer_of`` made, the first time or again."""
     facts = ConfigRecord({"event": _event_text(answer.event), "unit": answer.unit.value})
     return RecordDict({_FACTS: facts, _ARRAYS: pack_arrays(answer.arrays)})
 
@@ -191,14 +202,17 @@ def _event_of(text: str) -> DpEvent:
 
 
 def read_answer(message: Message) -> Answer:
-    """A Release as it arrived. Raises ValueError if the message holds none."""
+    """A Release as it arrived, in single precision. Raises ValueError if the message holds none."""
     try:
         facts = message.content.config_records[_FACTS]
         arrays = unpack_arrays(message.content.array_records[_ARRAYS])
         event, unit = _event_of(str(facts["event"])), Unit(str(facts["unit"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("no release") from error
-    return Answer({name: value.numpy() for name, value in arrays.items()}, event, unit)
+    whole = {
+        n: value.float() if value.is_floating_point() else value for n, value in arrays.items()
+    }
+    return Answer({name: value.numpy() for name, value in whole.items()}, event, unit)
 
 
 def count_bytes(message: Message) -> int:

@@ -84,7 +84,7 @@ def test_a_charge_comes_before_the_reply(
     def fail(*_: object) -> None:
         raise OSError("the line is dead")
 
-    monkeypatch.setattr(messages, "pack_release", fail)
+    monkeypatch.setattr(messages, "answer_of", fail)
     assert ask(0).has_error()
     assert home.ledger.releases == 1
 

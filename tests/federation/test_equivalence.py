@@ -97,3 +97,12 @@ def test_a_cluster_of_two_machines_is_joined(train: Train, nothing_left: None) -
     finally:
         ray.shutdown()
         machines.shutdown()
+
+
+def test_half_precision_is_the_same_run_wherever_it_runs(train: Train) -> None:
+    whole = fingerprint(train(*FEDERATED, name="whole"))
+    first = fingerprint(train(*FEDERATED, "runtime.transport=float16", name="half"))
+    assert first["generator"] != whole["generator"]
+    assert first["privacy"]["views"] == whole["privacy"]["views"]
+    wire = ["runtime.transport=float16", "runtime.serialize=true", "runtime.store=disk"]
+    assert fingerprint(train(*FEDERATED, *wire, name="wire")) == first

@@ -52,7 +52,7 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
     set_message_id(question, "1")
-    reply = Message(messages.pack_release(release, False), reply_to=question)
+    reply = Message(messages.pack_answer(messages.answer_of(release, False)), reply_to=question)
     found = messages.read_answer(through_the_wire(reply))
     assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
     assert found.unit is Unit.CLIENT
@@ -65,7 +65,7 @@ def test_nothing_but_a_release_is_packed() -> None:
     raw = Answer({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
     for trusting in (False, True):
         with pytest.raises(TypeError, match="Answer must not leave"):
-            messages.pack_release(raw, trusting)  # type: ignore[arg-type]
+            messages.answer_of(raw, trusting)  # type: ignore[arg-type]
 
 
 def test_a_clipped_leaves_where_the_aggregator_is_trusted_alone() -> None:
@@ -74,10 +74,10 @@ def test_a_clipped_leaves_where_the_aggregator_is_trusted_alone() -> None:
     aggregate = TrustedAggregate(3, 1.0, 1.0, batches, 1.0, Relation.ADD_OR_REMOVE_ONE)
     clipped = aggregate.contribution(torch.ones(3))
     with pytest.raises(TypeError, match="Clipped must not leave"):
-        messages.pack_release(clipped, False)
-    assert messages.pack_release(clipped, True)
+        messages.answer_of(clipped, False)
+    assert messages.answer_of(clipped, True)
     with pytest.raises(TypeError, match="Release must not leave"):
-        messages.pack_release(aggregate.release([], Coins.of(0, "seeded")), True)
+        messages.answer_of(aggregate.release([], Coins.of(0, "seeded")), True)
 
 
 def test_foreign_bytes_are_refused() -> None:
@@ -85,3 +85,21 @@ def test_foreign_bytes_are_refused() -> None:
     record["x"].data = record["x"].data[:-1]
     with pytest.raises(ValueError, match="buffer size"):
         messages.unpack_arrays(record)
+
+
+def test_half_precision_takes_half_the_bytes_and_stays_finite() -> None:
+    mechanism = RowGaussian(1.0, 1e6, Routing("mean", 1), True, Unit.CLIENT)
+    rows = [(torch.arange(8), torch.rand(8, 1, 28, 28))]
+    release = mechanism.release((8, 1, 28, 28), rows, Coins.of(0, "seeded"))
+    question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
+    set_message_id(question, "1")
+    halved = messages.pack_answer(messages.answer_of(release, False, half=True))
+    reply = through_the_wire(Message(halved, reply_to=question))
+    found, whole = messages.read_answer(reply).arrays["answer"], release.arrays["answer"]
+    assert messages.count_bytes(reply) < 0.52 * whole.nbytes
+    assert found.dtype == np.float32
+    assert np.isfinite(found).all()
+    small = np.abs(whole) < 65504
+    assert small.any() and not small.all()
+    assert np.allclose(found[small], whole[small], rtol=1e-3)
+    assert (np.abs(found[~small]) == 65504).all()
