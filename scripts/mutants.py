@@ -344,8 +344,8 @@ MUTANTS = [
         "mean-over-those-who-came",
         "strategies/model_deltas.py",
         "self._aggregate.release(cohort, coins)",
-        "type(self._aggregate)(**{**vars(self._aggregate), 'expected': max(1, len(cohort))}).release("
-        "cohort, coins)",
+        "type(self._aggregate)(**{**vars(self._aggregate), 'expected': max(1, len(cohort))})"
+        ".release(cohort, coins)",
         f"{FEDAVG_TESTS}::test_an_empty_cohort_and_a_missing_client_do_not_show",
     ),
     Mutant(
