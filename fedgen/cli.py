@@ -48,7 +48,8 @@ settings (defaults in brackets):
                          privacy.adversary=server|release privacy.noise=seeded|secure
   runtime=in_process|ray|flower [one client: in_process, several: ray]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
-                         runtime.checkpoint_every=N runtime.faults.<fault>=PROBABILITY
+                         runtime.checkpoint_every=N runtime.transport=float32|float16
+                         runtime.faults.<fault>=PROBABILITY
       in_process         runtime.store=memory|disk
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
@@ -56,7 +57,9 @@ settings (defaults in brackets):
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
              dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
-             dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist
+             dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist|femnist_gs_wgan|
+             femnist_fedavg_gan|scale_3400; of debug: femnist_debug|femnist_debug_small
+  debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true   corruption.fraction=SHARE
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
