@@ -4,6 +4,7 @@ and knows no method."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -35,5 +36,7 @@ class ModelDeltas(ParameterUpdates):
         """The noised mean over the expected cohort, (1, entries), also of nobody: an empty cohort
         does not show. Whoever did not answer counts as zero."""
         cohort = [torch.from_numpy(answers[client].arrays["answer"]) for client in sorted(answers)]
-        coins = self._coins.at("aggregate", server_round)
+        # a round that is done again may bring other answers, which must not share the noise
+        told = hashlib.sha256(b"".join(each.numpy().tobytes() for each in cohort)).hexdigest()
+        coins = self._coins.at("aggregate", server_round).salted(told)
         return torch.from_numpy(self._aggregate.release(cohort, coins).arrays["answer"])

@@ -197,6 +197,8 @@ def femnist(
         labels = np.where(labels >= 36, labels - 26, labels)
     elif classes != 62:
         raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
+    if least_rows < 1:
+        raise FedgenError("data.least_rows", f"must be at least 1, got {least_rows}", "raise it")
     names, rows = np.unique(writers[~test], return_counts=True)
     there = np.isin(writers, names[rows >= least_rows])
     if disjoint_from_mnist:
@@ -234,6 +236,7 @@ def femnist_from_hub(file: Path) -> None:
         from flwr_datasets import FederatedDataset
 
         rows = FederatedDataset(dataset="flwrlabs/femnist", partitioners={}).load_split("train")
+        arrays = femnist_arrays(rows)
     except Exception as error:
         raise FedgenError(
             "data.root",
@@ -245,7 +248,7 @@ def femnist_from_hub(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_name(f"femnist.{os.getpid()}.npz")
     with fresh.open("wb") as opened:
-        np.savez_compressed(opened, **femnist_arrays(rows))  # type: ignore[arg-type]
+        np.savez_compressed(opened, **arrays)  # type: ignore[arg-type]
     fresh.replace(file)
 
 

@@ -1,37 +1,40 @@
-"""Whether one generator draws inverted images where another does not: the verdict on a pixel flip,
-from samples alone (post-processing: it costs no ε).
+"""Whether the generators of one group draw inverted images where those of another do not: the
+verdict on a pixel flip, from samples alone.
 
-An image is clearly inverted if it is anticorrelated with what is typical of its label, the mean of
-the other generator's images, both taken about mid-grey. Images that are neither, as an untrained
-generator's, count for nothing.
+An image is clearly upright or clearly inverted by its slope on what is typical of its label, both
+taken about mid-grey: one for an image that is typical, minus one for its negative, zero for grey.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
+Samples = tuple[Images, Labels]
 
-_CLEARLY = 0.3  # of a correlation
+_CLEARLY = 0.3  # of a slope
 _LEVEL = 0.01
-_LEARNT = 0.5  # of the normal images must be upright, of the suspect ones the one or the other
+_LEARNT = 0.5  # of a group's images that must be clear
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What samples of two groups say.
+    """What samples of two groups' generators say.
 
-    bug: whether the suspect group's generator draws inverted images more often than the normal
-        one's, by more than a margin; None if one of them has learnt too little to tell.
-    p_value: of the test that it does not, over fresh samples of these two generators.
-    effect: the difference of the two shares; suspect, normal: these.
-    classes: the labels for which the same test finds it, at a level that holds for all together.
+    bug: True if the suspect group's draw inverted images more often, by more than a margin and at
+        level 0.01; False if they do not, and both groups' images are clearly upright; None if the
+        generators have learnt too little to tell.
+    p_value: the share of all ways to call as many of the generators suspect that show a difference
+        as large. It holds whatever noise and luck made of each generator: if groups do not differ,
+        their generators are exchangeable.
+    effect: the difference of the shares of inverted images; suspect, normal: these.
+    classes: the labels for which the same holds, each by itself.
     """
 
     bug: bool | None
@@ -42,64 +45,62 @@ class Verdict:
     classes: list[int]
 
 
-def verdict(
-    suspect: tuple[Images, Labels], normal: tuple[Images, Labels], classes: int, margin: float
-) -> Verdict:
-    """The verdict on two sets of samples, (n, channels, height, width) and (n,) in random order:
-    what is typical is the mean of one half of the normal ones, and the other half is judged."""
-    half = len(normal[1]) // 2
-    typical = np.stack(
-        [_mean(normal[0][:half][normal[1][:half] == label]) for label in range(classes)]
-    )
-    of_suspect = _correlations(*suspect, typical)
-    of_normal = _correlations(normal[0][half:], normal[1][half:], typical)
-    inverted, inverted_normal = of_suspect < -_CLEARLY, of_normal < -_CLEARLY
-    share, share_normal = float(inverted.mean()), float(inverted_normal.mean())
-    p_value = _p_value(inverted, inverted_normal, margin)
-    affected = [
-        label
-        for label in range(classes)
-        if _p_value(
-            inverted[suspect[1] == label], inverted_normal[normal[1][half:] == label], margin
-        )
-        < _LEVEL / classes
-    ]
-    clear = (of_normal > _CLEARLY).mean(), (np.abs(of_suspect) > _CLEARLY).mean()
-    learnt = bool(min(clear) >= _LEARNT)
-    return Verdict(
-        p_value < _LEVEL if learnt else None,
-        p_value,
-        share - share_normal,
-        share,
-        share_normal,
-        affected,
-    )
-
-
-def _mean(images: Images) -> NDArray[np.float64]:
-    """About mid-grey; nothing is typical of no images."""
+def typical(images: Images, labels: Labels, classes: int) -> NDArray[np.float64]:
+    """The mean image of each label about mid-grey, (classes, channels, height, width); zero where
+    there is none."""
     shape = images.shape[1:]
-    return images.mean(0) / 255 - 0.5 if len(images) else np.zeros(shape)
+    rows = [images[labels == label] for label in range(classes)]
+    return np.stack([each.mean(0) / 255 - 0.5 if len(each) else np.zeros(shape) for each in rows])
 
 
-def _correlations(
-    images: Images, labels: Labels, typical: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Of each image with what is typical of its label, both about mid-grey: (n,) in [-1, 1]."""
+def verdict(
+    suspect: Sequence[Samples],
+    normal: Sequence[Samples],
+    like: NDArray[np.float64],
+    margin: float,
+) -> Verdict:
+    """The verdict on the samples (n, channels, height, width), (n,) of several generators of each
+    group, each trained on clients of its own. ``like``: what is typical of each label."""
+    slopes = [[_slopes(*each, like) for each in group] for group in (suspect, normal)]
+    inverted = [[each < -_CLEARLY for each in group] for group in slopes]
+    shares = [np.array([each.mean() for each in group]) for group in inverted]
+    effect, p_value = _test(*shares)
+    upright = [float(np.mean([(each > _CLEARLY).mean() for each in group])) for group in slopes]
+    found = p_value < _LEVEL and effect > margin
+    bug: bool | None = None
+    if upright[1] >= _LEARNT and (found or upright[0] >= _LEARNT):
+        bug = bool(found)
+    affected = []
+    for label in range(len(like)):
+        of_label = [
+            np.array(
+                [
+                    each[samples[1] == label].mean() if (samples[1] == label).any() else 0.0
+                    for each, samples in zip(group, drawn, strict=True)
+                ]
+            )
+            for group, drawn in zip(inverted, (suspect, normal), strict=True)
+        ]
+        larger, p_of_label = _test(*of_label)
+        if bug and larger > margin and p_of_label < _LEVEL:
+            affected.append(label)
+    of_suspect, of_normal = (float(group.mean()) for group in shares)
+    return Verdict(bug, p_value, effect, of_suspect, of_normal, affected)
+
+
+def _slopes(images: Images, labels: Labels, like: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each image on what is typical of its label: (n,)."""
     about = images.reshape(len(images), -1) / 255 - 0.5
-    wanted = typical.reshape(len(typical), -1)[labels]
-    norms = np.linalg.norm(about, axis=1) * np.linalg.norm(wanted, axis=1)
-    found: NDArray[np.float64] = (about * wanted).sum(1) / np.maximum(norms, 1e-12)
+    wanted = like.reshape(len(like), -1)[labels]
+    found: NDArray[np.float64] = (about * wanted).sum(1) / np.maximum((wanted**2).sum(1), 1e-12)
     return found
 
 
-def _p_value(first: NDArray[np.bool_], second: NDArray[np.bool_], margin: float) -> float:
-    """One-sided, of the hypothesis that the share of ``first`` is at most ``margin`` above that of
-    ``second``: the normal approximation with one success and one failure added to each (Agresti,
-    Caffo 2000), which keeps its level where shares are zero or one."""
-    shares = [(each.sum() + 1) / (len(each) + 2) for each in (first, second)]
-    variance = sum(
-        share * (1 - share) / (len(each) + 2)
-        for share, each in zip(shares, (first, second), strict=True)
-    )
-    return float(norm.sf((shares[0] - shares[1] - margin) / math.sqrt(variance)))
+def _test(first: NDArray[np.float64], second: NDArray[np.float64]) -> tuple[float, float]:
+    """The difference of two means, and its exact p-value by permutation, one-sided."""
+    whole, count = np.concatenate([first, second]), len(first)
+    observed = first.mean() - second.mean()
+    chosen = np.array(list(itertools.combinations(range(len(whole)), count)))
+    sums = whole[chosen].sum(1)
+    differences = sums / count - (whole.sum() - sums) / len(second)
+    return float(observed), float((differences >= observed - 1e-12).mean())

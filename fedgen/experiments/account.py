@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
 from fedgen.experiments.configuration import check_output
-from fedgen.experiments.settings import Setup, view
+from fedgen.experiments.settings import UNLIMITED, Setup, view
 from fedgen.method import Plan
 from fedgen.privacy.accounting import Epsilon, opacus_opinions
 from fedgen.privacy.events import Relation, canonical, in_words
@@ -70,14 +70,15 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
         f"{ready.config.names.method} on {ready.config.names.data}, "
         f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds"
         f"{_asking(plan)} of {plan.rows_per_round} rows, "
-        f"at most {privacy.budget.rows} rows a client",
+        f"{_of_a_client(privacy.budget.rows)} rows a client",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
         f"draws: {plan.sampler}; noise multiplier: {noise}",
     ]
     for name, found in views.items():
         by, reason = amplification(plan, name, found)
-        event = plan.server(privacy.budget.rows)
+        rows = plan.rows_per_round * plan.asked(privacy.budget.rounds)
+        event = plan.server(min(privacy.budget.rows, rows))
         if plan.release is not None and found != views["server"]:
             event = plan.release(privacy.budget.rounds)
         second = ""
@@ -94,6 +95,10 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
         lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
     return "\n".join(lines)
+
+
+def _of_a_client(rows: int) -> str:
+    return "any number of" if rows >= UNLIMITED else f"at most {rows}"
 
 
 def _asking(plan: Plan) -> str:

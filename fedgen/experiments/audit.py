@@ -26,7 +26,7 @@ from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
 from fedgen.privacy.calibration import least_noise
 from fedgen.privacy.events import canonical
-from fedgen.privacy.mechanisms import Release
+from fedgen.privacy.mechanisms import Release, TrustedAggregate
 from fedgen.reporting.figures import lower_bounds
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
@@ -217,9 +217,11 @@ def _released(
     answer = method.client.answer(state, worst.query, shard, trial, coins)
     if isinstance(answer, Release):
         return answer
-    assert method.aggregate is not None
+    aggregate, here = method.aggregate, coins.at("aggregate", trial)
+    assert isinstance(aggregate, TrustedAggregate)
     alone = torch.from_numpy(answer.arrays["answer"])
-    return method.aggregate.release([alone], coins.at("aggregate", trial))
+    drawn = len(aggregate.cohorts.draw(1, here)) > 0  # as the strategy draws each client
+    return aggregate.release([alone] if drawn else [], here)
 
 
 def _read(worst: WorstCase, release: Release) -> NDArray[np.float32]:

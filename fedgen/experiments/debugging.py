@@ -1,29 +1,33 @@
 """``fedgen debug``: are the images of some clients inverted? Found without looking at any of them,
-from the samples of two private generators ("GS-WGAN", sections 5.4 and C.2).
+from the samples of private generators ("GS-WGAN", sections 5.4 and C.2).
 
 Clients whom a classifier recognizes badly are *suspect*, those whom it recognizes well *normal*.
-One generator is trained on each group, with privacy of clients, and what the two draw is compared.
+Each group is dealt out to several generators, so that a difference between the groups can be told
+from what noise makes of a single one. A client is in one part of one group: it answers for one
+generator alone.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fedgen.coins import Coins
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.judge import judge
-from fedgen.evaluation.polarity import Verdict, verdict
+from fedgen.evaluation.polarity import Samples, Verdict, typical, verdict
 from fedgen.evaluation.utility import outputs
 from fedgen.experiments import settings
 from fedgen.experiments.generation import draw_samples, load_generator
@@ -38,65 +42,104 @@ from fedgen.reporting.words import SERVER_SIDE
 
 GROUPS = ("suspect", "normal")
 _COLUMNS = 10  # of each group's samples, in the picture
+_LEVEL = 0.01
+_HELD = "debug.json"  # what a directory of fedgen debug was made with
 
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of clients: those set apart, whose clean rows teach the classifier, and the groups.
-    bugged: (clients,) who has the bug, which nobody would know. accuracies: (clients,), of the
-    classifier on each client's rows."""
+    """Numbers of clients: those set apart, whose clean rows teach the classifier, and the groups,
+    each in as many parts as there are generators. bugged: (clients,) who has the bug, which nobody
+    would know. accuracies: (clients,), of the classifier on each client's rows."""
 
     apart: NDArray[np.int64]
-    groups: dict[str, NDArray[np.int64]]
+    groups: dict[str, list[NDArray[np.int64]]]
     bugged: NDArray[np.bool_]
     accuracies: NDArray[np.float64]
 
 
 def debug(config: DictConfig) -> str:
-    """Splits the clients, trains what is missing of two generators, and compares their samples;
+    """Splits the clients, trains what is missing of the generators, and compares their samples;
     what was found, in words. Called again with its ``run_dir``, it goes on.
 
     Raises:
         FedgenError: for a setting that does not work.
+        Interrupted: if it was asked to end; the runs have kept what they had.
     """
     _check(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
+    _check_place(config, place)
     held, clients = settings.shared_out(config)
     split = split_clients(config, held, clients)
-    runs = {name: place / name for name in GROUPS}
-    configs = {name: _of_group(config, split, place, name) for name in GROUPS}
-    for name in GROUPS:  # nothing runs if one of them cannot
-        ready = settings.setup(configs[name])
-        if ready.method.plan.unit is not Unit.CLIENT:
-            problem = f"{config.names.method} protects single images, and a bug is a client's"
-            raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
-        if (runs[name] / "config.yaml").exists():
-            check_same(configs[name], runs[name])
-    for name in GROUPS:
-        if RunDir(runs[name]).finished:
+    runs = {
+        f"{name}-{number}": _of_part(config, members, place / f"{name}-{number}")
+        for name, parts in split.groups.items()
+        for number, members in enumerate(parts)
+    }
+    for name, chosen in runs.items():  # nothing runs if one of them cannot
+        settings.check(chosen)
+        if (place / name / "config.yaml").exists():
+            check_same(chosen, place / name)
+    first = settings.setup(next(iter(runs.values())))
+    if first.method.plan.unit is not Unit.CLIENT:
+        problem = f"{config.names.method} protects single images, and a bug is a client's"
+        raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
+    write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
+    write_whole(place / _HELD, _settings_of(config).encode())
+    for name, chosen in runs.items():
+        if RunDir(place / name).finished:
             continue
-        if (runs[name] / "config.yaml").exists():
-            configs[name].resume = str(runs[name])
-        train(configs[name])
-    return _compare(config, split, held, place, runs)
+        if (place / name / "config.yaml").exists():
+            chosen.resume = chosen.run_dir
+        try:
+            train(chosen)
+        except Interrupted:
+            problem = f"interrupted; go on with fedgen debug ... run_dir={place}"
+            raise Interrupted(problem) from None
+    return _compare(config, split, held, clients, place)
 
 
 def _check(config: DictConfig) -> None:
     """Raises FedgenError for a debugging that cannot be."""
     chosen = config.debug
     for key in ("suspect", "normal", "margin"):
-        if not 0 <= chosen[key] < 1:
+        if not 0 <= chosen[key] <= 1:
             raise FedgenError(f"debug.{key}", f"must be a share, got {chosen[key]:g}", "e.g. 0.5")
     if chosen.suspect > chosen.normal:
         problem = f"{chosen.suspect:g} is above debug.normal={chosen.normal:g}"
         raise FedgenError("debug.suspect", problem, "a client cannot be in both groups")
-    for key, least in (("apart", 1), ("samples", 100)):
+    for key, least in (("apart", 1), ("samples", 100), ("generators", 2)):
         if not least <= chosen[key] <= 10**6:
-            raise FedgenError(f"debug.{key}", f"must be at least {least}", "raise it")
+            problem = f"must lie in {least}..1,000,000, got {chosen[key]}"
+            raise FedgenError(f"debug.{key}", problem, "mend it")
+    if not _LEVEL * comb(2 * chosen.generators, chosen.generators) > 1:
+        problem = f"{chosen.generators} of each group cannot show a difference at level {_LEVEL:g}"
+        raise FedgenError("debug.generators", problem, "take 5 or more")
+    if chosen.generators > _COLUMNS:
+        raise FedgenError("debug.generators", f"must be at most {_COLUMNS}", "lower it")
     if config.resume is not None:
         raise FedgenError("resume", "fedgen debug goes on by itself", "give its run_dir")
     if config.group is not None:
         raise FedgenError("group", "is what fedgen debug finds", "leave it out")
+    if config.privacy.noise == "secure":
+        problem = "secure refuses what looks at private rows outside any mechanism, as the split"
+        raise FedgenError("privacy.noise", problem, "take seeded: it is an experiment")
+
+
+def _settings_of(config: DictConfig) -> str:
+    chosen = OmegaConf.masked_copy(config, ["debug", "seed"])
+    return json.dumps(OmegaConf.to_container(chosen, resolve=True), sort_keys=True) + "\n"
+
+
+def _check_place(config: DictConfig, place: Path) -> None:
+    """Raises FedgenError for a directory of something else, or of another debugging."""
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not (place / _HELD).is_file():
+        raise FedgenError("run_dir", f"{place} holds something else", "choose another")
+    if (place / _HELD).read_text() != _settings_of(config):
+        problem = f"{place} was made with other settings of debug, or another seed"
+        raise FedgenError("run_dir", problem, "choose another")
 
 
 def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Split:
@@ -104,10 +147,11 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     learns from the rows of ``debug.apart`` clients, as they were before the bug, who take no part
     in anything else.
 
-    The group is one bit of a client's rows, told without noise. No ε covers it.
+    Nothing here is private: no ε covers which group a client is in, how large the groups are, or
+    the rows of those set apart.
 
     Raises:
-        FedgenError: if a group has fewer than two clients: there is nothing to compare.
+        FedgenError: if there are too few clients in a group.
     """
     chosen = config.debug
     if chosen.apart >= len(clients):
@@ -127,65 +171,68 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     if chosen.quantiles:  # places from 0 to 1
         by = np.argsort(np.argsort(by, kind="stable")) / max(1, len(others) - 1)
     low, high = chosen.suspect, chosen.normal
-    groups = {
-        "suspect": others[by <= low],
-        "normal": others[(by >= high) & (by > low)],
-    }
-    for name, members in groups.items():
-        if len(members) < 2:
-            problem = f"makes {len(members)} of {len(others)} clients {name}"
-            raise FedgenError(f"debug.{name}", problem, "move it, or take debug.quantiles=true")
+    found = {"suspect": others[by <= low], "normal": others[(by >= high) & (by > low)]}
+    groups = {}
+    for name, members in found.items():
+        if len(members) < 2 * chosen.generators:
+            problem = f"{len(members)} of {len(others)} clients are {name}, two for each of "
+            problem += f"{chosen.generators} generators are needed"
+            raise FedgenError(f"debug.{name}", problem, "move it, or lower debug.apart")
+        dealt = torch.randperm(len(members), generator=coins.public("parts", name)).numpy()
+        groups[name] = [
+            np.sort(members[dealt[part :: chosen.generators]]) for part in range(chosen.generators)
+        ]
     return Split(apart, groups, bugged, accuracies)
 
 
-def _of_group(config: DictConfig, split: Split, place: Path, name: str) -> DictConfig:
-    """The configuration of a group's run, and the file that says who is in it."""
-    members = place / f"{name}.txt"
-    write_whole(members, "".join(f"{client}\n" for client in split.groups[name]).encode())
+def _of_part(config: DictConfig, members: NDArray[np.int64], place: Path) -> DictConfig:
+    """The configuration of one generator's run."""
     there = config.copy()
     with open_dict(there):
         del there.debug
-        there.group, there.run_dir = str(members.absolute()), str(place / name)
+        there.group, there.run_dir = [int(each) for each in members], str(place)
     return there
 
 
 def _compare(
-    config: DictConfig, split: Split, held: Dataset, place: Path, runs: dict[str, Path]
+    config: DictConfig, split: Split, held: Dataset, clients: list[Index], place: Path
 ) -> str:
     """The verdict, the picture and ``results.json``."""
-    samples: dict[str, tuple[NDArray[np.uint8], NDArray[np.int64]]] = {}
-    grids: dict[str, NDArray[np.uint8]] = {}
-    coins = Coins.of(config.seed, "seeded").at("debug")
-    for name, run in runs.items():
-        method, generator, classes = load_generator(run, config.device)
-        here = coins.at(name)
-        labels = torch.randint(0, classes, (config.debug.samples,), generator=here.public("labels"))
-        samples[name] = draw_samples(method, generator, labels, here), labels.numpy()
-        grid = torch.arange(classes).repeat_interleave(_COLUMNS)
-        grids[name] = draw_samples(method, generator, grid, here.at("grid"))
-    found = verdict(samples["suspect"], samples["normal"], held.classes, config.debug.margin)
-    _side_by_side(grids["suspect"], grids["normal"], place / "samples.png")
-    results = _results(config, split, runs, found)
-    write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
+    count, classes = config.debug.generators, held.classes
+    samples: dict[str, list[Samples]] = {name: [] for name in GROUPS}
+    columns: dict[str, list[NDArray[np.uint8]]] = {name: [] for name in GROUPS}
+    each = _COLUMNS // count
+    for name in GROUPS:
+        for number in range(count):
+            method, generator, _ = load_generator(place / f"{name}-{number}", config.device)
+            coins = Coins.of(config.seed, "seeded").at("debug", name, number)
+            labels = torch.randint(
+                0, classes, (config.debug.samples,), generator=coins.public("labels")
+            )
+            samples[name].append((draw_samples(method, generator, labels, coins), labels.numpy()))
+            grid = torch.arange(classes).repeat_interleave(each)
+            drawn = draw_samples(method, generator, grid, coins.at("grid"))
+            columns[name].append(drawn.reshape(classes, each, *drawn.shape[1:]))
+    lessons = np.concatenate([clients[client] for client in split.apart])
+    like = typical(held.images[lessons], held.labels[lessons], classes)
+    found = verdict(samples["suspect"], samples["normal"], like, config.debug.margin)
+    blank = np.full((classes, 1, *held.shape), 64, dtype=np.uint8)
+    together = np.concatenate([*columns["suspect"], blank, *columns["normal"]], axis=1)
+    sheet = together.reshape(-1, *held.shape)
+    sample_grid(sheet, together.shape[1], place / "samples.png")
+    results = _results(config, split, place, found)
     RunDir(place).write("results", results, "debug")
     return _in_words(results, found, place)
 
 
-def _side_by_side(suspect: NDArray[np.uint8], normal: NDArray[np.uint8], path: Path) -> None:
-    """The suspect group's samples on the left, the normal group's on the right."""
-    blank = np.full((len(suspect) // _COLUMNS, 1, *suspect.shape[1:]), 64, dtype=np.uint8)
-    lines = [each.reshape(-1, _COLUMNS, *each.shape[1:]) for each in (suspect, normal)]
-    together = np.concatenate([lines[0], blank, lines[1]], axis=1)
-    sample_grid(together.reshape(-1, *suspect.shape[1:]), 2 * _COLUMNS + 1, path)
-
-
-def _results(
-    config: DictConfig, split: Split, runs: dict[str, Path], found: Verdict
-) -> dict[str, Any]:
-    of_runs = {name: RunDir(run).results() for name, run in runs.items()}
+def _results(config: DictConfig, split: Split, place: Path, found: Verdict) -> dict[str, Any]:
+    of_runs = {
+        name: [RunDir(place / f"{name}-{number}").results() for number in range(len(parts))]
+        for name, parts in split.groups.items()
+    }
 
     def largest(view: str) -> float | None:
-        values = [results["epsilon"][view] for results in of_runs.values()]
+        values = [results["epsilon"][view] for runs in of_runs.values() for results in runs]
         return None if None in values else max(values)
 
     return {
@@ -198,13 +245,13 @@ def _results(
         "epsilon": {view: largest(view) for view in ("server", "release")},
         "groups": {
             name: {
-                "clients": len(members),
-                "bugged": int(split.bugged[members].sum()),
-                "accuracy": float(split.accuracies[members].mean()),
-                "seconds": of_runs[name]["seconds"],
-                "rounds": of_runs[name]["rounds"],
+                "clients": sum(map(len, parts)),
+                "bugged": int(split.bugged[np.concatenate(parts)].sum()),
+                "accuracy": float(split.accuracies[np.concatenate(parts)].mean()),
+                "generators": len(parts),
+                "seconds": sum(results["seconds"] for results in of_runs[name]),
             }
-            for name, members in split.groups.items()
+            for name, parts in split.groups.items()
         },
         "verdict": asdict(found),
     }
@@ -215,7 +262,8 @@ def _in_words(results: dict[str, Any], found: Verdict, place: Path) -> str:
     eps = {name: epsilon_in_words(value) for name, value in results["epsilon"].items()}
     lines = [
         f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}, "
-        f"{group['bugged']} of them with the bug (which nobody would know)"
+        f"{group['bugged']} of them with the bug (which nobody would know); "
+        f"{group['generators']} generators"
         for name, group in results["groups"].items()
     ]
     lines.append(
@@ -225,8 +273,9 @@ def _in_words(results: dict[str, Any], found: Verdict, place: Path) -> str:
     if found.classes:
         lines.append(f"labels affected: {', '.join(map(str, found.classes))}")
     lines += [
-        f"proven ε {eps['server']} (server), {eps['release']} (release) per client, given the "
-        "group: which one it is tells whether a classifier recognizes its images, without noise",
+        f"proven ε {eps['server']} (server), {eps['release']} (release) per client of a group, "
+        "given the groups; who is in them, how many, and the rows of those set apart are not "
+        "covered",
         str(place / "samples.png"),
         str(place / "results.json"),
     ]

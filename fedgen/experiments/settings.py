@@ -23,6 +23,7 @@ from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.federation.fault_rates import Faults
+from fedgen.files import digest
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
@@ -51,6 +52,7 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
+UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 OPTIONAL = ("runtime.store",)  # not every runtime has it
 
@@ -104,7 +106,8 @@ def setup(config: DictConfig) -> Setup:
     bugged = with_the_bug(len(shards), config.corruption.fraction, coins.at("data"))
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
-        shards = [shards[client] for client in _members(Path(config.group), len(shards))]
+        shards = [shards[client] for client in _members(config.group, len(shards))]
+        coins = coins.at("group", group_digest(config))  # two groups' noise must not be the same
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
     facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
@@ -146,20 +149,19 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     return held, shards
 
 
-def _members(file: Path, clients: int) -> list[int]:
-    """The clients that a file lists.
+def _members(group: object, clients: int) -> list[int]:
+    """The clients of a group. Raises FedgenError unless it lists some, each once."""
+    members = list(group) if isinstance(group, ListConfig) else []
+    numbers = [each for each in members if isinstance(each, int) and 0 <= each < clients]
+    if not numbers or len(set(numbers)) < len(members):
+        problem = f"must list clients from 0 to {clients - 1}, each once"
+        raise FedgenError("group", problem, "e.g. group=[0,3,7]")
+    return sorted(numbers)
 
-    Raises:
-        FedgenError: if it does not list some, each once.
-    """
-    try:
-        members = [int(line) for line in file.read_text().split()]
-    except (OSError, ValueError) as error:
-        raise FedgenError("group", f"{file} is no list of clients", "one number a line") from error
-    if not members or len(set(members)) < len(members) or not set(members) <= set(range(clients)):
-        problem = f"{file} does not list clients from 0 to {clients - 1}, each once"
-        raise FedgenError("group", problem, "take the partition that it was made for")
-    return sorted(members)
+
+def group_digest(config: DictConfig) -> str:
+    """What tells a run's group from others; empty for all clients."""
+    return "" if config.group is None else digest(str(sorted(config.group)).encode())
 
 
 def dataset(config: DictConfig) -> Dataset:
@@ -231,6 +233,9 @@ def check(config: DictConfig) -> None:
         _whole(config, key, 0, 10**9)
     if config.evaluate_every and not config.evaluation.classifiers:
         raise FedgenError("evaluate_every", "there is nothing to judge by", "set it to 0")
+    if OmegaConf.select(config, "debug") is not None:
+        problem = "is one of fedgen debug, which trains several generators"
+        raise FedgenError("experiment", problem, "run fedgen debug instead")
     if not 0 <= config.corruption.fraction <= 1:
         problem = f"must be a share, got {config.corruption.fraction:g}"
         raise FedgenError("corruption.fraction", problem, "e.g. 0.5")
@@ -397,6 +402,8 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     delta, rounds = config.privacy.delta, config.rounds
     plan = method(None).plan
     all_rows = plan.rows_per_round * plan.asked(rounds)
+    if method(None).aggregate is not None:
+        all_rows = UNLIMITED  # in mode secure rounds done again count too, and need not end a run
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
     if rounds < (plan.asking_rounds or 0):
@@ -440,7 +447,7 @@ def calibrated(method: Method, rounds: int) -> Budget:
     clients trust the server, how often it asks one costs nothing."""
     asked = method.plan.asked(rounds)
     if method.aggregate is not None:
-        return Budget(rounds, asked * method.plan.rows_per_round, 0.0)
+        return Budget(rounds, UNLIMITED, 0.0)
     rows = method.cohort.busiest(method.plan.rows_per_round, asked, TAIL)
     stop = method.cohort.stop_probability(method.plan.rows_per_round, asked, rows)
     return Budget(rounds, rows, stop)
@@ -505,7 +512,7 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
     )
     if rounds == 0:
         raise _impossible(target)
-    return Budget(rounds, all_rows, 0.0)
+    return Budget(rounds, UNLIMITED if method.aggregate is not None else all_rows, 0.0)
 
 
 def _impossible(target: float) -> FedgenError:

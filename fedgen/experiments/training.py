@@ -138,7 +138,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         program=ready.program,
         shard=lambda client: ready.dataset.shard(ready.shards[client]),
         seed=ready.config.seed,
-        start=str(ready.config.start or ""),
+        branch=f"{ready.config.start or ''}{settings.group_digest(ready.config)}",
         noise=ready.privacy.noise,
         run=name,
         folder=folder,
@@ -432,7 +432,7 @@ class Training:
         write_whole(self.run_dir.public / "generator.safetensors", data)
         write_whole(self.run_dir.public / "generator.json", describe(self.ready).encode())
         words = self.accounts.published_in_words(state, self.stopped is not None)
-        said = statement(record, words, self.config.group is not None)
+        said = statement(record, words, picked=self.config.group is not None)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
         results = self._results(state, record, hashlib.sha256(data).hexdigest())
         # a first time without: nothing of a run is lost if its evaluation fails

@@ -53,7 +53,8 @@ class Site:
     program: makes the client program.
     shard: client -> its rows.
     seed, noise: of the coins. In mode ``secure`` each process flips its own.
-    start: the run that this one begins with: its coins were flipped under the same seed.
+    branch: what sets this run's coins apart from those of others under the same seed: the run that
+        it begins with, the group of clients that take part.
     run: the run's name, which the ledgers carry.
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.
@@ -68,7 +69,7 @@ class Site:
     program: Callable[[], ClientProgram]
     shard: Callable[[int], Shard]
     seed: int
-    start: str
+    branch: str
     noise: coins.Mode
     run: str
     folder: Path
@@ -106,8 +107,8 @@ class Homes:
         torch.set_num_threads(site.threads)
         self._site, self._program = site, site.program()
         self._coins = Coins.of(site.seed, site.noise)
-        if site.start:
-            self._coins = self._coins.at("start", site.start)
+        if site.branch:
+            self._coins = self._coins.at("branch", site.branch)
         self._store = ClientStore(site.folder, site.in_memory, site.cache_bytes)
         self._homes: dict[int, ClientHome] = {}
         self._lock = threading.Lock()

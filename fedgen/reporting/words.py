@@ -10,9 +10,9 @@ from typing import Any
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
-def statement(record: dict[str, Any], words: str, chosen: bool) -> str:
-    """The privacy statement that goes with what is published. ``chosen``: whether the clients were
-    picked, by whatever."""
+def statement(record: dict[str, Any], words: str, picked: bool) -> str:
+    """The privacy statement that goes with what is published. ``picked``: whether the clients are a
+    group that was picked, by whatever."""
     release = record["views"]["release"]
     parts = ["# What this generator tells about the private data"]
     if record["noise"] == "seeded":
@@ -37,7 +37,7 @@ def statement(record: dict[str, Any], words: str, chosen: bool) -> str:
         "meant to tell what is common.\n"
         "- Several generators from the same data: their ε add up.\n"
         "- Choices made by looking at private data, among runs or settings.\n"
-        + ("- Who took part: the clients are a group that was picked.\n" if chosen else "")
+        + (_PICKED if picked else "")
         + "- Whoever runs the training, or sees its messages: a bound of its own, not in this "
         "folder.\n- Timing, and the finite precision of floating point.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
@@ -45,6 +45,13 @@ def statement(record: dict[str, Any], words: str, chosen: bool) -> str:
         f"{_amplification(release)}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+_PICKED = (
+    "- Who took part, and how many: the clients are a group that was picked, perhaps by looking at "
+    "their data. What a client's being in it tells about the client, and about others, comes "
+    "without noise.\n"
+)
 
 
 def protected(record: dict[str, Any]) -> str:

@@ -9,30 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
+from tiny import tiny
 
 from fedgen import cli
+from fedgen.experiments.settings import setup
 
 SMALL = [
     "method=gs_wgan_small",
     "method.routing=per_sample",
-    "method.batch=64",
+    "method.batch=128",
     "method.critics_per_step=1000",
     "method.generator.width=8",
-    "method.generator_learning_rate=1e-2",
-    "method.ema=0.8",
+    "method.generator_learning_rate=4e-2",
+    "method.ema=0.5",
     "privacy.adversary=release",
+    "privacy.target_epsilon=100",
     "partition=iid",
-    "partition.clients=60",
+    "partition.clients=250",
     "runtime=in_process",
     "runtime.threads=1",
     "evaluation=none",
-    "rounds=30",
-    "debug.apart=20",
+    "rounds=20",
+    "debug.apart=100",
     "debug.quantiles=true",
     "debug.suspect=0.4",
     "debug.normal=0.6",
-    "debug.samples=1000",
+    "debug.samples=200",
 ]
 
 
@@ -56,8 +60,7 @@ def test_a_planted_bug_is_found(bugged: Path) -> None:
     groups = found["groups"]
     assert groups["suspect"]["bugged"] >= 0.9 * groups["suspect"]["clients"]
     assert groups["normal"]["bugged"] == 0
-    assert 0 < found["epsilon"]["release"] <= 10
-    assert found["epsilon"]["server"] > found["epsilon"]["release"]
+    assert 0 < found["epsilon"]["release"] <= 100
 
 
 def test_the_picture_shows_both_groups(bugged: Path) -> None:
@@ -66,17 +69,29 @@ def test_the_picture_shows_both_groups(bugged: Path) -> None:
     assert pixels[:, : middle - 20].mean() > 128 > pixels[:, middle + 20 :].mean()
 
 
-def test_groups_have_no_client_in_common(bugged: Path) -> None:
-    suspect, normal = (
-        {int(line) for line in (bugged / f"{name}.txt").read_text().split()}
-        for name in ("suspect", "normal")
+def test_no_client_is_in_two_parts(bugged: Path) -> None:
+    parts = [OmegaConf.load(path).group for path in bugged.glob("*-*/config.yaml")]
+    assert len(parts) == 10
+    everyone = [client for part in parts for client in part]
+    assert len(everyone) == len(set(everyone))
+
+
+def test_two_generators_share_no_noise(bugged: Path) -> None:
+    """Parts of the same size have the same noise multiplier, and other weights from the start."""
+    hashes = {
+        json.loads((path / "results.json").read_text())["generator_sha256"]
+        for path in bugged.glob("*-*")
+    }
+    assert len(hashes) == 10
+    first, second = (
+        setup(OmegaConf.load(bugged / name / "config.yaml")).coins.noise((3,), "x").tolist()
+        for name in ("suspect-0", "normal-0")
     )
-    assert not suspect & normal
-    assert len(suspect | normal) <= 40
+    assert first != second
 
 
 def test_what_is_published_says_that_the_clients_were_picked(bugged: Path) -> None:
-    assert "Who took part" in (bugged / "suspect" / "public" / "PRIVACY.md").read_text()
+    assert "Who took part" in (bugged / "suspect-0" / "public" / "PRIVACY.md").read_text()
 
 
 def test_called_again_it_goes_on(
@@ -87,8 +102,34 @@ def test_called_again_it_goes_on(
     words = [*SMALL, "corruption.fraction=0.5", f"run_dir={bugged}"]
     assert cli.run(["debug", *words]) == 0
     assert results(bugged) == before
-    assert cli.run(["debug", *words, "rounds=31"]) == 2
-    assert "rounds" in capsys.readouterr().err
+    for other in ("rounds=21", "debug.suspect=0.3", "seed=1"):
+        assert cli.run(["debug", *words, other]) == 2
+        assert "run_dir" in capsys.readouterr().err
+    assert results(bugged) == before
+
+
+def test_a_folder_of_something_else_stays_as_it_is(
+    bugged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place in (bugged / "suspect-0", file):
+        assert cli.run(["debug", *SMALL, f"run_dir={place}"]) == 2
+        assert "holds something else" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_other_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["partition=iid", "partition.clients=6", "runtime=in_process", "rounds=2"]
+    settings = [*tiny("gs_wgan_small"), *words, "group=[0,1,2]", f"run_dir={run}"]
+    assert cli.run(["train", *settings]) == 0
+    assert json.loads((run / "privacy.json").read_text())["clients"].keys() == {"0", "1", "2"}
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("- 2\n", "- 5\n"))
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "resume" in capsys.readouterr().err
 
 
 def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
@@ -99,13 +140,17 @@ def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "key"),
     [
-        ("debug.apart=60", "debug.apart"),
+        ("debug.apart=250", "debug.apart"),
+        ("debug.apart=240", "debug.apart"),
+        ("debug.samples=20000000", "debug.samples"),
+        ("debug.generators=4", "debug.generators"),
+        ("privacy.noise=secure", "privacy.noise"),
         ("debug.suspect=1.5", "debug.suspect"),
         ("debug.suspect=0.7", "debug.suspect"),
         ("debug.quantiles=false", "debug."),
         ("method=dpgan_small", "method"),
         ("corruption.fraction=2", "corruption.fraction"),
-        ("group=x.txt", "group"),
+        ("group=[1,2]", "group"),
         ("resume=x", "resume"),
     ],
 )
@@ -116,18 +161,22 @@ def test_mistakes_are_said(
     place = tmp_path / "run"
     assert cli.run(["debug", *words, word, f"run_dir={place}"]) == 2
     assert key in capsys.readouterr().err
-    assert not (place / "suspect").exists()
+    assert not place.exists()
 
 
-@pytest.mark.parametrize("text", ["", "1\n1\n", "0\n99\n", "one\n"])
-def test_a_group_that_is_none_is_refused(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    group = tmp_path / "group.txt"
-    group.write_text(text)
+@pytest.mark.parametrize("group", ["[]", "[1,1]", "[0,99]", "[-1]", "x.txt", "[a]"])
+def test_a_group_that_is_none_is_refused(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition=iid", "partition.clients=4", "runtime=in_process", f"group={group}"]
     assert cli.run(["account", *words]) == 2
     assert "group" in capsys.readouterr().err
+
+
+def test_train_leaves_debugging_to_debug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=femnist_debug_small", f"run_dir={tmp_path / 'run'}"]
+    assert cli.run(["train", *words]) == 2
+    assert "fedgen debug" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -128,16 +128,32 @@ def test_a_client_without_rows_is_none() -> None:
 
 
 def test_an_empty_cohort_and_a_missing_client_do_not_show() -> None:
-    """Whoever is missing moves the mean by its own clipped delta over the expected cohort, and
-    leaves the noise where it was."""
-    method = make(1.0)
-    deltas = {client: delta(method, shard(30), client=client) for client in range(3)}
-    whole, fewer, nobody = (
-        aggregated(method, {c: deltas[c] for c in clients}) for clients in (range(3), range(2), ())
+    """Whoever is missing moves the mean by its own clipped delta over the expected cohort; a cohort
+    of nobody is noise."""
+    quiet, method = make(1e-300), make(1.0)
+    deltas = {client: delta(quiet, shard(30), client=client) for client in range(3)}
+    whole, fewer = (
+        aggregated(quiet, {c: deltas[c] for c in clients}) for clients in (range(3), range(2))
     )
-    assert torch.allclose(whole - fewer, deltas[2] / COHORT, atol=1e-6)
-    assert nobody.std() == pytest.approx(CLIP / COHORT, rel=0.1)
-    assert not torch.equal(nobody, aggregated(method, {}, 1))
+    assert torch.allclose(whole - fewer, deltas[2] / COHORT, atol=1e-7)
+    assert aggregated(method, {}).std() == pytest.approx(CLIP / COHORT, rel=0.1)
+
+
+def test_noise_is_used_once() -> None:
+    """In another round, and in a round that is done again with other answers, it is another; the
+    same answers find the same."""
+    method = make(1.0)
+    one, other = delta(method, shard(30)), delta(method, shard(20))
+    noises = [
+        aggregated(method, {0: one}) - one / COHORT,
+        aggregated(method, {0: one}, 1) - one / COHORT,
+        aggregated(method, {0: other}) - other / COHORT,
+        aggregated(method, {}),
+    ]
+    for place, first in enumerate(noises):
+        for second in noises[:place]:
+            assert abs(np.corrcoef(first, second)[0, 1]) < 0.2
+    assert torch.equal(aggregated(method, {0: one}), aggregated(method, {0: one}))
 
 
 def test_a_cohort_is_drawn_as_it_is_counted() -> None:
