@@ -253,7 +253,7 @@ class InProcess:
     def __init__(self, made: Method, site: Site, clients: int, serialize: bool) -> None:
         grid = InProcessGrid(client_app(Homes(site)), clients, 60.0, serialize)
         coins = Coins.of(site.seed, site.noise)
-        strategy = SampleGradients(made.cohort, made.trained_per_round, coins.at("strategy"))
+        strategy = SampleGradients(made, coins.at("strategy"))
         state = RunState(made.server.init(coins.at("server")))
         self.rounds = Rounds(
             grid,
@@ -293,6 +293,7 @@ def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
             program=partial(program_of, clients),
             shard=shards.__getitem__,
             seed=0,
+            branch="",
             noise="seeded",
             run="bench",
             folder=Path(root) / "a",

@@ -31,7 +31,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose, named
 from fedgen.experiments.sweep import check_same
 from fedgen.files import write_whole
-from fedgen.reporting.figures import curves
+from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, schema
 from fedgen.reporting.words import averages
@@ -234,12 +234,12 @@ def write_table(
         ("json", json.dumps(rows, indent=2) + "\n"),
     ):
         write_whole(place / f"benchmark.{suffix}", written.encode())
-    lanes = {
-        f"{method} on {data}": _curve(cell, place)
-        for (data, method, epsilon), cell in cells.items()
-        if epsilon == max((each for each in matrix.epsilons if each is not None), default=None)
-    }
-    curves(lanes, "proven ε (server)", "gen2real accuracy", place / "benchmark.png")
+    panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
+    for (data, method, _), cell in cells.items():
+        panels.setdefault(data, {}).setdefault(method, []).append(_curve(cell, place))
+    privacy_against_utility(
+        panels, "proven ε (server)", "gen2real accuracy", place / "benchmark.png"
+    )
     return text
 
 

@@ -98,6 +98,37 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
     figure.savefig(path, dpi=120)
 
 
+def privacy_against_utility(
+    panels: dict[str, dict[str, list[list[tuple[float, float]]]]], x: str, y: str, path: Path
+) -> None:
+    """Writes a figure with a panel for each data set and a colour for each method: panel -> method
+    -> its runs, each a list of points along it. Lines are runs; dashes join their ends."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(panels), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    first = None
+    for place, (panel, methods) in enumerate(panels.items()):
+        first = axes = figure.add_subplot(1, len(panels), place + 1, sharey=first)
+        for number, (method, runs) in enumerate(methods.items()):
+            known = [points for points in runs if points]
+            for points in known:
+                axes.plot(*zip(*points, strict=True), "-", linewidth=1, color=f"C{number}")
+            if known:
+                ends = sorted(points[-1] for points in known)
+                axes.plot(*zip(*ends, strict=True), "o--", color=f"C{number}", label=_plain(method))
+        axes.set_title(_plain(panel) or "")
+        axes.set_xscale("log")
+        axes.set_xlabel(x)
+        axes.grid(alpha=0.3)
+        if place == 0:
+            axes.set_ylabel(y)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def _plain(name: str) -> str | None:
     """A label as it is: matplotlib reads formulas between dollars, and hides what begins with _."""
     return name.replace("$", r"\$").replace("_", " ") or None

@@ -10,7 +10,7 @@ from typing import Any
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
-def statement(record: dict[str, Any], words: str, picked: bool) -> str:
+def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
     """The privacy statement that goes with what is published. ``picked``: whether the clients are a
     group that was picked, by whatever."""
     release = record["views"]["release"]

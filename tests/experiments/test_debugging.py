@@ -132,6 +132,7 @@ def test_a_run_does_not_go_on_with_other_clients(
     assert "resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
     assert cli.run(["debug", *SMALL, f"run_dir={tmp_path}"]) == 0
     assert results(tmp_path)["verdict"]["bug"] is False

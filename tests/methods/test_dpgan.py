@@ -273,7 +273,7 @@ def test_the_divisor_does_not_depend_on_the_rows() -> None:
 
 def test_the_server_takes_the_mean_of_the_discriminators() -> None:
     """Of three clients, in which one client's noise is a third of what it was."""
-    strategy = ParameterUpdates(make(1.0, clients=3).cohort, 0, COINS)
+    strategy = ParameterUpdates(make(1.0, clients=3), COINS)
     answers = {
         c: Answer({"answer": np.full((1, 2), v, np.float32)}, canonical_event(1.0), Unit.RECORD)
         for c, v in enumerate((1.0, 2.0, 6.0))
