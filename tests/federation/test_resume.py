@@ -250,4 +250,4 @@ def test_a_second_ctrl_c_ends_at_once(
     status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 1, times=2)
     assert status == 130
     assert "go on with: fedgen train resume=" in line
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300
