@@ -395,4 +395,5 @@ def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: st
         )
         if private
         else None,
+        exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
     )

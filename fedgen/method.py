@@ -147,6 +147,7 @@ class Plan:
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
     before: what was spent on what the run begins with, by each client. None: nothing.
+    exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
@@ -167,6 +168,7 @@ class Plan:
     claim: Claim | None
     asking_rounds: int | None = None
     before: DpEvent | None = None
+    exact: bool = False
 
     def asked(self, rounds: int) -> int:
         """How many of so many rounds ask clients."""

@@ -19,7 +19,7 @@ Labels = NDArray[np.int64]
 Samples = tuple[Images, Labels]
 
 _CLEARLY = 0.3  # of a slope
-_LEVEL = 0.01
+LEVEL = 0.01  # of the tests
 _LEARNT = 0.5  # of a group's images that must be clear
 
 
@@ -66,7 +66,7 @@ def verdict(
     shares = [np.array([each.mean() for each in group]) for group in inverted]
     effect, p_value = _test(*shares)
     upright = [float(np.mean([(each > _CLEARLY).mean() for each in group])) for group in slopes]
-    found = p_value < _LEVEL and effect > margin
+    found = p_value < LEVEL and effect > margin
     bug: bool | None = None
     if upright[1] >= _LEARNT and (found or upright[0] >= _LEARNT):
         bug = bool(found)
@@ -82,7 +82,7 @@ def verdict(
             for group, drawn in zip(inverted, (suspect, normal), strict=True)
         ]
         larger, p_of_label = _test(*of_label)
-        if bug and larger > margin and p_of_label < _LEVEL:
+        if bug and larger > margin and p_of_label < LEVEL:
             affected.append(label)
     of_suspect, of_normal = (float(group.mean()) for group in shares)
     return Verdict(bug, p_value, effect, of_suspect, of_normal, affected)

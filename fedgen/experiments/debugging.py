@@ -27,7 +27,7 @@ from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.judge import judge
-from fedgen.evaluation.polarity import Samples, Verdict, typical, verdict
+from fedgen.evaluation.polarity import LEVEL, Samples, Verdict, typical, verdict
 from fedgen.evaluation.utility import outputs
 from fedgen.experiments import settings
 from fedgen.experiments.generation import draw_samples, load_generator
@@ -42,7 +42,6 @@ from fedgen.reporting.words import SERVER_SIDE
 
 GROUPS = ("suspect", "normal")
 _COLUMNS = 10  # of each group's samples, in the picture
-_LEVEL = 0.01
 _HELD = "debug.json"  # what a directory of fedgen debug was made with
 
 
@@ -112,8 +111,8 @@ def _check(config: DictConfig) -> None:
         if not least <= chosen[key] <= 10**6:
             problem = f"must lie in {least}..1,000,000, got {chosen[key]}"
             raise FedgenError(f"debug.{key}", problem, "mend it")
-    if not _LEVEL * comb(2 * chosen.generators, chosen.generators) > 1:
-        problem = f"{chosen.generators} of each group cannot show a difference at level {_LEVEL:g}"
+    if not LEVEL * comb(2 * chosen.generators, chosen.generators) > 1:
+        problem = f"{chosen.generators} of each group cannot show a difference at level {LEVEL:g}"
         raise FedgenError("debug.generators", problem, "take 5 or more")
     if chosen.generators > _COLUMNS:
         raise FedgenError("debug.generators", f"must be at most {_COLUMNS}", "lower it")

@@ -113,6 +113,9 @@ def setup(config: DictConfig) -> Setup:
     facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
     made = build(config.method, without=("strategy",))
     make = partial(_method, made, facts, config)
+    if config.runtime.transport == "float16" and make(None).plan.exact:
+        problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
+        raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
     canaries = None

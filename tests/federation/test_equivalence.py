@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny import Train, fingerprint
 
+from fedgen import cli
+
 FEDERATED = [
     "partition=iid",
     "partition.clients=6",
@@ -106,3 +108,11 @@ def test_half_precision_is_the_same_run_wherever_it_runs(train: Train) -> None:
     assert first["privacy"]["views"] == whole["privacy"]["views"]
     wire = ["runtime.transport=float16", "runtime.serialize=true", "runtime.store=disk"]
     assert fingerprint(train(*FEDERATED, *wire, name="wire")) == first
+
+
+def test_an_optimizers_state_does_not_travel_in_half_precision(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for method in ("dpgan_small", "dp_wgan_gp_small"):
+        assert cli.run(["account", f"method={method}", "runtime.transport=float16"]) == 2
+        assert "runtime.transport" in capsys.readouterr().err
