@@ -46,7 +46,7 @@ settings (defaults in brackets):
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
-  runtime=in_process|ray|flower [one client: in_process, several: ray]
+  runtime=auto|in_process|ray|flower [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
                          runtime.checkpoint_every=N runtime.transport=float32|float16
                          runtime.faults.<fault>=PROBABILITY

@@ -15,6 +15,7 @@ import pytest
 from tiny import TINY, Train, tiny
 
 from fedgen import cli
+from fedgen.experiments.configuration import compose
 
 MISTAKES = [
     ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
@@ -386,6 +387,22 @@ def test_sweeps_run_every_combination(tmp_path: Path) -> None:
     assert cli.run(command) == 0
     seeds = [json.loads((place / str(i) / "results.json").read_text())["seed"] for i in range(4)]
     assert sorted(seeds) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "runtime"),
+    [
+        ([], "in_process"),
+        (["partition=iid"], "ray"),
+        (["runtime=auto", "partition=by_writer"], "ray"),
+        (["partition=iid", "runtime=flower"], "flower"),
+        (["experiment=mnist_writers"], "ray"),
+        (["experiment=femnist_debug_small"], "in_process"),  # as the experiment has it
+        (["experiment=femnist_debug_small", "runtime=ray"], "ray"),
+    ],
+)
+def test_where_clients_run(words: list[str], runtime: str) -> None:
+    assert compose("config", [*words, "run_dir=x"]).names.runtime == runtime
 
 
 def test_cfg_prints_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
 _HELD_OUT, _PATIENCE = 0.1, 3
+_AT_ONCE = 64  # images through a network: what lies between two layers fits in a CPU's caches
 
 
 def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int) -> Predict:
@@ -111,7 +112,8 @@ def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float
     if isinstance(net, nn.Module):
         net.eval()
     with torch.no_grad():
-        parts = [net(_floats(part)) for part in np.array_split(images, -(-len(images) // 512) or 1)]
+        pieces = np.array_split(images, -(-len(images) // _AT_ONCE) or 1)
+        parts = [net(_floats(piece)) for piece in pieces]
     found: NDArray[np.float32] = torch.cat(parts).numpy()
     return found
 

@@ -263,6 +263,8 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
         "server_epsilon": _most([r["epsilon"]["server"] for r in results]),
         "release_epsilon": _most([r["epsilon"]["release"] for r in results]),
         "formula_epsilon": _most(claimed),
+        "clients": results[0]["clients"],
+        "median_client_epsilon": _most([_of_the_median_client(record) for record in records]),
     }
     scores: dict[str, list[float | None]] = {}
     for result in results:
@@ -289,7 +291,16 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
     row["peak_rss_bytes"] = max(r["peak_rss_bytes"] for r in results)
     row["bytes_up"] = mean(r["bytes"]["up"] for r in results)
     row["bytes_down"] = mean(r["bytes"]["down"] for r in results)
+    row["bytes_per_round"] = mean(r["bytes"]["per_round"] for r in results)
+    row["bytes_per_round_and_client"] = mean(r["bytes"]["per_round_and_client"] for r in results)
     return row
+
+
+def _of_the_median_client(record: dict[str, Any]) -> float | None:
+    """Its epsilon against the server; None, no bound, counts as the largest."""
+    found = [client["server"] for client in record["clients"].values()]
+    middle = sorted(math.inf if each is None else each for each in found)[len(found) // 2]
+    return None if math.isinf(middle) else middle
 
 
 def _most(values: Sequence[float | None]) -> float | None:
@@ -314,6 +325,9 @@ def _markdown(rows: Sequence[_Row]) -> str:
     head += [name.removeprefix("gen2real_").replace("_", " ") for name in shown]
     head += [name.replace("_", " ") for name in others]
     head += ["paper's CNN", "training", "memory", "bytes up"]
+    federated = any(row["clients"] > 1 for row in rows)
+    head += ["clients", "median client's ε (server)", "bytes a round"] if federated else []
+    head += ["for each client"] if federated else []
     lines = [head, ["---"] * len(head)]
     for row in rows:
         formula = row["formula_epsilon"]
@@ -335,6 +349,13 @@ def _markdown(rows: Sequence[_Row]) -> str:
                 bytes_in_words(round(row["bytes_up"])),
             ]
         )
+        if federated:
+            lines[-1] += [
+                f"{row['clients']:,}",
+                epsilon_in_words(row["median_client_epsilon"]),
+                bytes_in_words(round(row["bytes_per_round"])),
+                bytes_in_words(round(row["bytes_per_round_and_client"])),
+            ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n{_BELOW}\n"
 

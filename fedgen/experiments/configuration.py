@@ -50,10 +50,10 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     overrides = [word for word in overrides if word not in plain]
     try:
         with initialize_config_module("configs", version_base="1.3"):
-            overrides = _with_a_runtime(name, overrides)
-            whole = hydra_compose(name, overrides, return_hydra_config=True)
+            words = _with_a_runtime(name, overrides)
+            whole = hydra_compose(name, words, return_hydra_config=True)
             groups = dict(whole.hydra.runtime.choices)
-            default = hydra_compose(name, [w for w in overrides if _key(w) in groups])
+            default = hydra_compose(name, [w for w in words if _key(w) in groups])
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_one_line(error, name) from error
     config = whole.copy()
@@ -98,15 +98,14 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 
 
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
-    """Several clients run on Ray, if nothing else is asked for."""
-    keys = list(map(_key, overrides))
-    if name not in ("config", "account", "audit", "debug") or "runtime" in keys:
+    """Several clients run on Ray, if neither the experiment nor anybody else says otherwise."""
+    asked = [word for word in overrides if not _key(word).startswith("runtime.")]
+    config = hydra_compose(name, asked, return_hydra_config=True)
+    if config.hydra.runtime.choices.get("runtime") != "auto":
         return overrides
-    if not any(key.startswith(("partition", "experiment")) for key in keys):
-        return overrides  # one client
-    config = hydra_compose(name, [w for w in overrides if not _key(w).startswith("runtime.")])
     several = OmegaConf.select(config, "partition.clients", default=1) != 1
-    return ["runtime=ray", *overrides] if several else overrides
+    chosen = f"runtime={'ray' if several else 'in_process'}"
+    return [chosen, *(word for word in overrides if _key(word) != "runtime")]
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:

@@ -334,6 +334,7 @@ def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float)
 # --- what a paper's formula would claim -----------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)  # runs of a kind ask for the same rounds
 def claimed_by_rdp(event: DpEvent, delta: float, relation: Relation) -> float:
     """epsilon as papers compute it: dp_accounting's RDP of an event as the paper counts it, draws
     without replacement by Wang, Balle, Kasiviswanathan 2019. A claim to print beside what is

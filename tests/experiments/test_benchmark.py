@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny import tiny
 
 import configs
 from fedgen import cli
@@ -202,3 +203,21 @@ def test_without_privacy_there_is_a_reference(tmp_path: Path) -> None:
     assert "DP-MERF-digits-0.1234567-1" in names
     for point in points_of(read_matrix(str(path)), tmp_path):
         check(point.config)
+
+
+@pytest.mark.slow
+def test_of_clients_the_table_says_more(matrix: Path, tmp_path: Path) -> None:
+    words = ["method=fedavg_gan", *tiny("fedavg_gan")]
+    methods = {"FedAvg-GAN": {"settings": words}}
+    matrix.write_text(yaml.safe_dump({**MATRIX, "seeds": [0], "settings": [], "methods": methods}))
+    place = tmp_path / "out"
+    assert cli.run(["benchmark", f"matrix={matrix}", f"run_dir={place}"]) == 0
+    row = json.loads((place / "benchmark.json").read_text())[0]
+    results = RunDir(place / "FedAvg-GAN-digits-10-0").results()
+    assert row["clients"] == results["clients"] > 1
+    assert row["server_epsilon"] is None is row["median_client_epsilon"]
+    moved = results["bytes"]["up"] + results["bytes"]["down"]
+    assert row["bytes_per_round"] == moved / results["rounds"]
+    text = (place / "benchmark.md").read_text()
+    assert "median client's ε" in text
+    assert "| 4 | ∞ |" in text

@@ -1,0 +1,83 @@
+"""How often ``fedgen debug`` is right, and at what ε it still is.
+
+    python scripts/debug_power.py [--repetitions 20] [--epsilons 10 5 2] [KEY=VALUE ...]
+
+Runs the small recipe (or what the settings make of it) with the bug and without it, with a seed of
+its own each time: other clients have the bug, others are in a generator's part, and all coins
+differ; the classifier is the same. Prints a line for each ε: how many verdicts were wrong, how many
+said that they cannot tell, the seconds of one, and the largest ε against both adversaries.
+``--epsilons`` are those of the adversary that ``privacy.adversary`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.debugging import debug
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one call said. ``verdict``: true for a bug, None for "cannot tell"."""
+
+    verdict: bool | None
+    epsilon: dict[str, float | None]
+    seconds: float
+
+
+def once(settings: list[str], fraction: float, seed: int) -> Found:
+    """``fedgen debug`` in a folder of its own."""
+    words = ["experiment=femnist_debug_small", *settings, f"corruption.fraction={fraction:g}"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        begin = time.perf_counter()
+        with contextlib.redirect_stderr(io.StringIO()):
+            debug(compose("debug", [*words, f"seed={seed}", f"run_dir={folder}/run"]))
+        seconds = time.perf_counter() - begin
+        results: dict[str, Any] = json.loads(Path(folder, "run", "results.json").read_text())
+    return Found(results["verdict"]["bug"], results["epsilon"], seconds)
+
+
+def largest(found: list[Found], view: str) -> str:
+    """The largest epsilon of some calls, in words."""
+    values = [each.epsilon[view] for each in found]
+    known = [value for value in values if value is not None]
+    return f"{max(known):.2f}" if len(known) == len(values) else "no bound"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How often fedgen debug is right.")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])
+    parser.add_argument("--fraction", type=float, default=0.5, help="of clients, with the bug")
+    options, settings = parser.parse_known_args()
+    print("| ε asked | server | release | misses | false alarms | cannot tell | s each |")
+    print("|---|---|---|---|---|---|---|")
+    for epsilon in options.epsilons:
+        here = [*settings, f"privacy.target_epsilon={epsilon:g}"]
+        seeds = range(options.repetitions)
+        bug = [once(here, options.fraction, seed) for seed in seeds]
+        none = [once(here, 0.0, seed) for seed in seeds]
+        both, of = [*bug, *none], f"of {options.repetitions}"
+        untold = [sum(each.verdict is None for each in some) for some in (bug, none)]
+        print(
+            f"| {epsilon:g} | {largest(both, 'server')} | {largest(both, 'release')} "
+            f"| {sum(each.verdict is not True for each in bug)} {of} "
+            f"| {sum(each.verdict is True for each in none)} {of} "
+            f"| {untold[0]} with the bug, {untold[1]} without "
+            f"| {statistics.median(each.seconds for each in both):.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
