@@ -49,7 +49,8 @@ _HELD = "debug.json"  # what a directory of fedgen debug was made with
 class Split:
     """Numbers of clients: those set apart, whose clean rows teach the classifier, and the groups,
     each in as many parts as there are generators. bugged: (clients,) who has the bug, which nobody
-    would know. accuracies: (clients,), of the classifier on each client's rows."""
+    would know. accuracies: (clients,), of the classifier on each client's rows; NaN for those set
+    apart."""
 
     apart: NDArray[np.int64]
     groups: dict[str, list[NDArray[np.int64]]]
@@ -85,9 +86,10 @@ def debug(config: DictConfig) -> str:
         raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
     write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
     write_whole(place / _HELD, _settings_of(config).encode())
-    for name, chosen in runs.items():
+    for number, (name, chosen) in enumerate(runs.items(), 1):
         if RunDir(place / name).finished:
             continue
+        print(f"generator {number} of {len(runs)}: {name}", flush=True)
         if (place / name / "config.yaml").exists():
             chosen.resume = chosen.run_dir
         try:
@@ -164,8 +166,11 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     print("the classifier that tells suspect clients: minutes, the first time", flush=True)
     net = judge(held.images[lessons], held.labels[lessons], held.classes, cache() / "judges")
     flipped = plant_flip(held, clients, bugged)
-    right = outputs(net, flipped.images).argmax(1) == flipped.labels
-    accuracies = np.array([right[rows].mean() for rows in clients])
+    accuracies = np.full(len(clients), np.nan)
+    rows = np.concatenate([clients[client] for client in others])
+    right = outputs(net, flipped.images[rows]).argmax(1) == flipped.labels[rows]
+    ends = np.cumsum([len(clients[client]) for client in others])
+    accuracies[others] = [part.mean() for part in np.split(right, ends[:-1])]
     by = accuracies[others]
     if chosen.quantiles:  # places from 0 to 1
         by = np.argsort(np.argsort(by, kind="stable")) / max(1, len(others) - 1)

@@ -27,7 +27,7 @@ from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import averages, figures, protected, strength
 
 _MOST_GRIDS = 24
-_MOST_LISTED = 1000  # clients in a table; of more, the extremes
+_MOST_LISTED = 2000  # clients in a table; of more, the extremes
 _EXTREMES = 25
 ACCURACY = "gen2real accuracy"
 
