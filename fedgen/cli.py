@@ -27,9 +27,9 @@ usage: fedgen <command> [key=value ...]
                                           audit.releases=N audit.confidence=P
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: runs what is missing, with
                                           run_dir=DIR of an earlier one; jobs=N at a time
-  fedgen debug experiment=NAME            are some clients' images inverted? a private generator of
-                                          those that a classifier recognizes, one of the others, and
-                                          a verdict; corruption.fraction=F plants it
+  fedgen debug experiment=NAME            are some clients' images inverted? private generators of
+                                          those that a classifier recognizes, as many of the others,
+                                          and a verdict; corruption.fraction=F plants it
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make

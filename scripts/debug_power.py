@@ -4,9 +4,10 @@
 
 Runs the small recipe (or what the settings make of it) with the bug and without it, with a seed of
 its own each time: other clients have the bug, others are in a generator's part, and all coins
-differ; the classifier is the same. Prints a line for each ε: how many verdicts were wrong, how many
-said that they cannot tell, the seconds of one, and the largest ε against both adversaries.
-``--epsilons`` are those of the adversary that ``privacy.adversary`` names.
+differ; the classifier is the same. Prints a line for each ε: misses (a bug, and another verdict
+than "bug"), false alarms (no bug, and the verdict "bug"), how many verdicts were "cannot tell", the
+seconds of one, and the largest ε against both adversaries. ``--epsilons`` are those of the
+adversary that ``privacy.adversary`` names.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """How long gradients are before they are clipped, along a run ("GS-WGAN", figure 2).
 
-    python scripts/gradient_norms.py --out norms.png experiment=demo [KEY=VALUE ...]
+    python scripts/gradient_norms.py --out norms.png method=dpgan rounds=200 [KEY=VALUE ...]
 
 Trains in this process as ``fedgen train`` does with the same settings, and looks over the shoulder
 of everything that clips. Prints quantiles of the norms before clipping and the share that is cut,
 first, middle and last tenth of the run; draws them before and after. A gradient penalty holds the
 gradients of a critic with respect to its images near one, so that a clip norm of one cuts little;
-the gradients of a discriminator's weights have no such scale.
+the gradients of a discriminator's weights have no such scale. For methods that clip all along a run
+(DP-MERF clips once); FedAvg-GAN's aggregator clips again what a client has clipped: both count.
 
 The norms are private: no ε covers what is printed and drawn here.
 """

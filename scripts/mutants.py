@@ -48,6 +48,13 @@ GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wga
 
 MUTANTS = [
     Mutant(
+        "noise-at-two-scales",
+        "fedgen/experiments/settings.py",
+        '("method", "privacy", "partition", "rounds", "start")',
+        '("method", "partition", "rounds", "start")',
+        "tests/experiments/test_branches.py::test_no_two_scales_of_one_noise",
+    ),
+    Mutant(
         "clip-left-out-of-rows",
         MECHANISMS,
         "rows if math.isinf(clip) else clip_rows(rows, clip)",

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from tiny import TINY, Train, tiny
 
 from fedgen import cli
 from fedgen.experiments.configuration import compose
+from fedgen.experiments.evaluation import JUDGED
+from fedgen.experiments.settings import setup
 
 MISTAKES = [
     ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
@@ -325,6 +328,84 @@ def test_sample_and_evaluate(
     ]:
         assert cli.run(command) == 2
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+LEAKS = ["evaluation.leakage=true", "evaluation.judge=false"]
+QUICK = ["evaluation=quick", "evaluation.samples=200", "evaluation.classifiers.cnn.epochs=1"]
+
+
+def everything(run: Path) -> tuple[str, set[str]]:
+    """What a run's evaluation has left."""
+    return (run / "results.json").read_text(), {p.name for p in (run / "evaluation").iterdir()}
+
+
+def test_an_evaluation_outlives_what_comes_after(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume of the finished run, and an evaluation that fails."""
+    run = train("partition=iid", "partition.clients=10", "group=[0,3]")
+    assert cli.run(["evaluate", f"run={run}", *QUICK, *LEAKS]) == 0
+    found, pictures = everything(run)
+    config = OmegaConf.load(run / "config.yaml")
+    rows = sum(len(shard) for shard in setup(config).shards)
+    judged = json.loads(found)
+    assert judged["memorization"]["train"] == rows  # of the two clients that took part
+    assert judged["membership"]["members"] <= rows
+    assert pictures == {"nearest.png", "distances.png"}
+    assert cli.run(["train", f"resume={run}"]) == 0
+    after = json.loads((run / "results.json").read_text())
+    assert {n: after[n] for n in JUDGED if n in after} == {
+        n: judged[n] for n in JUDGED if n in judged
+    }
+    found = everything(run)[0]
+    capsys.readouterr()
+    few = ["evaluation=full", "evaluation.samples=4", "evaluation.judge=false"]
+    assert cli.run(["evaluate", f"run={run}", *few, "evaluation.fid=false"]) == 2
+    assert "cannot learn from 4" in capsys.readouterr().err
+    assert everything(run) == (found, pictures)
+
+
+def test_a_run_is_not_judged_on_other_data(
+    train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("data=mnist", f"data.root={data_root}")
+    with np.load(data_root / "mnist.npz") as archive:
+        arrays = dict(archive)
+    arrays["train_images"] = 255 - arrays["train_images"]
+    np.savez(data_root / "mnist.npz", **arrays)
+    before = (run / "results.json").read_text()
+    capsys.readouterr()
+    assert cli.run(["evaluate", f"run={run}"]) == 2
+    assert one_line(capsys).startswith("fedgen: run: ")
+    assert (run / "results.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        (["sample", "run={run}", "n=1", "out={tmp}/s.npz", f"seed={10**40}"], "seed"),
+        (["evaluate", "run={run}", f"seed={10**40}"], "seed"),
+        (["debug", "experiment=femnist_debug_small", f"seed={10**40}"], "seed"),
+        (["debug", "experiment=femnist_debug_small", "corruption.fraction=nan"], "corruption"),
+        (["debug", "experiment=femnist_debug_small", "rounds=0"], "rounds"),
+        (["debug", "experiment=femnist_debug_small", "held_out=-1"], "held_out"),
+        (["audit", "audit.releases=0", "audit.canaries=0"], "audit.releases"),
+        (["benchmark", "matrix=digits", "epsilons=[abc]"], "epsilons.0"),
+        (["benchmark", "matrix=digits", "run_dir={run}/config.yaml"], "run_dir"),
+        (["benchmark", "matrix=digits", "run_dir=/proc/no"], "run_dir"),
+    ],
+)
+def test_other_commands_mistakes_are_one_line(
+    command: list[str],
+    key: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("rounds: 1\n")
+    assert cli.run([word.format(run=run, tmp=tmp_path) for word in command]) == 2
+    assert one_line(capsys).startswith(f"fedgen: {key}")
 
 
 def test_the_public_folder_alone_draws_the_same_samples(

@@ -28,13 +28,15 @@ class Verdict:
     """What samples of two groups' generators say.
 
     bug: True if the suspect group's draw inverted images more often, by more than a margin and at
-        level 0.01; False if they do not, and both groups' images are clearly upright; None if the
-        generators have learnt too little to tell.
+        level 0.01; False if not by more than the margin, and both groups' images are clearly
+        upright; None if that cannot be told: the generators have learnt too little, or differ by
+        more than the margin and not at the level.
     p_value: the share of all ways to call as many of the generators suspect that show a difference
-        as large. It holds whatever noise and luck made of each generator: if groups do not differ,
-        their generators are exchangeable.
+        as large. It holds whatever noise and luck made of each generator, as long as the groups'
+        generators are exchangeable without a bug: of as many clients each, under the same noise,
+        whose images differ in nothing that makes a generator draw the negative.
     effect: the difference of the shares of inverted images; suspect, normal: these.
-    classes: the labels for which the same holds, each by itself.
+    classes: the labels for which the same holds, each by itself (no correction for their number).
     """
 
     bug: bool | None
@@ -68,8 +70,10 @@ def verdict(
     upright = [float(np.mean([(each > _CLEARLY).mean() for each in group])) for group in slopes]
     found = p_value < LEVEL and effect > margin
     bug: bool | None = None
-    if upright[1] >= _LEARNT and (found or upright[0] >= _LEARNT):
-        bug = bool(found)
+    if upright[1] >= _LEARNT and found:
+        bug = True
+    elif min(upright) >= _LEARNT and effect <= margin:
+        bug = False
     affected = []
     for label in range(len(like)):
         of_label = [

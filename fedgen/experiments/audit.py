@@ -141,6 +141,8 @@ def _check(chosen: DictConfig) -> None:
             raise FedgenError(
                 f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "mend it"
             )
+    if not chosen.releases and not chosen.canaries:
+        raise FedgenError("audit.releases", "there is nothing to audit by", "raise it, or canaries")
     if not 0.9 <= chosen.confidence < 1:
         problem = f"must be at least 0.9 and below 1, got {chosen.confidence:g}"
         raise FedgenError("audit.confidence", problem, "e.g. 0.95")

@@ -33,7 +33,7 @@ from fedgen.experiments.sweep import check_same
 from fedgen.files import write_whole
 from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, schema
+from fedgen.reporting.run_dir import RunDir, make_folder, schema
 from fedgen.reporting.words import averages
 
 _POLL_SECONDS = 0.2
@@ -121,13 +121,22 @@ def read_matrix(name: str) -> DictConfig:
     path = Path(name) if name.endswith(".yaml") else named("matrix", name)
     try:
         matrix = OmegaConf.load(path)
-        jsonschema.validate(OmegaConf.to_container(matrix, resolve=True), schema("matrix"))
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         problem = f"{path} cannot be read: {str(error).splitlines()[0]}"
         raise FedgenError("matrix", problem, _SEE) from error
+    return _checked(matrix, f"{path}: ", "matrix.")
+
+
+def _checked(matrix: Any, where: str, prefix: str) -> DictConfig:
+    """A matrix as it should be. Raises FedgenError for another."""
+    try:
+        jsonschema.validate(OmegaConf.to_container(matrix, resolve=True), schema("matrix"))
+    except OmegaConfBaseException as error:
+        problem = f"{where}{str(error).splitlines()[0]}"
+        raise FedgenError("matrix", problem, _SEE) from error
     except jsonschema.ValidationError as error:
-        key = ".".join(["matrix", *map(str, error.absolute_path)])
-        raise FedgenError(key, f"{path}: {error.message}", _SEE) from error
+        key = prefix + ".".join(map(str, error.absolute_path))
+        raise FedgenError(key.rstrip("."), f"{where}{error.message}", _SEE) from error
     assert isinstance(matrix, DictConfig)
     return matrix
 
@@ -150,7 +159,7 @@ def _cut(matrix: DictConfig, config: DictConfig) -> DictConfig:
             matrix.methods = {each: matrix.methods[each] for each in chosen}
         else:
             matrix[axis] = chosen
-    return matrix
+    return _checked(matrix, "", "")
 
 
 def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
@@ -167,7 +176,7 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
 def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
     """Runs, ``jobs`` at a time; the logs of those that failed."""
     logs = place / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     waiting, done = list(points), 0
     running: dict[str, subprocess.Popen[bytes]] = {}
     failed: list[Path] = []
@@ -297,8 +306,9 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
 
 
 def _of_the_median_client(record: dict[str, Any]) -> float | None:
-    """Its epsilon against the server; None, no bound, counts as the largest."""
-    found = [client["server"] for client in record["clients"].values()]
+    """Of those that answered, its epsilon against the server; None, no bound, counts as the
+    largest."""
+    found = [each["server"] for each in record["clients"].values() if each["releases"]] or [0.0]
     middle = sorted(math.inf if each is None else each for each in found)[len(found) // 2]
     return None if math.isinf(middle) else middle
 
@@ -326,7 +336,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
     head += [name.replace("_", " ") for name in others]
     head += ["paper's CNN", "training", "memory", "bytes up"]
     federated = any(row["clients"] > 1 for row in rows)
-    head += ["clients", "median client's ε (server)", "bytes a round"] if federated else []
+    head += ["clients", "median ε (server) of those asked", "bytes a round"] if federated else []
     head += ["for each client"] if federated else []
     lines = [head, ["---"] * len(head)]
     for row in rows:

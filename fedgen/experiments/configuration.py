@@ -66,7 +66,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             alone = config.names.runtime == "in_process"
             config.runtime.threads = (os.cpu_count() or 1) if alone else 1
     if OmegaConf.select(config, "resume") is not None:
-        _check_resume(config, [word for word in overrides if _key(word) != "resume"])
+        asked = [w for w in overrides if _key(w) != "resume" and w != "runtime=auto"]
+        _check_resume(config, asked)  # auto: as it was
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")

@@ -4,7 +4,8 @@ from the samples of private generators ("GS-WGAN", sections 5.4 and C.2).
 Clients whom a classifier recognizes badly are *suspect*, those whom it recognizes well *normal*.
 Each group is dealt out to several generators, so that a difference between the groups can be told
 from what noise makes of a single one. A client is in one part of one group: it answers for one
-generator alone.
+generator alone. All parts are of the same size, under the same noise; whom that leaves over in the
+larger group takes no part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fedgen.files import cache, write_whole
 from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.progress import epsilon_in_words
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.run_dir import RunDir, make_folder
 from fedgen.reporting.words import SERVER_SIDE
 
 GROUPS = ("suspect", "normal")
@@ -48,7 +49,8 @@ _HELD = "debug.json"  # what a directory of fedgen debug was made with
 @dataclass(frozen=True)
 class Split:
     """Numbers of clients: those set apart, whose clean rows teach the classifier, and the groups,
-    each in as many parts as there are generators. bugged: (clients,) who has the bug, which nobody
+    each in as many parts as there are generators, all parts of the same size: noise depends on it.
+    bugged: (clients,) who has the bug, which nobody
     would know. accuracies: (clients,), of the classifier on each client's rows; NaN for those set
     apart."""
 
@@ -69,6 +71,10 @@ def debug(config: DictConfig) -> str:
     _check(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     _check_place(config, place)
+    everybody = settings.setup(_of_part(config, None, place))  # mistakes before minutes of work
+    if everybody.method.plan.unit is not Unit.CLIENT:
+        problem = f"{config.names.method} protects single images, and a bug is a client's"
+        raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
     held, clients = settings.shared_out(config)
     split = split_clients(config, held, clients)
     runs = {
@@ -80,10 +86,7 @@ def debug(config: DictConfig) -> str:
         settings.check(chosen)
         if (place / name / "config.yaml").exists():
             check_same(chosen, place / name)
-    first = settings.setup(next(iter(runs.values())))
-    if first.method.plan.unit is not Unit.CLIENT:
-        problem = f"{config.names.method} protects single images, and a bug is a client's"
-        raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
+    make_folder(place)
     write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
     write_whole(place / _HELD, _settings_of(config).encode())
     for number, (name, chosen) in enumerate(runs.items(), 1):
@@ -177,24 +180,25 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     low, high = chosen.suspect, chosen.normal
     found = {"suspect": others[by <= low], "normal": others[(by >= high) & (by > low)]}
     groups = {}
+    size = min(map(len, found.values())) // chosen.generators
     for name, members in found.items():
         if len(members) < 2 * chosen.generators:
             problem = f"{len(members)} of {len(others)} clients are {name}, two for each of "
             problem += f"{chosen.generators} generators are needed"
             raise FedgenError(f"debug.{name}", problem, "move it, or lower debug.apart")
         dealt = torch.randperm(len(members), generator=coins.public("parts", name)).numpy()
-        groups[name] = [
-            np.sort(members[dealt[part :: chosen.generators]]) for part in range(chosen.generators)
-        ]
+        parts = np.split(dealt[: size * chosen.generators], chosen.generators)
+        groups[name] = [np.sort(members[part]) for part in parts]
     return Split(apart, groups, bugged, accuracies)
 
 
-def _of_part(config: DictConfig, members: NDArray[np.int64], place: Path) -> DictConfig:
-    """The configuration of one generator's run."""
+def _of_part(config: DictConfig, members: NDArray[np.int64] | None, place: Path) -> DictConfig:
+    """The configuration of one generator's run; without ``members`` of any of them."""
     there = config.copy()
     with open_dict(there):
         del there.debug
-        there.group, there.run_dir = [int(each) for each in members], str(place)
+        there.run_dir = str(place)
+        there.group = None if members is None else [int(each) for each in members]
     return there
 
 
@@ -262,7 +266,7 @@ def _results(config: DictConfig, split: Split, place: Path, found: Verdict) -> d
 
 
 def _in_words(results: dict[str, Any], found: Verdict, place: Path) -> str:
-    said = {True: "bug", False: "no bug", None: "cannot tell: the generators learnt too little"}
+    said = {True: "bug", False: "no bug", None: "cannot tell: too little learnt, or it may be luck"}
     eps = {name: epsilon_in_words(value) for name, value in results["epsilon"].items()}
     lines = [
         f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}, "

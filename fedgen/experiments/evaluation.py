@@ -59,17 +59,20 @@ def evaluate(config: DictConfig) -> str:
         FedgenError: for a mistake of the user's.
     """
     settings.check_evaluation(config)
+    settings.check_seed(config)
     if (config.run is None) == (config.samples is None):
         raise FedgenError("run", "what is to be judged?", "give run=DIR or samples=FILE.npz")
     return _evaluate_run(config) if config.samples is None else _evaluate_samples(config)
 
 
 def _evaluate_run(config: DictConfig) -> str:
-    run_dir, trained, _ = RunDir.open(Path(config.run), "run")
+    run_dir, trained, identity = RunDir.open(Path(config.run), "run")
     if config.names.get("data") is not None:
         raise FedgenError("data", "a run is judged on its own", "leave it out")
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
+    if identity["data"] != ready.dataset.digest():
+        raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
     _, generator, _ = load_generator(Path(config.run), config.device)
     with run_dir.locked(), RunProgress() as progress:
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
@@ -96,8 +99,9 @@ def _evaluate_samples(config: DictConfig) -> str:
     order = torch.randperm(len(samples[1]), generator=coins.public("order")).numpy()
     samples = samples[0][order], samples[1][order]  # files may come sorted by label
     out = path.with_name(f"{path.stem}_evaluation")
+    coins = coins.at("evaluation")
     with RunProgress() as progress:
-        found = suite(config.evaluation, data, samples, coins.at("evaluation"), progress, out)
+        found = suite(config.evaluation, data, data.images, samples, coins, progress, out)
     text = json.dumps({"samples": str(path), "data": data.name, **found}, indent=2) + "\n"
     write_whole(out / "SERVER_SIDE.md", words.SERVER_SIDE.encode())
     write_whole(out / "evaluation.json", text.encode())
@@ -137,18 +141,25 @@ def judge_run(
 ) -> dict[str, Any]:
     """What its configuration asks for, of a run's samples; all of it on the server's side."""
     chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
-    shutil.rmtree(pictures, ignore_errors=True)  # of an earlier one
     done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
-    if not chosen.samples:
-        return {"gen2real": {}, "real2real": {}, "real2gen": {}, **done}
-    samples = judged_samples(ready, generator, chosen.samples)
-    coins = ready.coins.at("evaluation")
-    return {**suite(chosen, ready.dataset, samples, coins, progress, pictures), **done}
+    found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
+    fresh = run_dir.path / "evaluation.new"  # an evaluation that fails leaves the last one
+    shutil.rmtree(fresh, ignore_errors=True)
+    if chosen.samples:
+        samples = judged_samples(ready, generator, chosen.samples)
+        learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
+        coins = ready.coins.at("evaluation")
+        found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
+    shutil.rmtree(pictures, ignore_errors=True)
+    if fresh.exists():
+        fresh.rename(pictures)
+    return {**found, **done}
 
 
 def suite(
     chosen: DictConfig,
     data: Dataset,
+    learnt: Images,
     samples: Rows,
     coins: Coins,
     progress: RunProgress,
@@ -157,6 +168,7 @@ def suite(
     """All that ``chosen`` asks for.
 
     Args:
+        learnt: the rows that the generator may have seen: all of the training split, or fewer.
         samples: images (n, channels, height, width) uint8, and labels (n,), in any order that does
             not tell of the labels.
         pictures: the folder for those of ``chosen.leakage``.
@@ -167,7 +179,7 @@ def suite(
     if chosen.fid:
         found |= _fid(chosen, data, samples[0], progress)
     if chosen.leakage:
-        found |= _leakage(data, samples[0], coins, progress, pictures)
+        found |= _leakage(data, learnt, samples[0], coins, progress, pictures)
     return found
 
 
@@ -303,19 +315,24 @@ def _fid(
 
 
 def _leakage(
-    data: Dataset, images: Images, coins: Coins, progress: RunProgress, pictures: Path
+    data: Dataset,
+    learnt: Images,
+    images: Images,
+    coins: Coins,
+    progress: RunProgress,
+    pictures: Path,
 ) -> dict[str, Any]:
     """Memorization and membership inference; ``nearest.png``, the samples that are nearest to a
     training row, each beside it; ``distances.png``, the distances of all."""
     progress.say("memorization and membership inference: distances of all pairs")
     test = data.test_images[_some(len(data.test_images), coins.at("test"))]
-    train = data.images[_some(len(data.images), coins.at("train"), len(test))]
+    train = learnt[_some(len(learnt), coins.at("train"), len(test))]
     some = images[_some(len(images), coins.at("generated"))]
-    distances, which = nearest(some, data.images)
-    others, _ = nearest(test, data.images)
+    distances, which = nearest(some, learnt)
+    others, _ = nearest(test, learnt)
     closest = np.argsort(distances[:, 0])[:_PICTURED]
     pictures.mkdir(parents=True, exist_ok=True)
-    pairs = np.stack([some[closest], data.images[which[closest, 0]]], 1)
+    pairs = np.stack([some[closest], learnt[which[closest, 0]]], 1)
     sample_grid(pairs.reshape(-1, *data.shape), 10, pictures / "nearest.png")
     histograms(
         {"samples": distances[:, 0], "test split": others[:, 0]},
@@ -323,7 +340,7 @@ def _leakage(
         pictures / "distances.png",
     )
     return {
-        "memorization": memorization(some, data.images, data.test_images),
+        "memorization": memorization(some, learnt, data.test_images),
         "membership": membership_inference(images, train, test),
     }
 

@@ -79,6 +79,7 @@ def sample(config: DictConfig) -> Path:
         raise FedgenError("out", f"{out} is no .npz file", "give out=FILE.npz")
     if not isinstance(config.n, int) or config.n < 1:
         raise FedgenError("n", f"must be a positive whole number, got {config.n!r}", "e.g. n=1000")
+    settings.check_seed(config)
     method, generator, classes = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
     labels = torch.randint(0, classes, (config.n,), generator=coins.public("labels"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from collections.abc import Callable
@@ -69,11 +70,13 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a run is made of. ``at_noise`` makes the method at another noise multiplier,
-    ``program`` the client program in another process, ``with_gaps`` the method as it is accounted
-    if a missing answer may have shown a draw; ``canaries``: of an audited run."""
+    """All that a run is made of. ``branch``: see ``branch_of``. ``at_noise`` makes the method at
+    another noise multiplier, ``program`` the client program in another process, ``with_gaps`` the
+    method as it is accounted if a missing answer may have shown a draw; ``canaries``: of an audited
+    run."""
 
     config: DictConfig
+    branch: str
     coins: Coins
     dataset: Dataset
     shards: list[Index]
@@ -107,7 +110,8 @@ def setup(config: DictConfig) -> Setup:
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
-        coins = coins.at("group", group_digest(config))  # two groups' noise must not be the same
+    branch = branch_of(config, held)
+    coins = coins.at("branch", branch)
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
     facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
@@ -128,6 +132,7 @@ def setup(config: DictConfig) -> Setup:
     gaps = partial(_method, made, replace(facts, all_answer=False), config, noise)
     return Setup(
         config,
+        branch,
         coins,
         held,
         shards,
@@ -162,9 +167,21 @@ def _members(group: object, clients: int) -> list[int]:
     return sorted(numbers)
 
 
-def group_digest(config: DictConfig) -> str:
-    """What tells a run's group from others; empty for all clients."""
-    return "" if config.group is None else digest(str(sorted(config.group)).encode())
+def branch_of(config: DictConfig, held: Dataset) -> str:
+    """What sets a run's coins apart from those of other runs under the same seed: all that its
+    messages follow from, settings and rows. Two runs that shared their noise at different scales,
+    or about different rows, would show them bare to whoever has both.
+
+    Empty in mode ``secure``: what is secret is the process' own, and public coins must not follow
+    from private rows.
+    """
+    if config.privacy.noise == "secure":
+        return ""
+    whole: Any = OmegaConf.to_container(config, resolve=True)
+    chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
+    chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
+    chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
+    return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest().encode())
 
 
 def dataset(config: DictConfig) -> Dataset:
@@ -244,7 +261,7 @@ def check(config: DictConfig) -> None:
         raise FedgenError("corruption.fraction", problem, "e.g. 0.5")
     _whole(config, "runtime.threads", 1, 1024)
     _check_runtime(config)
-    _whole(config, "seed", -(2**63), 2**63 - 1)
+    check_seed(config)
     check_evaluation(config)
     _check_release(config)
     check_delta(config.privacy.delta)
@@ -327,6 +344,11 @@ def _check_release(config: DictConfig) -> None:
             "a run with canaries is no run for release",
             "take privacy.noise=seeded, or set it to 0",
         )
+
+
+def check_seed(config: DictConfig) -> None:
+    """Raises FedgenError for a seed that coins cannot follow from."""
+    _whole(config, "seed", -(2**63), 2**63 - 1)
 
 
 def check_evaluation(config: DictConfig) -> None:

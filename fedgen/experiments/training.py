@@ -28,7 +28,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.evaluation import judge_run, utilities
+from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
 from fedgen.experiments.identity import check_same_run, moved, new_run
 from fedgen.experiments.interrupt import Interrupt
@@ -138,7 +138,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         program=ready.program,
         shard=lambda client: ready.dataset.shard(ready.shards[client]),
         seed=ready.config.seed,
-        branch=f"{ready.config.start or ''}{settings.group_digest(ready.config)}",
+        branch=ready.branch,
         noise=ready.privacy.noise,
         run=name,
         folder=folder,
@@ -435,6 +435,12 @@ class Training:
         said = statement(record, words, picked=self.config.group is not None)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
         results = self._results(state, record, hashlib.sha256(data).hexdigest())
+        before = self.run_dir.results() if self.run_dir.finished else {}
+        if before.get("generator_sha256") == results["generator_sha256"]:
+            # resumed at its end: it may have been judged in another way since
+            kept = {name: before[name] for name in JUDGED if name in before}
+            self.run_dir.write("results", {**results, **kept})
+            return self.run_dir.path
         # a first time without: nothing of a run is lost if its evaluation fails
         nothing: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
         self.run_dir.write("results", {**results, **nothing, "judged": False})

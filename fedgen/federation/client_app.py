@@ -53,8 +53,7 @@ class Site:
     program: makes the client program.
     shard: client -> its rows.
     seed, noise: of the coins. In mode ``secure`` each process flips its own.
-    branch: what sets this run's coins apart from those of others under the same seed: the run that
-        it begins with, the group of clients that take part.
+    branch: what sets this run's coins apart from those of others under the same seed.
     run: the run's name, which the ledgers carry.
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.

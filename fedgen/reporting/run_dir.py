@@ -21,6 +21,20 @@ from fedgen.files import write_whole
 from fedgen.reporting.words import SERVER_SIDE
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder of the command's place, and those above it.
+
+    Raises:
+        FedgenError: if that cannot be.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedgenError(
+            "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
+        ) from error
+
+
 class RunDir:
     """Paths and writers of one run directory."""
 
@@ -46,9 +60,9 @@ class RunDir:
                 "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
             )
         run = cls(path)
+        for folder in (run.clients, run.samples, run.public):
+            make_folder(folder)
         try:
-            for folder in (run.clients, run.samples, run.public):
-                folder.mkdir(parents=True, exist_ok=True)
             write_whole(path / "SERVER_SIDE.md", SERVER_SIDE.encode())
             write_whole(path / "run.json", (json.dumps(identity) + "\n").encode())
             write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
@@ -123,8 +137,10 @@ class RunDir:
     @property
     def finished(self) -> bool:
         """Whether the run has all that it leaves: its evaluation is the last."""
-        path = self.path / "results.json"
-        return path.exists() and bool(json.loads(path.read_text()).get("judged"))
+        try:
+            return bool(self.results().get("judged"))
+        except FedgenError:
+            return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -60,6 +60,14 @@ def test_a_small_difference_is_none() -> None:
     assert verdict(drawn(500, 0.05, 0), drawn(500, 0.0, 1), LIKE, 0.1).bug is False
 
 
+def test_a_difference_that_may_be_luck_is_not_called_none() -> None:
+    suspect = [*drawn(200, 1.0, 0, generators=2), *drawn(200, 0.0, 1, generators=3)]
+    found = verdict(suspect, drawn(200, 0.0, 2), LIKE, 0.1)
+    assert found.p_value > 0.01
+    assert found.effect > 0.3
+    assert found.bug is None
+
+
 def test_generators_that_noise_drove_to_white_or_black_are_exchangeable() -> None:
     """Each by a coin of its own, whatever its group: over 2,000 of such trials the p-value is below
     0.01 at most about as often."""

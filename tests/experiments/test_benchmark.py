@@ -219,5 +219,5 @@ def test_of_clients_the_table_says_more(matrix: Path, tmp_path: Path) -> None:
     moved = results["bytes"]["up"] + results["bytes"]["down"]
     assert row["bytes_per_round"] == moved / results["rounds"]
     text = (place / "benchmark.md").read_text()
-    assert "median client's ε" in text
+    assert "median ε (server) of those asked" in text
     assert "| 4 | ∞ |" in text

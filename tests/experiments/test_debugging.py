@@ -72,6 +72,7 @@ def test_the_picture_shows_both_groups(bugged: Path) -> None:
 def test_no_client_is_in_two_parts(bugged: Path) -> None:
     parts = [OmegaConf.load(path).group for path in bugged.glob("*-*/config.yaml")]
     assert len(parts) == 10
+    assert len({len(part) for part in parts}) == 1  # and all are under the same noise
     everyone = [client for part in parts for client in part]
     assert len(everyone) == len(set(everyone))
 

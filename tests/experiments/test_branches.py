@@ -1,0 +1,85 @@
+"""Runs under one seed: those that differ share no noise, those that do not share all coins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny
+
+from fedgen import cli
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup, setup
+from fedgen.federation import checkpoint
+from fedgen.reporting.run_dir import RunDir
+
+WORDS = ["method=dp_merf_small", *tiny("dp_merf_small")]
+
+
+def ready(*more: str) -> Setup:
+    return setup(compose("config", [*WORDS, *more]))
+
+
+def coins_of(found: Setup) -> tuple[list[float], list[float], str]:
+    """Noise, secret and public coins on the server's side, and what sets the clients' apart."""
+    place = found.coins.at("place")
+    uniforms = [*place.secret_uniforms(2), torch.rand(1, generator=place.public()).item()]
+    return place.noise((2,)).tolist(), uniforms, found.branch
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "privacy.target_epsilon=3",
+        "privacy.delta=1e-6",
+        "rounds=4",
+        "method.ema=0.5",
+        "partition=iid",
+        "held_out=100",  # other rows
+        "corruption.fraction=1",
+        "runtime.min_success=0.5",
+        "seed=1",
+    ],
+)
+def test_runs_that_differ_share_no_coins(other: str) -> None:
+    first, second = coins_of(ready()), coins_of(ready("runtime=in_process", other))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    assert first[2] != second[2] or other == "seed=1"  # all coins follow from the seed as well
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["log_every=1", "runtime.checkpoint_every=3", "evaluation=quick", "runtime=flower"],
+)
+def test_runs_that_send_the_same_share_all_coins(other: str) -> None:
+    assert coins_of(ready()) == coins_of(ready(other))
+
+
+def test_public_coins_do_not_follow_from_rows_where_noise_is_secret() -> None:
+    secure = ["privacy.noise=secure", "evaluation=none"]
+    first, second = ready(*secure), ready(*secure, "corruption.fraction=1")
+    assert not np.array_equal(first.dataset.images, second.dataset.images)
+    assert first.branch == "" == second.branch
+    assert coins_of(first)[1][-1] == coins_of(second)[1][-1]
+    assert coins_of(first)[0] != coins_of(second)[0]
+
+
+def test_no_two_scales_of_one_noise(tmp_path: Path) -> None:
+    """Whoever has what two runs at different epsilon released does not find the sum without noise
+    on the line through both."""
+
+    def embedding(*words: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        place = tmp_path / "-".join(words).replace("=", "-")
+        assert cli.run(["train", *WORDS, *words, "rounds=1", f"run_dir={place}"]) == 0
+        found = checkpoint.load(RunDir(place).checkpoints)
+        assert found is not None
+        return found[0].server["embedding"].double().numpy().ravel()
+
+    bare = embedding("privacy=none")
+    one, ten = (embedding(f"privacy.target_epsilon={each}") for each in (1, 10))
+    along = ten - one
+    on_the_line = ten + along * ((bare - ten) @ along / (along @ along))
+    assert np.linalg.norm(on_the_line - bare) > 0.5 * np.linalg.norm(ten - bare)
