@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -108,24 +109,28 @@ def privacy_against_utility(
 
     figure = Figure(figsize=(4.5 * len(panels), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    first = None
+    first, shown = None, {}
+    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(chain(*panels.values())))}
     for place, (panel, methods) in enumerate(panels.items()):
-        first = axes = figure.add_subplot(1, len(panels), place + 1, sharey=first)
-        for number, (method, runs) in enumerate(methods.items()):
+        axes = figure.add_subplot(1, len(panels), place + 1, sharey=first)
+        first = first or axes
+        for method, runs in methods.items():
             known = [points for points in runs if points]
             for points in known:
-                axes.plot(*zip(*points, strict=True), "-", linewidth=1, color=f"C{number}")
+                axes.plot(*zip(*points, strict=True), "-", linewidth=1, color=colours[method])
             if known:
                 ends = sorted(points[-1] for points in known)
-                axes.plot(*zip(*ends, strict=True), "o--", color=f"C{number}", label=_plain(method))
+                line = axes.plot(*zip(*ends, strict=True), "o--", color=colours[method])
+                shown[_plain(method)] = line[0]
         axes.set_title(_plain(panel) or "")
         axes.set_xscale("log")
         axes.set_xlabel(x)
         axes.grid(alpha=0.3)
         if place == 0:
             axes.set_ylabel(y)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
+    if shown:
+        names = [name or "" for name in shown]
+        figure.legend(shown.values(), names, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
