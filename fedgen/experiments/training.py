@@ -197,7 +197,8 @@ class Training:
         """What the ServerApp does."""
         self.begun = True
         if self.ready.faults.total:
-            grid = FaultyGrid(grid, self.ready.faults, self.ready.coins.at("faults"))
+            coins = Coins.of(self.config.seed, "seeded").at("faults")  # as the clients'
+            grid = FaultyGrid(grid, self.ready.faults, coins)
         strategy = build(self.config.method.strategy)(
             method=self.method, coins=self.ready.coins.at("strategy")
         )

@@ -34,7 +34,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from scipy.stats import binom
 
-from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Spend
+from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Spend, canonical
 from fedgen.privacy.secret_draws import ORDERS, largest_loss, subset_draw_pmf, subset_draw_rdp
 
 # dp_accounting warns of each fractional order at which a series does not converge; it leaves it out
@@ -334,13 +334,18 @@ def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float)
 # --- what a paper's formula would claim -----------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)  # runs of a kind ask for the same rounds
 def claimed_by_rdp(event: DpEvent, delta: float, relation: Relation) -> float:
     """epsilon as papers compute it: dp_accounting's RDP of an event as the paper counts it, draws
     without replacement by Wang, Balle, Kasiviswanathan 2019. A claim to print beside what is
     proven, never a bound: what is counted may not be what happens."""
+    return _claimed(tuple(sorted(canonical(event).items(), key=str)), delta, relation)
+
+
+@lru_cache(maxsize=1024)  # runs of a kind ask for the same rounds
+def _claimed(spend: tuple[tuple[DpEvent, int], ...], delta: float, relation: Relation) -> float:
     accountant = rdp.RdpAccountant(neighboring_relation=_THEIRS[relation])
-    accountant.compose(event)
+    for event, count in spend:
+        accountant.compose(event, count)
     return float(accountant.get_epsilon(delta))
 
 

@@ -105,7 +105,8 @@ def test_half_precision_is_the_same_run_wherever_it_runs(train: Train) -> None:
     whole = fingerprint(train(*FEDERATED, name="whole"))
     first = fingerprint(train(*FEDERATED, "runtime.transport=float16", name="half"))
     assert first["generator"] != whole["generator"]
-    assert first["privacy"]["views"] == whole["privacy"]["views"]
+    # a run of its own, by other draws, under the same plan
+    assert first["privacy"]["views"]["release"] == whole["privacy"]["views"]["release"]
     wire = ["runtime.transport=float16", "runtime.serialize=true", "runtime.store=disk"]
     assert fingerprint(train(*FEDERATED, *wire, name="wire")) == first
 
