@@ -71,18 +71,22 @@ def debug(config: DictConfig) -> str:
     _check(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     _check_place(config, place)
-    everybody = settings.setup(_of_part(config, None, place))  # mistakes before minutes of work
-    if everybody.method.plan.unit is not Unit.CLIENT:
-        problem = f"{config.names.method} protects single images, and a bug is a client's"
-        raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
+    settings.check(_of_part(config, None, place))
     held, clients = settings.shared_out(config)
+    # no part is larger than this: what cannot be is said before minutes of work
+    most = np.arange(max(2, (len(clients) - config.debug.apart) // (2 * config.debug.generators)))
+    if len(clients) > 1:
+        unit = settings.setup(_of_part(config, most, place)).method.plan.unit
+        if unit is not Unit.CLIENT:
+            problem = f"{config.names.method} protects single images, and a bug is a client's"
+            raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
     split = split_clients(config, held, clients)
     runs = {
         f"{name}-{number}": _of_part(config, members, place / f"{name}-{number}")
         for name, parts in split.groups.items()
         for number, members in enumerate(parts)
     }
-    for name, chosen in runs.items():  # nothing runs if one of them cannot
+    for name, chosen in runs.items():
         settings.check(chosen)
         if (place / name / "config.yaml").exists():
             check_same(chosen, place / name)
