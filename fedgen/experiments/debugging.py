@@ -50,9 +50,8 @@ _HELD = "debug.json"  # what a directory of fedgen debug was made with
 class Split:
     """Numbers of clients: those set apart, whose clean rows teach the classifier, and the groups,
     each in as many parts as there are generators, all parts of the same size: noise depends on it.
-    bugged: (clients,) who has the bug, which nobody
-    would know. accuracies: (clients,), of the classifier on each client's rows; NaN for those set
-    apart."""
+    bugged: (clients,) who has the bug, which nobody would know. accuracies: (clients,), of the
+    classifier on each client's rows; NaN for those set apart."""
 
     apart: NDArray[np.int64]
     groups: dict[str, list[NDArray[np.int64]]]
