@@ -259,14 +259,19 @@ def test_a_harmed_run(
     assert {p: p.read_bytes() for p in (run / "public").iterdir()} == public
 
 
+def invert(file: Path) -> None:
+    """Other data of the same shape."""
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    arrays["train_images"] = 255 - arrays["train_images"]
+    np.savez(file, **arrays)
+
+
 def test_other_data_does_not_resume(
     train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train("data=mnist", f"data.root={data_root}")
-    with np.load(data_root / "mnist.npz") as archive:
-        arrays = dict(archive)
-    arrays["train_images"] = 255 - arrays["train_images"]
-    np.savez(data_root / "mnist.npz", **arrays)
+    invert(data_root / "mnist.npz")
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
     assert "other data" in one_line(capsys)
@@ -369,10 +374,7 @@ def test_a_run_is_not_judged_on_other_data(
     train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train("data=mnist", f"data.root={data_root}")
-    with np.load(data_root / "mnist.npz") as archive:
-        arrays = dict(archive)
-    arrays["train_images"] = 255 - arrays["train_images"]
-    np.savez(data_root / "mnist.npz", **arrays)
+    invert(data_root / "mnist.npz")
     before = (run / "results.json").read_text()
     capsys.readouterr()
     assert cli.run(["evaluate", f"run={run}"]) == 2

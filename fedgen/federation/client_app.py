@@ -264,7 +264,10 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     # a run that was cut off and goes on otherwise (a client was late, the machine is another) comes
     # to the same round with another question, which must not share the noise of the first
     history = home.store.history(home.number)
-    asked = digest(_here().encode(), history.encode(), messages.digest_of(message).encode())
+    # where the coins fall is a part of it too: an answer by others is another one, and charged
+    place = str(home.coins.place)
+    told = _here(), place, history, messages.digest_of(message)
+    asked = digest(*(each.encode() for each in told))
     repeat = home.ledger.is_repeat(server_round, asked)
     if not repeat and home.ledger.rows + query.count > home.rows:
         raise BudgetError

@@ -185,6 +185,16 @@ def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> N
     assert 2.3 < difference.std() < 3.4
 
 
+def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask) -> None:
+    """As of a run that another version began, which named its coins otherwise."""
+    first = messages.read_answer(ask(0)).arrays["answer"]
+    home.coins = home.coins.at("branch", "another")
+    home.store.restore(0, 0)
+    home.answered = -1
+    assert (messages.read_answer(ask(0)).arrays["answer"] != first).any()
+    assert home.ledger.releases == 2
+
+
 def test_an_account_is_the_ledgers(home: ClientHome, ask: Ask) -> None:
     ask(0)
     ask(1)
