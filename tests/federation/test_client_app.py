@@ -185,8 +185,9 @@ def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> N
     assert 2.3 < difference.std() < 3.4
 
 
-def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask) -> None:
+def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask, tmp_path: Path) -> None:
     """As of a run that another version began, which named its coins otherwise."""
+    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     first = messages.read_answer(ask(0)).arrays["answer"]
     home.coins = home.coins.at("branch", "another")
     home.store.restore(0, 0)
