@@ -1,8 +1,10 @@
 """Whether the generators of one group draw inverted images where those of another do not: the
 verdict on a pixel flip, from samples alone.
 
-An image is clearly upright or clearly inverted by its slope on what is typical of its label, both
-taken about mid-grey: one for an image that is typical, minus one for its negative, zero for grey.
+An image is upright or inverted by its slope on what is typical of its label, both taken about
+mid-grey: one for an image that is typical, minus one for its negative, zero for grey. From a slope
+of 0.3 on it is wholly upright, from -0.3 on wholly inverted, and in between partly: networks that
+have learnt little draw near grey.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Samples = tuple[Images, Labels]
 
-_CLEARLY = 0.3  # of a slope
+_WHOLLY = 0.3  # of a slope
 LEVEL = 0.01  # of the tests
-_LEARNT = 0.5  # of a group's images that must be clear
+_LEARNT = 0.5  # of a group's images that must be upright
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Verdict:
     """What samples of two groups' generators say.
 
     bug: True if the suspect group's draw inverted images more often, by more than a margin and at
-        level 0.01; False if not by more than the margin, and both groups' images are clearly
+        level 0.01; False if not by more than the margin, and both groups' images are
         upright; None if that cannot be told: the generators have learnt too little, or differ by
         more than the margin and not at the level.
     p_value: the share of all ways to call as many of the generators suspect that show a difference
@@ -64,10 +66,12 @@ def verdict(
     """The verdict on the samples (n, channels, height, width), (n,) of several generators of each
     group, each trained on clients of its own. ``like``: what is typical of each label."""
     slopes = [[_slopes(*each, like) for each in group] for group in (suspect, normal)]
-    inverted = [[each < -_CLEARLY for each in group] for group in slopes]
+    inverted = [[np.clip(-each / _WHOLLY, 0, 1) for each in group] for group in slopes]
     shares = [np.array([each.mean() for each in group]) for group in inverted]
     effect, p_value = _test(*shares)
-    upright = [float(np.mean([(each > _CLEARLY).mean() for each in group])) for group in slopes]
+    upright = [
+        float(np.mean([np.clip(each / _WHOLLY, 0, 1).mean() for each in group])) for group in slopes
+    ]
     found = p_value < LEVEL and effect > margin
     bug: bool | None = None
     if upright[1] >= _LEARNT and found:

@@ -261,8 +261,9 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     if home.coins.mode == "secure" and server_round <= home.answered:
         raise PastRoundError  # a state that was restored does not take an answer back
     query = messages.read_query(message)
-    # a run that was cut off and goes on otherwise (a client was late, the machine is another) comes
-    # to the same round with another question, which must not share the noise of the first
+    # a run that goes on, or is done again, otherwise than the first (a client was late, the machine
+    # is another) comes to the same round with another question, which must not share the noise of
+    # the first: coins follow from the question
     history = home.store.history(home.number)
     # where the coins fall is a part of it too: an answer by others is another one, and charged
     place = str(home.coins.place)
@@ -271,12 +272,11 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     repeat = home.ledger.is_repeat(server_round, asked)
     if not repeat and home.ledger.rows + query.count > home.rows:
         raise BudgetError
-    second = home.ledger.is_second(server_round, asked)
-    if second and not home.program.draws_anew:
+    if home.ledger.is_second(server_round, asked) and not home.program.draws_anew:
         raise PastRoundError
     state = home.store.state(home.number)
     home.answered = server_round
-    coins = home.coins.salted(asked) if second else home.coins
+    coins = home.coins.salted(asked)
     release = _privately(
         home,
         server_round,

@@ -212,6 +212,7 @@ def _gaussian_rdp(mu: float, delta: float) -> float:
     return _rdp_to_epsilon(orders, orders * mu**2 / 2, delta)
 
 
+@lru_cache(maxsize=4096)
 def _by_rdp(leaves: Leaves, delta: float, relation: Relation) -> float:
     pure = all(_is_sampled_gaussian(event, relation) for event, _ in leaves)
     orders = tuple(rdp.DEFAULT_RDP_ORDERS) if pure else ORDERS

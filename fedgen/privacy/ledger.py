@@ -112,7 +112,7 @@ class Ledger:
 
     def is_second(self, server_round: int, asked: str) -> bool:
         """Whether another question was asked and charged in the round before this one, which must
-        not meet the coins of the first. Never in mode ``secure``: its coins are new each time."""
+        not meet the secret draws of the first. Never in mode ``secure``: they are new each time."""
         questions = self._asked.get(server_round, [])
         return bool(questions) and questions[0] != asked
 

@@ -77,6 +77,18 @@ def test_generators_that_noise_drove_to_white_or_black_are_exchangeable() -> Non
     assert wrong <= 40
 
 
+def test_generators_that_have_learnt_little_tell_if_they_all_lean_to_their_side() -> None:
+    def faint(seed: int, inverted: float) -> list[Samples]:
+        clear = drawn(200, inverted, seed)
+        return [((0.2 * images + 0.8 * 128).astype(np.uint8), kinds) for images, kinds in clear]
+
+    found = verdict(faint(0, 1.0), drawn(200, 0.0, 1), LIKE, 0.1)
+    assert found.bug is True
+    assert found.p_value == 1 / 252
+    assert verdict(faint(0, 0.0), drawn(200, 0.0, 1), LIKE, 0.1).bug is False
+    assert verdict(faint(0, 0.0), faint(1, 0.0), LIKE, 0.1).effect < 0.01
+
+
 def test_generators_that_learnt_nothing_tell_nothing() -> None:
     grey = plain([0.5, 0.48, 0.52, 0.5, 0.45])
     assert verdict(grey, grey, LIKE, 0.1).bug is None

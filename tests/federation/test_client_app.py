@@ -164,6 +164,26 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
     assert home.ledger.releases == 2, "the same question after the same past is the same release"
 
 
+def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alone(
+    home: ClientHome, tmp_path: Path
+) -> None:
+    """Under the same seed and settings, and yet otherwise, because other clients failed."""
+    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    server = make(noise=1.0).server
+    answers = []
+    for run, start in enumerate([1, 2, 1]):
+        home.ledger = Ledger(tmp_path / f"{run}.jsonl", f"run {run}", 0, seeded=True)
+        home.store.restore(0, 0)
+        query = server.query(server.init(Coins.of(start, "seeded")), 0, COINS)
+        message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
+        [reply] = grid.send_and_receive([message])
+        answers.append(messages.read_answer(reply).arrays["answer"])
+        assert home.ledger.releases == 1
+    first, other, again = answers
+    assert (first == again).all()
+    assert 2.3 < float((first - other).std()) < 3.4  # as above: independent
+
+
 def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> None:
     """A critic that was trained on something else answers the same question under other noise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
