@@ -48,6 +48,19 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     assert '"round 1"' in html
 
 
+def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Path) -> None:
+    run = train(*SEVERAL, "method.routing=per_sample")
+    record = json.loads((run / "privacy.json").read_text())
+    clients = record["clients"].values()
+    for view in ("server", "release"):
+        assert record["views"][view]["epsilon"] == max(client[view] for client in clients)
+    assert len({client["server"] for client in clients}) > 1
+    html = page(str(run), tmp_path / "report.html")
+    rows = re.findall(r'<tr><td class="number">\d+</td><td class="number" data-value="([^"]+)"', html)
+    assert len(rows) == len(clients)
+    assert [float(value) for value in rows] == sorted(map(float, rows), reverse=True)
+
+
 def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL)
     html = page(str(run), tmp_path / "public.html", "audience=public")
