@@ -56,7 +56,9 @@ def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Pat
         assert record["views"][view]["epsilon"] == max(client[view] for client in clients)
     assert len({client["server"] for client in clients}) > 1
     html = page(str(run), tmp_path / "report.html")
-    rows = re.findall(r'<tr><td class="number">\d+</td><td class="number" data-value="([^"]+)"', html)
+    rows = re.findall(
+        r'<tr><td class="number">\d+</td><td class="number" data-value="([^"]+)"', html
+    )
     assert len(rows) == len(clients)
     assert [float(value) for value in rows] == sorted(map(float, rows), reverse=True)
 
