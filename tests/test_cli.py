@@ -144,6 +144,7 @@ def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("rounds=5", "keeps its settings"),
         ("runtime.min_success=0.5", "keeps its settings"),
         ("runtime.threads=2", "keeps its settings"),
+        ("runtime={min_success:0.5}", "keeps its settings"),
     ],
 )
 def test_what_a_resumed_run_keeps(

@@ -88,6 +88,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
         config.names.runtime = None
     fixed = tuple(f"runtime.{name}" for name in SAME_ON_EVERY_RUNTIME)
     kept = [w for w in others if not _key(w).startswith("runtime") or _key(w).startswith(fixed)]
+    kept += [w for w in others if w.startswith("runtime={")]  # all of the above in one word
     if kept:
         raise FedgenError(
             "resume",
