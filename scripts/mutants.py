@@ -48,6 +48,14 @@ GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wga
 
 MUTANTS = [
     Mutant(
+        "noise-by-round-alone",
+        CLIENT,
+        "coins = home.coins.salted(asked)",
+        "coins = home.coins",
+        f"{CLIENT_TESTS}::test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions"
+        "_alone",
+    ),
+    Mutant(
         "noise-at-two-scales",
         "fedgen/experiments/settings.py",
         '("method", "privacy", "partition", "rounds", "start")',
