@@ -31,7 +31,8 @@ def judge(images: Images, labels: Labels, classes: int, cache: Path) -> JudgeNet
         net.load_state_dict(safetensors.torch.load(path.read_bytes()))
         return net.eval()
     found = trained(lambda: JudgeNet(images.shape[1:], classes), images, labels, 0, _EPOCHS)
-    write_shared(path, safetensors.torch.save(found.state_dict()))
+    weights = {name: value.contiguous() for name, value in found.state_dict().items()}
+    write_shared(path, safetensors.torch.save(weights))
     net.load_state_dict(found.state_dict())
     return net.eval()
 

@@ -119,7 +119,7 @@ def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float
 
 
 def _floats(images: Images) -> Tensor:
-    return torch.from_numpy(images).to(torch.float32) / 255
+    return torch.from_numpy(images.astype(np.float32)) / 255  # a copy: workers may only read theirs
 
 
 def _flat(images: Images) -> NDArray[np.float32]:

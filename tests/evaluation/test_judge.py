@@ -148,7 +148,7 @@ def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
         cli.run(["evaluate", f"samples={path}", *words, "evaluation.classifiers.cnn.epochs=1"]) == 0
     )
     found = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
-    assert found["inception_score"]["generated"]["mean"] > 5
+    assert found["inception_score"]["generated"]["mean"] > 4  # in the order of labels: below 2
     assert found["precision"] > 0.7
 
 
