@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from types import FrameType
 from typing import Any
 
 import jsonschema
@@ -180,6 +182,13 @@ def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
     waiting, done = list(points), 0
     running: dict[str, subprocess.Popen[bytes]] = {}
     failed: list[Path] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in running.values():
+            process.terminate()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, pass_on)  # a terminal's Ctrl-C reaches the runs itself
     with RunProgress() as progress:
         try:
             while waiting or running:
@@ -195,13 +204,14 @@ def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
                             failed.append(logs / f"{name}.log")
                             progress.say(f"{name} failed: see {failed[-1]}")
                 progress.show("runs", done, len(points), " ".join(running))
-        except KeyboardInterrupt:  # the runs were told as well, by the terminal
+        except KeyboardInterrupt:  # the runs were told as well
             progress.say("waiting for the runs to keep what they have")
             for process in running.values():
                 process.wait()
             problem = f"interrupted; go on with fedgen benchmark ... run_dir={place}"
             raise Interrupted(problem) from None
         finally:
+            signal.signal(signal.SIGTERM, before)
             for process in running.values():
                 process.kill()
     return failed

@@ -108,6 +108,24 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_told_to_end_it_tells_its_runs(matrix: Path, tmp_path: Path) -> None:
+    matrix.write_text(yaml.safe_dump(MATRIX | {"settings": ["runtime.threads=1", "rounds=100000"]}))
+    words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2", f"run_dir={tmp_path}/b"]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen([sys.executable, *words], stderr=said)
+        until = time.monotonic() + 300
+        while not any((path / "metrics.jsonl").exists() for path in tmp_path.glob("b/D*")):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(300) == 130
+    assert "go on with fedgen benchmark" in (tmp_path / "said").read_text()
+    assert any((path / "checkpoints").exists() for path in tmp_path.glob("b/D*"))
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_fails_the_benchmark_and_no_other(
     matrix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
