@@ -14,6 +14,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ class Dataset:
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    @cached_property
     def digest(self) -> str:
-        """A digest of all training rows; it belongs to the server side."""
+        """A digest of all training rows, computed once; it belongs to the server side."""
         writers = b"" if self.writers is None else self.writers.tobytes()
         return digest(self.images.tobytes(), self.labels.tobytes(), writers)
 

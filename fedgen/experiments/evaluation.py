@@ -71,7 +71,7 @@ def _evaluate_run(config: DictConfig) -> str:
         raise FedgenError("data", "a run is judged on its own", "leave it out")
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
-    if identity["data"] != ready.dataset.digest():
+    if identity["data"] != ready.dataset.digest:
         raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
     _, generator, _ = load_generator(Path(config.run), config.device)
     with run_dir.locked(), RunProgress() as progress:

@@ -42,7 +42,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
     settings = _settings_digest(config)
     identity = {
         "run": name,
-        "data": ready.dataset.digest(),
+        "data": ready.dataset.digest,
         "settings": settings,
         "device": device(config.device),
         "environment": {
@@ -66,7 +66,7 @@ def _settings_digest(config: DictConfig) -> str:
 def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
     """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
     the same coins would sanitize something else."""
-    if identity["data"] != ready.dataset.digest():
+    if identity["data"] != ready.dataset.digest:
         raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
     here = device(ready.config.device)
     if identity["device"] != here:  # other bits, and states in other stacks

@@ -181,7 +181,7 @@ def branch_of(config: DictConfig, held: Dataset) -> str:
     chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
     chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
-    return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest().encode())
+    return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
 
 
 def dataset(config: DictConfig) -> Dataset:
