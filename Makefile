@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py
 
 lint: $(INSTALLED)
