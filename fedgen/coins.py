@@ -77,11 +77,11 @@ class Coins:
         return uniforms.astype(np.float64)
 
     def noise(self, shape: tuple[int, ...], *where: Where) -> torch.Tensor:
-        """Standard Gaussian noise, float32, by the inverse normal of 52-bit uniforms in (0, 1)."""
+        """Standard Gaussian noise, float64, by the inverse normal of 52-bit uniforms in (0, 1)."""
         count = int(np.prod(shape))
         raw = _stream(self.noise_key, self._hidden(where), 8 * count)
         uniform = ((np.frombuffer(raw, dtype="<u8") >> np.uint64(12)) + 0.5) * 2.0**-52
-        return torch.from_numpy(ndtri(uniform).astype(np.float32).reshape(shape))
+        return torch.from_numpy(ndtri(uniform).reshape(shape))
 
     def _hidden(self, where: tuple[Where, ...]) -> tuple[Where, ...]:
         return (*self.place, *where, "salt", self.salt) if self.salt else (*self.place, *where)

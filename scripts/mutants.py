@@ -48,6 +48,13 @@ GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wga
 
 MUTANTS = [
     Mutant(
+        "no-grid",
+        MECHANISMS,
+        "return ((noisy / grid).round() * grid).to(torch.float32)",
+        "return noisy.to(torch.float32)",
+        f"{TESTS}::test_what_is_released_lies_on_a_grid_of_the_noise",
+    ),
+    Mutant(
         "noise-by-round-alone",
         CLIENT,
         "coins = home.coins.salted(asked)",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 import configs
@@ -132,6 +134,12 @@ def make(clients: int = 1, noise: float | None = None, **changed: Any) -> Method
         noise,
         **{**SETTINGS, **changed},
     )
+
+
+def on_grid(noisy: torch.Tensor, std: float) -> torch.Tensor:
+    """As a mechanism rounds what it releases."""
+    grid = 2.0 ** (math.floor(math.log2(std)) - 10)
+    return ((noisy / grid).round() * grid).float()
 
 
 def fingerprint(run: Path) -> dict[str, Any]:

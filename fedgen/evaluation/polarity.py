@@ -32,7 +32,8 @@ class Verdict:
     bug: True if the suspect group's draw inverted images more often, by more than a margin and at
         level 0.01; False if not by more than the margin, and both groups' images are
         upright; None if that cannot be told: the generators have learnt too little, or differ by
-        more than the margin and not at the level.
+        more than the margin and not at the level. False is no proof: generators leave out what few
+        of their clients have, and a bug of a minority with it.
     p_value: the share of all ways to call as many of the generators suspect that show a difference
         as large. It holds whatever noise and luck made of each generator, as long as the groups'
         generators are exchangeable without a bug: of as many clients each, under the same noise,

@@ -81,15 +81,21 @@ class Accounts:
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
+        return self.release_after(rounds, self.repeated_rounds(state))
+
+    def release_after(self, rounds: int, again: int) -> Epsilon | None:
+        """As ``release``, after so many rounds, if ``again`` of them were done once more."""
+        plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
+        if plan.release is None:
+            return None
         most = canonical(plan.server(min(budget.rows, plan.asked(rounds) * plan.rows_per_round)))
-        cap = epsilon(most, delta, plan.relation)
-        stop = 0.0
-        if budget.stop_probability > 0:
-            steps = budget.rounds + self._repeated_rounds(state)
+        cap, stop = epsilon(most, delta, plan.relation), 0.0
+        if budget.stop_probability > 0 or again:
+            steps = budget.rounds + again
             stop = self.method.cohort.stop_probability(plan.rows_per_round, steps, budget.rows)
         return smaller(release_epsilon(plan.release(rounds), delta, plan.relation, stop), cap)
 
-    def _repeated_rounds(self, state: RunState) -> int:
+    def repeated_rounds(self, state: RunState) -> int:
         """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
         and make a stop likelier."""
         rows = sum(state.rows.values())

@@ -79,8 +79,10 @@ def benchmark(config: DictConfig) -> str:
     matrix = _cut(whole, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     points = list(points_of(matrix, place))
+    known = {point.name: point for point in [*points_of(whole, place), *points]}
     for point in points:
         settings.check(point.config)
+    for point in known.values():  # what is not asked for now may be in the table all the same
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)
             _check_judged_alike(point, place)
@@ -91,7 +93,6 @@ def benchmark(config: DictConfig) -> str:
     elif not isinstance(jobs, int) or not 1 <= jobs <= 1024:
         raise FedgenError("jobs", f"must be a whole number from 1 to 1024, got {jobs!r}", "mend it")
     failed = _run([p for p in points if not RunDir(place / p.name).finished], place, jobs)
-    known = {point.name: point for point in [*points_of(whole, place), *points]}
     done = [point for point in known.values() if RunDir(place / point.name).finished]
     left = [f"{name}: not finished" for name in known if name not in {p.name for p in done}]
     words = write_table(whole, done, left, place) if done else ""

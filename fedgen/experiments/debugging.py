@@ -269,7 +269,11 @@ def _results(config: DictConfig, split: Split, place: Path, found: Verdict) -> d
 
 
 def _in_words(results: dict[str, Any], found: Verdict, place: Path) -> str:
-    said = {True: "bug", False: "no bug", None: "cannot tell: too little learnt, or it may be luck"}
+    said = {
+        True: "bug",
+        False: "no bug that most of the suspect group has",
+        None: "cannot tell: too little learnt, or it may be luck",
+    }
     eps = {name: epsilon_in_words(value) for name, value in results["epsilon"].items()}
     lines = [
         f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}, "

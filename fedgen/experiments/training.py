@@ -175,7 +175,7 @@ class Training:
     def go(self, play: Play) -> Path:
         """Trains, then writes everything that a run leaves."""
         state = self._restore()
-        self._announce()
+        self._announce(state)
         with self.progress, PeakMemory() as self.memory:
             try:
                 with self.interrupt:
@@ -317,9 +317,12 @@ class Training:
 
     # --- while it runs ----------------------------------------------------------------------------
 
-    def _announce(self) -> None:
+    def _announce(self, state: RunState) -> None:
         privacy, plan = self.ready.privacy, self.method.plan
         views = planned_views(self.ready)
+        if again := self.accounts.repeated_rounds(state):
+            found = self.accounts.release_after(privacy.budget.rounds, again)
+            views["release"] = found or views["release"]
         server, release = (epsilon_in_words(views[name].value) for name in ("server", "release"))
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
         self.progress.say(

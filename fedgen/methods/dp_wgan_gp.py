@@ -60,7 +60,8 @@ class Client:
             batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
             images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
             # secret coins: with public ones, a row less would pair the rows after it with others
-            latents = here.noise((len(batch), self.nets.latent), "latents").to(self.nets.device)
+            latents = here.noise((len(batch), self.nets.latent), "latents").float()
+            latents = latents.to(self.nets.device)
             rho = torch.from_numpy(here.secret_uniforms(len(batch), "rho")).to(images)
             with torch.no_grad():
                 fakes = self.nets.generate(generator, latents, labels)

@@ -10,7 +10,8 @@
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
 become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero.
 A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
-bounded, what is not finite becomes zero; the wire shows nothing of it.
+bounded, what is not finite becomes zero; the wire shows nothing of it. What is released lies on a
+grid that follows from the noise alone (see ``_noised``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.routing import Routing
 
 _SEAL = object()
+_GRID_BITS = 10  # below the noise's standard deviation
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class RowGaussian:
         if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
             raise ValueError("every row needs the number of answers that its sensitivity assumes")
         std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
-        noisy = total / self.routing.answers_per_row + std * coins.noise(shape, "release")
+        noisy = _noised(total / self.routing.answers_per_row, std, coins)
         return Release({"answer": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
@@ -129,7 +131,7 @@ class JointGaussian:
         """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
         clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = clipped + std * coins.noise(tuple(matrix.shape), "release")
+        noisy = _noised(clipped, std, coins)
         return Release({"answer": noisy.numpy()}, self.event(), self.unit, _SEAL)
 
 
@@ -204,9 +206,8 @@ class SumGaussian:
                 raise ValueError("a part was clipped to more than the sensitivity assumes")
             total += part.flat().to("cpu", torch.float64).view(shape)
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = total / self.divisor + std * coins.noise(shape, "release")
-        answer = noisy.to(torch.float32).numpy()[None]
-        return Release({"answer": answer}, self.event(), self.unit, _SEAL)
+        noisy = _noised(total / self.divisor, std, coins)
+        return Release({"answer": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -324,9 +325,8 @@ class TrustedAggregate:
         for each in cohort:
             total += clip_rows(each, self.clip)
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = total / self.expected + std * coins.noise((1, self.entries), "release")
-        answer = noisy.to(torch.float32).numpy()
-        return Release({"answer": answer}, self.event(), Unit.CLIENT, _SEAL)
+        noisy = _noised(total / self.expected, std, coins)
+        return Release({"answer": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -356,6 +356,19 @@ class PlainAggregate:
 
 
 Aggregate = TrustedAggregate | PlainAggregate
+
+
+def _noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
+    """``exact`` + N(0, std^2), rounded to multiples of a power of two near std / 1,024.
+
+    Floating point has holes: noise takes but some values, and a sum that one neighbour can reach
+    and another cannot tells them apart, whatever epsilon says (Mironov 2012). A multiple that lies
+    where the noise does is hit by up to 2^40 of its 2^52 values, from ``exact`` and from any
+    neighbour alike; rounding itself is post-processing.
+    """
+    grid = 2.0 ** (math.floor(math.log2(std)) - _GRID_BITS)
+    noisy = exact.to(torch.float64) + std * coins.noise(tuple(exact.shape), "release")
+    return ((noisy / grid).round() * grid).to(torch.float32)
 
 
 def _of_a_sum(relation: Relation) -> int:

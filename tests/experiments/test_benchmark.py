@@ -150,6 +150,12 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
     capsys.readouterr()
     assert cli.run(words) == 2
     assert "judged in another way" in capsys.readouterr().err
+    # nor one of other settings, even where it is not what the command asks for
+    broken["methods"]["DP-MERF"] = {"settings": ["method=dp_merf_small", "privacy.delta=1e-3"]}
+    broken["methods"]["DP-Sinkhorn"] = MATRIX["methods"]["DP-Sinkhorn"]
+    matrix.write_text(yaml.safe_dump(broken))
+    assert cli.run([*words[:-1], "methods=[DP-Sinkhorn]"]) == 2
+    assert "made with another privacy.delta" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
     start, here = method.server.init(COINS), COINS.at("steps", 0, "step", 0)
     generator = part(start, "generator")
     batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
-    latents = here.noise((len(batch), 4), "latents")
+    latents = here.noise((len(batch), 4), "latents").float()
     rhos = here.secret_uniforms(len(batch), "rho")
-    total = noise * CLIP * here.noise((client.nets.size(),), "release")
+    total = (noise * CLIP * here.noise((client.nets.size(),), "release")).float()
     critic = part(part(start, "discriminator"), "weights")
     for x, y, z, rho in zip(*SHARD.rows(batch), latents, rhos, strict=True):
         own = {name: value.clone().requires_grad_() for name, value in critic.items()}
@@ -78,7 +78,9 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
         total = total + flat * min(1.0, CLIP / float(flat.norm()))
     found_moment = method.worst_case().read(answered(method, SHARD))[0]
     assert len(batch) > 1
-    assert torch.allclose(found_moment, 0.5 * total / BATCH, atol=1e-6)
+    assert torch.allclose(
+        found_moment, 0.5 * total / BATCH, atol=1e-6 + noise * CLIP / BATCH / 1000
+    )
 
 
 def test_what_a_run_costs() -> None:
