@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -80,7 +81,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Told to end (SIGTERM) it ends as by Ctrl-C, with a line of what to do."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = run(sys.argv[1:])
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second

@@ -92,18 +92,18 @@ def debug(config: DictConfig) -> str:
     make_folder(place)
     write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
     write_whole(place / _HELD, _settings_of(config).encode())
-    for number, (name, chosen) in enumerate(runs.items(), 1):
-        if RunDir(place / name).finished:
-            continue
-        print(f"generator {number} of {len(runs)}: {name}", flush=True)
-        if (place / name / "config.yaml").exists():
-            chosen.resume = chosen.run_dir
-        try:
+    try:
+        for number, (name, chosen) in enumerate(runs.items(), 1):
+            if RunDir(place / name).finished:
+                continue
+            print(f"generator {number} of {len(runs)}: {name}", flush=True)
+            if (place / name / "config.yaml").exists():
+                chosen.resume = chosen.run_dir
             train(chosen)
-        except Interrupted:
-            problem = f"interrupted; go on with fedgen debug ... run_dir={place}"
-            raise Interrupted(problem) from None
-    return _compare(config, split, held, clients, place)
+        return _compare(config, split, held, clients, place)
+    except (Interrupted, KeyboardInterrupt):
+        problem = f"interrupted; go on with fedgen debug ... run_dir={place}"
+        raise Interrupted(problem) from None
 
 
 def _check(config: DictConfig) -> None:

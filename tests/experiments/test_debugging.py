@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,22 @@ def test_called_again_it_goes_on(
         assert cli.run(["debug", *words, other]) == 2
         assert "run_dir" in capsys.readouterr().err
     assert results(bugged) == before
+
+
+@pytest.mark.slow
+def test_told_to_end_it_says_how_to_go_on(tmp_path: Path) -> None:
+    """Wherever it is: here between two generators, or at the start of one."""
+    place = tmp_path / "run"
+    words = ["-m", "fedgen.cli", "debug", *SMALL, "rounds=1", f"run_dir={place}"]
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 300
+        while not (place / "suspect-0" / "results.json").exists():
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert f"go on with fedgen debug ... run_dir={place}" in process.communicate(timeout=300)[1]
+        assert process.returncode == 130
 
 
 def test_a_folder_of_something_else_stays_as_it_is(
