@@ -128,22 +128,22 @@ MUTANTS = [
     Mutant(
         "noise-halved-in-rows",
         MECHANISMS,
-        "noisy = total / self.routing.answers_per_row + std * coins",
-        "noisy = total / self.routing.answers_per_row + 0.5 * std * coins",
+        "noisy = _noised(total / self.routing.answers_per_row, std, coins)",
+        "noisy = _noised(total / self.routing.answers_per_row, 0.5 * std, coins)",
         f"{TESTS}::test_noise_has_the_promised_standard_deviation",
     ),
     Mutant(
         "noise-halved-in-rows-under-attack",
         MECHANISMS,
-        "noisy = total / self.routing.answers_per_row + std * coins",
-        "noisy = total / self.routing.answers_per_row + 0.5 * std * coins",
+        "noisy = _noised(total / self.routing.answers_per_row, std, coins)",
+        "noisy = _noised(total / self.routing.answers_per_row, 0.5 * std, coins)",
         "tests/contracts/test_attacks.py::test_an_attack_comes_near_and_not_above_what_is_proven",
     ),
     Mutant(
         "noise-over-the-root-of-the-batch",
         MECHANISMS,
-        "noisy = total / self.divisor + std * coins",
-        "noisy = total / self.divisor + std / math.sqrt(self.divisor) * coins",
+        "noisy = _noised(total / self.divisor, std, coins)",
+        "noisy = _noised(total / self.divisor, std / math.sqrt(self.divisor), coins)",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
@@ -156,16 +156,15 @@ MUTANTS = [
     Mutant(
         "division-by-a-realized-count",
         MECHANISMS,
-        "noisy = total / self.divisor + std * coins",
-        "noisy = total / max(1, int(total.count_nonzero())) + std * coins",
+        "noisy = _noised(total / self.divisor, std, coins)",
+        "noisy = _noised(total / max(1, int(total.count_nonzero())), std, coins)",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "noise-that-repeats",
         MECHANISMS,
-        '* coins.noise(shape, "release")\n        return Release({"answer": noisy.numpy()}',
-        '* coins.at("x").noise(shape, "release") * 0 + std * Coins.of(0, "seeded").noise(shape)\n'
-        '        return Release({"answer": noisy.numpy()}',
+        'std * coins.noise(tuple(exact.shape), "release")',
+        'std * Coins.of(0, "seeded").noise(tuple(exact.shape))',
         f"{TESTS}::test_releases_at_different_places_have_independent_noise",
     ),
     Mutant(
@@ -358,8 +357,8 @@ MUTANTS = [
     Mutant(
         "noise-halved-in-an-aggregate",
         MECHANISMS,
-        "noisy = total / self.expected + std * coins.noise((1, self.entries)",
-        "noisy = total / self.expected + 0.5 * std * coins.noise((1, self.entries)",
+        "noisy = _noised(total / self.expected, std, coins)",
+        "noisy = _noised(total / self.expected, 0.5 * std, coins)",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
