@@ -34,6 +34,10 @@ FAILED = 101
 """The code of every failure of a client. It says no more: what went wrong may tell of its rows, and
 stays with the client, in ``errors.jsonl``."""
 
+_ANSWERS = "noise by question, on a grid"
+"""To be changed with whatever makes an answer to the same question another one: a run that an older
+version began must not take its answers for repeats, which cost nothing."""
+
 LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
 
 
@@ -180,7 +184,7 @@ def _here() -> str:
     """Where a state repeats to the last bit."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no cuda"
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"torch {torch.__version__} {cpu} {cuda}"
+    return f"torch {torch.__version__} {cpu} {cuda} {_ANSWERS}"
 
 
 def write_down(folder: Path, kind: str, error: Exception) -> None:
