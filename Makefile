@@ -9,6 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
 
 test: $(INSTALLED) lint
+	# three, on any number of cores: many tests wait for processes of their own
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py
 

@@ -97,7 +97,11 @@ class Accounts:
 
     def repeated_rounds(self, state: RunState) -> int:
         """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
-        and make a stop likelier."""
+        and make a stop likelier. Of Poisson cohorts none: how many rows they answer follows from
+        the draws, and a stop shows nothing that is not seen by their event anyway, where rows are
+        limited at all (``Routing.event``)."""
+        if self.method.cohort.sampling == "poisson":
+            return 0
         rows = sum(state.rows.values())
         a_round = self.method.plan.rows_per_round * self.method.cohort.answers_per_row
         return max(0, -(-rows // a_round) - state.rounds)

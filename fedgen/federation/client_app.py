@@ -184,7 +184,7 @@ def _here() -> str:
     """Where a state repeats to the last bit."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no cuda"
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"torch {torch.__version__} {cpu} {cuda} {_ANSWERS}"
+    return f"torch {torch.__version__} {cpu} {cuda}"
 
 
 def write_down(folder: Path, kind: str, error: Exception) -> None:
@@ -271,7 +271,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     history = home.store.history(home.number)
     # where the coins fall is a part of it too: an answer by others is another one, and charged
     place = str(home.coins.place)
-    told = _here(), place, history, messages.digest_of(message)
+    told = _ANSWERS, _here(), place, history, messages.digest_of(message)
     asked = digest(*(each.encode() for each in told))
     repeat = home.ledger.is_repeat(server_round, asked)
     if not repeat and home.ledger.rows + query.count > home.rows:

@@ -25,3 +25,31 @@ def test_a_failure_of_one_client_ends_the_bound_of_what_is_published() -> None:
         by, reason = amplification(method.plan, name, views[name])
         assert by is None
         assert "failed" in str(reason)
+
+
+def test_rounds_done_again_may_end_a_run_and_so_show_its_draws() -> None:
+    """Given noise plans no stop; rounds that are done again make one likely all the same."""
+    method = make(clients=5, noise=1.0, routing="per_sample")
+    rows = method.plan.rows_per_round
+    privacy = Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0))
+    accounts = Accounts(method, privacy, 5)
+    found = {}
+    for again in (0, 40):
+        state = RunState({}, rounds=4)
+        for client in range(5):
+            state.rows[client] = (4 + again) * rows // 5 + 1 * (client < (4 + again) * rows % 5)
+        assert accounts.repeated_rounds(state) == again
+        found[again] = accounts.release(state, stopped=False)
+    cap = accounts.release_after(4, 10**6)
+    assert found[0] is not None and found[40] is not None and cap is not None
+    assert found[0].or_infinity < found[40].or_infinity == cap.or_infinity
+
+
+def test_how_many_a_poisson_cohort_had_changes_nothing_that_is_said() -> None:
+    method = make(clients=5, noise=1.0, routing="per_sample", cohort_sampling="poisson")
+    privacy = Privacy(1e-5, "seeded", 1.0, Budget(4, 4 * method.plan.rows_per_round, 0.0))
+    accounts = Accounts(method, privacy, 5)
+    few, many = RunState({}, rounds=4), RunState({}, rounds=4)
+    few.rows[0] = 1
+    many.rows.update(dict.fromkeys(range(5), 4 * method.plan.rows_per_round))
+    assert accounts.release(few, stopped=False) == accounts.release(many, stopped=False)

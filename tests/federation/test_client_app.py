@@ -13,6 +13,7 @@ from flwr.app import Error, Message
 from tiny import COINS, SHARD, make
 
 from fedgen.coins import Coins
+from fedgen.federation import client_app as app_module
 from fedgen.federation import messages
 from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
@@ -213,6 +214,19 @@ def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask, tmp_
     home.store.restore(0, 0)
     home.answered = -1
     assert (messages.read_answer(ask(0)).arrays["answer"] != first).any()
+    assert home.ledger.releases == 2
+
+
+def test_an_answer_of_an_older_version_is_charged(
+    home: ClientHome, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answered the same question otherwise: going on, this one repeats nothing."""
+    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    with monkeypatch.context() as older:
+        older.setattr(app_module, "_ANSWERS", "noise by round")
+        assert not ask(0).has_error()
+    home.store.restore(0, 0)
+    assert not ask(0).has_error()
     assert home.ledger.releases == 2
 
 

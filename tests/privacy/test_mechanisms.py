@@ -169,7 +169,7 @@ def test_what_is_released_lies_on_a_grid_of_the_noise(
 ) -> None:
     """Noise in floating point takes but some values: without the grid, which sums can be reached
     tells neighbours apart (Mironov 2012)."""
-    coins, given_rows = Coins.of(seed, "secure"), torch.from_numpy(rows)
+    coins, given_rows = Coins.of(seed, "seeded"), torch.from_numpy(rows)
     summing = SumGaussian(0.7, sigma, AllRows(), 3.0, REPLACE, Unit.RECORD)
     trusted = TrustedAggregate(4, 0.7, sigma, PoissonBatches(0.1), 3.0, ADD_OR_REMOVE)
     matrix = JointGaussian(0.7, sigma, AllRows(), REPLACE, Unit.RECORD)
@@ -192,7 +192,7 @@ def test_holes_of_floating_point_tell_nothing(sigma: float) -> None:
     for trial in range(400):
         far = rng.random() < 0.5
         rows = torch.full((1, 64), 0.125 if far else 0.0)
-        coins = Coins.of(trial, "secure")
+        coins = Coins.of(trial, "seeded")
         found = gaussian(1.0, sigma).release((1, 64), all_rows(rows), coins).arrays["answer"]
         std = np.float32(2 * sigma)
         noise = (found / std).astype(np.float32)
