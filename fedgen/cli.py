@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from fedgen.errors import FedgenError, Interrupted
+from fedgen.errors import INTERRUPTED, FedgenError, status_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,8 +68,6 @@ settings (defaults in brackets):
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
-_INTERRUPTED = 130
-
 COMMANDS = {
     "train": "config",
     "account": "account",
@@ -86,7 +86,7 @@ def main() -> None:
     status = run(sys.argv[1:])
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
-    if status == _INTERRUPTED or sys.argv[1:2] == ["account"]:
+    if status == INTERRUPTED or sys.argv[1:2] == ["account"]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -98,30 +98,25 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(HELP, end="")
         return 0
-    command, *rest = arguments
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        if command not in COMMANDS:
-            raise FedgenError(
-                command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
-            )
-        configs = _configurations(command, rest)
-        if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
-            _sweep(configs)
-        else:
-            for config in configs:
-                _execute(command, config, show="--cfg" in rest)
-    except FedgenError as error:
-        print(f"fedgen: {error}", file=sys.stderr)
-        return 2
-    except (Interrupted, KeyboardInterrupt) as error:
-        print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
-        return _INTERRUPTED
-    return 0
+    return status_of(partial(_command, *arguments))
 
 
-def _configurations(command: str, rest: list[str]) -> list[DictConfig]:
+def _command(command: str, *rest: str) -> None:
+    if command not in COMMANDS:
+        raise FedgenError(
+            command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
+        )
+    configs = _configurations(command, rest)
+    if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
+        _sweep(configs)
+    else:
+        for config in configs:
+            _execute(command, config, show="--cfg" in rest)
+
+
+def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     """One configuration, or with -m one for each combination, each with a run directory."""
     from fedgen.experiments.configuration import combinations, compose
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+
 
 class FedgenError(Exception):
     """A user's mistake: the configuration key, what is wrong, and what to do.
@@ -22,3 +27,17 @@ class FedgenError(Exception):
 
 class Interrupted(Exception):  # noqa: N818 (it is no error)
     """A run that was asked to end before it was done."""
+
+
+def status_of(work: Callable[[], None]) -> int:
+    """Works; the exit status that it comes to. A user's mistake (2) and an interruption (130) are
+    told in one line each."""
+    try:
+        work()
+    except FedgenError as error:
+        print(f"fedgen: {error}", file=sys.stderr)
+        return 2
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
+    return 0

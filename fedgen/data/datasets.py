@@ -188,9 +188,9 @@ def femnist(
     images = 255 - _as_images(file, arrays["images"])
     labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
     test = np.zeros(len(writers), dtype=bool)
-    for writer in np.unique(writers):
-        rows = np.flatnonzero(writers == writer)
-        generator = coins.public("femnist", "split", int(writer))
+    order = np.argsort(writers, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
+        generator = coins.public("femnist", "split", int(writers[rows[0]]))
         test[rows] = torch.rand(len(rows), generator=generator).numpy() < 0.1
     if classes == 10:
         kept = labels < 10

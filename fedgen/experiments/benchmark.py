@@ -11,16 +11,11 @@ import io
 import itertools
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from types import FrameType
 from typing import Any
 
 import jsonschema
@@ -28,17 +23,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fedgen.errors import FedgenError, Interrupted
+from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose, named
+from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
 from fedgen.files import write_whole
 from fedgen.reporting.figures import privacy_against_utility
-from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, make_folder, schema
+from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir, schema
 from fedgen.reporting.words import averages
 
-_POLL_SECONDS = 0.2
 _SEE = "see configs/matrix/digits.yaml"
 _BELOW = (
     "Shares in percent, mean ± standard deviation over n seeds. ε: the largest, of one run alone. "
@@ -56,7 +51,6 @@ class Point:
     epsilon: float | None
     seed: int
     name: str  # its run directory's
-    words: list[str]
     config: DictConfig
 
 
@@ -86,13 +80,11 @@ def benchmark(config: DictConfig) -> str:
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)
             _check_judged_alike(point, place)
-    jobs = config.jobs
-    if jobs is None:
-        threads = max(point.config.runtime.threads for point in points)
-        jobs = max(1, (os.cpu_count() or 1) // threads)
-    elif not isinstance(jobs, int) or not 1 <= jobs <= 1024:
-        raise FedgenError("jobs", f"must be a whole number from 1 to 1024, got {jobs!r}", "mend it")
-    failed = _run([p for p in points if not RunDir(place / p.name).finished], place, jobs)
+    jobs = jobs_at_a_time(config.jobs, [point.config for point in points])
+    missing = [point for point in points if not RunDir(place / point.name).finished]
+    lanes = {point.name: [point.config] for point in missing}
+    go_on = f"fedgen benchmark ... run_dir={place}"
+    failed = train_beside(lanes, place / "logs", jobs, "runs", go_on)
     done = [point for point in known.values() if RunDir(place / point.name).finished]
     left = [f"{name}: not finished" for name in known if name not in {p.name for p in done}]
     words = write_table(whole, done, left, place) if done else ""
@@ -173,61 +165,7 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
         name = f"{method}-{data}-{_target(epsilon)}-{seed}"
         words += [f"data={data}", none, f"seed={seed}", f"run_dir={place / name}"]
-        yield Point(str(method), data, epsilon, seed, name, words, compose("config", words))
-
-
-def _run(points: Sequence[Point], place: Path, jobs: int) -> list[Path]:
-    """Runs, ``jobs`` at a time; the logs of those that failed."""
-    logs = place / "logs"
-    make_folder(logs)
-    waiting, done = list(points), 0
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    failed: list[Path] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in running.values():
-            process.terminate()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, pass_on)  # a terminal's Ctrl-C reaches the runs itself
-    with RunProgress() as progress:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    point = waiting.pop(0)
-                    running[point.name] = _start(point, place, logs / f"{point.name}.log")
-                time.sleep(_POLL_SECONDS)
-                for name, process in list(running.items()):
-                    if process.poll() is not None:
-                        del running[name]
-                        done += 1
-                        if process.returncode:
-                            failed.append(logs / f"{name}.log")
-                            progress.say(f"{name} failed: see {failed[-1]}")
-                progress.show("runs", done, len(points), " ".join(running))
-        except KeyboardInterrupt:  # the runs were told as well
-            progress.say("waiting for the runs to keep what they have")
-            for process in running.values():
-                process.wait()
-            problem = f"interrupted; go on with fedgen benchmark ... run_dir={place}"
-            raise Interrupted(problem) from None
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            for process in running.values():
-                process.kill()
-    return failed
-
-
-def _start(point: Point, place: Path, log: Path) -> subprocess.Popen[bytes]:
-    kept = (place / point.name / "config.yaml").exists()
-    words = [f"resume={place / point.name}"] if kept else point.words
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "fedgen.cli", "train", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        yield Point(str(method), data, epsilon, seed, name, compose("config", words))
 
 
 def write_table(

@@ -26,14 +26,14 @@ from fedgen.coins import Coins
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
-from fedgen.errors import FedgenError, Interrupted
+from fedgen.errors import FedgenError
 from fedgen.evaluation.judge import judge
 from fedgen.evaluation.polarity import LEVEL, Samples, Verdict, typical, verdict
 from fedgen.evaluation.utility import outputs
 from fedgen.experiments import settings
 from fedgen.experiments.generation import draw_samples, load_generator
+from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.experiments.training import train
 from fedgen.files import cache, write_whole
 from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
@@ -71,6 +71,10 @@ def debug(config: DictConfig) -> str:
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     _check_place(config, place)
     settings.check(_of_part(config, None, place))
+    if config.jobs is None and config.names.runtime != "in_process":
+        jobs = 1  # a run on Ray or on Flower's engine has all cores
+    else:
+        jobs = jobs_at_a_time(config.jobs, [config])
     held, clients = settings.shared_out(config)
     # no part is larger than this: what cannot be is said before minutes of work
     most = np.arange(max(2, (len(clients) - config.debug.apart) // (2 * config.debug.generators)))
@@ -92,18 +96,14 @@ def debug(config: DictConfig) -> str:
     make_folder(place)
     write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
     write_whole(place / _HELD, _settings_of(config).encode())
-    try:
-        for number, (name, chosen) in enumerate(runs.items(), 1):
-            if RunDir(place / name).finished:
-                continue
-            print(f"generator {number} of {len(runs)}: {name}", flush=True)
-            if (place / name / "config.yaml").exists():
-                chosen.resume = chosen.run_dir
-            train(chosen)
-        return _compare(config, split, held, clients, place)
-    except (Interrupted, KeyboardInterrupt):
-        problem = f"interrupted; go on with fedgen debug ... run_dir={place}"
-        raise Interrupted(problem) from None
+    missing = [chosen for name, chosen in runs.items() if not RunDir(place / name).finished]
+    # a lane trains several: to begin a process takes as long as a short run
+    lanes = {f"lane-{number}": missing[number::jobs] for number in range(min(jobs, len(missing)))}
+    go_on = f"fedgen debug ... run_dir={place}"
+    failed = train_beside(lanes, place / "logs", jobs, "generators", go_on)
+    if failed:
+        raise FedgenError("debug", "a generator's run failed", f"see {failed[0]}")
+    return _compare(config, split, held, clients, place)
 
 
 def _check(config: DictConfig) -> None:
@@ -199,7 +199,7 @@ def _of_part(config: DictConfig, members: NDArray[np.int64] | None, place: Path)
     """The configuration of one generator's run; without ``members`` of any of them."""
     there = config.copy()
     with open_dict(there):
-        del there.debug
+        del there.debug, there.jobs
         there.run_dir = str(place)
         there.group = None if members is None else [int(each) for each in members]
     return there

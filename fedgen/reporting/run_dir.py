@@ -20,6 +20,8 @@ from fedgen.errors import FedgenError
 from fedgen.files import write_whole
 from fedgen.reporting.words import SERVER_SIDE
 
+_LINE_BYTES = 2**16  # more than a line of metrics has
+
 
 def make_folder(path: Path) -> None:
     """Makes a folder of the command's place, and those above it.
@@ -123,6 +125,17 @@ class RunDir:
             return [json.loads(line) for line in self._metrics.read_text().splitlines()]
         except ValueError as error:
             raise FedgenError(str(self._metrics), "was altered", "restore it") from error
+
+    def last_metrics(self) -> dict[str, Any] | None:
+        """The last whole line of metrics, also while another process writes, if there is one."""
+        try:
+            with self._metrics.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
+                whole = file.read().rpartition(b"\n")[0]
+            found: dict[str, Any] = json.loads(whole.rpartition(b"\n")[2])
+        except (OSError, ValueError):
+            return None
+        return found
 
     def results(self) -> dict[str, Any]:
         """The results of a finished run. Raises FedgenError if it is not finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from tiny import tiny
@@ -77,14 +78,16 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2"]
     subprocess.run([sys.executable, *words, f"run_dir={whole}"], check=True)
-    process = subprocess.Popen([sys.executable, *words, f"run_dir={cut}"], start_new_session=True)
+    process = psutil.Popen([sys.executable, *words, f"run_dir={cut}"])
     until = time.monotonic() + 300
     while not any(RunDir(path).finished for path in cut.glob("D*")):
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    everyone = [process, *process.children(recursive=True)]
+    for each in everyone:
+        each.kill()
+    psutil.wait_procs(everyone)
     assert sum(RunDir(path).finished for path in cut.glob("D*")) < 4
     assert not (cut / "benchmark.csv").exists()
     subprocess.run([sys.executable, *words, f"run_dir={cut}"], check=True)
@@ -109,7 +112,11 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-def test_told_to_end_it_tells_its_runs(matrix: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_when_it_ends_its_runs_end_with_a_checkpoint(
+    told: signal.Signals, matrix: Path, tmp_path: Path
+) -> None:
+    """It alone is told; of SIGKILL its runs learn because it is gone."""
     matrix.write_text(yaml.safe_dump(MATRIX | {"settings": ["runtime.threads=1", "rounds=100000"]}))
     words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2", f"run_dir={tmp_path}/b"]
     with (tmp_path / "said").open("w") as said:
@@ -119,10 +126,33 @@ def test_told_to_end_it_tells_its_runs(matrix: Path, tmp_path: Path) -> None:
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait(300) == 130
-    assert "go on with fedgen benchmark" in (tmp_path / "said").read_text()
-    assert any((path / "checkpoints").exists() for path in tmp_path.glob("b/D*"))
+        process.send_signal(told)
+        assert process.wait(300) == (-9 if told == signal.SIGKILL else 130)
+    said = (tmp_path / "said").read_text()
+    assert ("go on with fedgen benchmark" in said) == (told != signal.SIGKILL)
+    until = time.monotonic() + 300
+    while not any((path / "checkpoints").exists() for path in tmp_path.glob("b/D*")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_it_shows_how_far_its_runs_are_with_their_epsilon(
+    matrix: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
+    longer = MATRIX["settings"] + ["rounds=200", "evaluate_every=0"]
+    matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer}))
+    words = [f"matrix={matrix}", "seeds=[0]", "methods=[DP-Sinkhorn]", f"run_dir={tmp_path}/b"]
+    assert cli.run(["benchmark", *words]) == 0
+    seen = re.findall(
+        r"runs 0/1  DP-Sinkhorn-digits-10-0 (\d+)/200 ε ([\d.]+)", capsys.readouterr().out
+    )
+    assert seen and all(float(epsilon) <= 10 for _, epsilon in seen)
+    assert float(seen[0][1]) <= float(seen[-1][1])
 
 
 @pytest.mark.slow
