@@ -164,8 +164,9 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
         words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
         name = f"{method}-{data}-{_target(epsilon)}-{seed}"
-        words += [f"data={data}", none, f"seed={seed}", f"run_dir={place / name}"]
-        yield Point(str(method), data, epsilon, seed, name, compose("config", words))
+        config = compose("config", [*words, f"data={data}", none, f"seed={seed}"])
+        config.run_dir = str(place / name)  # no word: a path may have what Hydra takes for its own
+        yield Point(str(method), data, epsilon, seed, name, config)
 
 
 def write_table(

@@ -74,7 +74,7 @@ def _evaluate_run(config: DictConfig) -> str:
     if identity["data"] != ready.dataset.digest:
         raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
     _, generator, _ = load_generator(Path(config.run), config.device)
-    with run_dir.locked(), RunProgress() as progress:
+    with run_dir.locked("run"), RunProgress() as progress:
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
         found = judge_run(ready, generator, progress, run_dir)
         run_dir.write("results", {**kept, **found})

@@ -102,7 +102,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         if run_dir.unanswered.exists() and ready.privacy.noise == "secure":
             # its draws were made again until they met no client that failed
             ready = replace(ready, method=ready.with_gaps())
-    with run_dir.locked():
+    with run_dir.locked("run_dir" if new else "resume"):
         training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)

@@ -156,8 +156,11 @@ class RunDir:
             return False
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, key: str) -> Iterator[None]:
         """Keeps other processes out: two that went on with one run would spend its budget twice.
+
+        Args:
+            key: the setting that named it, for the error.
 
         Raises:
             FedgenError: if another process is in.
@@ -167,7 +170,7 @@ class RunDir:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise FedgenError(
-                    "resume", f"{self.path} is in use by another process", "wait for its end"
+                    key, f"{self.path} is in use by another process", "wait for its end"
                 ) from error
             yield
 

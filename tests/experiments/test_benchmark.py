@@ -62,6 +62,12 @@ def table(place: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in row.items() if k not in OF_THE_CLOCK} for row in rows]
 
 
+def test_a_place_may_have_any_name(tmp_path: Path) -> None:
+    place = tmp_path / "of mine (1), {2}"
+    point = next(points_of(read_matrix("digits"), place))
+    assert point.config.run_dir == str(place / point.name)
+
+
 @pytest.mark.parametrize("name", MATRICES)
 def test_every_matrix_composes(name: str, tmp_path: Path) -> None:
     matrix = read_matrix(name)
