@@ -94,8 +94,8 @@ def debug(config: DictConfig) -> str:
         if (place / name / "config.yaml").exists():
             check_same(chosen, place / name)
     make_folder(place)
+    write_whole(place / _HELD, _settings_of(config).encode())  # first: it says whose place this is
     write_whole(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
-    write_whole(place / _HELD, _settings_of(config).encode())
     missing = [chosen for name, chosen in runs.items() if not RunDir(place / name).finished]
     # a lane trains several: to begin a process takes as long as a short run
     lanes = {f"lane-{number}": missing[number::jobs] for number in range(min(jobs, len(missing)))}
@@ -140,7 +140,8 @@ def _settings_of(config: DictConfig) -> str:
 
 def _check_place(config: DictConfig, place: Path) -> None:
     """Raises FedgenError for a directory of something else, or of another debugging."""
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    begun = {f"{_HELD}.new"}  # all that is there, if it was cut off at once
+    if not place.exists() or (place.is_dir() and {each.name for each in place.iterdir()} <= begun):
         return
     if not (place / _HELD).is_file():
         raise FedgenError("run_dir", f"{place} holds something else", "choose another")
@@ -289,8 +290,9 @@ def _in_words(results: dict[str, Any], found: Verdict, place: Path) -> str:
         lines.append(f"labels affected: {', '.join(map(str, found.classes))}")
     lines += [
         f"proven ε {eps['server']} (server), {eps['release']} (release) per client of a group, "
-        "given the groups; who is in them, how many, and the rows of those set apart are not "
-        "covered",
+        "given the groups; who is in them, how many, how well they are recognized, and the rows of "
+        "those set apart are not covered",
+        "noise follows from the seed: an experiment, not for release",
         str(place / "samples.png"),
         str(place / "results.json"),
     ]

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -71,7 +72,9 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
             process.terminate()
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python allows it no other
+        before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
     with RunProgress() as progress:
         try:
             while waiting or running:
@@ -95,7 +98,6 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
             for number, handler in before.items():
                 signal.signal(number, handler)
             for process in running.values():
-                process.kill()
                 _end(process)
     return failed
 
@@ -113,18 +115,19 @@ def _show(progress: RunProgress, stage: str, lanes: Lanes, running: Mapping[str,
 
 def _how_far(config: DictConfig) -> str:
     place = Path(config.run_dir)
-    line = RunDir(place).last_metrics()
+    line = RunDir(place).last_spend()
     if line is None:
         return place.name
-    spent = line.get("epsilon", {}).get(config.privacy.adversary)
-    return f"{place.name} {line['round']}/{config.rounds} ε {epsilon_in_words(spent)}"
+    spent = epsilon_in_words(line["epsilon"][config.privacy.adversary])
+    return f"{place.name} {line['round']}/{config.rounds} ε {spent}"
 
 
 def _begin(configs: Sequence[DictConfig], log: Path) -> subprocess.Popen[bytes]:
     chosen = [OmegaConf.to_container(config, resolve=True) for config in configs]
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedgen.experiments.processes"],
+            [sys.executable, "-P", "-m", "fedgen.experiments.processes"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # the same modules as here
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -137,6 +140,8 @@ def _begin(configs: Sequence[DictConfig], log: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # with what it began itself: a killed one could not
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert process.stdin is not None
     process.stdin.close()

@@ -180,6 +180,8 @@ class Training:
             try:
                 with self.interrupt:
                     play(lambda grid: self._rounds(grid, state))
+                if self.interrupt.asked:  # in the last round: what is left may take long
+                    raise Interrupted(self._how_to_go_on(f"after round {state.rounds}"))
                 return self._leave(state)
             except KeyboardInterrupt:
                 raise Interrupted(self._how_to_go_on("before its end")) from None

@@ -262,6 +262,9 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
     """What a run promises. A round is one release of the aggregator's, gated by the draw of the
     cohort: Poisson draws of one Gaussian each (DP-FedAvg, McMahan et al. 2018, theorem 1).
 
+    Neighbours: a client with its rows, or without any. The rate follows from the number of clients,
+    which is public, so that one who has none is still counted and drawn.
+
     A run that goes on without clients that fail may have met failures that depend on who was drawn:
     its draws amplify nothing.
     """

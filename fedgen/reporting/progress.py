@@ -36,6 +36,7 @@ class RunProgress:
         )
         self._tasks: dict[str, TaskID] = {}
         self._spoke = time.monotonic()
+        self._ended: tuple[str, int] | None = None  # a stage whose end was said
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
@@ -57,9 +58,11 @@ class RunProgress:
         """Moves a stage's bar."""
         if not self._live:
             now = time.monotonic()
-            if now - self._spoke >= _QUIET_SECONDS or done == of:
+            ended = done == of and self._ended != (stage, of)
+            if now - self._spoke >= _QUIET_SECONDS or ended:
                 self._spoke = now
                 self.say(f"{stage} {done}/{of}  {facts}")
+            self._ended = (stage, of) if done == of else None
             return
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=of, facts="", completed=done)

@@ -126,16 +126,17 @@ class RunDir:
         except ValueError as error:
             raise FedgenError(str(self._metrics), "was altered", "restore it") from error
 
-    def last_metrics(self) -> dict[str, Any] | None:
-        """The last whole line of metrics, also while another process writes, if there is one."""
+    def last_spend(self) -> dict[str, Any] | None:
+        """The last whole line of metrics with an epsilon, also while another process writes, if
+        there is one."""
         try:
             with self._metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
                 whole = file.read().rpartition(b"\n")[0]
-            found: dict[str, Any] = json.loads(whole.rpartition(b"\n")[2])
+            lines = (json.loads(line) for line in reversed(whole.splitlines()))
+            return next((line for line in lines if "epsilon" in line), None)
         except (OSError, ValueError):
             return None
-        return found
 
     def results(self) -> dict[str, Any]:
         """The results of a finished run. Raises FedgenError if it is not finished."""
@@ -185,7 +186,7 @@ def _of_no_run(path: Path) -> bool:
     """Whether a run that was cut off before it began left this: config.yaml is written last."""
     if path.name in ("clients", "samples", "public"):
         return path.is_dir() and not any(path.iterdir())
-    return path.name in ("SERVER_SIDE.md", "run.json")
+    return path.name in ("SERVER_SIDE.md", "run.json") or path.suffix == ".new"
 
 
 def schema(name: str) -> dict[str, Any]:

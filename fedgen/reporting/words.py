@@ -61,9 +61,12 @@ def protected(record: dict[str, Any]) -> str:
         "client": "all images of one client together",
     }[record["unit"]]
     how = {
-        "replace_one": "was among the training data, or others in its place",
-        "add_or_remove_one": "was among the training data, or not",
-    }[record["relation"]]
+        ("record", "replace_one"): "was among the training data, or another in its place",
+        ("client", "replace_one"): "were among the training data, or others in their place",
+        ("record", "add_or_remove_one"): "was among the training data, or not",
+        ("client", "add_or_remove_one"): "were among the training data, or it had none: how many "
+        "clients there are is public",
+    }[record["unit"], record["relation"]]
     return f"Whether {one} {how}."
 
 

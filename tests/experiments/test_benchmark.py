@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import signal
 import subprocess
@@ -140,6 +141,17 @@ def test_when_it_ends_its_runs_end_with_a_checkpoint(
     while not any((path / "checkpoints").exists() for path in tmp_path.glob("b/D*")):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_its_runs_are_of_the_same_code_wherever_it_is_called(matrix: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "numpy.py").write_text("raise SystemExit('not this one')")
+    words = ["benchmark", f"matrix={matrix}", "seeds=[0]", "methods=[DP-MERF]", "run_dir=out"]
+    command = [sys.executable, "-P", "-m", "fedgen.cli", *words]
+    subprocess.run(command, cwd=there, env=os.environ | {"PYTHONPATH": str(Path.cwd())}, check=True)
+    assert table(there / "out")
 
 
 @pytest.mark.slow

@@ -113,19 +113,21 @@ def test_called_again_it_goes_on(
 
 
 @pytest.mark.slow
-def test_told_to_end_it_says_how_to_go_on(tmp_path: Path) -> None:
-    """Wherever it is: here between two generators, or at the start of one."""
+@pytest.mark.parametrize("sign", ["results.json", "clients/0/ledger.jsonl"])
+def test_told_to_end_it_says_how_to_go_on(sign: str, tmp_path: Path) -> None:
+    """Wherever it is: between two generators, or in the only round of one. It begins no other."""
     place = tmp_path / "run"
-    words = ["-m", "fedgen.cli", "debug", *SMALL, "rounds=1", f"run_dir={place}"]
+    words = ["-m", "fedgen.cli", "debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
     with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 300
-        while not (place / "suspect-0" / "results.json").exists():
+        while not (place / "suspect-0" / sign).exists():
             assert time.monotonic() < until
             assert process.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.001)
         process.terminate()
         assert f"go on with fedgen debug ... run_dir={place}" in process.communicate(timeout=300)[1]
         assert process.returncode == 130
+    assert len(list(place.glob("*-*/config.yaml"))) <= 2
 
 
 def test_a_folder_of_something_else_stays_as_it_is(
@@ -154,6 +156,7 @@ def test_a_run_does_not_go_on_with_other_clients(
 
 @pytest.mark.slow
 def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "debug.json.new").touch()  # one before it was killed as it began
     assert cli.run(["debug", *SMALL, f"run_dir={tmp_path}"]) == 0
     assert results(tmp_path)["verdict"]["bug"] is False
 

@@ -69,6 +69,9 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
         assert words in text
     for client in record["clients"].values():
         assert f"{client['server']:.4g}" not in text, "participation is the server's business"
+    assert "is public" not in text
+    removed = statement({**record, "relation": "add_or_remove_one"}, "draws")
+    assert "or it had none: how many clients there are is public" in removed
     secure = statement({**record, "noise": "secure"}, "draws")
     assert "not for release" not in secure
     assert "proven ε" in summary(run)
@@ -102,6 +105,16 @@ def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     assert run.sizes() == sizes
 
 
+def test_the_last_spend_is_a_whole_line_with_an_epsilon(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.last_spend() is None
+    run.add_metrics({"round": 10, "epsilon": {"server": 1.5}})
+    run.add_metrics({"round": 12, "gen2real": {}})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 20, "epsilon": {"ser')
+    assert run.last_spend() == {"round": 10, "epsilon": {"server": 1.5}}
+
+
 def test_memory_counts_what_children_hold() -> None:
     """An array of 200 MB in a child shows, and goes with it."""
     code = "import time; x = bytearray(200_000_000); print(flush=True); time.sleep(60)"
@@ -121,7 +134,7 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     config = OmegaConf.create({})
     left = tmp_path / "left"
     RunDir.create(left, config, {})
-    (left / "config.yaml").unlink()
+    (left / "config.yaml").rename(left / "config.yaml.new")
     RunDir.create(left, config, {})
     (left / "config.yaml").unlink()
     (left / "public" / "samples.png").touch()
