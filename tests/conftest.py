@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's own choice, 15, lets actors starve beside the other test processes, who wait for nobody
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import hypothesis
 import numpy as np

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -44,14 +45,26 @@ _Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """One run: where it is in the matrix, and its configuration."""
+    """One run: where it is in the matrix, its directory, and the words of its settings."""
 
     method: str
     data: str
     epsilon: float | None
     seed: int
-    name: str  # its run directory's
-    config: DictConfig
+    run_dir: Path
+    words: list[str]
+
+    @property
+    def name(self) -> str:
+        """Its run directory's."""
+        return self.run_dir.name
+
+    @cached_property
+    def config(self) -> DictConfig:
+        """Its configuration, composed when it is asked for: a matrix has many points."""
+        config = compose("config", self.words)
+        config.run_dir = str(self.run_dir)  # no word: a path may have what Hydra takes for its own
+        return config
 
 
 def _target(epsilon: float | None) -> str:
@@ -164,9 +177,8 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
         words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
         name = f"{method}-{data}-{_target(epsilon)}-{seed}"
-        config = compose("config", [*words, f"data={data}", none, f"seed={seed}"])
-        config.run_dir = str(place / name)  # no word: a path may have what Hydra takes for its own
-        yield Point(str(method), data, epsilon, seed, name, config)
+        words += [f"data={data}", none, f"seed={seed}"]
+        yield Point(str(method), data, epsilon, seed, place / name, words)
 
 
 def write_table(

@@ -16,6 +16,10 @@ import pytest
 from tiny import TINY, Train, fingerprint, tiny
 
 from fedgen import cli
+from fedgen.errors import Interrupted
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.federation.rounds import RunState
 
 LONG = [
     "partition=iid",
@@ -251,3 +255,20 @@ def test_a_second_ctrl_c_ends_at_once(
     assert status == 130
     assert "go on with: fedgen train resume=" in line
     assert time.monotonic() - begin < 300
+
+
+def test_a_run_of_long_rounds_is_kept_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ends at once in its third round, long before ``runtime.checkpoint_every``."""
+    monkeypatch.setattr(training, "_CHECKPOINT_SECONDS", 0.0)
+
+    def stop(ready: object, state: RunState, epsilon: object) -> None:
+        if state.rounds == 3:
+            raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    words = [*TINY, "rounds=6", "sample_every=1", f"run_dir={run}"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", words), watch=stop)
+    assert {path.name for path in (run / "checkpoints").iterdir()} >= {"server_000002.safetensors"}
