@@ -26,7 +26,7 @@ from fedgen.coins import Coins
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.judge import judge
 from fedgen.evaluation.polarity import LEVEL, Samples, Verdict, typical, verdict
 from fedgen.evaluation.utility import outputs
@@ -71,10 +71,7 @@ def debug(config: DictConfig) -> str:
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     _check_place(config, place)
     settings.check(_of_part(config, None, place))
-    if config.jobs is None and config.names.runtime != "in_process":
-        jobs = 1  # a run on Ray or on Flower's engine has all cores
-    else:
-        jobs = jobs_at_a_time(config.jobs, [config])
+    jobs = jobs_at_a_time(config.jobs, [config])
     held, clients = settings.shared_out(config)
     # no part is larger than this: what cannot be is said before minutes of work
     most = np.arange(max(2, (len(clients) - config.debug.apart) // (2 * config.debug.generators)))
@@ -103,7 +100,10 @@ def debug(config: DictConfig) -> str:
     failed = train_beside(lanes, place / "logs", jobs, "generators", go_on)
     if failed:
         raise FedgenError("debug", "a generator's run failed", f"see {failed[0]}")
-    return _compare(config, split, held, clients, place)
+    try:
+        return _compare(config, split, held, clients, place)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; go on with {go_on}") from None
 
 
 def _check(config: DictConfig) -> None:
