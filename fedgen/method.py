@@ -119,6 +119,7 @@ class PublicFacts:
 
     all_answer: whether a run ends when a client does not answer. One that goes on without it shows
         by the gap whom a secret draw chose.
+    half: whether answers travel as float16. Their sum is then no sum of what was noised.
     """
 
     clients: int
@@ -126,6 +127,7 @@ class PublicFacts:
     classes: int
     shape: tuple[int, int, int]
     all_answer: bool = True
+    half: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,30 @@ CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test
 DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
 FEDAVG_TESTS = "tests/methods/test_fedavg_gan.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
+ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
 MUTANTS = [
+    Mutant(
+        "noise-adds-up-without-its-root",
+        ROUTING,
+        "math.sqrt(self.answers_per_row) * noise_multiplier, hidden=True",
+        "self.answers_per_row * noise_multiplier, hidden=True",
+        f"{ROUTING_TESTS}::test_the_sum_of_two_answers_is_dominated_and_met",
+    ),
+    Mutant(
+        "noise-that-may-be-missing-adds-up",
+        GS_WGAN,
+        "of_sums = federated and hidden and not facts.half and draw.count_is_fixed",
+        "of_sums = federated and draw.count_is_fixed",
+        f"{GS_WGAN_TESTS}::test_noise_that_may_be_missing_does_not_add_up",
+    ),
+    Mutant(
+        "clients-share-their-noise",
+        CLIENT,
+        'self._coins.at("client", client),',
+        "self._coins,",
+        f"{GS_WGAN_TESTS}::test_the_clients_noise_is_their_own",
+    ),
     Mutant(
         "no-grid",
         MECHANISMS,
@@ -204,10 +226,10 @@ MUTANTS = [
     ),
     Mutant(
         "batch-counted-outside-the-draw",
-        "fedgen/privacy/routing.py",
+        ROUTING,
         "gate = GaussianDpEvent(noise_multiplier / math.sqrt(rows / draws))",
         "gate, draws = GaussianDpEvent(noise_multiplier), rows",
-        "tests/privacy/test_routing.py::test_one_draw_is_one_node",
+        f"{ROUTING_TESTS}::test_one_draw_is_one_node",
     ),
     Mutant(
         "batches-drawn-at-another-rate-than-counted",

@@ -128,9 +128,15 @@ COINS = Coins.of(7, "seeded")
 SHARD = digits(COINS).shard(np.arange(60))
 
 
-def make(clients: int = 1, noise: float | None = None, **changed: Any) -> Method:
+def make(
+    clients: int = 1,
+    noise: float | None = None,
+    all_answer: bool = True,
+    half: bool = False,
+    **changed: Any,
+) -> Method:
     return gs_wgan(
-        PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8)),
+        PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), all_answer, half),
         noise,
         **{**SETTINGS, **changed},
     )

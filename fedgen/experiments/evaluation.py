@@ -96,16 +96,25 @@ def _evaluate_samples(config: DictConfig) -> str:
     if len(samples[1]) < least:
         problem = f"{len(samples[1])} are too few for what is asked of them"
         raise FedgenError("samples", problem, f"give {least} or more")
-    order = torch.randperm(len(samples[1]), generator=coins.public("order")).numpy()
+    most, given = config.evaluation.samples, len(samples[1])
+    if not most:
+        raise FedgenError("evaluation.samples", "0 samples tell nothing", "take more")
+    order = torch.randperm(given, generator=coins.public("order")).numpy()[:most]
     samples = samples[0][order], samples[1][order]  # files may come sorted by label
     out = path.with_name(f"{path.stem}_evaluation")
     coins = coins.at("evaluation")
     with RunProgress() as progress:
         found = suite(config.evaluation, data, data.images, samples, coins, progress, out)
-    text = json.dumps({"samples": str(path), "data": data.name, **found}, indent=2) + "\n"
+    told = {"samples": str(path), "data": data.name, "judged": len(order), "of": given}
+    text = json.dumps({**told, **found}, indent=2) + "\n"
     write_whole(out / "SERVER_SIDE.md", words.SERVER_SIDE.encode())
     write_whole(out / "evaluation.json", text.encode())
-    return "\n".join([*words.quality(found), str(out / "evaluation.json")])
+    lines = [*words.quality(found), str(out / "evaluation.json")]
+    if len(order) < given:
+        lines.insert(
+            0, f"{len(order):,} of {given:,} samples, drawn at random (evaluation.samples)"
+        )
+    return "\n".join(lines)
 
 
 def read_samples(path: Path, data: Dataset) -> Rows:

@@ -114,10 +114,11 @@ def setup(config: DictConfig) -> Setup:
     coins = coins.at("branch", branch)
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
-    facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer)
+    half = config.runtime.transport == "float16"
+    facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer, half)
     made = build(config.method, without=("strategy",))
     make = partial(_method, made, facts, config)
-    if config.runtime.transport == "float16" and make(None).plan.exact:
+    if half and make(None).plan.exact:
         problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)

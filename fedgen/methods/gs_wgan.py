@@ -271,7 +271,7 @@ class Critics:
         self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
     ) -> State:
         """The critics whose turn it is (or that the round draws) descend."""
-        pool = broadcast["images"].to(self.nets.device)  # (classes, fakes per label, ...)
+        pool = broadcast["images"].to(self.nets.device) / 255  # (classes, fakes per label, ...)
 
         def pool_fakes(labels: Tensor, coins: Coins) -> Tensor:
             which = torch.randint(
@@ -418,14 +418,16 @@ class Generator:
         return {name: value.to(self.nets.device) for name, value in state.items()}
 
     def broadcast(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
-        """Fresh fakes for the critics to train on, (classes, fakes per label, ...)."""
+        """Fresh fakes for the critics to train on, (classes, fakes per label, ...): a byte a pixel,
+        as real images have."""
         labels = torch.arange(self.nets.classes).repeat_interleave(self.fakes_per_label)
         latents, _ = self.nets.inputs((len(labels),), coins.at("broadcast", round_))
         with torch.no_grad():
             images = self.nets.generate(
                 part(state, "generator"), latents, labels.to(self.nets.device)
             )
-        return {"images": images.view(self.nets.classes, -1, *images.shape[1:])}
+        pixels = (images * 255).round().to(torch.uint8)
+        return {"images": pixels.view(self.nets.classes, -1, *images.shape[1:])}
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
         """A batch of images and labels, or what makes them, to be judged."""
@@ -632,14 +634,16 @@ def _plan(
 ) -> Plan:
     """What a run promises to spend at most. ``draw``: of clients, or of the one client's critics.
 
-    Federated, the server knows whom it asked: a client's cost is what it answered, and the secret
-    draw of clients amplifies in the release view alone. One client draws its critic in secret: the
-    draw amplifies against the server too.
+    Federated, the server knows whom it asked and sees each answer by itself: a client's cost is
+    what it answered. In the release view alone the draw of clients is secret, and what is published
+    follows from the sums of the answers, in which the noise of all who answer adds up. One client
+    draws its critic in secret: the draw amplifies against the server too.
     """
     federated = facts.clients > 1
     drawn = draw.mode != "mean" and draw.answers_per_row < draw.population
     hidden = not on_query and (facts.all_answer or not federated)
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
+    of_sums = federated and hidden and not facts.half and draw.count_is_fixed
 
     def server(answered: int) -> DpEvent:
         if federated:
@@ -648,6 +652,8 @@ def _plan(
 
     def release(rounds: int) -> DpEvent:
         assert noise is not None
+        if of_sums:
+            return repeat(draw.event_of_sums(rows, noise), rounds)
         return repeat(draw.event(rows, noise, hidden), rounds)
 
     if noise is None:
@@ -668,6 +674,9 @@ def _plan(
         as_published = SampledWithoutReplacementDpEvent(draw.population, 1, as_published)
     by = f"secret draw of {draw.take} of {draw.population} {who}" if reason is None else None
     server_reason = "the server knows whom it asks" if federated and by else reason
+    if of_sums and noise is not None and draw.answers_per_row > 1:
+        by = f"{by}, whose noise adds up" if by else None
+        reason = reason and f"{reason}; the noise of those who answer adds up"
     return Plan(
         unit=Unit.CLIENT if federated else Unit.RECORD,
         relation=Relation.REPLACE_ONE,

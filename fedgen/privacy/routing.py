@@ -41,6 +41,11 @@ class Routing:
         """How many members answer a row (in expectation, for Poisson draws)."""
         return self.population if self.mode == "mean" else self.take
 
+    @property
+    def count_is_fixed(self) -> bool:
+        """Whether each row is answered by exactly ``answers_per_row`` members."""
+        return self.mode == "mean" or self.sampling == "fixed"
+
     def draw(self, rows: int, rng: Random) -> dict[int, list[int]]:
         """Member -> the rows (ascending) that it answers; members without a row are left out."""
         routed: dict[int, list[int]] = {}
@@ -74,6 +79,26 @@ class Routing:
         if hidden and self.sampling == "fixed":
             return repeat(SampledWithoutReplacementDpEvent(self.population, self.take, gate), draws)
         return repeat(RevealedDraw(self.take / self.population, gate), draws)
+
+    def event_of_sums(self, rows: int, noise_multiplier: float) -> DpEvent:
+        """What routing ``rows`` rows costs one client, for whoever sees neither draws nor noise,
+        and of the k answers to a row only their sum: ``event`` at sqrt(k) times the noise.
+
+        Each of the k adds noise of its own, of std sigma S, so that their sum is one Gaussian
+        mechanism of std sqrt(k) sigma S. Given the other k - 1, it is the client's answer or that
+        of one who was drawn in its place: their means are S apart at most, as with one answer.
+
+        That each answer lies on a grid of step g changes nothing. Rounded to it, a Gaussian has at
+        its points the density of the Gaussian plus a uniform on [-g/2, g/2]. The sum of k such has
+        the density of a Gaussian plus k uniforms, but for exp(-(pi sigma S / g)^2 / 2) (Poisson
+        summation, here below 10^-10^5): that is what rounding makes of the Gaussian mechanism plus
+        k - 1 uniforms, which is post-processing.
+
+        Without one of its terms a sum would have less noise: the number of answers must be fixed,
+        and whoever is asked must answer, in full precision.
+        """
+        assert self.count_is_fixed
+        return self.event(rows, math.sqrt(self.answers_per_row) * noise_multiplier, hidden=True)
 
     def _draws(self, rows: int) -> int:
         return rows if self.mode == "per_sample" else 1

@@ -107,6 +107,7 @@ FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
         ([*RIGHT, "evaluation.judge=true"], "samples", "too few"),
         (["samples={path}", "data=mnist"], "samples", "uint8 (n, 1, 28, 28)"),
         (["samples={other}", "data=digits"], "samples", "no label from 0 to 9"),
+        ([*RIGHT, "evaluation=none"], "evaluation.samples", "tell nothing"),
         ([*RIGHT, "evaluation.real2gen=[svm]"], "evaluation.real2gen", "no classifier"),
         ([*RIGHT, *FID], "evaluation.inception_weights", "cannot be read"),
     ],
@@ -150,6 +151,24 @@ def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
     assert found["inception_score"]["generated"]["mean"] > 4  # in the order of labels: below 2
     assert found["precision"] > 0.7
+
+
+def test_no_more_samples_of_a_file_are_judged_than_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drawn from all of it, wherever a label stands."""
+    data = digits(Coins.of(0, "seeded").at("data"))
+    order = np.argsort(data.labels, kind="stable")
+    path = tmp_path / "sorted.npz"
+    np.savez(path, images=data.images[order], labels=data.labels[order])
+    words = ["evaluation.samples=200", "evaluation.classifiers.cnn.epochs=1"]
+    assert cli.run(["evaluate", f"samples={path}", "data=digits", *words]) == 0
+    assert f"200 of {len(order):,} samples" in capsys.readouterr().out
+    found = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
+    assert (found["judged"], found["of"]) == (200, len(order))
+    learnt = found["gen2real"]["logistic_regression"]
+    assert learnt["n"] == 200
+    assert min(learnt["per_class"]) > 0.4
 
 
 def test_all_seeds_have_the_same_test_split() -> None:

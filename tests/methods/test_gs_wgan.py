@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import COINS, SHARD, make
+from tiny import COINS, SHARD, Train, make
 from torch.func import functional_call, grad
 
 from fedgen.coins import Coins
@@ -21,8 +22,9 @@ from fedgen.method import Method
 from fedgen.methods.gs_wgan import Generator
 from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, part, split, template
-from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.accounting import epsilon, gaussian_delta
 from fedgen.privacy.events import canonical
+from strategies.sample_gradients import SampleGradients
 
 
 def prepared(method: Method, shard: Shard = SHARD) -> dict:
@@ -295,6 +297,51 @@ def test_federated_draws_amplify_in_the_release_view_alone() -> None:
     assert method.plan.amplified_by["server"] is None
     busiest = epsilon(canonical(method.plan.server(600)), 1e-5, method.plan.relation).or_infinity
     assert release < busiest
+
+
+def test_noise_adds_up_in_what_is_published() -> None:
+    """Of all clients: one Gaussian whose mu is known in closed form. Of a few that are drawn: as if
+    one of them had so much noise."""
+    everybody = make(clients=49, noise=2.0, routing="mean")
+    _, release = eps(everybody, 100)
+    assert gaussian_delta(600**0.5 / (7 * 2.0), release) == pytest.approx(1e-5, rel=1e-3)
+    assert "adds up" in str(everybody.plan.reasons["release"])
+    some = make(clients=49, noise=0.5, answerers=4)
+    draw = SampledWithoutReplacementDpEvent(49, 4, GaussianDpEvent(1.0))
+    assert canonical(some.plan.release(10)) == {draw: 60}
+    assert "adds up" in str(some.plan.amplified_by["release"])
+    assert canonical(some.plan.server(10)) == {GaussianDpEvent(0.5): 10}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"all_answer": False}, {"half": True}, {"cohort_sampling": "poisson"}, {"clients": 1}],
+)
+def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
+    method = make(**{"clients": 5, "noise": 0.5, "answerers": 4, **changed})
+    event = (method.plan.release or method.plan.server)(6)
+    assert {gate.event.noise_multiplier for gate in canonical(event)} == {0.5}
+    assert "adds up" not in str(method.plan.amplified_by) + str(method.plan.reasons)
+
+
+def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked the same, four answer with independent noise: that of their sum is twice one's."""
+    answers = []
+
+    def seen(self: SampleGradients, round_: int, found: dict, rows: int) -> torch.Tensor | None:
+        answers.append(torch.stack([torch.from_numpy(a.arrays["answer"]) for a in found.values()]))
+        return aggregate(self, round_, found, rows)
+
+    aggregate = SampleGradients.aggregate_query
+    monkeypatch.setattr(SampleGradients, "aggregate_query", seen)
+    target = ["privacy.target_epsilon=null", "privacy.noise_multiplier=50"]
+    four = ["partition=iid", "partition.clients=4", "method.routing=mean", "method.batch=64"]
+    train("method=gs_wgan", *target, *four, "rounds=1")
+    [each] = answers
+    assert each.shape == (4, 64, 1, 8, 8)
+    assert float(each.std()) == pytest.approx(2 * 50, rel=0.05)
+    assert float(each.sum(0).std()) == pytest.approx(2 * 2 * 50, rel=0.05)
+    assert float(torch.corrcoef(each.flatten(1)).fill_diagonal_(0).abs().max()) < 0.1
 
 
 def test_without_a_mechanism_there_is_no_bound() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
 from hypothesis import given
@@ -57,6 +60,48 @@ def test_one_draw_is_one_node() -> None:
     [(per_sample, count)] = canonical(Routing("per_sample", 1000).event(32, 1.07, True)).items()
     assert count == 32
     assert per_sample.event.noise_multiplier == 1.07
+
+
+@pytest.mark.parametrize(("noise", "delta"), [(0.5, 1e-3), (0.5, 0.05), (1.0, 1e-2)])
+def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float) -> None:
+    """Two of three clients are drawn, each adds its own noise, and the sum is seen. The worst that
+    the other two can answer makes of epsilon what it says, and nothing makes more."""
+    found = epsilon(
+        canonical(Routing("per_sample", 3, 2).event_of_sums(1, noise)), delta, Relation.REPLACE_ONE
+    ).or_infinity
+    std, x = 2 * noise * 2**0.5, np.linspace(-20, 20, 8001)
+
+    def seen(mine: float, others: tuple[float, float]) -> np.ndarray:
+        pairs = [sum(others), mine + others[0], mine + others[1]]
+        return sum(stats.norm.pdf(x, mean, std) for mean in pairs) / 3
+
+    ends = np.linspace(-1, 1, 9)
+    worst = max(
+        float(np.maximum(seen(a, rest) - math.exp(found) * seen(-a, rest), 0).sum() * (x[1] - x[0]))
+        for rest in itertools.product(ends, ends)
+        for a in (1, -1)
+    )
+    assert worst == pytest.approx(delta, rel=0.02)
+    assert worst <= delta * (1 + 1e-6)
+
+
+def test_a_sum_of_rounded_answers_is_a_rounded_sum() -> None:
+    """Of two, on a grid of a third of the noise's std; answers lie between its points."""
+    std, first, second = 3.0, 0.3, -1.1
+    points = np.arange(-60, 61)
+
+    def rounded(mean: float) -> np.ndarray:
+        edges = stats.norm.cdf(np.append(points, points[-1] + 1) - 0.5, mean, std)
+        return np.diff(edges)
+
+    def integral(t: np.ndarray) -> np.ndarray:  # of a Gaussian's distribution function
+        s = std * 2**0.5
+        return t * stats.norm.cdf(t / s) + s * stats.norm.pdf(t / s)
+
+    at = points - (first + second)  # the density of a Gaussian and two uniforms: second differences
+    one = integral(at + 1.0) - 2 * integral(at + 0.0) + integral(at - 1.0)
+    both = np.convolve(rounded(first), rounded(second))[60:-60]
+    assert np.abs(both - one).sum() < 1e-12
 
 
 def test_what_does_not_amplify() -> None:
