@@ -172,7 +172,9 @@ def all_scores(fits: Sequence[Fit], jobs: int) -> Iterator[tuple[int, dict[str, 
         return
     import joblib
 
-    with joblib.parallel_config("loky", inner_max_num_threads=1):
+    with warnings.catch_warnings(), joblib.parallel_config("loky", inner_max_num_threads=1):
+        # a process that a classifier has blown up is replaced between two of them
+        warnings.filterwarnings("ignore", "A worker stopped", UserWarning)
         at_once = joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1)
         yield from at_once(joblib.delayed(_numbered)(*each) for each in enumerate(fits))
 
