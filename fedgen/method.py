@@ -119,7 +119,8 @@ class PublicFacts:
 
     all_answer: whether a run ends when a client does not answer. One that goes on without it shows
         by the gap whom a secret draw chose.
-    half: whether answers travel as float16. Their sum is then no sum of what was noised.
+    draws_anew: whether the run ended so, and goes on by other draws that meet no such client.
+    half: whether answers travel as float16.
     """
 
     clients: int
@@ -127,7 +128,19 @@ class PublicFacts:
     classes: int
     shape: tuple[int, int, int]
     all_answer: bool = True
+    draws_anew: bool = False
     half: bool = False
+
+    @property
+    def draws_are_hidden(self) -> bool:
+        """Whether nothing shows whom a secret draw of clients chose."""
+        return self.all_answer and not self.draws_anew
+
+    @property
+    def sums_are_whole(self) -> bool:
+        """Whether the server's sum of clients' answers is that of all that they noised: of all who
+        were asked, and with nothing between the noise and the sum."""
+        return self.all_answer and not self.half
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,44 @@ MUTANTS = [
     Mutant(
         "noise-adds-up-without-its-root",
         ROUTING,
-        "math.sqrt(self.answers_per_row) * noise_multiplier, hidden=True",
-        "self.answers_per_row * noise_multiplier, hidden=True",
+        "math.sqrt(self.answers_per_row) * noise_multiplier, hidden",
+        "self.answers_per_row * noise_multiplier, hidden",
         f"{ROUTING_TESTS}::test_the_sum_of_two_answers_is_dominated_and_met",
     ),
     Mutant(
         "noise-that-may-be-missing-adds-up",
         GS_WGAN,
-        "of_sums = federated and hidden and not facts.half and draw.count_is_fixed",
+        "of_sums = federated and facts.sums_are_whole and draw.count_is_fixed",
         "of_sums = federated and draw.count_is_fixed",
         f"{GS_WGAN_TESTS}::test_noise_that_may_be_missing_does_not_add_up",
+    ),
+    Mutant(
+        "half-precision-is-not-told",
+        "fedgen/experiments/settings.py",
+        "all_answer=all_answer, half=half",
+        "all_answer=all_answer",
+        f"{GS_WGAN_TESTS}::test_a_setting_reaches_what_is_proven",
+    ),
+    Mutant(
+        "single-answers-are-rounded-before-their-sum",
+        "strategies/sample_gradients.py",
+        'torch.from_numpy(answers[client].arrays["answer"])',
+        'torch.from_numpy(answers[client].arrays["answer"]).half().float()',
+        f"{GS_WGAN_TESTS}::test_the_generator_follows_the_sum_alone",
+    ),
+    Mutant(
+        "any-noise-will-do",
+        "fedgen/federation/rounds.py",
+        'raise _UnusableError("unplanned")',
+        "pass",
+        "tests/federation/test_faults.py::test_answers_of_other_noise_end_the_run",
+    ),
+    Mutant(
+        "one-noise-for-what-two-versions-solve-for",
+        "fedgen/experiments/settings.py",
+        "chosen.append(in_short(noise_multiplier))",
+        "pass",
+        "tests/experiments/test_branches.py::test_another_noise_is_another_run",
     ),
     Mutant(
         "clients-share-their-noise",
@@ -277,8 +305,8 @@ MUTANTS = [
     Mutant(
         "amplified-though-critics-train-when-drawn",
         GS_WGAN,
-        "hidden = not on_query and (facts.all_answer or not federated)",
-        "hidden = facts.all_answer or not federated",
+        "hidden = not on_query and (facts.draws_are_hidden or not federated)",
+        "hidden = facts.draws_are_hidden or not federated",
         f"{GS_WGAN_TESTS}::test_the_published_variant_is_not_amplified_with_clients_either",
     ),
     Mutant(

@@ -131,15 +131,15 @@ SHARD = digits(COINS).shard(np.arange(60))
 def make(
     clients: int = 1,
     noise: float | None = None,
+    *,
     all_answer: bool = True,
+    draws_anew: bool = False,
     half: bool = False,
     **changed: Any,
 ) -> Method:
-    return gs_wgan(
-        PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), all_answer, half),
-        noise,
-        **{**SETTINGS, **changed},
-    )
+    known = {"all_answer": all_answer, "draws_anew": draws_anew, "half": half}
+    facts = PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), **known)
+    return gs_wgan(facts, noise, **{**SETTINGS, **changed})
 
 
 def on_grid(noisy: torch.Tensor, std: float) -> torch.Tensor:

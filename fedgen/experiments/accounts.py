@@ -90,7 +90,8 @@ class Accounts:
             return None
         most = canonical(plan.server(min(budget.rows, plan.asked(rounds) * plan.rows_per_round)))
         cap, stop = epsilon(most, delta, plan.relation), 0.0
-        if budget.stop_probability > 0 or again:
+        drawn = self.method.cohort.drawn  # or else a stop follows from the count of rounds alone
+        if drawn and (budget.stop_probability > 0 or again):
             steps = budget.rounds + again
             stop = self.method.cohort.stop_probability(plan.rows_per_round, steps, budget.rows)
         return smaller(release_epsilon(plan.release(rounds), delta, plan.relation, stop), cap)

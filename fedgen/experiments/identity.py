@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.settings import Setup, device
+from fedgen.experiments.settings import Setup, device, in_short
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import LEDGER
 from fedgen.files import digest
@@ -45,6 +45,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         "data": ready.dataset.digest,
         "settings": settings,
         "device": device(config.device),
+        "noise_multiplier": in_short(ready.privacy.noise_multiplier),
         "environment": {
             **{name: metadata.version(name) for name in ("fedgen", "flwr", "torch", "numpy")},
             "python": platform.python_version(),
@@ -63,6 +64,16 @@ def _settings_digest(config: DictConfig) -> str:
     return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
 
 
+def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
+    """Raises FedgenError if the noise that is solved for here is not the run's: what it promised
+    rests on that of all clients."""
+    began, here = identity.get("noise_multiplier"), in_short(ready.privacy.noise_multiplier)
+    if began != here:
+        problem = f"the run began with noise multiplier {began}, and {here} is solved for here"
+        version = identity.get("environment", {}).get("fedgen")
+        raise FedgenError(key, problem, f"go on with fedgen {version} as it was then")
+
+
 def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
     """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
     the same coins would sanitize something else."""
@@ -77,6 +88,7 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
         )
     if identity["settings"] != _settings_digest(ready.config):
         raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
+    check_same_noise(ready, identity, "resume")
     if (run_dir.checkpoints / checkpoint.NAME).exists():
         for client in range(len(ready.shards)):
             if not (run_dir.clients / str(client) / LEDGER).exists():

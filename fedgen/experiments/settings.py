@@ -110,12 +110,12 @@ def setup(config: DictConfig) -> Setup:
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
-    branch = branch_of(config, held)
-    coins = coins.at("branch", branch)
     rows = len(shards[0]) if len(shards) == 1 else None
     all_answer = config.runtime.min_success >= 1
     half = config.runtime.transport == "float16"
-    facts = PublicFacts(len(shards), rows, held.classes, held.shape, all_answer, half)
+    facts = PublicFacts(
+        len(shards), rows, held.classes, held.shape, all_answer=all_answer, half=half
+    )
     made = build(config.method, without=("strategy",))
     make = partial(_method, made, facts, config)
     if half and make(None).plan.exact:
@@ -123,6 +123,8 @@ def setup(config: DictConfig) -> Setup:
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
+    branch = branch_of(config, held, noise)
+    coins = coins.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):
         plan = make(None).plan
@@ -130,7 +132,7 @@ def setup(config: DictConfig) -> Setup:
         held, shards, canaries = plant(
             held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
-    gaps = partial(_method, made, replace(facts, all_answer=False), config, noise)
+    gaps = partial(_method, made, replace(facts, draws_anew=True), config, noise)
     return Setup(
         config,
         branch,
@@ -168,10 +170,11 @@ def _members(group: object, clients: int) -> list[int]:
     return sorted(numbers)
 
 
-def branch_of(config: DictConfig, held: Dataset) -> str:
+def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None) -> str:
     """What sets a run's coins apart from those of other runs under the same seed: all that its
-    messages follow from, settings and rows. Two runs that shared their noise at different scales,
-    or about different rows, would show them bare to whoever has both.
+    messages follow from, settings, rows, and the noise that was solved for (another version may
+    solve another). Two runs that shared their noise at different scales, or about different rows,
+    would show them bare to whoever has both.
 
     Empty in mode ``secure``: what is secret is the process' own, and public coins must not follow
     from private rows.
@@ -182,7 +185,14 @@ def branch_of(config: DictConfig, held: Dataset) -> str:
     chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
     chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
+    chosen.append(in_short(noise_multiplier))
     return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
+
+
+def in_short(noise_multiplier: float | None) -> str | None:
+    """Six digits: what solving on another machine may change is below them, and noise that differs
+    by less is the same on its grid."""
+    return None if noise_multiplier is None else f"{noise_multiplier:.6g}"
 
 
 def dataset(config: DictConfig) -> Dataset:
@@ -520,7 +530,7 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
             ).or_infinity
 
         # where everybody answers everything, whole rounds are spent
-        everybody = method.cohort.answers_per_row == method.cohort.population
+        everybody = not method.cohort.drawn
         unit = per_round if everybody else 1
         rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
         stop = method.cohort.stop_probability(per_round, asked, rows)

@@ -30,12 +30,12 @@ from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
-from fedgen.experiments.identity import check_same_run, moved, new_run
+from fedgen.experiments.identity import check_same_noise, check_same_run, moved, new_run
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site
-from fedgen.federation.failures import UnansweredError
+from fedgen.federation.failures import DROPPED, Failure, UnansweredError
 from fedgen.federation.faults import FaultyClients, FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
@@ -125,7 +125,9 @@ class SiteOf:
     def __call__(self) -> Site:
         """See the class."""
         run_dir, config, identity = RunDir.open(Path(self.path), "run_dir")
-        return site(settings.setup(config), run_dir, identity["run"])
+        ready = settings.setup(config)
+        check_same_noise(ready, identity, "run_dir")
+        return site(ready, run_dir, identity["run"])
 
 
 def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
@@ -213,7 +215,7 @@ class Training:
             clients=self.clients,
             min_success=self.config.runtime.min_success,
             timeout=self.config.runtime.timeout,
-            failed=lambda failure: self.run_dir.add_failure(asdict(failure)),
+            failed=self._failed,
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
         )
         rounds.hello()
@@ -223,6 +225,11 @@ class Training:
             self.accounts.ledgers.update(rounds.accounts())
             self._checkpoint(state, last=True)
         rounds.forget()
+
+    def _failed(self, failure: Failure) -> None:
+        if failure.kind not in DROPPED:  # marked before anything can end the process
+            self.run_dir.unanswered.touch()
+        self.run_dir.add_failure(asdict(failure))
 
     def _train(self, rounds: Rounds, state: RunState) -> None:
         def keep() -> None:

@@ -20,6 +20,8 @@ from fedgen.federation.flower_compat import (
 DEADLINE, DIED = 102, 103
 """Codes of our own grids: the client did not answer in time; its process died, again and again."""
 
+DROPPED = ("late", "repeated")
+
 _KINDS = {
     FAILED: "failed",
     DEADLINE: "deadline",
@@ -37,8 +39,8 @@ class Failure:
     """A client that was sent a message and did not answer it well, or not once.
 
     kind: failed, raised, died, deadline, unavailable, unknown; malformed (no release in the reply,
-        or not of the shape that was asked for), not finite; late, repeated (a reply to a message
-        that is over, which is dropped).
+        or not of the shape that was asked for), not finite, unplanned (a release of other noise
+        than was planned); late, repeated (a reply to a message that is over: ``DROPPED``).
     """
 
     kind: str

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, NonPrivateDpEvent
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -128,6 +128,9 @@ class Rounds:
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
+        # what is published of several clients' sums rests on the noise of each
+        sums = method.plan.release is not None and method.aggregate is None
+        self._of_plan = {*canonical(method.plan.server(1)), NonPrivateDpEvent()} if sums else None
 
     def hello(self) -> None:
         """Learns which node is which client: node ids are random, and in no order.
@@ -292,6 +295,8 @@ class Rounds:
         except ValueError as error:
             raise _UnusableError("malformed") from error
         self._note(client, answer.event)
+        if self._of_plan and not self._of_plan.issuperset(self._canonical[answer.event]):
+            raise _UnusableError("unplanned")
         found = answer.arrays.get("answer")
         if found is None or found.shape != shape:
             raise _UnusableError("malformed")

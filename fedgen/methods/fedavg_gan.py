@@ -269,7 +269,7 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
     its draws amplify nothing.
     """
     private = isinstance(aggregate, TrustedAggregate)
-    drawn, hidden = rate < 1, facts.all_answer
+    drawn, hidden = rate < 1, facts.draws_are_hidden
 
     def release(rounds: int) -> DpEvent:
         assert isinstance(aggregate, TrustedAggregate)
@@ -283,7 +283,7 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
     elif not drawn:
         reason = "every client is in every cohort: there is no draw"
     elif not hidden:
-        reason = "the run goes on without clients that fail: a gap shows whom a draw chose"
+        reason = "a client that fails shows by the gap whom a draw chose"
     trusted = "the server takes in contributions without noise, and clients trust it: no bound"
     return Plan(
         unit=Unit.CLIENT,

@@ -636,14 +636,14 @@ def _plan(
 
     Federated, the server knows whom it asked and sees each answer by itself: a client's cost is
     what it answered. In the release view alone the draw of clients is secret, and what is published
-    follows from the sums of the answers, in which the noise of all who answer adds up. One client
-    draws its critic in secret: the draw amplifies against the server too.
+    follows from the sums of the answers, in which the noise of all who answer adds up (nobody who
+    answers is this adversary: they know their own). One client draws its critic in secret: the draw
+    amplifies against the server too.
     """
     federated = facts.clients > 1
-    drawn = draw.mode != "mean" and draw.answers_per_row < draw.population
-    hidden = not on_query and (facts.all_answer or not federated)
+    hidden = not on_query and (facts.draws_are_hidden or not federated)
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
-    of_sums = federated and hidden and not facts.half and draw.count_is_fixed
+    of_sums = federated and facts.sums_are_whole and draw.count_is_fixed
 
     def server(answered: int) -> DpEvent:
         if federated:
@@ -653,19 +653,19 @@ def _plan(
     def release(rounds: int) -> DpEvent:
         assert noise is not None
         if of_sums:
-            return repeat(draw.event_of_sums(rows, noise), rounds)
+            return repeat(draw.event_of_sums(rows, noise, hidden), rounds)
         return repeat(draw.event(rows, noise, hidden), rounds)
 
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"
-    elif not drawn:
+    elif not draw.drawn:
         reason = "everybody answers every sample: there is no draw"
     elif on_query:
         reason = "critics train when they are drawn, so their state tells of past draws"
     elif draw.sampling == "poisson":
         reason = "a Poisson cohort shows who is absent by a missing answer"
     elif not hidden:
-        reason = "the run goes on without clients that fail: a gap shows whom a draw chose"
+        reason = "a client that fails shows by the gap whom a draw chose"
     else:
         reason = None
     who = "clients" if federated else "critics"
@@ -682,7 +682,7 @@ def _plan(
         relation=Relation.REPLACE_ONE,
         sampler=f"{draw.sampling} draw of {draw.take} of {draw.population} {who}, "
         f"{draw.mode.replace('_', ' ')}"
-        if drawn
+        if draw.drawn
         else "none",
         rows_per_round=rows,
         answer=lambda rows, _: (rows, *answer),

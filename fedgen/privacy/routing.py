@@ -42,6 +42,11 @@ class Routing:
         return self.population if self.mode == "mean" else self.take
 
     @property
+    def drawn(self) -> bool:
+        """Whether some answer a row and others do not."""
+        return self.mode != "mean" and self.take < self.population
+
+    @property
     def count_is_fixed(self) -> bool:
         """Whether each row is answered by exactly ``answers_per_row`` members."""
         return self.mode == "mean" or self.sampling == "fixed"
@@ -72,7 +77,7 @@ class Routing:
         Poisson draw is not amplified even then: the absence of an answer is no Gaussian near its
         presence, as the theorem on secret draws needs.
         """
-        if self.mode == "mean" or self.population == self.take:
+        if not self.drawn:
             return repeat(GaussianDpEvent(noise_multiplier), rows)
         draws = self._draws(rows)
         gate = GaussianDpEvent(noise_multiplier / math.sqrt(rows / draws))
@@ -80,9 +85,9 @@ class Routing:
             return repeat(SampledWithoutReplacementDpEvent(self.population, self.take, gate), draws)
         return repeat(RevealedDraw(self.take / self.population, gate), draws)
 
-    def event_of_sums(self, rows: int, noise_multiplier: float) -> DpEvent:
-        """What routing ``rows`` rows costs one client, for whoever sees neither draws nor noise,
-        and of the k answers to a row only their sum: ``event`` at sqrt(k) times the noise.
+    def event_of_sums(self, rows: int, noise_multiplier: float, hidden: bool) -> DpEvent:
+        """What routing ``rows`` rows costs one client, for whoever sees none of the noise, and of
+        the k answers to a row only their sum: ``event`` at sqrt(k) times the noise.
 
         Each of the k adds noise of its own, of std sigma S, so that their sum is one Gaussian
         mechanism of std sqrt(k) sigma S. Given the other k - 1, it is the client's answer or that
@@ -98,14 +103,14 @@ class Routing:
         and whoever is asked must answer, in full precision.
         """
         assert self.count_is_fixed
-        return self.event(rows, math.sqrt(self.answers_per_row) * noise_multiplier, hidden=True)
+        return self.event(rows, math.sqrt(self.answers_per_row) * noise_multiplier, hidden)
 
     def _draws(self, rows: int) -> int:
         return rows if self.mode == "per_sample" else 1
 
     def busiest(self, rows: int, steps: int, tail: float) -> int:
         """Rows that no member answers more of in ``steps`` steps, but for probability ``tail``."""
-        if self.mode == "mean" or self.population == self.take:
+        if not self.drawn:
             return rows * steps
         draws = self._draws(rows)
         visits = binom.isf(tail / self.population, draws * steps, self.take / self.population)
@@ -113,7 +118,7 @@ class Routing:
 
     def stop_probability(self, rows: int, steps: int, cap: int) -> float:
         """An upper bound on the probability that some member is asked for more than ``cap``."""
-        if self.mode == "mean" or self.population == self.take:
+        if not self.drawn:
             return float(cap < rows * steps)
         draws = self._draws(rows)
         visits = cap * draws // rows

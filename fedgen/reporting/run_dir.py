@@ -46,7 +46,7 @@ class RunDir:
         self.clients = path / "clients"
         self.samples = path / "samples"
         self.public = path / "public"
-        self.unanswered = path / "unanswered"  # a mark: the run ended because clients failed
+        self.unanswered = path / "unanswered"  # a mark: a client did not answer
         self._metrics = path / "metrics.jsonl"
         self._failures = path / "failures.jsonl"
 

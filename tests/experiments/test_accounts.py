@@ -45,6 +45,19 @@ def test_rounds_done_again_may_end_a_run_and_so_show_its_draws() -> None:
     assert found[0].or_infinity < found[40].or_infinity == cap.or_infinity
 
 
+def test_rounds_done_again_tell_nothing_where_nobody_is_drawn() -> None:
+    method = make(clients=4, noise=1.0, routing="mean")
+    rows = method.plan.rows_per_round
+    accounts = Accounts(method, Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0)), 4)
+    once, again = RunState({}, rounds=4), RunState({}, rounds=4)
+    once.rows.update(dict.fromkeys(range(4), 4 * rows))
+    again.rows.update(dict.fromkeys(range(4), 6 * rows))
+    assert accounts.repeated_rounds(again) == 2
+    assert accounts.release(once, stopped=False) == accounts.release(again, stopped=False)
+    server = accounts.views(once)["server"]
+    assert accounts.views(once)["release"].or_infinity < server.or_infinity / 1.5
+
+
 def test_how_many_a_poisson_cohort_had_changes_nothing_that_is_said() -> None:
     method = make(clients=5, noise=1.0, routing="per_sample", cohort_sampling="poisson")
     privacy = Privacy(1e-5, "seeded", 1.0, Budget(4, 4 * method.plan.rows_per_round, 0.0))

@@ -11,7 +11,7 @@ from tiny import tiny
 
 from fedgen import cli
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup, setup
+from fedgen.experiments.settings import Setup, branch_of, setup
 from fedgen.federation import checkpoint
 from fedgen.reporting.run_dir import RunDir
 
@@ -48,6 +48,14 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first[2] != second[2] or other == "seed=1"  # all coins follow from the seed as well
+
+
+def test_another_noise_is_another_run() -> None:
+    """Which is solved for, and may be another one in another version."""
+    config, held = ready().config, ready().dataset
+    found = [branch_of(config, held, noise) for noise in (1.0, 1.00001, 1.0 + 1e-12)]
+    assert found[0] != found[1]
+    assert found[0] == found[2], "what another machine's rounding does to it is none"
 
 
 @pytest.mark.parametrize(

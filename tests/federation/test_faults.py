@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from omegaconf import DictConfig
 from tiny import COINS, TINY, Train, fingerprint, make
 
 from fedgen import cli
 from fedgen.coins import Coins
+from fedgen.experiments import settings
+from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
 from fedgen.federation.failures import DEADLINE
 from fedgen.federation.fault_rates import Faults
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
+from fedgen.reporting.run_dir import RunDir
 
 FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
 NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
@@ -153,6 +158,53 @@ def test_draws_that_are_made_again_after_a_client_failed_amplify_nothing(
     assert cli.run(["train", f"resume={run}"]) == 0
     release = json.loads((run / "privacy.json").read_text())["views"]["release"]
     assert (release["amplified_by"] is None) == (noise == "secure")
+
+
+def test_a_client_that_fails_is_marked_before_anything_else_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process that dies at that moment leaves no trace of it."""
+    run = tmp_path / "run"
+    command = [*TINY, *NOISE, "partition=iid", "partition.clients=4", "privacy.noise=secure"]
+    seen = []
+
+    def die(self: RunDir, line: dict[str, object]) -> None:
+        seen.append(self.unanswered.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDir, "add_failure", die)
+    cli.run(["train", *command, "runtime.faults.returns_error=0.5", f"run_dir={run}"])
+    assert seen[0]
+
+
+def test_answers_of_other_noise_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of clients of another version, say: what is published rests on the noise of all."""
+    whole = settings.setup
+
+    def other(config: DictConfig) -> Setup:
+        ready = whole(config)
+        return replace(ready, program=lambda: ready.at_noise(0.01).client)
+
+    monkeypatch.setattr(settings, "setup", other)
+    run = tmp_path / "run"
+    command = [*TINY, *FEDERATED, "partition.clients=4", f"run_dir={run}"]
+    assert cli.run(["train", *command, "privacy.adversary=release"]) == 2
+    assert "(unplanned)" in capsys.readouterr().err
+    assert not list((run / "public").iterdir())
+
+
+def test_a_run_goes_on_with_the_noise_that_it_began_with(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*FEDERATED, "partition.clients=4")
+    file = run / "run.json"
+    identity = json.loads(file.read_text())
+    file.write_text(json.dumps({**identity, "noise_multiplier": "0.5"}))
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "began with noise multiplier 0.5" in capsys.readouterr().err
 
 
 def test_an_altered_configuration_is_refused(

@@ -11,19 +11,22 @@ import torch
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import COINS, SHARD, Train, make
+from tiny import COINS, SHARD, Train, make, on_grid
 from torch.func import functional_call, grad
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.configuration import compose
+from fedgen.federation.messages import Answer
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Method
 from fedgen.methods.gs_wgan import Generator
 from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, part, split, template
 from fedgen.privacy.accounting import epsilon, gaussian_delta
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import RevealedDraw, Unit, canonical
 from strategies.sample_gradients import SampleGradients
 
 
@@ -322,6 +325,42 @@ def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
     event = (method.plan.release or method.plan.server)(6)
     assert {gate.event.noise_multiplier for gate in canonical(event)} == {0.5}
     assert "adds up" not in str(method.plan.amplified_by) + str(method.plan.reasons)
+
+
+def test_sums_stay_whole_where_draws_show() -> None:
+    """After a client failed and the run went on by other draws; and where critics train when they
+    are drawn: draws amplify nothing then, and the noise of all who answer is there all the same."""
+    for changed in ({"draws_anew": True}, {"critic_schedule": "on_query"}):
+        method = make(clients=5, noise=0.5, answerers=4, **changed)
+        [(event, count)] = canonical(method.plan.release(6)).items()
+        assert (event, count) == (RevealedDraw(4 / 5, GaussianDpEvent(1.0)), 36)
+        assert method.plan.amplified_by["release"] is None
+        assert "adds up" in str(method.plan.reasons["release"])
+    everybody = make(clients=4, noise=0.5, routing="mean", draws_anew=True)
+    assert canonical(everybody.plan.release(6)) == {GaussianDpEvent(1.0): 36}
+
+
+def test_a_setting_reaches_what_is_proven() -> None:
+    """Answers as float16 are not summed as they were noised."""
+    words = ["method=gs_wgan_small", "partition=iid", "partition.clients=4", "method.routing=mean"]
+    words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=0.5"]
+    found = {}
+    for name, word in (("whole", "seed=0"), ("half", "runtime.transport=float16")):
+        plan = settings.setup(compose("config", [*words, word])).method.plan
+        [found[name]] = canonical(plan.release(1))
+    assert found == {"whole": GaussianDpEvent(1.0), "half": GaussianDpEvent(0.5)}
+
+
+def test_the_generator_follows_the_sum_alone() -> None:
+    """To the last bit: what followed from single answers would not have the noise of the sum."""
+    strategy = SampleGradients(make(clients=4, noise=1.0, routing="mean"), COINS)
+    answers = on_grid(COINS.noise((4, 6, 1, 8, 8)), 1.0)
+    found = {
+        client: Answer({"answer": each.numpy()}, GaussianDpEvent(1.0), Unit.CLIENT)
+        for client, each in enumerate(answers)
+    }
+    mean = strategy.aggregate_query(0, found, 6)
+    assert torch.equal(mean, (answers.double().sum(0) / 4).float())
 
 
 def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

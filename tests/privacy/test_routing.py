@@ -67,7 +67,9 @@ def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float)
     """Two of three clients are drawn, each adds its own noise, and the sum is seen. The worst that
     the other two can answer makes of epsilon what it says, and nothing makes more."""
     found = epsilon(
-        canonical(Routing("per_sample", 3, 2).event_of_sums(1, noise)), delta, Relation.REPLACE_ONE
+        canonical(Routing("per_sample", 3, 2).event_of_sums(1, noise, True)),
+        delta,
+        Relation.REPLACE_ONE,
     ).or_infinity
     std, x = 2 * noise * 2**0.5, np.linspace(-20, 20, 8001)
 
