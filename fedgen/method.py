@@ -119,7 +119,7 @@ class PublicFacts:
 
     all_answer: whether a run ends when a client does not answer. One that goes on without it shows
         by the gap whom a secret draw chose.
-    draws_anew: whether the run ended so, and goes on by other draws that meet no such client.
+    redrawn: whether the run ended so, and goes on by other draws that meet no such client.
     half: whether answers travel as float16.
     """
 
@@ -128,13 +128,13 @@ class PublicFacts:
     classes: int
     shape: tuple[int, int, int]
     all_answer: bool = True
-    draws_anew: bool = False
+    redrawn: bool = False
     half: bool = False
 
     @property
     def draws_are_hidden(self) -> bool:
         """Whether nothing shows whom a secret draw of clients chose."""
-        return self.all_answer and not self.draws_anew
+        return self.all_answer and not self.redrawn
 
     @property
     def sums_are_whole(self) -> bool:

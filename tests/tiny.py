@@ -133,11 +133,11 @@ def make(
     noise: float | None = None,
     *,
     all_answer: bool = True,
-    draws_anew: bool = False,
+    redrawn: bool = False,
     half: bool = False,
     **changed: Any,
 ) -> Method:
-    known = {"all_answer": all_answer, "draws_anew": draws_anew, "half": half}
+    known = {"all_answer": all_answer, "redrawn": redrawn, "half": half}
     facts = PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), **known)
     return gs_wgan(facts, noise, **{**SETTINGS, **changed})
 

@@ -330,13 +330,13 @@ def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
 def test_sums_stay_whole_where_draws_show() -> None:
     """After a client failed and the run went on by other draws; and where critics train when they
     are drawn: draws amplify nothing then, and the noise of all who answer is there all the same."""
-    for changed in ({"draws_anew": True}, {"critic_schedule": "on_query"}):
+    for changed in ({"redrawn": True}, {"critic_schedule": "on_query"}):
         method = make(clients=5, noise=0.5, answerers=4, **changed)
         [(event, count)] = canonical(method.plan.release(6)).items()
         assert (event, count) == (RevealedDraw(4 / 5, GaussianDpEvent(1.0)), 36)
         assert method.plan.amplified_by["release"] is None
         assert "adds up" in str(method.plan.reasons["release"])
-    everybody = make(clients=4, noise=0.5, routing="mean", draws_anew=True)
+    everybody = make(clients=4, noise=0.5, routing="mean", redrawn=True)
     assert canonical(everybody.plan.release(6)) == {GaussianDpEvent(1.0): 36}
 
 
