@@ -38,8 +38,8 @@ def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
         "- Several generators from the same data: their ε add up.\n"
         "- Choices made by looking at private data, among runs or settings.\n"
         + (_PICKED if picked else "")
-        + "- Whoever runs the training, takes part or sees its messages: bounds of their own, not in this "
-        "folder.\n- Timing, and the finite precision of floating point.",
+        + "- Whoever runs the training, takes part or sees its messages: bounds of their own, not "
+        "in this folder.\n- Timing, and the finite precision of floating point.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",
