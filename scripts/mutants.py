@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "noise-at-two-scales",
         "fedgen/experiments/settings.py",
-        '("method", "privacy", "partition", "rounds", "start")',
-        '("method", "partition", "rounds", "start")',
+        "branch = branch_of(config, held, noise)",
+        'branch = ""',
         "tests/experiments/test_branches.py::test_no_two_scales_of_one_noise",
     ),
     Mutant(
