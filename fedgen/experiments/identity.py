@@ -67,7 +67,8 @@ def _settings_digest(config: DictConfig) -> str:
 def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
     """Raises FedgenError if the noise that is solved for here is not the run's: what it promised
     rests on that of all clients."""
-    began, here = identity.get("noise_multiplier"), in_short(ready.privacy.noise_multiplier)
+    here = in_short(ready.privacy.noise_multiplier)
+    began = identity.get("noise_multiplier", "that is not on record")
     if began != here:
         problem = f"the run began with noise multiplier {began}, and {here} is solved for here"
         version = identity.get("environment", {}).get("fedgen")
