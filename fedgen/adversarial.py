@@ -7,7 +7,7 @@ which takes the mean of the clients' discriminators, takes a step of the generat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +48,7 @@ from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
-from fedgen.privacy.per_example import ClippedSum
+from fedgen.privacy.per_example import ClippedSum, examples_at_once
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
@@ -67,6 +67,11 @@ class Networks:
     latent: int
     classes: int
     device: str
+
+    @property
+    def at_once(self) -> int:
+        """Rows whose gradients are summed together."""
+        return examples_at_once(self.device)
 
     def size(self) -> int:
         """Number of the discriminator's weights."""
@@ -271,7 +276,7 @@ def take_steps(
     query: Query,
     round_: int,
     coins: Coins,
-    of_rows: Callable[[Tensors, Tensors, Coins], ClippedSum],
+    of_rows: Callable[[Tensors, Tensors, Coins], Iterable[ClippedSum]],
     gradient: Callable[[Tensors, Tensors, Tensor, Coins], Tensor],
 ) -> Release:
     """A client's answer: discriminator and Adam's state after a step for each of the query's rows.
@@ -279,16 +284,16 @@ def take_steps(
     Coins are of the message and the step, so that questions about overlapping rounds share none.
 
     Args:
-        of_rows: (discriminator, generator, coins) -> the clipped sum over a batch. Alone in seeing
-            rows.
+        of_rows: (discriminator, generator, coins) -> the clipped sums over the parts of a batch.
+            Alone in seeing rows.
         gradient: (discriminator, generator, noised sum over the batch's expected size, coins) ->
             what Adam descends.
     """
     given = {name: value.to(nets.device) for name, value in query.shared.items()}
     generator = part(given, "generator")
 
-    def sums(point: Mapping[str, Tensor], here: Coins) -> Iterator[ClippedSum]:
-        yield of_rows(part(point, "weights"), generator, here)
+    def sums(point: Mapping[str, Tensor], here: Coins) -> Iterable[ClippedSum]:
+        return of_rows(part(point, "weights"), generator, here)
 
     def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
         weights, moments = part(point, "weights"), part(point, "adam")
@@ -386,6 +391,7 @@ def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: st
         answer=lambda *_: (1, answer),
         server=server,
         release=None,
+        seen=None,
         amplified_by={"server": by, "release": by},
         reasons={"server": reason, "release": reason},
         claim=Claim(

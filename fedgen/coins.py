@@ -8,8 +8,11 @@ A coin is named by where it falls (round, client, critic, purpose) and never tak
 stream, so a client that answers more or less often than another flips the same coins for the rest.
 Mode ``seeded`` derives the three keys from one root seed: a run repeats bit for bit, and is an
 experiment. Mode ``secure`` takes the secret and the noise key from the operating system when the
-process starts; they live in memory alone and end with it.
-Secret draws and noise are SHAKE-256 streams under their key, the same code in both modes.
+process starts; they live in memory alone and end with it, but for the key of the server's draws of
+clients, which the run keeps beside its checkpoints: a round that is done again asks whom it asked.
+Each place has a stream of its own, AES-256 in counter mode under a key that SHAKE-256 derives from
+the kind's key and the place, the same code in both modes. That such streams cannot be told from
+fair coins is what every epsilon here assumes.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 Where = int | str
 Mode = Literal["seeded", "secure"]
@@ -61,6 +66,10 @@ class Coins:
         """The same public coins, and other secret and noise coins for every other salt."""
         return replace(self, salt=salt)
 
+    def drawing_by(self, secret_key: bytes) -> Coins:
+        """The same coins but for the secret draws, which follow from a key that was kept."""
+        return replace(self, secret_key=secret_key)
+
     def public(self, *where: Where) -> torch.Generator:
         """A generator (on the CPU) for public draws at this place."""
         seed = int.from_bytes(_stream(self.public_key, (*self.place, *where), 8), "little")
@@ -70,26 +79,34 @@ class Coins:
         """A source of secret draws at this place (``sample``, ``random``, ``randrange``, ...)."""
         return _StreamRandom(self.secret_key, self._hidden(where))
 
+    def secret_bits(self, count: int, *where: Where) -> NDArray[np.uint64]:
+        """Secret words of 64 fair bits each: many at once."""
+        return _words(self.secret_key, self._hidden(where), count)
+
     def secret_uniforms(self, count: int, *where: Where) -> NDArray[np.float64]:
         """Secret uniforms in [0, 1), by 53 bits each: many at once."""
-        raw = _stream(self.secret_key, self._hidden(where), 8 * count)
-        uniforms = (np.frombuffer(raw, dtype="<u8") >> np.uint64(11)) * 2.0**-53
-        return uniforms.astype(np.float64)
+        return (self.secret_bits(count, *where) >> np.uint64(11)) * 2.0**-53
 
-    def noise(self, shape: tuple[int, ...], *where: Where) -> torch.Tensor:
-        """Standard Gaussian noise, float64, by the inverse normal of 52-bit uniforms in (0, 1)."""
-        count = int(np.prod(shape))
-        raw = _stream(self.noise_key, self._hidden(where), 8 * count)
-        uniform = ((np.frombuffer(raw, dtype="<u8") >> np.uint64(12)) + 0.5) * 2.0**-52
-        return torch.from_numpy(ndtri(uniform).reshape(shape))
+    def noise_bits(self, count: int, *where: Where) -> NDArray[np.uint64]:
+        """Words of 64 fair bits each, for noise alone (``fedgen.privacy.noise``)."""
+        return _words(self.noise_key, self._hidden(where), count)
 
     def _hidden(self, where: tuple[Where, ...]) -> tuple[Where, ...]:
         return (*self.place, *where, "salt", self.salt) if self.salt else (*self.place, *where)
 
 
-def _stream(key: bytes, where: tuple[Where, ...], length: int) -> bytes:
+def _stream(key: bytes, where: tuple[Where, ...], length: int) -> bytearray:
     """``length`` pseudo-random bytes; json keeps different places apart."""
-    return hashlib.shake_256(key + json.dumps(where).encode()).digest(length)
+    seed = hashlib.shake_256(key + json.dumps(where).encode()).digest(48)
+    stream = Cipher(AES256(seed[:32]), CTR(seed[32:])).encryptor()
+    found = bytearray(length + 15)  # a block more is what the library asks for
+    stream.update_into(bytes(length), found)
+    del found[length:]
+    return found
+
+
+def _words(key: bytes, where: tuple[Where, ...], count: int) -> NDArray[np.uint64]:
+    return np.frombuffer(_stream(key, where, 8 * count), dtype="<u8")
 
 
 class _StreamRandom(random.Random):

@@ -7,14 +7,16 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes, durable: bool = True) -> None:
+def write_whole(path: Path, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
     """Replaces a file in one step: readers see the old one or the new.
 
     durable: waits for the disk, so that the new one outlives a power cut as well.
+    mode: who may read and write it, less what the process masks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)
+    with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123
         file.write(data)
         if durable:
             file.flush()

@@ -119,7 +119,7 @@ class PublicFacts:
 
     all_answer: whether a run ends when a client does not answer. One that goes on without it shows
         by the gap whom a secret draw chose.
-    redrawn: whether the run ended so, and goes on by other draws that meet no such client.
+    unanswered: whether a client was asked in this run and did not answer.
     half: whether answers travel as float16.
     """
 
@@ -128,13 +128,13 @@ class PublicFacts:
     classes: int
     shape: tuple[int, int, int]
     all_answer: bool = True
-    redrawn: bool = False
+    unanswered: bool = False
     half: bool = False
 
     @property
     def draws_are_hidden(self) -> bool:
         """Whether nothing shows whom a secret draw of clients chose."""
-        return self.all_answer and not self.redrawn
+        return self.all_answer and not self.unanswered
 
     @property
     def sums_are_whole(self) -> bool:
@@ -168,6 +168,8 @@ class Plan:
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
         there is, and the server's bound holds for both.
+    seen: rows answered by one client -> its event as the published generator shows it to one who
+        knows whom the draws chose. None as ``release``.
     amplified_by: what amplifies, per view, in words; reasons: why nothing does.
     """
 
@@ -178,6 +180,7 @@ class Plan:
     answer: Callable[[int, int], tuple[int, ...]]
     server: Callable[[int], DpEvent]
     release: Callable[[int], DpEvent] | None
+    seen: Callable[[int], DpEvent] | None
     amplified_by: Mapping[str, str | None]
     reasons: Mapping[str, str | None]
     claim: Claim | None

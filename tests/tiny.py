@@ -20,6 +20,7 @@ from fedgen.experiments.configuration import compose
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.models import dcgan
+from fedgen.privacy.noise import rounded_gaussian
 
 Train = Callable[..., Path]
 
@@ -133,19 +134,19 @@ def make(
     noise: float | None = None,
     *,
     all_answer: bool = True,
-    redrawn: bool = False,
+    unanswered: bool = False,
     half: bool = False,
     **changed: Any,
 ) -> Method:
-    known = {"all_answer": all_answer, "redrawn": redrawn, "half": half}
+    known = {"all_answer": all_answer, "unanswered": unanswered, "half": half}
     facts = PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), **known)
     return gs_wgan(facts, noise, **{**SETTINGS, **changed})
 
 
-def on_grid(noisy: torch.Tensor, std: float) -> torch.Tensor:
-    """As a mechanism rounds what it releases."""
+def noised(exact: torch.Tensor, std: float, coins: Coins) -> torch.Tensor:
+    """As a mechanism noises what it releases."""
     grid = 2.0 ** (math.floor(math.log2(std)) - 10)
-    return ((noisy / grid).round() * grid).float()
+    return (rounded_gaussian(exact.double() / grid, std / grid, coins, "release") * grid).float()
 
 
 def fingerprint(run: Path) -> dict[str, Any]:

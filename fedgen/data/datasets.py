@@ -43,7 +43,19 @@ class Shard:
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Images as floats in [0, 1] and labels of some rows; any shape of index."""
+        index = index.to(self.images.device)
         return self.images[index].to(torch.float32) / 255, self.labels[index]
+
+    def on(self, device: str) -> Shard:
+        """The same rows on a device, where they stay."""
+        if device not in self._elsewhere:
+            images, labels = (each.to(device) for each in (self.images, self.labels))
+            self._elsewhere[device] = self if images is self.images else Shard(images, labels)
+        return self._elsewhere[device]
+
+    @cached_property
+    def _elsewhere(self) -> dict[str, Shard]:
+        return {}
 
 
 @dataclass(frozen=True)

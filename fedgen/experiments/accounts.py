@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +36,16 @@ class Accounts:
     """Accounts of one run. The clients' ledgers are authoritative.
 
     ledgers: what they came to, of the clients that told; until the end of a run, none.
+    begun: how often each round was begun. unanswered: whether a client was asked and did not
+        answer, or a draw was made anew.
     """
 
     method: Method
     privacy: Privacy
     clients: int
     ledgers: dict[int, Account] = field(default_factory=dict)
+    begun: Counter[int] = field(default_factory=Counter)
+    unanswered: Callable[[], bool] = lambda: False
     _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
@@ -71,6 +77,9 @@ class Accounts:
         A function of what everybody may know, never of whom the draws chose: the plan after so many
         rounds, or the rows that no client may exceed, whichever bounds it better. A run that its
         budget stopped is accounted as if it had gone on: when it stopped depends on the draws.
+
+        Once a client was asked and did not answer, who did shows the draws, and that the run goes
+        on may have been up to them: what counts then is at least what was really answered.
         """
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         if plan.release is None:
@@ -81,31 +90,35 @@ class Accounts:
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
-        return self.release_after(rounds, self.repeated_rounds(state))
+        found = self.release_after(rounds)
+        if found is None or not self.unanswered() or not self.method.cohort.drawn:
+            return found
+        really = epsilon(self._answered(state, rounds), delta, plan.relation)
+        return found if found.or_infinity > really.or_infinity else really
 
-    def release_after(self, rounds: int, again: int) -> Epsilon | None:
-        """As ``release``, after so many rounds, if ``again`` of them were done once more."""
+    def _answered(self, state: RunState, rounds: int) -> Spend:
+        """What the busiest client's rows in the published rounds cost, whom the draws chose being
+        known: what is asked again counts again, as long as the rounds have as many."""
+        plan = self.method.plan
+        assert plan.seen is not None
+        most = plan.asked(rounds) * plan.rows_per_round
+        return canonical(plan.seen(min(max(state.rows.values(), default=0), most)))
+
+    def release_after(self, rounds: int) -> Epsilon | None:
+        """As ``release`` after so many rounds, if everybody who is asked answers."""
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         if plan.release is None:
             return None
-        most = canonical(plan.server(min(budget.rows, plan.asked(rounds) * plan.rows_per_round)))
+        assert plan.seen is not None
+        most = canonical(plan.seen(min(budget.rows, plan.asked(rounds) * plan.rows_per_round)))
         cap, stop = epsilon(most, delta, plan.relation), 0.0
-        drawn = self.method.cohort.drawn  # or else a stop follows from the count of rounds alone
-        if drawn and (budget.stop_probability > 0 or again):
-            steps = budget.rounds + again
-            stop = self.method.cohort.stop_probability(plan.rows_per_round, steps, budget.rows)
+        # a stop tells nothing where there is no draw, or the draws count as seen
+        if plan.amplified_by["release"] is not None:
+            steps, again = budget.rounds, [n for n in self.begun.values() if n > 1]
+            stop = self.method.cohort.stop_probability(
+                plan.rows_per_round, steps, budget.rows, again
+            )
         return smaller(release_epsilon(plan.release(rounds), delta, plan.relation, stop), cap)
-
-    def repeated_rounds(self, state: RunState) -> int:
-        """Rounds that were done again after a resume (``secure`` mode): they count for the budget,
-        and make a stop likelier. Of Poisson cohorts none: how many rows they answer follows from
-        the draws, and a stop shows nothing that is not seen by their event anyway, where rows are
-        limited at all (``Routing.event``)."""
-        if self.method.cohort.sampling == "poisson":
-            return 0
-        rows = sum(state.rows.values())
-        a_round = self.method.plan.rows_per_round * self.method.cohort.answers_per_row
-        return max(0, -(-rows // a_round) - state.rounds)
 
     def claimed(self, rounds: int) -> float | None:
         """epsilon by the paper's formula, None where it gives none."""
@@ -120,9 +133,10 @@ class Accounts:
         if plan.before is not None:
             return in_words(canonical(plan.before))
         if plan.release is not None:
-            return in_words(
-                canonical(plan.release(self.privacy.budget.rounds if stopped else state.rounds))
-            )
+            rounds = self.privacy.budget.rounds if stopped else state.rounds
+            if self.unanswered() and self.method.cohort.drawn:
+                return in_words(self._answered(state, rounds))
+            return in_words(canonical(plan.release(rounds)))
         most = max(state.rows.values(), default=0)  # what was done again after a resume counts too
         return in_words(canonical(plan.server(most))) if most else "nothing"
 

@@ -132,7 +132,7 @@ def setup(config: DictConfig) -> Setup:
         held, shards, canaries = plant(
             held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
-    gaps = partial(_method, made, replace(facts, redrawn=True), config, noise)
+    gaps = partial(_method, made, replace(facts, unanswered=True), config, noise)
     return Setup(
         config,
         branch,

@@ -100,10 +100,14 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         config = moved(before, config)
         ready, name = settings.setup(config), identity["run"]
         check_same_run(run_dir, ready, identity)
-        if run_dir.unanswered.exists() and ready.privacy.noise == "secure":
-            # its draws were made again until they met no client that failed
-            ready = replace(ready, method=ready.with_gaps())
     with run_dir.locked("run_dir" if new else "resume"):
+        if ready.privacy.noise == "secure":
+            key, made = checkpoint.key_of_draws(run_dir.checkpoints)
+            ready = replace(ready, coins=ready.coins.drawing_by(key))
+            if made and run_dir.begun():
+                run_dir.unanswered.touch()  # draws are made anew, of whoever answers now
+        if run_dir.unanswered.exists():
+            ready = replace(ready, method=ready.with_gaps())
         training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)
@@ -165,7 +169,13 @@ class Training:
         self.ready, self.run_dir, self.name, self._watch = ready, run_dir, name, watch
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
-        self.accounts = Accounts(ready.method, ready.privacy, self.clients)
+        self.accounts = Accounts(
+            ready.method,
+            ready.privacy,
+            self.clients,
+            begun=run_dir.begun() if ready.privacy.noise == "secure" else Counter(),
+            unanswered=run_dir.unanswered.exists,
+        )
         self.clock = Clock()
         self.stopped: str | None = None
         self._last_facts: RoundFacts | None = None
@@ -215,6 +225,7 @@ class Training:
             clients=self.clients,
             min_success=self.config.runtime.min_success,
             timeout=self.config.runtime.timeout,
+            begins=self._begins,
             failed=self._failed,
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
         )
@@ -225,6 +236,11 @@ class Training:
             self.accounts.ledgers.update(rounds.accounts())
             self._checkpoint(state, last=True)
         rounds.forget()
+
+    def _begins(self, round_: int) -> None:
+        if self.ready.privacy.noise == "secure":  # else what is done again repeats to the bit
+            self.run_dir.begin(round_)
+            self.accounts.begun[round_] += 1
 
     def _failed(self, failure: Failure) -> None:
         if failure.kind not in DROPPED:  # marked before anything can end the process
@@ -290,9 +306,10 @@ class Training:
             state = RunState(_started(fresh, self.config.start))
         else:
             state, extra = found
-            self.run_dir.cut(**extra["sizes"])
+            self.run_dir.cut(extra["size"])
             self.clock = Clock(extra["seconds"], extra["parts"])
             self._over, self.stopped = extra["over"], extra["stopped"]
+        state.failures = self.run_dir.failures()
         seeded = self.ready.privacy.noise == "seeded"
         for client in range(self.clients):
             path = self.run_dir.clients / str(client) / LEDGER
@@ -317,7 +334,7 @@ class Training:
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
-            "sizes": self.run_dir.sizes(),
+            "size": self.run_dir.size(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
@@ -331,8 +348,8 @@ class Training:
     def _announce(self, state: RunState) -> None:
         privacy, plan = self.ready.privacy, self.method.plan
         views = planned_views(self.ready)
-        if again := self.accounts.repeated_rounds(state):
-            found = self.accounts.release_after(privacy.budget.rounds, again)
+        if self.accounts.begun or self.accounts.unanswered():  # it goes on
+            found = self.accounts.release_after(privacy.budget.rounds)
             views["release"] = found or views["release"]
         server, release = (epsilon_in_words(views[name].value) for name in ("server", "release"))
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,27 @@ from fedgen.federation.rounds import RunState
 from fedgen.files import digest, write_whole
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
-SCHEMA = 4
+SCHEMA = 5
 NAME = "checkpoint.json"
+_DRAWS = "draws.key"
 _REMEDY = "restore the run directory from a copy, or start a new run"
+
+
+def key_of_draws(folder: Path) -> tuple[bytes, bool]:
+    """The secret that the server's draws of clients follow from, and whether it was made just now.
+    It is kept from before the first round on, apart from the noise, which is kept nowhere: a round
+    that is done again is drawn as it was, whoever answered it or not.
+
+    Raises:
+        FedgenError: if it was cut short.
+    """
+    path = folder / _DRAWS
+    if made := not path.exists():
+        write_whole(path, secrets.token_bytes(32), mode=0o600)
+    key = path.read_bytes()
+    if len(key) != 32:
+        raise FedgenError(str(path), "was cut short or altered", _REMEDY)
+    return key, made
 
 
 def save(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
@@ -42,7 +61,6 @@ def save(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
         "rows": _counts(state.rows),
         "sent": _counts(state.sent),
         "received": _counts(state.received),
-        "failures": dict(sorted(state.failures.items())),
         "extra": extra,
     }
     body = json.dumps(record, sort_keys=True)
@@ -89,7 +107,6 @@ def load(folder: Path) -> tuple[RunState, dict[str, Any]] | None:
         rows=_counter(record["rows"]),
         sent=_counter(record["sent"]),
         received=_counter(record["received"]),
-        failures=Counter(record["failures"]),
     )
     return state, record["extra"]
 

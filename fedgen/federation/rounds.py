@@ -102,6 +102,7 @@ class Rounds:
         clients: number of clients.
         min_success: the share of those that were sent a message who must answer it.
         timeout: seconds that a client may take for a message of a round.
+        begins: called with each round before anybody is asked.
         failed: called with each failure.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
     """
@@ -116,12 +117,13 @@ class Rounds:
         clients: int,
         min_success: float,
         timeout: float | None,
+        begins: Callable[[int], None],
         failed: Callable[[Failure], None],
         errors: str,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
-        self._failed, self._errors = failed, errors
+        self._begins, self._failed, self._errors = begins, failed, errors
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -240,6 +242,7 @@ class Rounds:
     def _round(self, server_round: int, query: Query, coins: Coins) -> RoundFacts:
         state, server, plan = self.state, self.method.server, self.method.plan
         start = time.perf_counter()
+        self._begins(server_round)
         broadcast = messages.pack_arrays(server.broadcast(state.server, server_round, coins))
         config = ConfigRecord({"rows": query.count})
         asked = self.strategy.configure_train(server_round, broadcast, config, self.grid)

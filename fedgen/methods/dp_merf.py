@@ -117,9 +117,9 @@ def embedding_sums(
 ) -> Iterator[ClippedSum]:
     """The features of all rows, images (n, ...) -> (n, count), summed in the blocks of their
     labels."""
-    rows = torch.from_numpy(mechanism.draw(len(shard), coins))
-    for some in torch.split(rows, _AT_ONCE):
-        images, labels = (each.to(device) for each in shard.rows(some))
+    private = shard.on(device)
+    for some in mechanism.parts(len(shard), coins, _AT_ONCE):
+        images, labels = private.rows(torch.from_numpy(some))
         yield of_rows(features(images), 1.0, labels, classes)
 
 
@@ -296,6 +296,7 @@ def _plan(mechanism: SumGaussian | PlainSum, size: int) -> Plan:
         answer=lambda *_: (1, size),
         server=server,
         release=None,
+        seen=None,
         amplified_by={"server": None, "release": None},
         reasons={"server": reason, "release": reason},
         claim=Claim(

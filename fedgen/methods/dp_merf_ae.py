@@ -54,7 +54,7 @@ from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows, PoissonBatches
 from fedgen.privacy.events import Unit, repeat
 from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
-from fedgen.privacy.per_example import ClippedSum, clipped_sum
+from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
 from fedgen.privacy.routing import Routing
 
 Sums = SumGaussian | PlainSum
@@ -115,9 +115,10 @@ class Client:
         here = coins.at("autoencoder", round_)
 
         def gradients() -> Iterator[ClippedSum]:
-            batch = torch.from_numpy(self.steps.draw(len(shard), here))
-            images = shard.rows(batch)[0].to(self.coder.device)
-            yield clipped_sum(self.coder.network, weights, (images,), lambda far: far, self.clip)
+            private, about = shard.on(self.coder.device), examples_at_once(self.coder.device)
+            for batch in self.steps.parts(len(shard), here, about):
+                inputs = (private.rows(torch.from_numpy(batch))[0],)
+                yield clipped_sum(self.coder.network, weights, inputs, lambda far: far, self.clip)
 
         return self.steps.release((self.coder.size,), gradients(), here)
 
@@ -312,6 +313,7 @@ def _plan(client: Client, steps: int) -> Plan:
         ),
         server=server,
         release=None,
+        seen=None,
         amplified_by={"server": by, "release": by},
         reasons={"server": reason, "release": reason},
         claim=Claim(

@@ -333,6 +333,7 @@ def _plan(
         answer=lambda rows, _: (rows, *shape[1:]),
         server=server,
         release=None,
+        seen=None,
         amplified_by={"server": by, "release": by},
         reasons={"server": reason, "release": reason},
         claim=Claim(

@@ -15,7 +15,7 @@ Images are drawn for the label of the row that they are paired with; the paper h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,16 +56,19 @@ class Client:
         """The critic after a step for each of the query's rows."""
         del state
 
-        def of_rows(critic: Tensors, generator: Tensors, here: Coins) -> ClippedSum:
-            batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
-            images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
-            # secret coins: with public ones, a row less would pair the rows after it with others
-            latents = here.noise((len(batch), self.nets.latent), "latents").float()
-            latents = latents.to(self.nets.device)
-            rho = torch.from_numpy(here.secret_uniforms(len(batch), "rho")).to(images)
-            with torch.no_grad():
-                fakes = self.nets.generate(generator, latents, labels)
-            return by_vmap(self._loss, critic, (images, labels, fakes, rho), self.clip)
+        private, latent = shard.on(self.nets.device), self.nets.latent
+
+        def of_rows(critic: Tensors, generator: Tensors, here: Coins) -> Iterator[ClippedSum]:
+            for number, batch in enumerate(self.mechanism.parts(len(shard), here, 64)):
+                images, labels = private.rows(torch.from_numpy(batch))
+                # secret coins: with public ones, a row less would pair those after it with others
+                uniforms = here.secret_uniforms(len(batch) * (latent + 1), "pairs", number)
+                drawn = torch.from_numpy(uniforms).add_(2.0**-54).view(len(batch), latent + 1)
+                latents = torch.special.ndtri(drawn[:, 1:]).to(images)
+                with torch.no_grad():
+                    fakes = self.nets.generate(generator, latents, labels)
+                inputs = images, labels, fakes, drawn[:, 0].to(images)
+                yield by_vmap(self._loss, critic, inputs, self.clip)
 
         def gradient(critic: Tensors, generator: Tensors, noised: Tensor, here: Coins) -> Tensor:
             del critic, generator, here

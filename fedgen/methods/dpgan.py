@@ -16,7 +16,7 @@ With one client that is algorithm 1. Of several, each noises in full. n_D is fix
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,11 +60,15 @@ class Client:
         """The discriminator after a step for each of the query's rows."""
         del state
 
-        def of_rows(discriminator: Tensors, generator: Tensors, here: Coins) -> ClippedSum:
+        private = shard.on(self.nets.device)
+
+        def of_rows(
+            discriminator: Tensors, generator: Tensors, here: Coins
+        ) -> Iterator[ClippedSum]:
             del generator
-            batch = torch.from_numpy(self.mechanism.draw(len(shard), here))
-            images, labels = (rows.to(self.nets.device) for rows in shard.rows(batch))
-            return self._gradients(discriminator, images, labels, real=True)
+            for batch in self.mechanism.parts(len(shard), here, self.nets.at_once):
+                images, labels = private.rows(torch.from_numpy(batch))
+                yield self._gradients(discriminator, images, labels, real=True)
 
         def gradient(
             discriminator: Tensors, generator: Tensors, noised: Tensor, here: Coins
@@ -73,7 +77,7 @@ class Client:
             with torch.no_grad():
                 images = self.nets.generate(generator, latents, labels)
             fakes = self._gradients(discriminator, images, labels, real=False).flat()
-            return (noised + fakes / self.fakes) / 2
+            return (noised + (fakes / self.fakes).to(noised)) / 2
 
         return take_steps(
             self.nets, self.mechanism, self.adam, query, round_, coins, of_rows, gradient

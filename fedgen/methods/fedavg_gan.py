@@ -276,6 +276,10 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
         gate = GaussianDpEvent(aggregate.noise_multiplier)
         return repeat(aggregate.event() if hidden else RevealedDraw(rate, gate), rounds)
 
+    def seen(visits: int) -> DpEvent:
+        assert isinstance(aggregate, TrustedAggregate)
+        return repeat(GaussianDpEvent(aggregate.noise_multiplier), visits)
+
     by = f"secret Poisson draw of clients at rate {rate:.4g}"
     reason = None
     if not private:
@@ -293,6 +297,7 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
         answer=lambda *_: (1, aggregate.entries),
         server=lambda answered: repeat(Contribution() if private else aggregate.event(), answered),
         release=release if private else None,
+        seen=seen if private else None,
         amplified_by={"server": None, "release": None if reason else by},
         reasons={"server": trusted if private else reason, "release": reason},
         claim=Claim(

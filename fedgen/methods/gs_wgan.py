@@ -656,6 +656,11 @@ def _plan(
             return repeat(draw.event_of_sums(rows, noise, hidden), rounds)
         return repeat(draw.event(rows, noise, hidden), rounds)
 
+    def seen(answered: int) -> DpEvent:
+        assert noise is not None
+        adding_up = draw.answers_per_row if of_sums else 1
+        return repeat(GaussianDpEvent(math.sqrt(adding_up) * noise), answered)
+
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"
     elif not draw.drawn:
@@ -688,6 +693,7 @@ def _plan(
         answer=lambda rows, _: (rows, *answer),
         server=server,
         release=release if federated and noise is not None else None,
+        seen=seen if federated and noise is not None else None,
         amplified_by={"server": None if federated else by, "release": by},
         reasons={"server": server_reason, "release": reason},
         claim=None

@@ -28,7 +28,10 @@ class PoissonBatches:
 
     def draw(self, rows: int, coins: Coins) -> Rows:
         """The batch, of any size from none to all."""
-        return np.flatnonzero(coins.secret_uniforms(rows, "batch") < self.rate)
+        if self.rate >= 1:
+            return np.arange(rows)
+        # of 2^64 words at most rate 2^64: never more often than is counted
+        return np.flatnonzero(coins.secret_bits(rows, "batch") < np.uint64(int(self.rate * 2**64)))
 
     def event(self, gated: DpEvent) -> DpEvent:
         """What a release costs that sees the batch alone."""
@@ -51,7 +54,7 @@ class FixedBatches:
         """The batch. Raises ValueError for a shard of another size than was promised."""
         if rows != self.population:
             raise ValueError("a fixed batch is drawn from the number of rows that it is counted by")
-        order = np.argsort(coins.secret_uniforms(rows, "batch"), kind="stable")
+        order = np.argsort(coins.secret_bits(rows, "batch"), kind="stable")
         return np.sort(order[: self.size])
 
     def event(self, gated: DpEvent) -> DpEvent:

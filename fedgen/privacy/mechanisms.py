@@ -29,6 +29,7 @@ from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import Batches, Rows
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.noise import grid_of, rounded_gaussian
 from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.routing import Routing
 
@@ -164,6 +165,8 @@ class SumGaussian:
     embedding of DP-MERF.
 
     The sum of nothing is released and charged like any other: an empty batch does not show.
+    A batch is summed in parts (``parts``): a row more leaves the arithmetic of all parts but its
+    own as it was, to the last bit, and these are added in double precision.
 
     divisor: the expected size of a batch, or the public number of rows; never a realized size.
     """
@@ -186,28 +189,34 @@ class SumGaussian:
         """What one release costs."""
         return self.batches.event(GaussianDpEvent(self.noise_multiplier))
 
-    def draw(self, rows: int, coins: Coins) -> Rows:
-        """The batch behind the next release."""
-        return self.batches.draw(rows, coins)
+    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
+        """The batch behind the next release, in parts of ``about`` so many rows."""
+        return _parts(self.batches, rows, coins, self.divisor, about)
 
-    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
-        """Sanitizes a sum of clipped contributions.
+    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
+        """Sanitizes a sum of clipped contributions, where they are: (size,) in single precision.
 
         Args:
-            shape: the shape of the release, known whatever the batch.
-            sums: over the rows of the batch, in parts.
+            size: entries of the sum, known whatever the batch.
+            sums: over the parts of the batch.
 
         Raises:
             ValueError: for a part that was clipped to more than the sensitivity assumes.
         """
-        total = torch.zeros(shape, dtype=torch.float64)
+        total: Tensor | None = None
         for part in sums:
             if part.clip > self.clip:
                 raise ValueError("a part was clipped to more than the sensitivity assumes")
-            total += part.flat().to("cpu", torch.float64).view(shape)
+            flat = part.flat()
+            total = flat if total is None else total.add_(flat)
+        total = torch.zeros(size, dtype=torch.float64) if total is None else total
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = _noised(total / self.divisor, std, coins)
-        return Release({"answer": noisy.numpy()[None]}, self.event(), self.unit, _SEAL)
+        return _noised(total / self.divisor, std, coins)
+
+    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
+        """``noised``, of this shape, to leave the client."""
+        noisy = self.noised(math.prod(shape), sums, coins).view(1, *shape)
+        return Release({"answer": noisy.cpu().numpy()}, self.event(), self.unit, _SEAL)
 
 
 @dataclass(frozen=True)
@@ -222,18 +231,30 @@ class PlainSum:
         """No bound."""
         return NonPrivateDpEvent()
 
-    def draw(self, rows: int, coins: Coins) -> Rows:
-        """See ``SumGaussian.draw``."""
-        return self.batches.draw(rows, coins)
+    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
+        """See ``SumGaussian.parts``."""
+        return _parts(self.batches, rows, coins, self.divisor, about)
+
+    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
+        """The raw sum; see ``SumGaussian.noised``."""
+        del coins
+        found = [part.flat() for part in sums] or [torch.zeros(size, dtype=torch.float64)]
+        return (torch.stack(found).sum(0) / self.divisor).to(torch.float32)
 
     def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
         """The raw sum; see ``SumGaussian.release``."""
-        del coins
-        total = torch.zeros(shape)
-        for part in sums:
-            total += part.flat().to("cpu", torch.float32).view(shape)
-        gradients = (total / self.divisor).numpy()[None]
+        gradients = self.noised(math.prod(shape), sums, coins).view(1, *shape).cpu().numpy()
         return Release({"answer": gradients}, self.event(), self.unit, _SEAL)
+
+
+def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
+    """A batch in a public number of parts. A row's part is a coin of its own, as its place in the
+    batch is: given the coins of all others, a row more changes no other part."""
+    batch, number = batches.draw(rows, coins), max(1, round(divisor / about))
+    if number == 1:
+        return [batch]
+    part = coins.secret_bits(rows, "part")[batch] % np.uint64(number)
+    return [batch[part == each] for each in range(number)]
 
 
 def descent(
@@ -245,6 +266,7 @@ def descent(
     steps: Sequence[Coins],
 ) -> Release:
     """The point that a descent along noised sums comes to: DP-SGD (Abadi et al. 2016, algorithm 1).
+    Everything stays on the device that the point is on.
 
     Each step is a release of its own, asked for where those before it have led. The point follows
     from them alone, so releasing it costs their adaptive composition and no more.
@@ -258,8 +280,7 @@ def descent(
     """
     point = start
     for here in steps:
-        release = mechanism.release((size,), sums(point, here), here)
-        point = move(point, torch.from_numpy(release.arrays["answer"][0]), here)
+        point = move(point, mechanism.noised(size, sums(point, here), here), here)
     whole = torch.cat([point[name].flatten() for name in sorted(point)])
     arrays = {"answer": whole.to("cpu", torch.float32).numpy()[None]}
     return Release(arrays, repeat(mechanism.event(), len(steps)), mechanism.unit, _SEAL)
@@ -359,16 +380,17 @@ Aggregate = TrustedAggregate | PlainAggregate
 
 
 def _noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
-    """``exact`` + N(0, std^2), rounded to multiples of a power of two near std / 1,024.
+    """``exact`` + N(0, std^2), rounded to multiples of a power of two near std / 1,024, where
+    ``exact`` is.
 
     Floating point has holes: noise takes but some values, and a sum that one neighbour can reach
-    and another cannot tells them apart, whatever epsilon says (Mironov 2012). A multiple that lies
-    where the noise does is hit by up to 2^40 of its 2^52 values, from ``exact`` and from any
-    neighbour alike; rounding itself is post-processing.
+    and another cannot tells them apart, whatever epsilon says (Mironov 2012). Here each multiple
+    has the probability that a Gaussian around ``exact`` gives it, however far out
+    (``rounded_gaussian``); rounding itself is post-processing.
     """
-    grid = 2.0 ** (math.floor(math.log2(std)) - _GRID_BITS)
-    noisy = exact.to(torch.float64) + std * coins.noise(tuple(exact.shape), "release")
-    return ((noisy / grid).round() * grid).to(torch.float32)
+    grid = grid_of(std, _GRID_BITS)
+    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")
+    return whole.mul_(grid).to(torch.float32)
 
 
 def _of_a_sum(relation: Relation) -> int:
@@ -403,18 +425,19 @@ class NoMechanism:
         """The mean of the raw answers to each row; see ``RowGaussian.release``."""
         del coins
         total, _ = _clipped_sum(shape, answers, math.inf)
-        mean = total / self.routing.answers_per_row
+        mean = (total / self.routing.answers_per_row).float()
         return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
 
 
 def _clipped_sum(
     shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum of clipped answers per row, and how many answers each row had."""
-    total, counts = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long)
+    """Sum of clipped answers per row in double precision, and how many answers each row had."""
+    total = torch.zeros(shape, dtype=torch.float64)
+    counts = torch.zeros(shape[0], dtype=torch.long)
     for index, rows in answers:
         rows = rows.detach().to("cpu", torch.float32)
-        total.index_add_(0, index, rows if math.isinf(clip) else clip_rows(rows, clip))
+        total.index_add_(0, index, (rows if math.isinf(clip) else clip_rows(rows, clip)).double())
         counts.index_add_(0, index, torch.ones_like(index))
     return total, counts
 

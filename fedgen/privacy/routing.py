@@ -7,10 +7,13 @@ The same draw serves inside a client (over its critics, drawn by the client) and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Literal
 
+import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
 from scipy.stats import binom
 
@@ -116,11 +119,37 @@ class Routing:
         visits = binom.isf(tail / self.population, draws * steps, self.take / self.population)
         return min(int(visits) * rows // draws, rows * steps)
 
-    def stop_probability(self, rows: int, steps: int, cap: int) -> float:
-        """An upper bound on the probability that some member is asked for more than ``cap``."""
+    def stop_probability(
+        self, rows: int, steps: int, cap: int, again: Sequence[int] = ()
+    ) -> float:
+        """An upper bound on the probability that some member is asked for more than ``cap``.
+
+        ``again``: of each step that was done more than once, by the same draw, how often.
+        """
         if not self.drawn:
-            return float(cap < rows * steps)
-        draws = self._draws(rows)
+            return float(cap < rows * (steps + sum(again) - len(again)))
+        draws, rate = self._draws(rows), self.take / self.population
         visits = cap * draws // rows
-        one = float(binom.sf(visits, draws * steps, self.take / self.population))
-        return min(1.0, self.population * one)
+        once, repeated = draws * max(0, steps - len(again)), tuple(sorted(again))
+        return min(1.0, self.population * _more_visits(visits, once, draws, repeated, rate))
+
+
+@lru_cache(maxsize=256)
+def _more_visits(
+    visits: int, once: int, draws: int, again: tuple[int, ...], rate: float
+) -> float:
+    """The probability of more than ``visits`` in ``once`` draws that count once, and for each of
+    ``again`` in ``draws`` more that count so often."""
+    if visits >= once + draws * sum(again):
+        return 0.0
+    if not again:
+        return float(binom.sf(visits, once, rate))
+    upto = np.arange(visits + 1)
+    more = binom.sf(upto, once, rate)
+    for times in again:
+        before = more
+        more = binom.sf(upto // times, draws, rate)  # by the draws of this step alone
+        for drawn in range(min(draws, visits // times) + 1):
+            rest = before[: visits + 1 - times * drawn]
+            more[times * drawn :] += binom.pmf(drawn, draws, rate) * rest
+    return float(more[-1])

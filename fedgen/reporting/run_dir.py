@@ -7,6 +7,7 @@ import importlib.resources
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ class RunDir:
         self.samples = path / "samples"
         self.public = path / "public"
         self.unanswered = path / "unanswered"  # a mark: a client did not answer
+        self._begun = path / "rounds_begun.txt"
         self._metrics = path / "metrics.jsonl"
         self._failures = path / "failures.jsonl"
 
@@ -106,25 +108,34 @@ class RunDir:
         with self._failures.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of metrics and failures so far."""
-        both = {"metrics": self._metrics, "failures": self._failures}
-        return {name: path.stat().st_size if path.exists() else 0 for name, path in both.items()}
+    def failures(self) -> Counter[str]:
+        """How many failures of each kind there were, also in rounds that are done again."""
+        return Counter(str(line["kind"]) for line in _lines(self._failures))
 
-    def cut(self, metrics: int = 0, failures: int = 0) -> None:
-        """Goes back to what ``sizes`` gave."""
-        for path, size in ((self._metrics, metrics), (self._failures, failures)):
-            if path.exists() and path.stat().st_size > size:
-                os.truncate(path, size)
+    def begin(self, round_: int) -> None:
+        """Notes that a round begins, on the disk, before anybody is asked: of a process that dies
+        it is known how far it may have come."""
+        with self._begun.open("a") as file:
+            file.write(f"{round_}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def begun(self) -> Counter[int]:
+        """How often each round was begun."""
+        return Counter(int(line) for line in _lines(self._begun))
+
+    def size(self) -> int:
+        """Bytes of metrics so far."""
+        return self._metrics.stat().st_size if self._metrics.exists() else 0
+
+    def cut(self, metrics: int = 0) -> None:
+        """Goes back to what ``size`` gave."""
+        if self.size() > metrics:
+            os.truncate(self._metrics, metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics."""
-        if not self._metrics.exists():
-            return []
-        try:
-            return [json.loads(line) for line in self._metrics.read_text().splitlines()]
-        except ValueError as error:
-            raise FedgenError(str(self._metrics), "was altered", "restore it") from error
+        return list(_lines(self._metrics))
 
     def last_spend(self) -> dict[str, Any] | None:
         """The last whole line of metrics with an epsilon, also while another process writes, if
@@ -180,6 +191,17 @@ class RunDir:
         jsonschema.validate(data, schema(form or name))
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
+
+
+def _lines(path: Path) -> list[Any]:
+    """The lines of a file that is appended to, as JSON, but for one that was cut short; none if it
+    is not there. Raises FedgenError for others."""
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    except ValueError as error:
+        raise FedgenError(str(path), "was altered", "restore it") from error
 
 
 def _of_no_run(path: Path) -> bool:

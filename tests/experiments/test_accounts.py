@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from dp_accounting import NonPrivateDpEvent
 from tiny import make
 
 from fedgen.experiments.accounts import Accounts, amplification
 from fedgen.experiments.settings import Privacy
 from fedgen.federation.rounds import RunState
+from fedgen.privacy.accounting import epsilon, gaussian_epsilon
 from fedgen.privacy.budget import Budget
+from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Account
 
 
@@ -32,30 +37,40 @@ def test_rounds_done_again_may_end_a_run_and_so_show_its_draws() -> None:
     method = make(clients=5, noise=1.0, routing="per_sample")
     rows = method.plan.rows_per_round
     privacy = Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0))
-    accounts = Accounts(method, privacy, 5)
     found = {}
-    for again in (0, 40):
-        state = RunState({}, rounds=4)
-        for client in range(5):
-            state.rows[client] = (4 + again) * rows // 5 + 1 * (client < (4 + again) * rows % 5)
-        assert accounts.repeated_rounds(state) == again
-        found[again] = accounts.release(state, stopped=False)
-    cap = accounts.release_after(4, 10**6)
-    assert found[0] is not None and found[40] is not None and cap is not None
-    assert found[0].or_infinity < found[40].or_infinity == cap.or_infinity
+    for times in (1, 10):
+        accounts = Accounts(method, privacy, 5, begun=Counter(dict.fromkeys(range(4), times)))
+        found[times] = accounts.release(RunState({}, rounds=4), stopped=False)
+    assert method.plan.seen is not None
+    cap = epsilon(canonical(method.plan.seen(4 * rows)), 1e-5, method.plan.relation)
+    assert found[1] is not None and found[1].or_infinity < cap.or_infinity
+    assert found[10] == cap
 
 
 def test_rounds_done_again_tell_nothing_where_nobody_is_drawn() -> None:
     method = make(clients=4, noise=1.0, routing="mean")
     rows = method.plan.rows_per_round
-    accounts = Accounts(method, Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0)), 4)
-    once, again = RunState({}, rounds=4), RunState({}, rounds=4)
+    privacy = Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0))
+    accounts = Accounts(method, privacy, 4)
+    once = RunState({}, rounds=4)
     once.rows.update(dict.fromkeys(range(4), 4 * rows))
-    again.rows.update(dict.fromkeys(range(4), 6 * rows))
-    assert accounts.repeated_rounds(again) == 2
-    assert accounts.release(once, stopped=False) == accounts.release(again, stopped=False)
+    again = Accounts(method, privacy, 4, begun=Counter({3: 3}))
+    assert accounts.release(once, stopped=False) == again.release(once, stopped=False)
     server = accounts.views(once)["server"]
     assert accounts.views(once)["release"].or_infinity < server.or_infinity / 1.5
+
+
+def test_a_client_that_does_not_answer_leaves_what_was_really_answered() -> None:
+    """Draws by the plan are of everybody; a run that goes on may have met but one."""
+    method = make(clients=2, noise=4.0, routing="per_step", unanswered=True)
+    rows = method.plan.rows_per_round
+    privacy, state = Privacy(1e-5, "secure", 4.0, Budget(10, 10 * rows, 0.0)), RunState({})
+    state.rounds, state.rows[0] = 10, 10 * rows
+    accounts = Accounts(method, privacy, 2, unanswered=lambda: True)
+    found = accounts.release(state, stopped=False)
+    assert found is not None
+    assert found.value == gaussian_epsilon(math.sqrt(10 * rows) / 4.0, 1e-5)
+    assert "60 Gaussian" in accounts.published_in_words(state, stopped=False)
 
 
 def test_how_many_a_poisson_cohort_had_changes_nothing_that_is_said() -> None:

@@ -26,7 +26,7 @@ def coins_of(found: Setup) -> tuple[list[float], list[float], str]:
     """Noise, secret and public coins on the server's side, and what sets the clients' apart."""
     place = found.coins.at("place")
     uniforms = [*place.secret_uniforms(2), torch.rand(1, generator=place.public()).item()]
-    return place.noise((2,)).tolist(), uniforms, found.branch
+    return place.noise_bits(2).tolist(), uniforms, found.branch
 
 
 @pytest.mark.parametrize(

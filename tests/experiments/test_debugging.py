@@ -88,7 +88,7 @@ def test_two_generators_share_no_noise(bugged: Path) -> None:
     }
     assert len(hashes) == 10
     first, second = (
-        setup(OmegaConf.load(bugged / name / "config.yaml")).coins.noise((3,), "x").tolist()
+        setup(OmegaConf.load(bugged / name / "config.yaml")).coins.noise_bits(3, "x").tolist()
         for name in ("suspect-0", "normal-0")
     )
     assert first != second

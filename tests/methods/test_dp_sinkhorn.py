@@ -22,6 +22,7 @@ from fedgen.method import Method, PublicFacts, Query
 from fedgen.methods.dp_sinkhorn import dp_sinkhorn
 from fedgen.models import dcgan
 from fedgen.models.functional import adam_step, part
+from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import canonical
 
 COUNT, RATE, CLIP = 10, 0.3, 0.5
@@ -78,8 +79,8 @@ W = SamplesLoss("sinkhorn", p=2, blur=BLUR, diameter=WIDEST, debias=False, cost=
 
 def drawn(round_: int = 0) -> tuple[Tensor, Tensor]:
     """The batch that the client draws in a round."""
-    uniforms = COINS.at("gradient", round_).secret_uniforms(len(SHARD), "batch")
-    return SHARD.rows(torch.from_numpy(uniforms < RATE).nonzero()[:, 0])
+    batch = PoissonBatches(RATE).draw(len(SHARD), COINS.at("gradient", round_))
+    return SHARD.rows(torch.from_numpy(batch))
 
 
 def test_without_noise_the_answer_is_the_gradient_through_geomloss() -> None:

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from tiny import COINS, SHARD
+from scipy.special import ndtri
+from tiny import COINS, SHARD, noised
 from torch import Tensor
 from torch.func import functional_call
 
@@ -54,9 +55,9 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
     start, here = method.server.init(COINS), COINS.at("steps", 0, "step", 0)
     generator = part(start, "generator")
     batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
-    latents = here.noise((len(batch), 4), "latents").float()
-    rhos = here.secret_uniforms(len(batch), "rho")
-    total = (noise * CLIP * here.noise((client.nets.size(),), "release")).float()
+    uniforms = here.secret_uniforms(len(batch) * 5, "pairs", 0).reshape(-1, 5) + 2.0**-54
+    latents, rhos = torch.from_numpy(ndtri(uniforms[:, 1:])).float(), uniforms[:, 0]
+    total = noised(torch.zeros(client.nets.size()), noise * CLIP, here)
     critic = part(part(start, "discriminator"), "weights")
     for x, y, z, rho in zip(*SHARD.rows(batch), latents, rhos, strict=True):
         own = {name: value.clone().requires_grad_() for name, value in critic.items()}
@@ -75,7 +76,7 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
                 for n, each in zip(sorted(own), found, strict=True)
             ]
         )
-        total = total + flat * min(1.0, CLIP / float(flat.norm()))
+        total = total + flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
     found_moment = method.worst_case().read(answered(method, SHARD))[0]
     assert len(batch) > 1
     assert torch.allclose(

@@ -11,7 +11,7 @@ import torch
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import COINS, SHARD, Train, make, on_grid
+from tiny import COINS, SHARD, Train, make, noised
 from torch.func import functional_call, grad
 
 from fedgen.coins import Coins
@@ -330,13 +330,13 @@ def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
 def test_sums_stay_whole_where_draws_show() -> None:
     """After a client failed and the run went on by other draws; and where critics train when they
     are drawn: draws amplify nothing then, and the noise of all who answer is there all the same."""
-    for changed in ({"redrawn": True}, {"critic_schedule": "on_query"}):
+    for changed in ({"unanswered": True}, {"critic_schedule": "on_query"}):
         method = make(clients=5, noise=0.5, answerers=4, **changed)
         [(event, count)] = canonical(method.plan.release(6)).items()
         assert (event, count) == (RevealedDraw(4 / 5, GaussianDpEvent(1.0)), 36)
         assert method.plan.amplified_by["release"] is None
         assert "adds up" in str(method.plan.reasons["release"])
-    everybody = make(clients=4, noise=0.5, routing="mean", redrawn=True)
+    everybody = make(clients=4, noise=0.5, routing="mean", unanswered=True)
     assert canonical(everybody.plan.release(6)) == {GaussianDpEvent(1.0): 36}
 
 
@@ -354,7 +354,7 @@ def test_a_setting_reaches_what_is_proven() -> None:
 def test_the_generator_follows_the_sum_alone() -> None:
     """To the last bit: what followed from single answers would not have the noise of the sum."""
     strategy = SampleGradients(make(clients=4, noise=1.0, routing="mean"), COINS)
-    answers = on_grid(COINS.noise((4, 6, 1, 8, 8)), 1.0)
+    answers = noised(torch.zeros(4, 6, 1, 8, 8), 1.0, COINS)
     found = {
         client: Answer({"answer": each.numpy()}, GaussianDpEvent(1.0), Unit.CLIENT)
         for client, each in enumerate(answers)

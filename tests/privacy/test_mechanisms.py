@@ -81,7 +81,7 @@ def test_sensitivity_bounds_any_exchange(
 
     moved = np.linalg.norm(released(before) - released(after), axis=1)
     for relation in Relation:
-        assert (moved <= mechanism.sensitivity(relation) + 1e-4).all()
+        assert (moved <= GRAIN * mechanism.sensitivity(relation) + 1e-4).all()
 
 
 def test_the_bound_is_met() -> None:
@@ -320,8 +320,9 @@ def test_draws_are_part_of_the_event() -> None:
     poisson, fixed = PoissonBatches(0.25), FixedBatches(3, 12)
     for batches in (poisson, fixed, AllRows()):
         mechanism = SumGaussian(1.0, 2.0, batches, 3.0, REPLACE, Unit.RECORD)
-        drawn = mechanism.draw(12, COINS.at("some"))
+        [drawn] = mechanism.parts(12, COINS.at("some"), 64)
         assert mechanism.event() == batches.event(GaussianDpEvent(2.0))
+        assert np.array_equal(drawn, batches.draw(12, COINS.at("some")))
         assert sorted(set(drawn.tolist())) == drawn.tolist()
     assert len(fixed.draw(12, COINS)) == 3
     assert AllRows().draw(12, COINS).tolist() == list(range(12))
@@ -389,3 +390,20 @@ def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
 def test_contributions_are_made_by_mechanisms_alone() -> None:
     with pytest.raises(TypeError, match="made by a mechanism"):
         Clipped({"answer": np.zeros((1, 5), dtype=np.float32)}, Contribution(), Unit.CLIENT)
+
+
+@pytest.mark.parametrize("batches", [PoissonBatches(0.5), AllRows()])
+def test_a_row_more_changes_its_own_part_alone(batches: PoissonBatches | AllRows) -> None:
+    """Given all coins: parts are of the rows' own, their number is public, all rows are in one."""
+    mechanism = SumGaussian(1.0, 1.0, batches, 640.0, ADD_OR_REMOVE, Unit.RECORD)
+    for step in range(20):
+        coins = COINS.at("parts", step)
+        less, more = (mechanism.parts(rows, coins, 64) for rows in (1200, 1201))
+        assert len(less) == len(more) == 10
+        changed = [place for place in range(10) if not np.array_equal(less[place], more[place])]
+        assert len(changed) <= 1
+        for place in changed:
+            assert np.array_equal(more[place][:-1], less[place])
+        assert np.array_equal(np.sort(np.concatenate(more)), batches.draw(1201, coins))
+    sizes = [len(part) for part in more]
+    assert stats.chisquare(sizes).pvalue > 1e-6
