@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "single-answers-are-rounded-before-their-sum",
         "strategies/sample_gradients.py",
-        'torch.from_numpy(answers[client].arrays["answer"])',
-        'torch.from_numpy(answers[client].arrays["answer"]).half().float()',
+        'torch.from_numpy(answers[client].arrays["answer"]).double()',
+        'torch.from_numpy(answers[client].arrays["answer"]).half().double()',
         f"{GS_WGAN_TESTS}::test_the_generator_follows_the_sum_alone",
     ),
     Mutant(

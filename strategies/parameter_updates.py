@@ -41,5 +41,8 @@ class ParameterUpdates(CohortStrategy):
         None if nobody did."""
         if not answers:
             return None
-        points = [torch.from_numpy(answers[client].arrays["answer"]) for client in sorted(answers)]
-        return torch.as_tensor(sum(points) / len(answers))
+        [first, *others] = (torch.from_numpy(answers[c].arrays["answer"]) for c in sorted(answers))
+        total = first.double()
+        for each in others:
+            total += each
+        return (total / len(answers)).float()

@@ -77,9 +77,9 @@ class SampleGradients(CohortStrategy):
         """
         total: Tensor | None = None
         for client in sorted(answers):
-            gradients = torch.from_numpy(answers[client].arrays["answer"])
-            if total is None:
-                total = torch.zeros((rows, *gradients.shape[1:]))
+            gradients = torch.from_numpy(answers[client].arrays["answer"]).double()
+            if total is None:  # in double precision sums of multiples of a grid are exact
+                total = torch.zeros((rows, *gradients.shape[1:]), dtype=torch.float64)
             if len(gradients) == rows:  # rows are routed in ascending order: these are all
                 total += gradients
             else:
@@ -89,7 +89,7 @@ class SampleGradients(CohortStrategy):
         mean = total / self.cohort.answers_per_row
         if len(answers) < len(self._routes):
             mean *= self._asked_over_answered(answers, rows).view(-1, *[1] * (mean.dim() - 1))
-        return mean
+        return mean.float()
 
     def _asked_over_answered(self, answers: Mapping[int, Answer], rows: int) -> Tensor:
         """By how much the answers to each row must stand in for those that are missing (rows,);

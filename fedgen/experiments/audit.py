@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,13 @@ _TELLING = 4.0  # an epsilon
 
 @dataclass(frozen=True)
 class Point:
-    """What an attack shows after so many releases or rounds, and what is proven then."""
+    """What an attack ``of`` something shows after so many releases or rounds, and what is proven
+    then."""
 
     after: int
     lower_bound: float
     proven: float | None
+    of: str = "run"
 
     @property
     def broken(self) -> bool:
@@ -63,33 +66,37 @@ def audit(config: DictConfig) -> str:
         raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
     ready = settings.setup(config)
     found: list[Point] = []
-    noise = chosen.noise_multiplier or _telling_noise(ready)
-    if chosen.releases:
+    lines, noises = [], {}
+    for number, sight in enumerate(sights(ready.method) if chosen.releases else []):
+        noise = chosen.noise_multiplier or _telling_noise(ready, sight)
         method = ready.at_noise(noise)
+        trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
         with RunProgress() as progress:
-            found = attack_program(
+            points = attack(
                 method,
                 method.plan,
                 method.worst_case(),
-                releases=chosen.releases,
+                sight,
+                releases=trials,
                 confidence=chosen.confidence,
                 delta=config.privacy.delta,
-                coins=ready.coins.at("audit"),
-                told=lambda done: progress.show("releases", done, 2 * chosen.releases, ""),
+                coins=ready.coins.at("audit", number),
+                told=lambda done, of=trials: progress.show("releases", done, 2 * of, ""),
             )
-    lines = [
-        f"client program, {chosen.releases:,} releases of each of two neighbours at noise "
-        f"multiplier {noise:.4g}, {point.after} together: "
-        f"{_in_words(point, chosen.confidence)}"
-        for point in found
-    ]
+        found, noises[sight.name] = found + points, noise
+        lines += [
+            f"{sight.name}, {trials:,} releases of each of two neighbours at noise "
+            f"multiplier {noise:.4g}, {point.after} together: "
+            f"{_in_words(point, chosen.confidence)}"
+            for point in points
+        ]
     guessed: list[Point] = []
     if chosen.canaries:
         run = train(
             config, watch=lambda ready, state, proven: guessed.append(guess(ready, state, proven))
         )
         run_dir = RunDir(run)
-        facts = {"releases": chosen.releases, "noise_multiplier": noise}
+        facts = {"releases": chosen.releases, "noise_multipliers": noises}
         record: dict[str, Any] = {
             "schema": 1,
             "confidence": chosen.confidence,
@@ -100,7 +107,12 @@ def audit(config: DictConfig) -> str:
         run_dir.write("audit", record)
         lower_bounds(
             {
-                "client program, releases": [(p.after, p.lower_bound, p.proven) for p in found],
+                **{
+                    f"{name}, releases": [
+                        (p.after, p.lower_bound, p.proven) for p in found if p.of == name
+                    ]
+                    for name in noises
+                },
                 "run, rounds": [(p.after, p.lower_bound, p.proven) for p in guessed],
             },
             config.privacy.delta,
@@ -120,15 +132,13 @@ def audit(config: DictConfig) -> str:
     return text
 
 
-def _telling_noise(ready: Setup) -> float:
+def _telling_noise(ready: Setup, sight: Sight) -> float:
     """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
     much more never."""
 
-    trusted = ready.method.aggregate is not None
-
     def at(noise: float) -> float:
         plan = ready.at_noise(noise).plan
-        spend = canonical(counted(plan, plan.rows_per_round, trusted))
+        spend = canonical(sight.event(plan, plan.rows_per_round))
         return epsilon(spend, ready.config.privacy.delta, plan.relation).or_infinity
 
     return least_noise(at, _TELLING)
@@ -163,10 +173,58 @@ def _in_words(point: Point, confidence: float) -> str:
 # --- the client program ---------------------------------------------------------------------------
 
 
-def attack_program(
+@dataclass(frozen=True)
+class Sight:
+    """What an attack sees of a round.
+
+    together: the answers whose sum it sees. drawn: whether those who answer are drawn in secret,
+    so that the attacked client may not be among them.
+    event: (plan, rows) -> what so many answered rows cost against it.
+    """
+
+    name: str
+    together: int
+    drawn: bool
+    event: Callable[[Plan, int], DpEvent]
+
+
+def sights(method: Method) -> list[Sight]:
+    """What there is to attack: what leaves the mechanism of one client (or of the aggregator that
+    clients trust); where what is published is a function of the sums of several clients' answers,
+    such a sum, with the draw of those who answer and without."""
+    plan, cohort = method.plan, method.cohort
+    found = [Sight("client program", 1, False, partial(counted, trusted=bool(method.aggregate)))]
+    if plan.release is None or method.aggregate is not None or not cohort.count_is_fixed:
+        return found
+    several = cohort.answers_per_row
+    name = f"sum of {several} clients" if several > 1 else "one of the clients"
+    if several > 1:
+        found.append(Sight(name, several, False, _of_sums))
+    if plan.amplified_by["release"] is not None:
+        found.append(Sight(f"{name}, drawn in secret", several, True, _of_draws))
+    return found
+
+
+def counted(plan: Plan, rows: int, trusted: bool) -> DpEvent:
+    """What so many answered rows cost against whom the method protects."""
+    return _of_draws(plan, rows) if trusted else plan.server(rows)
+
+
+def _of_sums(plan: Plan, rows: int) -> DpEvent:
+    assert plan.seen is not None
+    return plan.seen(rows)
+
+
+def _of_draws(plan: Plan, rows: int) -> DpEvent:
+    assert plan.release is not None
+    return plan.release(rows // plan.rows_per_round)
+
+
+def attack(
     method: Method,
     plan: Plan,
     worst: WorstCase,
+    sight: Sight,
     *,
     releases: int,
     confidence: float,
@@ -174,12 +232,13 @@ def attack_program(
     coins: Coins,
     told: Callable[[int], None] = lambda done: None,
 ) -> list[Point]:
-    """Tells two neighbours apart by many releases of a method's client program, or of the
-    aggregator that clients trust; ``plan`` says what is proven.
+    """Tells two neighbours apart by many releases that a method's client programs make, as far as
+    ``sight`` goes; ``plan`` says what is proven.
 
     The bounds of all points hold together with ``confidence``. The adversary knows both neighbours,
     and scores a release by its length along what lies between them. It does not know the draws:
-    where a secret draw amplifies, it finds less.
+    where a secret draw amplifies, it finds less. In a sum, all others answer as the second
+    neighbour does, each with noise of its own.
     """
     together = [count for count in _TOGETHER if releases // count >= _LEAST_TRIALS]
     each = 1 - (1 - confidence) / len(together)  # so that all of them hold together
@@ -188,28 +247,51 @@ def attack_program(
     for trial in range(releases):
         for side, (state, shard) in enumerate((worst.first, worst.second)):
             here = coins.at("side", side)
-            release = _released(method, worst, state, shard, trial, here)
-            scores[side, trial] = float((_read(worst, release) * direction).sum())
+            if sight.together == 1 and not sight.drawn:
+                release = _read(worst, _released(method, worst, state, shard, trial, here))
+            else:
+                release = _summed(method, worst, sight, state, shard, trial, here)
+            scores[side, trial] = float((release * direction).sum())
         if trial % 100 == 99:
             told(2 * trial + 2)
     points = []
     for count in together:
         trials = releases // count
         summed = scores[:, : trials * count].reshape(2, trials, count).sum(2)
-        spend = canonical(counted(plan, count * worst.query.count, method.aggregate is not None))
+        spend = canonical(sight.event(plan, count * worst.query.count))
         gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
         bound = gaussian_lower_bound if gaussian else lower_bound
         proven = epsilon(spend, delta, plan.relation).value
-        points.append(Point(count, bound(summed[0], summed[1], delta, each), proven))
+        found = bound(summed[0], summed[1], delta, each)
+        points.append(Point(count, found, proven, sight.name))
     return points
 
 
-def counted(plan: Plan, rows: int, trusted: bool) -> DpEvent:
-    """What so many answered rows cost against whom the method protects."""
-    if not trusted:
-        return plan.server(rows)
-    assert plan.release is not None
-    return plan.release(rows // plan.rows_per_round)
+def _summed(
+    method: Method,
+    worst: WorstCase,
+    sight: Sight,
+    state: State,
+    shard: Shard,
+    trial: int,
+    coins: Coins,
+) -> NDArray[np.float64]:
+    """The sum of the answers to each row, of the attacked client, 0, and of others."""
+    count = worst.query.count
+    asked = dict.fromkeys(range(sight.together), list(range(count)))
+    if sight.drawn:
+        asked = method.cohort.draw(count, coins.secret("cohort", trial))
+    total: NDArray[np.float64] | None = None
+    for client, rows in asked.items():
+        own = (state, shard) if client == 0 else worst.second
+        query, here = worst.query.take(rows), coins.at("client", client)
+        answer = method.client.answer(own[0], query, own[1], trial, here)
+        assert isinstance(answer, Release)
+        read = _read(worst, answer)
+        total = np.zeros((count, *read.shape[1:])) if total is None else total
+        total[rows] += read
+    assert total is not None
+    return total
 
 
 def _released(

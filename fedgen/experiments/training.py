@@ -434,10 +434,9 @@ class Training:
         sample_grid(images, 10, self.run_dir.samples / name)
         self._board.add_image("samples", _sheet(self.run_dir.samples / name), state.rounds)
         if self._watch is not None:
+            # its state follows from what is published of the answers: their noised sums
             views = self.accounts.views(state, self.stopped is not None)
-            # what the server draws from noised answers is no more than what it publishes
-            trusted = self.method.aggregate is not None
-            self._watch(self.ready, state, views["release" if trusted else "server"])
+            self._watch(self.ready, state, views["release"])
 
     def _sample(self, generator: Tensors, labels: Tensor, purpose: str) -> NDArray[np.uint8]:
         return draw_samples(self.method, generator, labels, self.ready.coins.at("samples", purpose))

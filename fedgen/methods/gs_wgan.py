@@ -658,8 +658,8 @@ def _plan(
 
     def seen(answered: int) -> DpEvent:
         assert noise is not None
-        adding_up = draw.answers_per_row if of_sums else 1
-        return repeat(GaussianDpEvent(math.sqrt(adding_up) * noise), answered)
+        everybody = Routing("mean", draw.answers_per_row if of_sums else 1)
+        return everybody.event_of_sums(answered, noise, hidden=False)
 
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"

@@ -2,8 +2,8 @@
 
 A noise multiplier is std over L2 sensitivity under the stated neighbouring relation, so a Gaussian
 release costs the same under both. Gaussian releases compose exactly. What a secret draw gates is
-bounded twice, by privacy loss distributions and by Renyi divergences, and the smaller bound is
-reported: both hold, neither always wins.
+bounded twice, by privacy loss distributions and by Renyi divergences, and where all draws are of one
+kind a third time, as if the adversary saw them. The smallest is reported: all hold, none always wins.
 
 | draw | add or remove one | replace one |
 |---|---|---|
@@ -137,8 +137,12 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     if kinds == {GaussianDpEvent}:
         return Epsilon(exact, "Gaussian, exact", _gaussian_rdp(mu, delta))
     by_pld, by_rdp = _by_pld(leaves, delta, relation), _by_rdp(leaves, delta, relation)
-    if exact <= min(by_pld, by_rdp):  # a draw never costs more than what it gates
+    # a draw never costs more than what it gates, nor more than if it were seen
+    seen = _as_if_seen(leaves, delta)
+    if exact <= min(by_pld, by_rdp, seen):
         return Epsilon(exact, "Gaussian, as if always drawn", min(by_pld, by_rdp))
+    if seen < min(by_pld, by_rdp):
+        return Epsilon(seen, "exact Gaussians over the visits of secret draws", min(by_pld, by_rdp))
     if by_rdp <= by_pld:
         return Epsilon(by_rdp, "RDP of secret draws", by_pld)
     return Epsilon(by_pld, "PLD of secret draws", by_rdp)
@@ -306,6 +310,14 @@ def _discretization(leaves: Leaves) -> tuple[float, float]:
 
 
 # --- draws that the adversary sees ----------------------------------------------------------------
+
+
+def _as_if_seen(leaves: Leaves, delta: float) -> float:
+    """epsilon against one who sees each draw, where all are draws of one kind; else infinity."""
+    if len(leaves) > 1:
+        return math.inf
+    [(event, count)] = leaves
+    return revealed_epsilon(_rate(event), _gaussian(event).noise_multiplier, count, delta)
 
 
 def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float) -> float:

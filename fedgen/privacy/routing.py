@@ -119,9 +119,7 @@ class Routing:
         visits = binom.isf(tail / self.population, draws * steps, self.take / self.population)
         return min(int(visits) * rows // draws, rows * steps)
 
-    def stop_probability(
-        self, rows: int, steps: int, cap: int, again: Sequence[int] = ()
-    ) -> float:
+    def stop_probability(self, rows: int, steps: int, cap: int, again: Sequence[int] = ()) -> float:
         """An upper bound on the probability that some member is asked for more than ``cap``.
 
         ``again``: of each step that was done more than once, by the same draw, how often.
@@ -135,9 +133,7 @@ class Routing:
 
 
 @lru_cache(maxsize=256)
-def _more_visits(
-    visits: int, once: int, draws: int, again: tuple[int, ...], rate: float
-) -> float:
+def _more_visits(visits: int, once: int, draws: int, again: tuple[int, ...], rate: float) -> float:
     """The probability of more than ``visits`` in ``once`` draws that count once, and for each of
     ``again`` in ``draws`` more that count so often."""
     if visits >= once + draws * sum(again):
