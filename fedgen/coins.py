@@ -85,7 +85,8 @@ class Coins:
 
     def secret_uniforms(self, count: int, *where: Where) -> NDArray[np.float64]:
         """Secret uniforms in [0, 1), by 53 bits each: many at once."""
-        return (self.secret_bits(count, *where) >> np.uint64(11)) * 2.0**-53
+        words = self.secret_bits(count, *where) >> np.uint64(11)
+        return words.astype(np.float64) * 2.0**-53
 
     def noise_bits(self, count: int, *where: Where) -> NDArray[np.uint64]:
         """Words of 64 fair bits each, for noise alone (``fedgen.privacy.noise``)."""

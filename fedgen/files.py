@@ -16,7 +16,7 @@ def write_whole(path: Path, data: bytes, durable: bool = True, mode: int = 0o666
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.unlink(missing_ok=True)
-    with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
         if durable:
             file.flush()

@@ -1,12 +1,20 @@
-"""One DP-SGD step of DPGAN's discriminator: fedgen's clipped sum beside a plain step and others.
+"""One DP-SGD step of DPGAN's discriminator: fedgen's clipped sum beside a plain step and others,
+and a whole step of a run beside a training loop by Opacus.
 
     python scripts/bench_dpsgd.py [--width 128] [--rows 256] [--repeats 7] [--device cpu]
 
-Prints a table and, last, a line of JSON with the ratios. A step is forward, loss, and the gradient
-of all weights: summed (plain), or clipped example by example and summed. Memory is the peak of the
-process above its start (CUDA: of the device's allocator), each method in a process of its own.
-``share_of_ceiling``: the arithmetic of a plain step over the time of ours, as a share of the rate
-that one large product of matrices reaches here.
+Prints tables and, last, a line of JSON with the ratios. In the first a step is forward, loss, and
+the gradient of all weights: summed (plain), or clipped example by example and summed. Memory is the
+peak of the process above its start (CUDA: of the device's allocator), each method in a process of
+its own. ``share_of_ceiling``: the arithmetic of a plain step over the time of ours, as a share of
+the rate that one large product of matrices reaches here.
+
+A whole step is what ``fedgen train experiment=dpgan_mnist_128`` takes for one on 60,000 made-up
+rows (half of ``--rows`` real in the mean, half fakes), from the query to the update of the
+generator after n_D = 50 of them, in both modes of noise: messages, ledger, noise and all. Beside it
+the same step by a plain loop over Opacus' Poisson loader, with its clipping (hooks; ghost), its
+noise and torch's Adam, and no step of a generator. ``whole_step_over_sum_*``: over the clipped sums
+within; ``..._but_fakes``: without drawing the fakes, which any such step does.
 """
 
 from __future__ import annotations
@@ -16,20 +24,27 @@ import json
 import multiprocessing
 import resource
 import statistics
+import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgen.models.cdcgan import Discriminator
+from fedgen.adversarial import Networks, Server
+from fedgen.models.cdcgan import Discriminator, Generator
 from fedgen.privacy.per_example import by_vmap, clipped_sum
 
 Step = Callable[[], object]
+T = TypeVar("T")
 
 
 def losses(logits: Tensor) -> Tensor:
@@ -149,6 +164,140 @@ def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, fl
     return float(counted.get_total_flops()), 2 * side**3 / min(times)
 
 
+class Clock:
+    """Seconds by part of a round, each without the parts inside of it."""
+
+    def __init__(self) -> None:
+        self.parts: Counter[str] = Counter()
+        self.rounds: list[dict[str, float]] = []
+        self._inside = [0.0]
+
+    def timed(self, part: str, owner: Any, name: str) -> None:
+        """Has the time of a function go to a part from now on; of ``round``, that of all parts."""
+        function = getattr(owner, name)
+
+        def run(*given: Any, **named: Any) -> Any:
+            if part == "round":
+                self.parts.clear()
+            begin = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return function(*given, **named)
+            finally:
+                seconds = time.perf_counter() - begin
+                self.parts[part] += seconds - self._inside.pop()
+                self._inside[-1] += seconds
+                if part == "round":
+                    self.parts["other"] = self.parts.pop("round")
+                    self.rounds.append(dict(self.parts))
+
+        setattr(owner, name, run)
+
+
+def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> dict[str, float]:
+    """Seconds of a step of a run, by part: those of the second of two messages of 50 steps."""
+    from fedgen import adversarial
+    from fedgen.experiments import training
+    from fedgen.experiments.configuration import compose
+    from fedgen.federation import messages, rounds
+    from fedgen.federation.client_store import ClientStore
+    from fedgen.methods import dpgan
+    from fedgen.privacy import mechanisms
+    from fedgen.privacy.ledger import Ledger
+
+    clock = Clock()
+    clock.timed("round", rounds.Rounds, "_round")
+    clock.timed("sum", dpgan, "clipped_sum")
+    clock.timed("noise", mechanisms, "_noised")
+    clock.timed("adam", adversarial, "adam_step")
+    clock.timed("fakes", Networks, "generate")
+    clock.timed("ledger", Ledger, "charge")
+    clock.timed("server", Server, "update")
+    clock.timed("messages", ClientStore, "commit")
+    for name in ("pack_query", "read_query", "digest_of", "pack_answer", "read_answer"):
+        clock.timed("messages", messages, name)
+    random = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "made_up.npz"
+        images = random.integers(0, 256, (60_000, 28, 28), dtype=np.uint8)
+        labels = np.arange(60_000) % 10
+        test = {"test_images": images[:100], "test_labels": labels[:100]}
+        np.savez(data, train_images=images, train_labels=labels, **test)
+        words = ["experiment=dpgan_mnist_128", "data=folder", f"data.path={data}"]
+        words += [f"method.discriminator.width={width}", f"method.generator.width={width}"]
+        words += [f"method.batch={rows // 2}", f"method.sampling_rate={rows / 2 / 60_000}"]
+        words += [f"privacy.noise={noise}", "evaluation=none", "rounds=100", f"device={device}"]
+        words += [f"runtime.threads={threads}", f"run_dir={folder}/run", "data.classes=10"]
+        training.train(compose("config", words))
+    return {part: seconds / 50 for part, seconds in clock.rounds[-1].items()}
+
+
+def opacus_step(mode: str, width: int, rows: int, repeats: int, device: str, threads: int) -> float:
+    """Median seconds of a step by Opacus' PrivacyEngine."""
+    from opacus import PrivacyEngine
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    module = Discriminator(10, (1, 28, 28), width).to(device)
+    generator = Generator(128, 10, (1, 28, 28), width).to(device)
+    images = torch.randint(0, 256, (60_000, 1, 28, 28), dtype=torch.uint8)
+    rows_of = torch.utils.data.TensorDataset(images, torch.arange(60_000) % 10)
+    loader = torch.utils.data.DataLoader(rows_of, batch_size=rows // 2)
+    made = PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.Adam(module.parameters(), 2e-4, (0.5, 0.999)),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+        criterion=nn.BCEWithLogitsLoss(),
+    )
+    module, optimizer, *criterion, loader = made
+    loss = criterion[0] if criterion else nn.BCEWithLogitsLoss()
+    times, batches = [], iter(loader)
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        real, labels = next(batches)
+        count = rows // 2
+        given = torch.randint(0, 10, (count,), device=device)
+        with torch.no_grad():
+            fakes = generator(torch.randn(count, 128, device=device), given)
+        both = torch.cat([real.to(device).float() / 255, fakes])
+        logits = module(both, torch.cat([labels.to(device), given]))
+        told = torch.cat([torch.ones(len(real)), torch.zeros(count)]).to(device)
+        optimizer.zero_grad()
+        loss(logits, told).backward()
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def alone(function: Callable[..., T], *given: Any) -> T:
+    """What a function returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, given)
+
+
+def whole_steps(width: int, rows: int, repeats: int, device: str, threads: int) -> dict[str, float]:
+    """Prints the second table; the ratios for JSON."""
+    ours = {n: alone(whole_step, n, width, rows, device, threads) for n in ("seeded", "secure")}
+    for name, parts in ours.items():
+        told = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
+        print(f"whole step, {name:6} {sum(parts.values()) * 1e3:9.1f} ms ({told})")
+    whole = {name: sum(parts.values()) for name, parts in ours.items()}
+    found = {f"whole_step_over_sum_{n}": whole[n] / ours[n]["sum"] for n in ours}
+    for n, parts in ours.items():
+        found[f"whole_step_over_sum_{n}_but_fakes"] = (whole[n] - parts["fakes"]) / parts["sum"]
+    for mode in ("hooks", "ghost"):
+        theirs = alone(opacus_step, mode, width, rows, repeats, device, threads)
+        print(f"whole step, Opacus' {mode} {theirs * 1e3:9.1f} ms")
+        found[f"whole_step_speedup_over_opacus_{mode}"] = theirs / whole["seeded"]
+    return {name: round(ratio, 3) for name, ratio in found.items()}
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -160,12 +309,12 @@ def main() -> None:
     chosen = parser.parse_args()
     found = {}
     for method in METHODS:
-        with multiprocessing.get_context("spawn").Pool(1) as alone:
-            found[method.__name__] = alone.apply(measure, (method.__name__, *vars(chosen).values()))
+        found[method.__name__] = alone(measure, method.__name__, *vars(chosen).values())
     for name, (seconds, peak) in found.items():
         ratio = seconds / found["plain"][0]
         print(f"{name:14} {seconds * 1e3:9.1f} ms  {ratio:6.2f} x plain  {peak / 1e6:9.0f} MB")
     ours = found["fedgen"]
+    whole = whole_steps(**vars(chosen))
     operations, most = ceiling(chosen.width, chosen.rows, chosen.device, chosen.threads)
     print(
         json.dumps(
@@ -177,6 +326,7 @@ def main() -> None:
                 "cost_over_plain": round(ours[0] / found["plain"][0], 3),
                 "share_of_ceiling": round(operations / ours[0] / most, 3),
                 "memory_over_plain": round(ours[1] / max(found["plain"][1], 1.0), 3),
+                **whole,
             }
         )
     )

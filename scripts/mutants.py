@@ -44,6 +44,9 @@ PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
 DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
 FEDAVG_TESTS = "tests/methods/test_fedavg_gan.py"
+NOISE, NOISE_TESTS = "fedgen/privacy/noise.py", "tests/privacy/test_noise.py"
+TRAINING = "fedgen/experiments/training.py"
+INCIDENTS = "tests/federation/test_draws_and_incidents.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
@@ -54,6 +57,79 @@ MUTANTS = [
         "math.sqrt(self.answers_per_row) * noise_multiplier, hidden",
         "self.answers_per_row * noise_multiplier, hidden",
         f"{ROUTING_TESTS}::test_the_sum_of_two_answers_is_dominated_and_met",
+    ),
+    Mutant(
+        "noise-adds-up-without-its-root-under-attack",
+        ROUTING,
+        "math.sqrt(self.answers_per_row) * noise_multiplier, hidden",
+        "10 * self.answers_per_row * noise_multiplier, hidden",
+        "tests/contracts/test_attacks.py::test_an_attack_on_sums_finds_noise_counted_twice",
+    ),
+    Mutant(
+        "drawn-again-until-all-are-alive",
+        TRAINING,
+        "ready = replace(ready, coins=ready.coins.drawing_by(key))",
+        "pass",
+        f"{INCIDENTS}::test_a_client_that_is_silent_is_asked_again_and_again",
+    ),
+    Mutant(
+        "a-lost-key-of-draws-goes-unnoticed",
+        TRAINING,
+        "anew = made and bool(run_dir.begun())",
+        "anew = False",
+        f"{INCIDENTS}::test_without_the_key_of_its_draws_nothing_amplifies",
+    ),
+    Mutant(
+        "what-was-really-answered-is-not-looked-at",
+        "fedgen/experiments/accounts.py",
+        "if found is None or not self.unanswered() or not self.method.cohort.drawn:",
+        "if True:",
+        "tests/experiments/test_accounts.py"
+        "::test_a_client_that_does_not_answer_leaves_what_was_really_answered",
+    ),
+    Mutant(
+        "rounds-done-again-are-drawn-once-more",
+        ROUTING,
+        "more = binom.sf(upto // times, draws, rate)  # by the draws of this step alone",
+        "times, more = 1, binom.sf(upto, draws, rate)",
+        f"{ROUTING_TESTS}::test_steps_that_are_done_again_count_by_the_same_draw",
+    ),
+    Mutant(
+        "noise-with-holes-in-its-tails",
+        NOISE,
+        "(noisy.sub_(moved).abs_() >= 0.5 - _ERROR) | (magnitude < _LEAST)",
+        "noisy.sub_(moved).abs_() >= 0.5 - _ERROR",
+        f"{NOISE_TESTS}::test_the_tails_have_their_probability",
+    ),
+    Mutant(
+        "noise-rounded-by-floating-point",
+        NOISE,
+        "(noisy.sub_(moved).abs_() >= 0.5 - _ERROR) | (magnitude < _LEAST)",
+        "magnitude < _LEAST",
+        f"{NOISE_TESTS}::test_the_tails_have_their_probability",
+    ),
+    Mutant(
+        "sums-in-single-precision",
+        PER_EXAMPLE,
+        "torch.zeros_like(value, dtype=torch.float64) for name",
+        "torch.zeros_like(value) for name",
+        f"{PER_EXAMPLE_TESTS}"
+        "::test_one_row_more_among_sixty_thousand_moves_a_sum_by_at_most_the_clip",
+    ),
+    Mutant(
+        "parts-of-a-batch-by-place",
+        MECHANISMS,
+        "return [batch[part == each] for each in range(number)]",
+        "return list(np.array_split(batch, number))",
+        f"{TESTS}::test_a_row_more_changes_its_own_part_alone",
+    ),
+    Mutant(
+        "draws-that-are-seen-cost-less",
+        "fedgen/privacy/accounting.py",
+        "return revealed_epsilon(_rate(event), _gaussian(event).noise_multiplier, count, delta)",
+        "return revealed_epsilon(\n"
+        "        _rate(event) / 2, _gaussian(event).noise_multiplier, count, delta\n    )",
+        "tests/privacy/test_accounting.py::test_draws_cost_no_more_than_if_they_were_seen",
     ),
     Mutant(
         "noise-that-may-be-missing-adds-up",
@@ -100,8 +176,8 @@ MUTANTS = [
     Mutant(
         "no-grid",
         MECHANISMS,
-        "return ((noisy / grid).round() * grid).to(torch.float32)",
-        "return noisy.to(torch.float32)",
+        "return whole.mul_(grid).to(torch.float32)",
+        "return whole.mul_(grid * (1 + 2**-9)).to(torch.float32)",
         f"{TESTS}::test_what_is_released_lies_on_a_grid_of_the_noise",
     ),
     Mutant(
@@ -129,7 +205,7 @@ MUTANTS = [
     Mutant(
         "clip-left-out-of-a-sum",
         PER_EXAMPLE,
-        "scale = (clip * _ROUNDING / norms).clamp(max=1.0)",
+        "scale = (clip * below / norms).clamp(max=1.0)",
         "scale = torch.ones_like(norms)",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
@@ -192,8 +268,8 @@ MUTANTS = [
     Mutant(
         "noise-over-the-root-of-the-batch",
         MECHANISMS,
-        "noisy = _noised(total / self.divisor, std, coins)",
-        "noisy = _noised(total / self.divisor, std / math.sqrt(self.divisor), coins)",
+        "return _noised(total.div_(self.divisor), std, coins)",
+        "return _noised(total.div_(self.divisor), std / math.sqrt(self.divisor), coins)",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
@@ -206,15 +282,15 @@ MUTANTS = [
     Mutant(
         "division-by-a-realized-count",
         MECHANISMS,
-        "noisy = _noised(total / self.divisor, std, coins)",
-        "noisy = _noised(total / max(1, int(total.count_nonzero())), std, coins)",
+        "return _noised(total.div_(self.divisor), std, coins)",
+        "return _noised(total.div_(max(1, int(total.count_nonzero()))), std, coins)",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "noise-that-repeats",
         MECHANISMS,
-        'std * coins.noise(tuple(exact.shape), "release")',
-        'std * Coins.of(0, "seeded").noise(tuple(exact.shape))',
+        'rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")',
+        'rounded_gaussian(exact.to(torch.float64) / grid, std / grid, Coins.of(0, "seeded"))',
         f"{TESTS}::test_releases_at_different_places_have_independent_noise",
     ),
     Mutant(
@@ -262,8 +338,8 @@ MUTANTS = [
     Mutant(
         "batches-drawn-at-another-rate-than-counted",
         "fedgen/privacy/batches.py",
-        'coins.secret_uniforms(rows, "batch") < self.rate',
-        'coins.secret_uniforms(rows, "batch") < 1.5 * self.rate',
+        'coins.secret_bits(rows, "batch") < np.uint64(int(self.rate * 2**64))',
+        'coins.secret_bits(rows, "batch") < np.uint64(int(1.5 * self.rate * 2**64))',
         f"{TESTS}::test_poisson_batches_have_the_promised_rate_and_no_memory",
     ),
     Mutant(
@@ -283,8 +359,8 @@ MUTANTS = [
     Mutant(
         "batches-known-from-the-seed-in-secure-mode",
         "fedgen/coins.py",
-        "raw = _stream(self.secret_key, self._hidden(where), 8 * count)",
-        "raw = _stream(self.public_key, self._hidden(where), 8 * count)",
+        "return _words(self.secret_key, self._hidden(where), count)",
+        "return _words(self.public_key, self._hidden(where), count)",
         "tests/test_coins.py",
     ),
     Mutant(

@@ -72,6 +72,10 @@ def audit(config: DictConfig) -> str:
         method = ready.at_noise(noise)
         trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
         with RunProgress() as progress:
+
+            def told(done: int, of: int = 2 * trials, progress: RunProgress = progress) -> None:
+                progress.show("releases", done, of, "")
+
             points = attack(
                 method,
                 method.plan,
@@ -81,7 +85,7 @@ def audit(config: DictConfig) -> str:
                 confidence=chosen.confidence,
                 delta=config.privacy.delta,
                 coins=ready.coins.at("audit", number),
-                told=lambda done, of=trials: progress.show("releases", done, 2 * of, ""),
+                told=told,
             )
         found, noises[sight.name] = found + points, noise
         lines += [
@@ -248,10 +252,12 @@ def attack(
         for side, (state, shard) in enumerate((worst.first, worst.second)):
             here = coins.at("side", side)
             if sight.together == 1 and not sight.drawn:
-                release = _read(worst, _released(method, worst, state, shard, trial, here))
+                seen = _read(worst, _released(method, worst, state, shard, trial, here)).astype(
+                    float
+                )
             else:
-                release = _summed(method, worst, sight, state, shard, trial, here)
-            scores[side, trial] = float((release * direction).sum())
+                seen = _summed(method, worst, sight, state, shard, trial, here)
+            scores[side, trial] = float((seen * direction).sum())
         if trial % 100 == 99:
             told(2 * trial + 2)
     points = []
@@ -278,7 +284,7 @@ def _summed(
 ) -> NDArray[np.float64]:
     """The sum of the answers to each row, of the attacked client, 0, and of others."""
     count = worst.query.count
-    asked = dict.fromkeys(range(sight.together), list(range(count)))
+    asked = {client: list(range(count)) for client in range(sight.together)}
     if sight.drawn:
         asked = method.cohort.draw(count, coins.secret("cohort", trial))
     total: NDArray[np.float64] | None = None

@@ -219,7 +219,8 @@ def _restore(home: ClientHome, message: Message) -> RecordDict:
 
 def _privately(home: ClientHome, server_round: int, compute: Callable[[], T]) -> T:
     """What private rows give. A failure over them shows, and what it tells is not bounded: in mode
-    ``secure`` the client has no bound from then on. (Noise alone in its place would not do:
+    ``secure`` the client has no bound from then on; a seeded run, which is an experiment, prints
+    the epsilon of a run in which it does not happen. (Noise alone in its place would not do:
     one record would then move a sum over many by its whole, more than was counted.)
     """
     try:

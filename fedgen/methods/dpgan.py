@@ -74,8 +74,10 @@ class Client:
             discriminator: Tensors, generator: Tensors, noised: Tensor, here: Coins
         ) -> Tensor:
             latents, labels = self.nets.inputs(self.fakes, here)
+            about = self.nets.at_once
+            pairs = zip(torch.split(latents, about), torch.split(labels, about), strict=True)
             with torch.no_grad():
-                images = self.nets.generate(generator, latents, labels)
+                images = torch.cat([self.nets.generate(generator, *pair) for pair in pairs])
             fakes = self._gradients(discriminator, images, labels, real=False).flat()
             return (noised + (fakes / self.fakes).to(noised)) / 2
 

@@ -2,8 +2,9 @@
 
 A noise multiplier is std over L2 sensitivity under the stated neighbouring relation, so a Gaussian
 release costs the same under both. Gaussian releases compose exactly. What a secret draw gates is
-bounded twice, by privacy loss distributions and by Renyi divergences, and where all draws are of one
-kind a third time, as if the adversary saw them. The smallest is reported: all hold, none always wins.
+bounded twice, by privacy loss distributions and by Renyi divergences, and where all draws are of
+one kind a third time, as if the adversary saw them. The smallest is reported: all hold, none always
+wins.
 
 | draw | add or remove one | replace one |
 |---|---|---|

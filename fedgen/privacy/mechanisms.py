@@ -211,7 +211,7 @@ class SumGaussian:
             total = flat if total is None else total.add_(flat)
         total = torch.zeros(size, dtype=torch.float64) if total is None else total
         std = self.noise_multiplier * self.sensitivity(self.relation)
-        return _noised(total / self.divisor, std, coins)
+        return _noised(total.div_(self.divisor), std, coins)
 
     def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
         """``noised``, of this shape, to leave the client."""

@@ -8,15 +8,16 @@ rounded to it, however far out, and nothing is left to be charged to delta but t
 Floating point decides nearly all: from 64 bits (a sign, and 63 of a uniform in (0, 1/2)) it knows Z
 to within 2^-37, and an integer is settled if no rounding boundary lies that near. For the rest,
 some 4 in 10^8 numbers, further bits and as many digits as they need decide. That is inversion, done
-lazily (Devroye 1986, section II.2; Karney 2016 for a Gaussian to the last bit): the integer does not
-depend on how floating point rounds, so that it is the same on every processor and on any number
+lazily (Devroye 1986, section II.2; Karney 2016 for a Gaussian to the last bit): the integer does
+not depend on how floating point rounds, so that it is the same on every processor and on any number
 of threads.
 
-``_ERROR``: the 63 bits leave U open by 2^-65 on each side of their middle, which is 2^-65 / phi(z) in
-z; down to U = 2^-29, phi(z) is above z U > 2^-27 (Mills' ratio), so this is below 2^-38. U in double precision is off by
-2^-53 U, which is below 2^-52 in z. ``ndtri`` (Cephes) is good to 2^-46 there: ``tests/privacy/
-test_noise.py`` holds it against mpmath, to 2^-44. Together that is below 2^-37 for z, and with the
-rounding of std z, which is below 2^14, below 2^-26 for what is rounded to the integer.
+``_ERROR``: the 63 bits leave U open by 2^-65 on each side of their middle, which is 2^-65 / phi(z)
+in z; down to U = 2^-29, phi(z) is above z U > 2^-27 (Mills' ratio), so this is below 2^-38. U in
+double precision is off by 2^-53 U, which is below 2^-52 in z. ``ndtri`` (Cephes) is good to 2^-46
+there: ``tests/privacy/test_noise.py`` holds it against mpmath, to 2^-44. Together that is below
+2^-37 for z, and with the rounding of std z, which is below 2^14, below 2^-26 for what is rounded to
+the integer.
 """
 
 from __future__ import annotations
@@ -53,13 +54,12 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
     if not 0 < std <= MOST_STD:
         raise ValueError(f"std must be above 0 and at most {MOST_STD:g}, got {std:g}")
     exact = mean.to(torch.float64).flatten()
-    if not bool(torch.isfinite(exact).all()):
-        raise ValueError("a mean must be finite")
     words = torch.from_numpy(coins.noise_bits(exact.numel(), *where).view("int64"))
-    found = exact.round()
+    found = torch.empty_like(exact)
     for start in range(0, len(exact), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        bits, rest = words[some].to(exact.device), exact[some] - found[some]  # exactly
+        bits, whole = words[some].to(exact.device), exact[some].round()
+        rest = exact[some] - whole  # exactly
         magnitude = bits & _MAGNITUDE
         z = torch.special.ndtri(magnitude.to(torch.float64).add_(0.5).mul_(2.0**-64))
         noisy = z.mul_(torch.where(bits < 0, std, -std)).add_(rest)  # the top bit is the sign
@@ -68,7 +68,9 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         for place in open_.nonzero().flatten().tolist():
             more = coins.at(*where, "more", start + place)
             moved[place] = _settled(float(rest[place]), std, int(bits[place]), more)
-        found[some] += moved
+        torch.add(whole, moved, out=found[some])
+    if not math.isfinite(float(found.sum())):
+        raise ValueError("a mean must be finite")
     return found.view(mean.shape)
 
 

@@ -39,7 +39,12 @@ def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
         "- Choices made by looking at private data, among runs or settings.\n"
         + (_PICKED if picked else "")
         + "- Whoever runs the training, takes part or sees its messages: bounds of their own, not "
-        "in this folder.\n- Timing, and the finite precision of floating point.",
+        "in this folder.\n"
+        "- The settings that `generator.json` lists: they count as public, also a number of rows "
+        "that one of them names.\n"
+        "- Timing. Noise is exact to the last bit, if AES-256 in counter mode passes for fair "
+        "coins. What single precision makes of sums before the noise is paid for as it was "
+        "measured, not as a worst case.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",

@@ -77,6 +77,13 @@ def test_sums_of_clients_are_attacked_too() -> None:
         assert any(point.broken for point in less)
 
 
+def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
+    """What is said of the sum of three is what three noises make, neither with the draw nor
+    without it more: the attack would see."""
+    points = attacked("gs_wgan_small", SUMS, 0.4, 0.4, 200, SUM)
+    assert not any(point.broken for point in points)
+
+
 def test_a_run_of_several_clients_is_held_against_what_is_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -304,3 +304,14 @@ def test_kinds_without_a_common_accountant_are_refused() -> None:
     spend = {RevealedDraw(0.1, GaussianDpEvent(1.0)): 3, **draws(10, 1.0, 1)}
     with pytest.raises(ValueError, match="no common accountant"):
         epsilon(spend, 1e-5, REPLACE)
+
+
+def test_draws_cost_no_more_than_if_they_were_seen() -> None:
+    """Where there is next to no noise, what counts is how often somebody was drawn: FedAvg-GAN as
+    published, under both relations, is not 5.0e6."""
+    rate, gate = 10 / 3400, GaussianDpEvent(0.01)
+    found = epsilon({PoissonSampledDpEvent(rate, gate): 1000}, 1e-5, ADD_OR_REMOVE)
+    assert found.value == pytest.approx(64_764, rel=1e-4)
+    assert (found.second_opinion or 0) > 5e6
+    fixed = epsilon({SampledWithoutReplacementDpEvent(3400, 10, gate): 1000}, 1e-5, REPLACE)
+    assert fixed.value == pytest.approx(64_764, rel=1e-4)

@@ -51,7 +51,7 @@ def below(boundary: Fraction, mean: float, std: float) -> mpmath.mpf:
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.37, 3.0), (-2.5, 0.8)])
 def test_the_law_on_the_integers(mean: float, std: float) -> None:
-    """Chi-squared at level 1e-6 over 400,000 numbers and all integers that are expected 20 times."""
+    """Chi-squared at level 1e-6 over 400,000 numbers, all integers expected 20 times or more."""
     count = 400_000
     found = rounded_gaussian(torch.full((count,), mean, dtype=torch.float64), std, COINS).numpy()
     k = np.arange(-200, 201)

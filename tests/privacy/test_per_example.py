@@ -372,9 +372,9 @@ def test_one_row_more_among_sixty_thousand_moves_a_sum_by_at_most_the_clip() -> 
 
 @pytest.mark.parametrize("kind", ["agree", "random"])
 def test_what_single_precision_adds_is_paid_for(kind: str) -> None:
-    """A row more in a part of 100, by the network of "Private GANs, revisited" at full width: beside
-    what the row gives, the sum moves by less than half of the 2^-10 of the clip norm that is kept
-    for it."""
+    """A row more in a part of 100, by the network of "Private GANs, revisited" at full width:
+    beside what the row gives, the sum moves by less than half of the 2^-10 of the clip norm that is
+    kept for it."""
     torch.manual_seed(0)
     module = Discriminator(10, (1, 28, 28), 128)
     images, labels = torch.rand(101, 1, 28, 28), torch.randint(0, 10, (101,))

@@ -137,3 +137,20 @@ def test_events_of_steps_add_up() -> None:
     assert epsilon(once, 1e-5, Relation.REPLACE_ONE) == epsilon(
         together, 1e-5, Relation.REPLACE_ONE
     )
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "per_step"])
+def test_steps_that_are_done_again_count_by_the_same_draw(mode: str) -> None:
+    """Exactly, by all outcomes of five steps of which the first is done three times, the second
+    twice."""
+    routing, rows, times = Routing(mode, 3), 2, (3, 2, 1, 1, 1)  # type: ignore[arg-type]
+    draws = rows if mode == "per_sample" else 1
+    law: Counter[int] = Counter()
+    weight = {0: 2 / 3, 1: 1 / 3}
+    for hits in itertools.product((0, 1), repeat=5 * draws):
+        visits = sum(hit * times[place // draws] for place, hit in enumerate(hits))
+        law[visits] += math.prod(weight[hit] for hit in hits)  # type: ignore[assignment]
+    for cap in range(0, rows * 8 + 1, rows // draws):
+        more = sum(p for visits, p in law.items() if visits > cap * draws // rows)
+        found = routing.stop_probability(rows, 5, cap, (3, 2))
+        assert found == pytest.approx(min(1.0, 3 * more), abs=1e-12)
