@@ -34,7 +34,7 @@ FAILED = 101
 """The code of every failure of a client. It says no more: what went wrong may tell of its rows, and
 stays with the client, in ``errors.jsonl``."""
 
-_ANSWERS = "noise by question, on a grid"
+_ANSWERS = "exact noise on a grid, sums in parts"
 """To be changed with whatever makes an answer to the same question another one: a run that an older
 version began must not take its answers for repeats, which cost nothing."""
 
