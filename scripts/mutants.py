@@ -109,6 +109,13 @@ MUTANTS = [
         f"{NOISE_TESTS}::test_the_tails_have_their_probability",
     ),
     Mutant(
+        "noise-multiplied-in-single-precision",
+        NOISE,
+        "noisy = noisy.mul_(std).add_(rest)",
+        "noisy = noisy.mul_(float(torch.tensor(std))).add_(rest)",
+        f"{NOISE_TESTS}::test_floating_point_comes_to_what_all_digits_come_to",
+    ),
+    Mutant(
         "sums-in-single-precision",
         PER_EXAMPLE,
         "torch.zeros_like(value, dtype=torch.float64) for name",

@@ -62,7 +62,8 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         rest = exact[some] - whole  # exactly
         magnitude = bits & _MAGNITUDE
         z = torch.special.ndtri(magnitude.to(torch.float64).add_(0.5).mul_(2.0**-64))
-        noisy = z.mul_(torch.where(bits < 0, std, -std)).add_(rest)  # the top bit is the sign
+        noisy = z.mul_(torch.where(bits < 0, 1.0, -1.0))  # the top bit is the sign
+        noisy = noisy.mul_(std).add_(rest)
         moved = noisy.round()
         open_ = (noisy.sub_(moved).abs_() >= 0.5 - _ERROR) | (magnitude < _LEAST)
         for place in open_.nonzero().flatten().tolist():

@@ -102,18 +102,24 @@ def test_both_signs_are_mirror_images(words: list[int], mean: float, std: float)
 
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=10),
-    st.floats(-1e4, 1e4),
-    st.floats(0.25, MOST_STD),
+    st.floats(8, MOST_STD),
+    st.integers(8, 40),
+    st.sampled_from([1, -1]),
 )
-@settings(max_examples=50)
+@settings(max_examples=60)
 def test_floating_point_comes_to_what_all_digits_come_to(
-    words: list[int], mean: float, std: float
+    words: list[int], std: float, power: int, side: int
 ) -> None:
-    for word, found in zip(words, of_bits(words, mean, std, more=999), strict=True):
-        whole = round(mean)
+    """Near a boundary between two integers, by 2^-8 to 2^-40 on either side of it."""
+    for word in words:
         signed = word - 2**64 if word >= 2**63 else word
         more = Bits(b"", b"", b"", "seeded").given([], 999)
-        assert found == whole + noise._settled(mean - whole, std, signed, more)
+        with mpmath.workprec(300):
+            u = mpmath.ldexp(2 * (word % 2**63) + 1, -65)
+            z = mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * u) * (-1 if signed < 0 else 1)
+            apart = mpmath.mpf(0.5) + side * mpmath.ldexp(1, -power) - std * z
+            mean = float(apart - mpmath.nint(apart))
+        assert of_bits([word], mean, std, more=999) == [noise._settled(mean, std, signed, more)]
 
 
 def test_the_inverse_normal_is_as_good_as_is_relied_on() -> None:
