@@ -282,3 +282,13 @@ def test_without_the_file_or_a_network_it_says_what_to_do(tmp_path: Path, coins:
     with pytest.raises(FedgenError, match="nor could it be downloaded"):
         datasets.femnist(coins, str(tmp_path), 62)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_went_to_a_device_stay_there() -> None:
+    shard = Shard(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4]))
+    assert shard.on("cpu") is shard
+    there = shard.on("meta")
+    assert there.images.device.type == there.labels.device.type == "meta"
+    assert shard.on("meta") is there
+    images, labels = there.rows(torch.tensor([1]))
+    assert images.device.type == labels.device.type == "meta"
