@@ -116,6 +116,13 @@ MUTANTS = [
         f"{NOISE_TESTS}::test_floating_point_comes_to_what_all_digits_come_to",
     ),
     Mutant(
+        "what-cancels-is-not-looked-at",
+        PER_EXAMPLE,
+        "return _squares(self.one_by_one()) + _cancelling(self.lengths(), self.y)",
+        "return _squares(self.one_by_one())",
+        f"{PER_EXAMPLE_TESTS}::test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip",
+    ),
+    Mutant(
         "sums-in-single-precision",
         PER_EXAMPLE,
         "torch.zeros_like(value, dtype=torch.float64) for name",

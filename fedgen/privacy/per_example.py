@@ -50,6 +50,7 @@ _LONGEST = 1e30
 _ROUNDING = 1 - 8e-6
 # and of sums more (see ``clipped_sum``)
 _OF_SUMS = 1 - 2.0**-10
+_CANCELS = 64  # in units of a product's rounding
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -119,8 +120,9 @@ def clipped_sum(
     what single precision makes of a sum when one example more is in it, 2^-10 of the clip norm are
     kept free. That is measured, not proven: a sum of n products is off by at most n 2^-24 times
     their absolute values in all (Higham 2002, section 3.1), and with 64 examples of 49 positions
-    that bound says little. Kernels add in blocks, and what was found is 8e-6 of the clip norm for
-    examples that all agree, 5e-6 for random ones (``tests/privacy/test_per_example.py``). Examples
+    that bound says little. Kernels add in blocks, and what was found is 1e-5 of the clip norm at
+    most, for examples that all agree, for random ones, and for one whose gradient cancels among
+    others (``_cancelling``; ``tests/privacy/test_per_example.py``). Examples
     after the one more move to other places, so that over very many chunks this could add up: a
     mechanism has batches summed in parts that do not depend on each other (``SumGaussian``).
 
@@ -237,16 +239,20 @@ class _Product:
         return (self.y @ self.x().transpose(2, 3)).flatten(1)
 
     def squares(self) -> Tensor:
-        """Each example's squared norm (n,)."""
+        """Each example's squared norm (n,), with what may cancel (see ``_cancelling``)."""
         q, positions = self.y.shape[2:]
         if positions == 1 == self.y.shape[1]:
-            return (_norms(self.x()) * _norms(self.y)).square()
+            return self.lengths().square()
         if positions * (self.width + q) >= self.width * q:
-            return _squares(self.one_by_one())
+            return _squares(self.one_by_one()) + _cancelling(self.lengths(), self.y)
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
-        # what cancels leaves its rounding: an example must never seem shorter than it is
-        traces = math.prod(each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
-        return (x * y).double().sum((1, 2, 3)) + 4 * torch.finfo(x.dtype).eps * traces
+        from_x, from_y = (each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
+        found = (x * y).double().sum((1, 2, 3))
+        return found + _cancelling((from_x * from_y).sqrt(), self.y)
+
+    def lengths(self) -> Tensor:
+        """Of each example (n,), no less than its products' absolute values in all."""
+        return _norms(self.x()) * _norms(self.y)
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -266,6 +272,10 @@ class _Small:
     def squares(self) -> Tensor:
         """Each example's squared norm (n,)."""
         return _squares(self.one_by_one())
+
+    def lengths(self) -> Tensor:
+        """See ``_Product.lengths``: what is summed is what the norm is of."""
+        return _norms(self.one_by_one())
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -293,8 +303,12 @@ class _Table:
             return _squares(self.back)
         same = self.index[:, :, None] == self.index[:, None, :]
         found = (self.back @ self.back.transpose(1, 2) * same).double().sum((1, 2))
-        largest: Tensor = torch.linalg.vector_norm(self.back.double(), dim=2).sum(1).square()
-        return found + 4 * torch.finfo(self.back.dtype).eps * largest  # as for products
+        return found + _cancelling(self.lengths(), self.back)
+
+    def lengths(self) -> Tensor:
+        """See ``_Product.lengths``."""
+        found: Tensor = torch.linalg.vector_norm(self.back.double(), dim=2).sum(1)
+        return found
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -315,10 +329,19 @@ def _square(uses: list[_Use]) -> Tensor:
     """Squared norms (n,) of one weight's gradient over all of its uses."""
     if len(uses) == 1:
         return uses[0].squares()
-    whole = uses[0].one_by_one()
+    whole, lengths = uses[0].one_by_one(), uses[0].lengths()
     for use in uses[1:]:
-        whole = whole + use.one_by_one()
-    return _squares(whole)
+        whole, lengths = whole + use.one_by_one(), lengths + use.lengths()
+    return _squares(whole) + _cancelling(lengths, whole)
+
+
+def _cancelling(lengths: Tensor, of: Tensor) -> Tensor:
+    """What is added to squared norms (n,) of sums of products whose absolute values come to
+    ``lengths`` in all. What cancels leaves its rounding, in the norm and in the sum over a batch
+    alike, where it would swallow other examples: one whose products are much longer than what is
+    left of them counts as longer than that. Where they are 15 times as long, as in convolutions of
+    images, that is a thousandth of its norm."""
+    return _CANCELS * torch.finfo(of.dtype).eps * lengths.square()
 
 
 # --- the layers that are known --------------------------------------------------------------------

@@ -100,13 +100,11 @@ class RunDir:
 
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Appends a line of metrics. Nothing in it depends on the clock: runs can be compared."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self._metrics, line)
 
     def add_failure(self, line: dict[str, Any]) -> None:
         """Appends a client's failure, as the server saw it."""
-        with self._failures.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self._failures, line)
 
     def failures(self) -> Counter[str]:
         """How many failures of each kind there were, also in rounds that are done again."""
@@ -115,10 +113,7 @@ class RunDir:
     def begin(self, round_: int) -> None:
         """Notes that a round begins, on the disk, before anybody is asked: of a process that dies
         it is known how far it may have come."""
-        with self._begun.open("a") as file:
-            file.write(f"{round_}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self._begun, round_, durable=True)
 
     def begun(self) -> Counter[int]:
         """How often each round was begun."""
@@ -191,6 +186,20 @@ class RunDir:
         jsonschema.validate(data, schema(form or name))
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
+
+
+def _append(path: Path, line: object, durable: bool = False) -> None:
+    """Appends a line of JSON, in place of one that was cut short. ``durable``: waits for the
+    disk."""
+    with path.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
+        torn = len(file.read().rpartition(b"\n")[2])
+        if torn:
+            file.truncate(file.seek(0, os.SEEK_END) - torn)
+        file.write(json.dumps(line).encode() + b"\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _lines(path: Path) -> list[Any]:

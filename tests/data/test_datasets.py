@@ -285,7 +285,9 @@ def test_without_the_file_or_a_network_it_says_what_to_do(tmp_path: Path, coins:
 
 
 def test_rows_that_went_to_a_device_stay_there() -> None:
-    shard = Shard(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4]))
+    shard = datasets.Shard(
+        torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4])
+    )
     assert shard.on("cpu") is shard
     there = shard.on("meta")
     assert there.images.device.type == there.labels.device.type == "meta"

@@ -97,12 +97,27 @@ def test_only_public_is_public(train: Train) -> None:
 def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.add_metrics({"round": 1})
-    sizes = run.sizes()
+    size = run.size()
     run.add_metrics({"round": 2})
     run.add_failure({"kind": "late"})
-    run.cut(**sizes)
+    run.cut(size)
     assert run.metrics() == [{"round": 1}]
-    assert run.sizes() == sizes
+    assert run.failures() == {"late": 1}, "failures stay"
+
+
+def test_a_line_that_was_cut_short_is_replaced(tmp_path: Path) -> None:
+    """A process that dies while it appends one."""
+    run = RunDir(tmp_path)
+    run.begin(0)
+    run.begin(1)
+    run.add_failure({"kind": "failed", "client": 1})
+    for name in ("rounds_begun.txt", "failures.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"ki' if name.startswith("failures") else "1")
+    assert (run.begun(), run.failures()) == ({0: 1, 1: 1}, {"failed": 1})
+    run.begin(2)
+    run.add_failure({"kind": "late", "client": 0})
+    assert (run.begun(), run.failures()) == ({0: 1, 1: 1, 2: 1}, {"failed": 1, "late": 1})
 
 
 def test_the_last_spend_is_a_whole_line_with_an_epsilon(tmp_path: Path) -> None:
