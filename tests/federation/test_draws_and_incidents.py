@@ -95,7 +95,8 @@ def test_a_client_that_is_silent_is_asked_again_and_again(
     not come to its end by draws that miss it, as it would in some eight attempts a round."""
     seen, run = Seen(monkeypatch), tmp_path / "run"
     seen.fate = lambda client, round_: "silent" if client == 1 else "answers"
-    command = [*RUN, "partition.clients=2", f"run_dir={run}"]
+    # kept each round: nothing is asked twice of the one who answers, and its budget lasts
+    command = [*RUN, "partition.clients=2", "runtime.checkpoint_every=1", f"run_dir={run}"]
     assert cli.run(["train", *command]) == 130
     for _ in range(8):
         assert cli.run(["train", f"resume={run}"]) == 130
