@@ -29,6 +29,11 @@ class Interrupted(Exception):  # noqa: N818 (it is no error)
     """A run that was asked to end before it was done."""
 
 
+_held: list[BaseException] = []
+"""Interruptions, with all that their frames refer to: Ray ends a process, with a status of 1, that
+drops a reference to one of its objects after it was shut down."""
+
+
 def status_of(work: Callable[[], None]) -> int:
     """Works; the exit status that it comes to. A user's mistake (2) and an interruption (130) are
     told in one line each."""
@@ -38,6 +43,7 @@ def status_of(work: Callable[[], None]) -> int:
         print(f"fedgen: {error}", file=sys.stderr)
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
+        _held.append(error)
         print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -74,7 +74,7 @@ def test_an_actors_death_changes_no_bit(train: Train) -> None:
     The faults' code around everything changes nothing either."""
     settings = [*FEDERATED, "runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2", "rounds=8"]
     reference = fingerprint(train(*settings, name="reference"))
-    run = train(*settings, "runtime.faults.dies=0.04", name="deaths")
+    run = train(*settings, "runtime.faults.dies=0.08", name="deaths")
     assert len(list(run.glob("clients/*/died.*"))) >= 2
     assert fingerprint(run) == reference
     assert not (run / "failures.jsonl").exists()
