@@ -122,6 +122,7 @@ def test_without_the_key_of_its_draws_nothing_amplifies(
     seen.fate = lambda client, round_: "answers"
     assert cli.run(["train", f"resume={run}"]) == 0
     release = release_of(run)
+    assert (run / "unanswered").exists()
     assert release["amplified_by"] is None
     assert release["epsilon"] >= gaussian_epsilon(math.sqrt(seen.busiest()) / NOISE, 1e-5)
 
