@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a-lost-key-of-draws-goes-unnoticed",
         TRAINING,
-        "anew = made and bool(run_dir.begun())",
-        "anew = False",
+        "if made and run_dir.begun():",
+        "if False:",
         f"{INCIDENTS}::test_without_the_key_of_its_draws_nothing_amplifies",
     ),
     Mutant(

@@ -102,7 +102,7 @@ def audit(config: DictConfig) -> str:
         run_dir = RunDir(run)
         facts = {"releases": chosen.releases, "noise_multipliers": noises}
         record: dict[str, Any] = {
-            "schema": 1,
+            "schema": 2,
             "confidence": chosen.confidence,
             "delta": config.privacy.delta,
             "program": {**facts, "points": [asdict(point) for point in found]},

@@ -104,8 +104,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
             ready = replace(ready, coins=ready.coins.drawing_by(key))
-            anew = made and bool(run_dir.begun())
-            if anew:  # draws are made anew, perhaps until all who are drawn answer
+            if made and run_dir.begun():  # drawn anew, perhaps until all who are drawn answer
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = replace(ready, method=ready.with_gaps())
