@@ -109,7 +109,7 @@ def fedgen(
     rounds = itertools.count()
 
     def train(members: range, steps: int) -> None:
-        turn = replace(program, turn=len(members), steps=steps, stack=stack or program.stack)
+        turn = replace(program, turn=len(members), steps=steps, most=stack or program.most)
         round_ = members.start // len(members)
         changed = turn.train(store.state(0), broadcast, shard, round_, COINS)
         store.commit(0, "train", next(rounds), changed, None)

@@ -164,6 +164,13 @@ def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, fl
     return float(counted.get_total_flops()), 2 * side**3 / min(times)
 
 
+def now() -> float:
+    """Seconds, once the device has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Clock:
     """Seconds by part of a round, each without the parts inside of it."""
 
@@ -179,12 +186,12 @@ class Clock:
         def run(*given: Any, **named: Any) -> Any:
             if part == "round":
                 self.parts.clear()
-            begin = time.perf_counter()
+            begin = now()
             self._inside.append(0.0)
             try:
                 return function(*given, **named)
             finally:
-                seconds = time.perf_counter() - begin
+                seconds = now() - begin
                 self.parts[part] += seconds - self._inside.pop()
                 self._inside[-1] += seconds
                 if part == "round":

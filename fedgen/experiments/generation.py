@@ -67,8 +67,9 @@ def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
         raise FedgenError(
             "run", f"{path} has no readable generator", f"finish it: fedgen train resume={path}"
         ) from error
-    method: Method = make(facts=facts, noise_multiplier=None, device=settings.device(device))
-    return method, weights, facts.classes
+    device = settings.device(device)
+    method: Method = make(facts=facts, noise_multiplier=None, device=device)
+    return method, {name: each.to(device) for name, each in weights.items()}, facts.classes
 
 
 def sample(config: DictConfig) -> Path:

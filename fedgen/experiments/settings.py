@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -246,10 +247,19 @@ def build(config: DictConfig, without: tuple[str, ...] = ()) -> Callable[..., An
 def device(name: str) -> str:
     """``auto`` is CUDA where there is one."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise FedgenError("device", "cuda is not available here", "set device=cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise FedgenError("device", "cuda is not available here", "set device=cpu")
+        _repeatable()
     return name
+
+
+def _repeatable() -> None:
+    """Kernels of CUDA that sum in the same order each time: a seeded run repeats bit for bit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (no stubs)
 
 
 def check(config: DictConfig) -> None:

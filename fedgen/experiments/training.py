@@ -300,12 +300,13 @@ class Training:
         """The state of the last checkpoint, or a fresh one. In ``secure`` mode, what was released
         after it stays spent: done again, it is released anew."""
         found = checkpoint.load(self.run_dir.checkpoints)
+        fresh = self.method.server.init(self.ready.coins.at("server"))
         if found is None:
             self.run_dir.cut()
-            fresh = self.method.server.init(self.ready.coins.at("server"))
             state = RunState(_started(fresh, self.config.start))
         else:
             state, extra = found
+            state.server = {n: each.to(fresh[n].device) for n, each in state.server.items()}
             self.run_dir.cut(extra["size"])
             self.clock = Clock(extra["seconds"], extra["parts"])
             self._over, self.stopped = extra["over"], extra["stopped"]

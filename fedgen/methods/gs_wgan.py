@@ -20,7 +20,6 @@ variant back, at its true cost.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -130,8 +129,8 @@ class Companion(Protocol):
 @dataclass(frozen=True)
 class Critics:
     """The client: ``count`` critics over as many parts of its rows. ``turn`` of them train in a
-    round, in stacks of at most ``stack``. A part of the state is named by its stack's first critic:
-    weights, Adam's moments, companions."""
+    round, in stacks of at most ``most``; as many warm up and answer together. A part of the state
+    is named by its stack's first critic: weights, Adam's moments, companions."""
 
     nets: Networks
     mechanism: Mechanism
@@ -141,7 +140,7 @@ class Critics:
     sanitize: Literal["samples", "parameters"]
     count: int
     turn: int
-    stack: int
+    most: int
     steps: int
     batch: int
     adam: Adam
@@ -156,7 +155,7 @@ class Critics:
         turns = []
         for first in range(0, self.count, self.turn):
             last = min(first + self.turn, self.count)
-            size = math.ceil((last - first) / math.ceil((last - first) / self.stack))
+            size = math.ceil((last - first) / math.ceil((last - first) / self.most))
             turns.append([range(at, min(at + size, last)) for at in range(first, last, size)])
         return turns
 
@@ -164,6 +163,18 @@ class Critics:
     def stacks(self) -> list[range]:
         """All stacks."""
         return [stack for turn in self.turns for stack in turn]
+
+    @cached_property
+    def groups(self) -> list[list[range]]:
+        """Stacks that warm up and answer together. Those with companions do not: these come with
+        a stack's first turn."""
+        found: list[list[range]] = []
+        for each in self.stacks:
+            if found and self.companion is None and each.stop - found[-1][0].start <= self.most:
+                found[-1].append(each)
+            else:
+                found.append([each])
+        return found
 
     def subsets(self, members: range, shard: Shard, coins: Coins) -> tuple[Tensor, Tensor]:
         """The rows of each critic in a stack (padded), and how many. By position in a public
@@ -229,9 +240,10 @@ class Critics:
         critics.update(power_iteration(critics, stacked=True))
 
     def prepare(self, number: int, shard: Shard, coins: Coins) -> State:
-        """Warm start of a stack: each critic against a throw-away generator of its own, fed by its
+        """Warm start of a group: each critic against a throw-away generator of its own, fed by its
         own rows alone (paper, section 5.1)."""
-        members, nets = self.stacks[number], self.nets
+        group, nets = self.groups[number], self.nets
+        members = range(group[0].start, group[-1].stop)
         critics, subsets = self.fresh(members, coins), self.subsets(members, shard, coins)
         moments = adam_start(critics)
         generators = [coins.public("critic", critic, "rival") for critic in members]
@@ -259,7 +271,12 @@ class Critics:
             loss = generator_loss(nets.score(critics), images, labels) / self.batch
             adam_step(rivals, gradients_of(loss, leaves), rival_moments, *self.adam)
             rivals.update(power_iteration(rivals, stacked=True))
-        return {f"critics.{members.start}": critics, f"adam.{members.start}": moments}
+        state: dict[str, Tensors] = {}
+        for each in group:
+            some = slice(each.start - members.start, each.stop - members.start)
+            state[f"critics.{each.start}"] = _members(critics, some)
+            state[f"adam.{each.start}"] = _members(moments, some)
+        return state
 
     def draw(self, rows: int, round_: int, coins: Coins) -> dict[int, list[int]]:
         """A round's secret routing of rows to critics. Critics that train on query draw before
@@ -312,22 +329,21 @@ class Critics:
         draw = self.draw(query.count, round_, coins)
 
         def answers() -> Iterator[tuple[Tensor, Tensor]]:
-            for members in self.stacks:
-                asked = [critic for critic in members if critic in draw]
-                if not asked:
-                    continue
-                critics = self.weights(state, members, coins)
-                companions = self._companions(state, members)
-                if self.routing.mode == "mean":
+            if self.routing.mode == "mean":
+                for group in self.groups:
+                    critics = _side_by_side([self.weights(state, each, coins) for each in group])
+                    companions = self._companions(state, group[0])
                     rows = self._gradients(critics, companions, query, round_)
                     yield torch.arange(query.count).repeat(len(rows)), rows.flatten(0, 1)
-                    continue
+                return
+            for members in self.stacks:
+                asked = [critic for critic in members if critic in draw]
+                critics = self.weights(state, members, coins) if asked else {}
+                companions = self._companions(state, members) if asked else None
                 for critic in asked:
-                    one, with_it = (
-                        None if nets is None else _member(nets, critic - members.start)
-                        for nets in (critics, companions)
-                    )
-                    assert one is not None
+                    some = slice(critic - members.start, critic - members.start + 1)
+                    one = _members(critics, some)
+                    with_it = None if companions is None else _members(companions, some)
                     asking = query.take(draw[critic])
                     rows = self._gradients(one, with_it, asking, round_)[0]
                     yield torch.tensor(draw[critic]), rows
@@ -584,7 +600,7 @@ def gs_wgan(
     )
     return Method(
         ClientProgram(
-            len(client.stacks) if warm_start else 0,
+            len(client.groups) if warm_start else 0,
             client.prepare,
             client.train,
             client.answer,
@@ -607,21 +623,29 @@ def gs_wgan(
     )
 
 
-_WEIGHTS_AT_ONCE = 2**20  # of all critics in a stack; scripts/bench_critics.py
+_WEIGHTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # of all critics; scripts/bench_critics.py
 
 
 def at_once(critic: nn.Module, device: str) -> int:
-    """How many critics train as one stack. On an accelerator, as many as have their turn. On a CPU
-    a stack's grouped convolutions beat a loop where critics are narrow, and lose where they are as
-    wide as the paper's."""
-    if device != "cpu":
-        return sys.maxsize
-    return max(1, _WEIGHTS_AT_ONCE // sum(p.numel() for p in critic.parameters()))
+    """How many critics compute as one stack. On a CPU a stack's grouped convolutions beat a loop
+    where critics are narrow, and lose where they are as wide as the paper's."""
+    return max(1, _WEIGHTS_AT_ONCE[device] // sum(p.numel() for p in critic.parameters()))
 
 
-def _member(networks: Tensors, place: int) -> Tensors:
-    """A stack of one network; what all have in common stays."""
-    return {n: value[place : place + 1] if value.dim() else value for n, value in networks.items()}
+def _members(networks: Tensors, some: slice) -> Tensors:
+    """A part of a stack; what all have in common stays."""
+    return {n: value[some] if value.dim() else value for n, value in networks.items()}
+
+
+def _side_by_side(stacks: list[Tensors]) -> Tensors:
+    """Stacks as one; what all have in common is taken of the first."""
+    [first, *others] = stacks
+    if not others:
+        return first
+    return {
+        n: torch.cat([each[n] for each in stacks]) if value.dim() else value
+        for n, value in first.items()
+    }
 
 
 def _plan(

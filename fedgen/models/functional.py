@@ -7,6 +7,7 @@ carry a leading dimension, one entry per network of a stack.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,29 @@ def applied(module: nn.Module, networks: Mapping[str, Tensor], *inputs: Tensor) 
         one = {name: value[0] for name, value in networks.items()}
         alone: Tensor = functional_call(module, one, tuple(each[0] for each in inputs))
         return alone[None]
-    called: Tensor = vmap(lambda network, *given: functional_call(module, network, given))(
-        dict(networks), *inputs
-    )
+    token = _stacked_on_gpu.set(inputs[0].is_cuda)
+    try:
+        called: Tensor = vmap(lambda network, *given: functional_call(module, network, given))(
+            dict(networks), *inputs
+        )
+    finally:
+        _stacked_on_gpu.reset(token)
     return called
+
+
+# a stack's convolutions are one in groups, which cuDNN is slow at
+_stacked_on_gpu = ContextVar("_stacked_on_gpu", default=False)
+
+
+def _by_product(images: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """A convolution, square in all, as one product of its patches and its weights."""
+    padded = F.pad(images, (padding,) * 4)
+    side = weight.shape[-1]
+    patches = padded.unfold(2, side, stride).unfold(3, side, stride)  # (n, c, h, w, side, side)
+    count, _, high, wide = patches.shape[:4]
+    rows = patches.permute(0, 2, 3, 1, 4, 5).reshape(count * high * wide, -1)
+    found = (rows @ weight.flatten(1).T).view(count, high, wide, -1)
+    return found.permute(0, 3, 1, 2)
 
 
 def gradients_of(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
@@ -101,6 +121,9 @@ class SpectralConv2d(nn.Conv2d, Spectral):
         self.register_buffer("u", torch.zeros(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
+        if _stacked_on_gpu.get():
+            made = _by_product(images, self.normalized(), self.stride[0], int(self.padding[0]))
+            return made if self.bias is None else made + self.bias[:, None, None]
         return F.conv2d(images, self.normalized(), self.bias, self.stride, self.padding)
 
 

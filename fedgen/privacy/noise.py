@@ -36,7 +36,8 @@ MOST_STD = 2.0**11
 _ERROR = 2.0**-26
 _LEAST = 2**35  # of the 63 bits: below, U < 2^-29
 _MAGNITUDE = 2**63 - 1
-_AT_ONCE = 2**17  # numbers: what a CPU's caches hold
+_AT_ONCE = {"cpu": 2**17}  # numbers: what a CPU's caches hold
+_MOST_AT_ONCE = 2**24  # elsewhere: each turn waits for the device
 
 
 def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> Tensor:
@@ -55,9 +56,9 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         raise ValueError(f"std must be above 0 and at most {MOST_STD:g}, got {std:g}")
     exact = mean.to(torch.float64).flatten()
     words = torch.from_numpy(coins.noise_bits(exact.numel(), *where).view("int64"))
-    found = torch.empty_like(exact)
-    for start in range(0, len(exact), _AT_ONCE):
-        some = slice(start, start + _AT_ONCE)
+    found, at_once = torch.empty_like(exact), _AT_ONCE.get(exact.device.type, _MOST_AT_ONCE)
+    for start in range(0, len(exact), at_once):
+        some = slice(start, start + at_once)
         bits, whole = words[some].to(exact.device), exact[some].round()
         rest = exact[some] - whole  # exactly
         magnitude = bits & _MAGNITUDE

@@ -427,7 +427,7 @@ def _patches(
     """The product of patches of images (n, c, h, w) with what is at their positions (n, d, ...)."""
 
     def columns() -> Tensor:
-        return _grouped(F.unfold(images, kernel, **geometry), groups)
+        return _grouped(patches_of(images, kernel, **geometry), groups)
 
     def gram() -> Tensor:
         stride = geometry["stride"]
@@ -441,6 +441,21 @@ def _patches(
 
     width = images.shape[1] // groups * math.prod(kernel)
     return _Product(columns, _grouped(positions.flatten(2), groups), width, gram, whole)
+
+
+def patches_of(images: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    """The patches that a kernel sees, (n, c * k * k, t): as torch.nn.functional.unfold, which calls
+    CUDA once for each image."""
+    padded = F.pad(images, (padding[1], padding[1], padding[0], padding[0]))
+    count, channels, *sides = padded.shape
+    high, wide = (
+        (side - d * (k - 1) - 1) // s + 1
+        for side, k, s, d in zip(sides, kernel, stride, dilation, strict=True)
+    )
+    image, channel, down, right = padded.stride()
+    strides = (down * dilation[0], right * dilation[1], down * stride[0], right * stride[1])
+    views = padded.as_strided((count, channels, *kernel, high, wide), (image, channel, *strides))
+    return views.reshape(count, -1, high * wide)
 
 
 def _gram_of_patches(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import COINS, SHARD, Train, make, noised
 from torch.func import functional_call, grad
@@ -17,7 +17,7 @@ from torch.func import functional_call, grad
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.experiments import settings
+from fedgen.experiments import settings as run_settings
 from fedgen.experiments.configuration import compose
 from fedgen.federation.messages import Answer
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
@@ -238,11 +238,37 @@ def test_stacked_critics_train_as_single_ones(width: int) -> None:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
 def test_the_rotation_gives_every_critic_its_turn(count: int, turn: int, at_once: int) -> None:
     turn = min(turn, count)
-    critics = replace(make().client.train.__self__, count=count, turn=turn, stack=at_once)
+    critics = replace(make().client.train.__self__, count=count, turn=turn, most=at_once)
     assert [critic for members in critics.stacks for critic in members] == list(range(count))
     assert all(len(members) <= at_once for members in critics.stacks)
     sizes = [sum(map(len, each)) for each in critics.turns]
     assert sizes == [turn] * (count // turn) + [count % turn] * (count % turn > 0)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
+@settings(max_examples=10)
+def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
+    count: int, turn: int, most: int
+) -> None:
+    """Groups are a matter of speed: as many critics at once as a stack may have."""
+    method = make(routing="mean", sanitize="samples", critics=count, critics_per_step=turn)
+    whole = replace(method.client.train.__self__, most=most)
+    assert [each for group in whole.groups for each in group] == whole.stacks
+    assert all(group[-1].stop - group[0].start <= most for group in whole.groups)
+    state = {
+        name: tensors
+        for number in range(len(whole.groups))
+        for name, tensors in whole.prepare(number, SHARD, COINS).items()
+    }
+    assert len(state) == 2 * len(whole.stacks)
+    for stack in whole.stacks:
+        assert len(state[f"critics.{stack.start}"]["score.weight"]) == len(stack)
+    query = method.server.query(method.server.init(COINS), 0, COINS)
+    answer = whole.answer(state, query, SHARD, 0, COINS).arrays["answer"]
+    alone = [
+        whole._gradients(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks
+    ]
+    np.testing.assert_allclose(answer, torch.cat(alone).mean(0), rtol=1e-4, atol=1e-6)
 
 
 def test_non_finite_critics_release_noise_alone() -> None:
@@ -346,7 +372,7 @@ def test_a_setting_reaches_what_is_proven() -> None:
     words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=0.5"]
     found = {}
     for name, word in (("whole", "seed=0"), ("half", "runtime.transport=float16")):
-        plan = settings.setup(compose("config", [*words, word])).method.plan
+        plan = run_settings.setup(compose("config", [*words, word])).method.plan
         [found[name]] = canonical(plan.release(1))
     assert found == {"whole": GaussianDpEvent(1.0), "half": GaussianDpEvent(0.5)}
 

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.models import dcgan, resnet
+from fedgen.models import dcgan, functional, resnet
 from fedgen.models.functional import (
+    SpectralConv2d,
     adam_start,
     adam_step,
     applied,
@@ -145,3 +146,23 @@ def test_forward_passes_change_nothing_and_can_be_stacked(make: type, coins: Coi
     images = vmap(partial(functional_call, net))(stacked, inputs)
     assert images.shape == (2, 3, 1, 8, 8)
     assert all(torch.equal(before[name], stacked[name]) for name in before)
+
+
+def test_a_stack_convolves_by_products_as_by_itself() -> None:
+    """What a stack does on a GPU, with its first and second derivatives."""
+    torch.manual_seed(0)
+    layer = SpectralConv2d(3, 4, 5, 2, 2)
+    stacked = stack([initial(layer, torch.Generator().manual_seed(seed)) for seed in range(3)])
+    images = torch.rand(3, 6, 3, 9, 9)
+
+    def slopes(by_products: bool) -> list[Tensor]:
+        token = functional._stacked_on_gpu.set(by_products)
+        at = images.clone().requires_grad_()
+        weights = {name: value.clone().requires_grad_() for name, value in stacked.items()}
+        found = vmap(lambda own, given: functional_call(layer, own, given))(weights, at)
+        functional._stacked_on_gpu.reset(token)
+        (slope,) = torch.autograd.grad(found.square().sum(), at, create_graph=True)
+        return [found, slope, *torch.autograd.grad(slope.square().sum(), [weights["weight"], at])]
+
+    for ours, theirs in zip(slopes(True), slopes(False), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)

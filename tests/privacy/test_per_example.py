@@ -18,11 +18,13 @@ from fedgen.errors import FedgenError
 from fedgen.models.cdcgan import Discriminator
 from fedgen.privacy.per_example import (
     ClippedSum,
+    Pair,
     Precision,
     by_opacus,
     by_vmap,
     clipped_sum,
     of_rows,
+    patches_of,
 )
 
 
@@ -218,6 +220,22 @@ def test_the_discriminator_in_small_batches(at_once: int) -> None:
     ours = clipped_sum(module, weights_of(module), inputs, logistic, 0.5, at_once)
     same(ours, by_vmap(loss, weights_of(module), inputs, 0.5))
     assert ours.flat().shape == (sum(p.numel() for p in module.parameters()),)
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    st.sampled_from([torch.contiguous_format, torch.channels_last]),
+)
+def test_patches_are_those_that_torch_unfolds(
+    kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, order: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 7, 6).contiguous(memory_format=order)
+    theirs = F.unfold(images, kernel, dilation, padding, stride)
+    assert torch.equal(patches_of(images, kernel, stride, padding, dilation), theirs)
 
 
 def test_no_examples_make_zero() -> None:
