@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint
 	# three, on any number of cores: many tests wait for processes of their own
 	$(BIN)/python -m pytest -n 3 --dist worksteal
-	$(BIN)/python scripts/mutants.py
+	$(BIN)/python scripts/mutants.py --tests-passed
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from dp_accounting import DpEvent
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
@@ -38,10 +38,12 @@ from fedgen.models.functional import (
     flat,
     generator_start,
     generator_step,
+    gradients_of,
     initial,
     join,
     part,
     template,
+    trainable,
     unflat,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
@@ -180,20 +182,17 @@ class Server:
             return after  # the run ended in between
         here, discriminator = coins.at("generator", round_), part(found, "weights")
 
-        def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
-            latents, labels = self.nets.inputs(self.fakes, here)
-            if self.mode_seeking:
-                labels = labels[: self.fakes // 2].repeat(2)
-            images = self.nets.generate(weights, latents, labels)
-            logits = self.nets.judge(discriminator, images, labels)
-            loss = self.loss(logits).mean()
-            if self.mode_seeking:
-                loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
-            return loss, (logits < 0).float().mean()
-
-        gradients, accuracy = grad(loss, has_aux=True)(part(state, "generator"))
-        pace = self.pace.after(part(state, "pace"), accuracy.cpu())
-        stepped = generator_step(state, gradients, self.adam, self.ema)
+        latents, labels = self.nets.inputs(self.fakes, here)
+        if self.mode_seeking:
+            labels = labels[: self.fakes // 2].repeat(2)
+        leaves = trainable(part(state, "generator"))
+        images = self.nets.generate(leaves, latents, labels)
+        logits = self.nets.judge(discriminator, images, labels)
+        loss = self.loss(logits).mean()
+        if self.mode_seeking:
+            loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
+        pace = self.pace.after(part(state, "pace"), (logits.detach() < 0).float().mean().cpu())
+        stepped = generator_step(state, gradients_of(loss, leaves), self.adam, self.ema)
         return {**after, **stepped, **join(pace=pace)}
 
     def shown(

@@ -1,10 +1,28 @@
-"""Files that are either whole or not there, and digests that tell."""
+"""Files that are either whole or not there, digests that tell, and files that somebody hands over:
+data that is checked before it is believed, and never code.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+import yaml
+from numpy.typing import NDArray
+
+from fedgen.errors import FedgenError
+
+_MOST_YAML = 2**20  # bytes: a hundred times what a run's settings have
+_MOST_TEXT = 2**28
+_DEEPEST = 50  # levels of YAML
+_LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
 
 
 def write_whole(path: Path, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
@@ -44,3 +62,110 @@ def write_shared(path: Path, data: bytes) -> None:
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_bytes(data)
     fresh.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for one that is none, is too large, or nested too deep.
+    """
+    return as_json(_text(path, _MOST_TEXT))
+
+
+def as_json(text: str) -> Any:
+    """What a text holds. Raises ValueError if it is no JSON, or nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def read_yaml(path: Path) -> str:
+    """A file of YAML, as text that may be parsed: aliases could make a few lines into gigabytes.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for one that is too large, nested too deep, or has aliases.
+        yaml.YAMLError: for one that is none.
+    """
+    text = _text(path, _MOST_YAML)
+    try:
+        events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        depth = 0
+        for event in events:
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise ValueError("nested too deep")
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    return text
+
+
+def _text(path: Path, most: int) -> str:
+    if path.stat().st_size > most:
+        raise ValueError(f"larger than {most:,} bytes")
+    return path.read_text()
+
+
+def check_no_links(folder: Path, key: str) -> None:
+    """A folder that somebody handed over holds all that is in it: a link would have fedgen read,
+    or overwrite, what lies elsewhere.
+
+    Raises:
+        FedgenError: for a link in it, named by the setting ``key``.
+    """
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink():
+                raise FedgenError(key, f"{path} is a link", "put what it leads to in its place")
+
+
+def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz file, or those of them that are named; never unpickled.
+
+    What an array claims to be is held against what is there before any of it is inflated.
+
+    Raises:
+        OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile: if it is none, or lies.
+        MemoryError: if it would take more than half of the memory that is left.
+    """
+    with zipfile.ZipFile(opened) as archive:
+        members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+        wanted = {name: members[name] for name in (members if names is None else names)}
+        if any(each.flag_bits & 1 for each in wanted.values()):
+            raise ValueError("it is encrypted")
+        size = sum(each.file_size for each in wanted.values())
+        if size > _LARGE and size > _MOST_INFLATED * sum(e.compress_size for e in wanted.values()):
+            raise ValueError(f"it would inflate to {size:,} bytes")
+        if size > psutil.virtual_memory().available / 2:
+            raise MemoryError("it would take more than half of the memory that is left")
+        for name, each in wanted.items():
+            with archive.open(each) as array:
+                _check_array(name, array, each.file_size)
+    opened.seek(0)
+    try:
+        with np.load(opened, allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in wanted}
+    except (RuntimeError, NotImplementedError) as error:  # encrypted; another compression
+        raise ValueError(str(error)) from error
+
+
+def _check_array(name: str, array: IO[bytes], size: int) -> None:
+    """Raises ValueError unless an array's header claims as many bytes as there are."""
+    reads = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    version = np.lib.format.read_magic(array)
+    if version not in reads:
+        raise ValueError(f"{name} is of another format")
+    shape, _, dtype = reads[version](array)
+    claimed = int(np.prod([int(side) for side in shape], dtype=object)) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0 or array.tell() + claimed != size:
+        raise ValueError(f"{name} is not as long as it says")

@@ -101,7 +101,7 @@ def fedgen(
     """The client program. ``stack``: another than the code chooses; ``disk``: states are files."""
     settings = ["method=gs_wgan", "method/generator=dcgan", f"method.critic.width={width}"]
     settings += [f"method.critics={critics}", f"method.critic_batch={batch}"]
-    make = build(compose("config", settings).method, without=("strategy",))
+    make = build(compose("config", settings).method, "method", without=("strategy",))
     facts = PublicFacts(1, ROWS_EACH * critics, CLASSES, SHAPE)
     program = make(facts=facts, noise_multiplier=1.0, device=device).client.train.__self__
     shard, store = rows(critics), ClientStore(folder, not disk)

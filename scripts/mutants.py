@@ -1,9 +1,10 @@
 """Breaks fedgen on purpose, one way at a time, and runs the tests that should notice.
 
-    python scripts/mutants.py [NAME ...]
+    python scripts/mutants.py [--tests-passed] [NAME ...]
 
 Each mutant is one change to one file, of a kind that has gone wrong in published code. It is put
-into a copy of the package; a test that is meant for it must fail there, and must pass without it.
+into a copy of the package; a test that is meant for it must fail there, and must pass without it
+(which is tried as well, unless the whole suite has just passed).
 Prints a line for each, ``killed NAME by TEST`` or ``survived NAME``; exits with 1 if any survived.
 """
 
@@ -550,13 +551,19 @@ MUTANTS = [
         f"{GS_WGAN_TESTS}::test_training_by_rotation_does_not_see_the_draw",
     ),
     Mutant(
+        "critics-of-a-group-answer-as-its-first-stack",
+        GS_WGAN,
+        "_side_by_side([self.weights(state, each, coins) for each in group])",
+        "self.weights(state, group[0], coins)",
+        f"{GS_WGAN_TESTS}::test_critics_warm_up_and_answer_in_groups_as_by_themselves",
+    ),
+    Mutant(
         "power-iteration-while-answering",
         GS_WGAN,
-        "critics = self.weights(state, members, coins)\n                companions",
-        "critics = self.weights(state, members, coins)\n"
+        "critics = self.weights(state, members, coins) if asked else {}\n",
+        "critics = self.weights(state, members, coins) if asked else {}\n"
         "                for name, value in power_iteration(critics, stacked=True).items():\n"
-        "                    critics[name].copy_(value)\n"
-        "                companions",
+        "                    critics[name].copy_(value)\n",
         f"{GS_WGAN_TESTS}::test_answering_changes_no_later_training",
     ),
     Mutant(
@@ -617,6 +624,8 @@ class Failures:
 
 def failed(mutant: Mutant | None, tests: list[str]) -> list[str]:
     """The tests that fail on a copy, in this process. Raises RuntimeError if they cannot be run."""
+    if not tests:
+        return []
     failures, said = Failures(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(copy_of(mutant, Path(folder)))
@@ -638,7 +647,9 @@ def main() -> None:
     """Judges the mutants that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
-    names = parser.parse_args().names
+    parser.add_argument("--tests-passed", action="store_true", help="they have, without a mutant")
+    asked = parser.parse_args()
+    names = asked.names
     unknown = set(names) - {mutant.name for mutant in MUTANTS}
     if unknown:
         sys.exit(f"mutants: there is no {', '.join(sorted(unknown))}")
@@ -649,7 +660,7 @@ def main() -> None:
     survived = 0
     with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
         tests = sorted({mutant.test for mutant in chosen})
-        whole = pool.apply_async(failed, (None, tests))
+        whole = pool.apply_async(failed, (None, [] if asked.tests_passed else tests))
         judged = pool.imap(judge, chosen, chunksize=1)
         for mutant, killers in zip(chosen, judged, strict=True):
             survived += not killers

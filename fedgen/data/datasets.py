@@ -25,10 +25,12 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.files import cache, digest
+from fedgen.files import cache, digest, read_arrays
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
+
+_MOST_PIXELS = 2**26  # of an image in a folder
 
 
 @dataclass(frozen=True)
@@ -412,8 +414,11 @@ def _image_folder(
         file = found[name][0]
         try:
             raw = Image.open(file)
+            if raw.width * raw.height > _MOST_PIXELS:
+                problem = f"{file} has {raw.width:,} x {raw.height:,} pixels"
+                raise FedgenError("data.path", problem, "make it smaller")
             image = raw.convert("L" if raw.mode in ("1", "L", "I", "I;16") else "RGB")
-        except (UnidentifiedImageError, OSError) as error:
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
             raise FedgenError(
                 "data.path", f"{file} is not a readable image", "remove it"
             ) from error
@@ -464,11 +469,13 @@ def _whole_numbers(file: Path, values: NDArray[np.generic]) -> Labels:
 def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
     """The arrays of an npz file, never unpickled."""
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
+        with file.open("rb") as opened:
+            found = read_arrays(opened)
+    except MemoryError as error:
+        raise FedgenError("data.root", f"{file}: {error}", "take part of it") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FedgenError(
-            "data.root", f"{file} is not a readable npz file", "copy it again"
+            "data.root", f"{file} is not a readable npz file ({error})", "copy it again"
         ) from error
     missing = [name for name in needed if name not in found]
     if missing:

@@ -21,7 +21,9 @@ from hydra.utils import get_class
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.adam import adam
 
+from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.files import write_shared
 from fedgen.models.classifiers import small_cnn
@@ -32,6 +34,10 @@ Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
 _HELD_OUT, _PATIENCE = 0.1, 3
+_ADAM: dict[str, Any] = {  # torch.optim.Adam's
+    **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    **{"amsgrad": False, "maximize": False},
+}
 _AT_ONCE = 64  # images through a network: what lies between two layers fits in a CPU's caches
 
 
@@ -57,8 +63,14 @@ def scikit(
     **settings: Any,
 ) -> Predict:
     """A classifier ``model`` of scikit-learn's interface, by its full name, on pixels in [0, 1]:
-    with its defaults but for ``settings``, and at most so many rows."""
+    with its defaults but for ``settings``, and at most so many rows.
+
+    Raises:
+        FedgenError: for a model that may not be called (``fedgen.factories``).
+    """
     from sklearn.exceptions import ConvergenceWarning
+
+    factories.check({"_target_": model}, "evaluation.classifiers")
 
     del classes
     made = get_class(model)(**settings)
@@ -80,7 +92,10 @@ def trained(
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
         torch.manual_seed(seed)
         net = make()
-        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        leaves = list(net.parameters())
+        weights = [each.data for each in leaves]
+        means, squares = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+        steps = [torch.zeros(()) for _ in weights]
         targets, order = torch.from_numpy(labels), torch.randperm(len(labels))
         held = int(_HELD_OUT * len(order))
         out, rows = order[:held].numpy(), order[held:]
@@ -90,9 +105,9 @@ def trained(
             for batch in torch.split(rows[torch.randperm(len(rows))], 128):
                 if len(batch) > 1 or len(rows) == 1:
                     loss = F.cross_entropy(net(_floats(images[batch.numpy()])), targets[batch])
-                    optimizer.zero_grad()
-                    torch.autograd.backward(loss)
-                    optimizer.step()
+                    gradients = list(torch.autograd.grad(loss, leaves))
+                    # the function: torch.optim.Adam imports torch's compiler, which takes seconds
+                    adam(weights, gradients, means, squares, [], steps, foreach=False, **_ADAM)
             right = (
                 float((outputs(net, images[out]).argmax(1) == labels[out]).mean()) if held else 0
             )

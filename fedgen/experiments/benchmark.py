@@ -29,7 +29,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose, named
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.files import write_whole
+from fedgen.files import read_yaml, write_whole
 from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, schema
@@ -128,8 +128,8 @@ def read_matrix(name: str) -> DictConfig:
     """
     path = Path(name) if name.endswith(".yaml") else named("matrix", name)
     try:
-        matrix = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        matrix = OmegaConf.create(read_yaml(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         problem = f"{path} cannot be read: {str(error).splitlines()[0]}"
         raise FedgenError("matrix", problem, _SEE) from error
     return _checked(matrix, f"{path}: ", "matrix.")

@@ -6,6 +6,7 @@ Imports neither torch nor anything else that is slow to load: a mistyped overrid
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import os
 import re
@@ -53,7 +54,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             words = _with_a_runtime(name, overrides)
             whole = hydra_compose(name, words, return_hydra_config=True)
             groups = dict(whole.hydra.runtime.choices)
-            default = hydra_compose(name, [w for w in words if _key(w) in groups])
+            default = _default(name, tuple(w for w in words if _key(w) in groups))
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_one_line(error, name) from error
     config = whole.copy()
@@ -73,6 +74,12 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     _check_types(config, default, "")
     return config
+
+
+@functools.cache
+def _default(name: str, groups: tuple[str, ...]) -> DictConfig:
+    """What the settings are held against: nobody changes it."""
+    return hydra_compose(name, list(groups))
 
 
 def check_output(output: str) -> None:
@@ -102,6 +109,8 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     """Several clients run on Ray, if neither the experiment nor anybody else says otherwise."""
     asked = [word for word in overrides if not _key(word).startswith("runtime.")]
+    if any(_key(word) == "runtime" and word != "runtime=auto" for word in asked):
+        return overrides
     config = hydra_compose(name, asked, return_hydra_config=True)
     if config.hydra.runtime.choices.get("runtime") != "auto":
         return overrides

@@ -34,7 +34,7 @@ from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, s
 from fedgen.experiments import settings
 from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.settings import Setup, build
-from fedgen.files import cache, digest, write_shared, write_whole
+from fedgen.files import cache, digest, read_arrays, write_shared, write_whole
 from fedgen.method import Tensors
 from fedgen.reporting import words
 from fedgen.reporting.figures import histograms, sample_grid
@@ -73,6 +73,7 @@ def _evaluate_run(config: DictConfig) -> str:
     ready = settings.setup(trained)
     if identity["data"] != ready.dataset.digest:
         raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
+    run_dir.check_digests("run")
     _, generator, _ = load_generator(Path(config.run), config.device)
     with run_dir.locked("run"), RunProgress() as progress:
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
@@ -125,9 +126,10 @@ def read_samples(path: Path, data: Dataset) -> Rows:
         FedgenError: if they are not that.
     """
     try:
-        with np.load(path) as file:
-            images, labels = file["images"], file["labels"]
-    except (OSError, EOFError, TypeError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        with path.open("rb") as opened:
+            arrays = read_arrays(opened, ("images", "labels"))
+            images, labels = arrays["images"], arrays["labels"]
+    except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
         problem = f"{path} has no arrays images and labels"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
     if images.ndim == 3:
@@ -217,7 +219,8 @@ def utilities(
             settings = OmegaConf.to_container(classifiers[name], resolve=True)
             told = _told(settings, seed, data.classes, *learnt, *test)
             known = cache() / "real2real" / f"{told}.json"
-        return Fit(name, build(classifiers[name]), learnt, tests, data.classes, seed, known)
+        made = build(classifiers[name], f"evaluation.classifiers.{name}")
+        return Fit(name, made, learnt, tests, data.classes, seed, known)
 
     fits = []
     for name, seed in itertools.product(classifiers, range(chosen.seeds)):

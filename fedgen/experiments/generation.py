@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -12,11 +14,17 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
+from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
+from fedgen.reporting.run_dir import RunDir
+
+SCHEMA = 2
+"""Of ``generator.json``."""
 
 _CLIENTS = 10**9
 
@@ -42,34 +50,116 @@ def draw_samples(
     return images
 
 
-def describe(ready: Setup) -> str:
-    """What is needed beside the weights to draw samples: public parameters alone."""
+def describe(ready: Setup, sha256: str) -> str:
+    """What is needed beside the weights to draw samples: public parameters alone. Architectures go
+    by words, not by what Python would import. ``sha256``: of the weights' file."""
     method = OmegaConf.to_container(ready.config.method, resolve=True)
+    assert isinstance(method, dict)
     facts = {"classes": ready.dataset.classes, "shape": list(ready.dataset.shape)}
-    return json.dumps({"schema": 1, "method": method, **facts}, indent=2) + "\n"
+    told = {"schema": SCHEMA, "method": _in_words(method), **facts, "generator_sha256": sha256}
+    return json.dumps(told, indent=2) + "\n"
+
+
+def described(folder: Path, key: str) -> dict[str, Any]:
+    """What ``generator.json`` in a published folder says.
+
+    Raises:
+        FedgenError: for one that cannot be read, or is of another schema; named by ``key``.
+    """
+    path = folder / "generator.json"
+    try:
+        found = read_json(path)
+        schema = found["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgenError(key, f"{path} cannot be read", "give a finished run") from error
+    if schema != SCHEMA:
+        problem = f"{path} has schema {schema!r}, not {SCHEMA}"
+        raise FedgenError(key, problem, "open it by the version of fedgen that wrote it")
+    return dict(found)
 
 
 def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
     """The generator of a finished run, or of its ``public`` folder handed out: the method that
-    samples it, its weights, the number of labels.
+    samples it, its weights, the number of labels. Both are data that somebody may have changed:
+    nothing but what fedgen itself builds is built, and the weights must be those described.
 
     Raises:
         FedgenError: if there is none.
     """
     folder = path / "public" if (path / "public").is_dir() else path
+    check_no_links(folder, "run")
+    found = described(folder, "run")
     try:
-        described = json.loads((folder / "generator.json").read_text())
-        weights = safetensors.torch.load((folder / "generator.safetensors").read_bytes())
+        data = (folder / "generator.safetensors").read_bytes()
+        weights = safetensors.torch.load(data)
         # how many clients there were is not told; more than a draw could be of
-        facts = PublicFacts(_CLIENTS, None, described["classes"], tuple(described["shape"]))
-        make = build(OmegaConf.create(described["method"]), without=("strategy",))
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
+        make = build(_in_targets(found["method"]), "run", without=("strategy",))
+        with torch.device("meta"):  # sizes alone: they may be anything
+            server = make(facts=facts, noise_multiplier=None, device="meta").server
+            expected = server.generator(server.init(Coins.of(0, "seeded")))
+    except FedgenError:
+        raise
+    except Exception as error:  # whatever its settings make of themselves
         raise FedgenError(
             "run", f"{path} has no readable generator", f"finish it: fedgen train resume={path}"
         ) from error
+    sha256 = hashlib.sha256(data).hexdigest()
+    of_run = RunDir(path).results()["generator_sha256"] if (path / "results.json").exists() else ""
+    if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):
+        raise FedgenError(
+            "run", f"{folder / 'generator.safetensors'} is not what the run wrote", "restore it"
+        )
+    shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in (weights, expected)]
+    if shapes[0] != shapes[1] or not all(bool(v.isfinite().all()) for v in weights.values()):
+        problem = f"{folder / 'generator.safetensors'} does not hold what generator.json describes"
+        raise FedgenError("run", problem, "restore it")
     device = settings.device(device)
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
     return method, {name: each.to(device) for name, each in weights.items()}, facts.classes
+
+
+_ROOMS = ("fedgen.methods.", "fedgen.models.")
+
+
+def _word(target: str) -> str:
+    """A factory's short name."""
+    for room in _ROOMS:
+        target = target.removeprefix(room)
+    return target
+
+
+def _in_words(settings: Any) -> Any:
+    """Settings with the short names of what they have called."""
+    if not isinstance(settings, dict):
+        return settings
+    kept = {n: v for n, v in settings.items() if n not in ("_target_", "_partial_", "strategy")}
+    told = {"name": _word(settings["_target_"])} if "_target_" in settings else {}
+    return told | {name: _in_words(value) for name, value in kept.items()}
+
+
+def _in_targets(told: Any) -> Any:
+    """The inverse of ``_in_words``. Raises ValueError for what it does not make."""
+    if isinstance(told, dict):
+        known = {_word(name): name for name in factories.own() if name.startswith(_ROOMS)}
+        name = told["name"]
+        settings = {key: _in_targets(value) for key, value in told.items() if key != "name"}
+        if not isinstance(name, str) or any(key.startswith("_") for key in settings):
+            raise ValueError
+        return {"_target_": known.get(name, name), "_partial_": True, **settings}
+    if isinstance(told, list):
+        return [_in_targets(each) for each in told]
+    if isinstance(told, str) and "${" in told:
+        raise ValueError
+    return told
+
+
+def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
+    """Raises ValueError for numbers that no data set has."""
+    channels, high, wide = shape
+    if not all(isinstance(n, int) and 0 < n <= 2**16 for n in (classes, channels, high, wide)):
+        raise ValueError
+    return classes, (channels, high, wide)
 
 
 def sample(config: DictConfig) -> Path:

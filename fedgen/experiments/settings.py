@@ -16,7 +16,9 @@ import torch
 from dp_accounting import NonPrivateDpEvent
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
 from fedgen.data.corruption import plant_flip, with_the_bug
@@ -117,7 +119,7 @@ def setup(config: DictConfig) -> Setup:
     facts = PublicFacts(
         len(shards), rows, held.classes, held.shape, all_answer=all_answer, half=half
     )
-    made = build(config.method, without=("strategy",))
+    made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
     if half and make(None).plan.exact:
         problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
@@ -155,7 +157,7 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     coins = Coins.of(config.seed, config.privacy.noise).at("data")
     held = dataset(config).holding_out(config.held_out, coins)
     check_clients(config.partition.clients, len(held.labels))
-    shards: list[Index] = build(config.partition)(
+    shards: list[Index] = build(config.partition, "partition")(
         labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
     )
     return held, shards
@@ -199,7 +201,7 @@ def in_short(noise_multiplier: float | None) -> str | None:
 def dataset(config: DictConfig) -> Dataset:
     """The data set. Where its test split is drawn, all seeds draw the same: runs of several seeds
     are judged on the same rows, and none on another's training rows."""
-    found: Dataset = build(config.data)(coins=Coins.of(0, "seeded").at("data"))
+    found: Dataset = build(config.data, "data")(coins=Coins.of(0, "seeded").at("data"))
     return found
 
 
@@ -234,12 +236,19 @@ def faults(config: DictConfig) -> Faults:
     return Faults(**{str(k): float(v) for k, v in kinds.items() if k != "server_dies"})
 
 
-def build(config: DictConfig, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """The ``_target_`` of a group with its settings filled in, to be called with the rest."""
-    settings = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(settings, dict)
-    for name in without:
-        settings.pop(name, None)
+def build(
+    config: DictConfig | dict[str, Any], key: str, without: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """The ``_target_`` of a group with its settings filled in, to be called with the rest.
+
+    Raises:
+        FedgenError: for one that may not be called (``fedgen.factories``), named by ``key``.
+    """
+    whole: Any = config
+    if isinstance(config, DictConfig):
+        whole = OmegaConf.to_container(config, resolve=True)
+    settings = {name: value for name, value in whole.items() if name not in without}
+    factories.check(settings, key)
     target: Callable[..., Any] = instantiate(settings, _partial_=True, _convert_="all")
     return target
 
@@ -264,6 +273,12 @@ def _repeatable() -> None:
 
 def check(config: DictConfig) -> None:
     """Raises FedgenError for the first setting that cannot be."""
+    try:
+        whole = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        key, problem = error.full_key or "config", str(error).splitlines()[0]
+        raise FedgenError(key, problem, "mend it") from error
+    factories.check(whole, "config")
     for key, allowed in CHOICES.items():
         value = OmegaConf.select(config, key)
         if value not in allowed and (value is not None or key not in OPTIONAL):

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.training import train
+from fedgen.files import read_yaml
 from fedgen.reporting.figures import curves
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import summary
@@ -63,7 +64,7 @@ def check_same(config: DictConfig, place: Path) -> None:
     """Raises FedgenError if a run was made with other settings than these."""
     was, now = (
         _flat(OmegaConf.to_container(each, resolve=True))
-        for each in (OmegaConf.load(place / "config.yaml"), config)
+        for each in (OmegaConf.create(read_yaml(place / "config.yaml")), config)
     )
     other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     other = [key for key in other if key not in ("run_dir", "resume")]

@@ -203,7 +203,7 @@ class Training:
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""
-        play = build(self.config.runtime, without=_NOT_THE_RUNTIMES)
+        play = build(self.config.runtime, "runtime", without=_NOT_THE_RUNTIMES)
         here = site(self.ready, self.run_dir, self.name)
         again = SiteOf(str(self.run_dir.path.absolute()))
         play(server_app(main), here, self.clients, again)
@@ -214,7 +214,7 @@ class Training:
         if self.ready.faults.total:
             coins = Coins.of(self.config.seed, "seeded").at("faults")  # as the clients'
             grid = FaultyGrid(grid, self.ready.faults, coins)
-        strategy = build(self.config.method.strategy)(
+        strategy = build(self.config.method.strategy, "method.strategy")(
             method=self.method, coins=self.ready.coins.at("strategy")
         )
         rounds = Rounds(
@@ -462,11 +462,12 @@ class Training:
         weights = {name: value.cpu().contiguous() for name, value in sorted(generator.items())}
         data = safetensors.torch.save(weights)
         write_whole(self.run_dir.public / "generator.safetensors", data)
-        write_whole(self.run_dir.public / "generator.json", describe(self.ready).encode())
+        sha256 = hashlib.sha256(data).hexdigest()
+        write_whole(self.run_dir.public / "generator.json", describe(self.ready, sha256).encode())
         words = self.accounts.published_in_words(state, self.stopped is not None)
         said = statement(record, words, picked=self.config.group is not None)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
-        results = self._results(state, record, hashlib.sha256(data).hexdigest())
+        results = self._results(state, record, sha256)
         before = self.run_dir.results() if self.run_dir.finished else {}
         if before.get("generator_sha256") == results["generator_sha256"]:
             # resumed at its end: it may have been judged in another way since
@@ -523,6 +524,7 @@ class Training:
                 self.memory.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             ),
             "generator_sha256": sha256,
+            "sha256": self.run_dir.digests(),
         }
 
 

@@ -15,7 +15,7 @@ import safetensors.torch
 
 from fedgen.errors import FedgenError
 from fedgen.federation.rounds import RunState
-from fedgen.files import digest, write_whole
+from fedgen.files import digest, read_json, write_whole
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
 SCHEMA = 5
@@ -81,7 +81,7 @@ def load(folder: Path) -> tuple[RunState, dict[str, Any]] | None:
     if not path.exists():
         return None
     try:
-        sealed = json.loads(path.read_text())
+        sealed = read_json(path)
         record = sealed["record"]
         if digest(json.dumps(record, sort_keys=True).encode()) != sealed["digest"]:
             raise ValueError

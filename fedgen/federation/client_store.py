@@ -23,7 +23,7 @@ from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
-from fedgen.files import digest, write_whole
+from fedgen.files import digest, read_json, write_whole
 from fedgen.method import State, Tensors
 from fedgen.privacy.events import Unit, from_json, to_json
 
@@ -223,7 +223,7 @@ class ClientStore:
     def _read_manifest(self, client: int, name: str) -> _Client:
         path = self.folder(client) / name
         try:
-            sealed = json.loads(path.read_text())
+            sealed = read_json(path)
             manifest = sealed["manifest"]
             if digest(json.dumps(manifest, sort_keys=True).encode()) != sealed["digest"]:
                 raise ValueError

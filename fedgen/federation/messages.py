@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgen.files import digest
+from fedgen.files import as_json, digest
 from fedgen.method import Query
 from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
@@ -34,6 +34,8 @@ KEEP, RESTORE = "train.keep", "train.restore"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
 
 _RAW = "fedgen.raw"
+_KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
+_MOST_WORDS = 10_000  # of an event, as text
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 
@@ -67,8 +69,8 @@ def unpack_arrays(record: ArrayRecord) -> dict[str, Tensor]:
     """
     arrays = {}
     for name, array in record.items():
-        if array.stype != _RAW:
-            raise ValueError(f"array {name} is not raw")
+        if array.stype != _RAW or array.dtype not in _KNOWN_TYPES:
+            raise ValueError(f"array {name} is not raw, or of no type that is sent")
         flat = np.frombuffer(array.data, dtype=np.dtype(array.dtype).newbyteorder("<"))
         native = flat.astype(np.dtype(array.dtype), copy=True)
         arrays[name] = torch.from_numpy(native.reshape(array.shape))
@@ -145,8 +147,22 @@ def pack_partition(partition: int) -> RecordDict:
 
 
 def read_partition(message: Message) -> int:
-    """The inverse of ``pack_partition``."""
-    return int(str(message.content.config_records[_FACTS]["partition"]))
+    """The inverse of ``pack_partition``. Raises ValueError if the message says no number."""
+    return _whole(_fact(message, "partition"))
+
+
+def _fact(message: Message, name: str) -> object:
+    """Raises ValueError if the message has none of this name."""
+    try:
+        return message.content.config_records[_FACTS][name]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no {name}") from error
+
+
+def _whole(found: object) -> int:
+    if type(found) is not int or not 0 <= found <= 10**12:
+        raise ValueError(f"{found!r} is no count")
+    return found
 
 
 def pack_account(account: Account) -> RecordDict:
@@ -158,10 +174,15 @@ def pack_account(account: Account) -> RecordDict:
 
 
 def read_account(message: Message) -> Account:
-    """The inverse of ``pack_account``."""
-    facts = message.content.config_records[_FACTS]
-    spend = spend_from_json(json.loads(str(facts["spend"])))
-    return Account(int(str(facts["releases"])), int(str(facts["rows"])), spend)
+    """The inverse of ``pack_account``. Raises ValueError if the message holds none."""
+    releases, rows = (_whole(_fact(message, name)) for name in ("releases", "rows"))
+    try:
+        spend = spend_from_json(as_json(str(_fact(message, "spend"))))
+    except Exception as error:  # whatever a client made of it, it is no account
+        raise ValueError("no account") from error
+    if not all(type(count) is int and 0 < count <= 10**12 for count in spend.values()):
+        raise ValueError("no account")
+    return Account(releases, rows, spend)
 
 
 def answer_of(release: Release | Clipped, trusting: bool, half: bool = False) -> Answer:
@@ -198,21 +219,23 @@ def _event_text(event: DpEvent) -> str:
 
 @lru_cache(maxsize=1024)
 def _event_of(text: str) -> DpEvent:
-    return from_json(json.loads(text))
+    return from_json(as_json(text))
 
 
 def read_answer(message: Message) -> Answer:
-    """A Release as it arrived, in single precision. Raises ValueError if the message holds none."""
+    """A Release as it arrived, in single precision. Raises ValueError if the message holds none,
+    whatever it holds."""
+    text = str(_fact(message, "event"))
+    if len(text) > _MOST_WORDS:
+        raise ValueError("no event")
     try:
-        facts = message.content.config_records[_FACTS]
-        arrays = unpack_arrays(message.content.array_records[_ARRAYS])
-        event, unit = _event_of(str(facts["event"])), Unit(str(facts["unit"]))
-    except (KeyError, TypeError, AttributeError) as error:
+        found = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
+        event, unit = _event_of(text), Unit(str(_fact(message, "unit")))
+    except Exception as error:  # whatever a client made of it, it is no release
         raise ValueError("no release") from error
-    whole = {
-        n: value.float() if value.is_floating_point() else value for n, value in arrays.items()
-    }
-    return Answer({name: value.numpy() for name, value in whole.items()}, event, unit)
+    if not found.is_floating_point():
+        raise ValueError("no release")
+    return Answer({"answer": found.float().numpy()}, event, unit)
 
 
 def count_bytes(message: Message) -> int:

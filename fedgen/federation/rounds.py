@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from dp_accounting import DpEvent, NonPrivateDpEvent
+from dp_accounting import DpEvent
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -130,9 +130,9 @@ class Rounds:
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
-        # what is published of several clients' sums rests on the noise of each
-        sums = method.plan.release is not None and method.aggregate is None
-        self._of_plan = {*canonical(method.plan.server(1)), NonPrivateDpEvent()} if sums else None
+        # what is published rests on the noise of each, and nobody's word may cost all others theirs
+        self._of_plan: set[DpEvent] = set()
+        self._planned_rows: set[int] = set()
 
     def hello(self) -> None:
         """Learns which node is which client: node ids are random, and in no order.
@@ -155,6 +155,12 @@ class Rounds:
             for node in nodes
         ]
         found = self._exchange(asked, "the greeting", _partition, must=1.0)
+        if sorted(found.values()) != list(range(self._count)):
+            raise FedgenError(
+                "partition.clients",
+                f"the nodes say that they are clients {sorted(found.values())}",
+                f"give each of 0 to {self._count - 1} to one node, as its partition-id",
+            )
         self._clients = {nodes[place]: client for place, client in found.items()}
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
 
@@ -212,6 +218,7 @@ class Rounds:
         self, coins: Coins, budget: Budget, finished: Callable[[RunState, RoundFacts], None]
     ) -> str | None:
         """Rounds until ``budget`` ends them; returns why it stopped early, or None."""
+        self._plan_for(budget.rows)
         while self.state.rounds < budget.rounds:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)
@@ -250,12 +257,15 @@ class Rounds:
         trained = time.perf_counter()
         questions = self.strategy.configure_query(server_round, query)
         routed = self.strategy.route(server_round, query.count)
+        for rows in routed.values():
+            self._plan_for(len(rows))
         for client, rows in routed.items():  # spent as soon as it is sent
             state.asks[client] += 1
             state.rows[client] += len(rows)
 
         def read(client: int, reply: Message) -> Answer:
-            return self._read(client, reply, plan.answer(len(routed[client]), server_round))
+            rows = len(routed[client])
+            return self._read(client, reply, plan.answer(rows, server_round), max(rows, 1))
 
         answers = self._exchange(questions, f"in round {server_round + 1}", read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
@@ -272,6 +282,12 @@ class Rounds:
             "generator": time.perf_counter() - answered,
         }
         return RoundFacts(rounds, len(answers), norm, seconds)
+
+    def _plan_for(self, rows: int) -> None:
+        """Has the plan's events for so many rows count as planned."""
+        if rows not in self._planned_rows:
+            self._planned_rows.add(rows)
+            self._of_plan |= set(canonical(self.method.plan.server(rows)) if rows else ())
 
     def _note(self, client: int, event: DpEvent) -> None:
         if event not in self._canonical:
@@ -291,17 +307,19 @@ class Rounds:
         if of - len(missed) < self._min_success * of:
             raise too_few(f"when they were to train, lastly {place}", of, missed, self._errors)
 
-    def _read(self, client: int, reply: Message, shape: tuple[int, ...]) -> Answer:
-        """A client's answer, if it is one to what it was asked."""
+    def _read(self, client: int, reply: Message, shape: tuple[int, ...], most: int) -> Answer:
+        """A client's answer, if it is one to what it was asked, at a cost of the plan's, at most
+        ``most`` times."""
         try:
             answer = messages.read_answer(reply)
-        except ValueError as error:
+            spend = canonical(answer.event)
+        except (ValueError, ArithmeticError, TypeError) as error:
             raise _UnusableError("malformed") from error
-        self._note(client, answer.event)
-        if self._of_plan and not self._of_plan.issuperset(self._canonical[answer.event]):
+        if not self._of_plan.issuperset(spend) or max(spend.values()) > most:
             raise _UnusableError("unplanned")
-        found = answer.arrays.get("answer")
-        if found is None or found.shape != shape:
+        self._note(client, answer.event)
+        found = answer.arrays["answer"]
+        if found.shape != shape:
             raise _UnusableError("malformed")
         if not np.isfinite(found).all():
             raise _UnusableError("not finite")
@@ -416,8 +434,14 @@ def _acknowledged(client: int, reply: Message) -> None:
 
 
 def _partition(client: int, reply: Message) -> int:
-    return messages.read_partition(reply)
+    try:
+        return messages.read_partition(reply)
+    except ValueError as error:
+        raise _UnusableError("malformed") from error
 
 
 def _account(client: int, reply: Message) -> Account:
-    return messages.read_account(reply)
+    try:
+        return messages.read_account(reply)
+    except ValueError as error:
+        raise _UnusableError("malformed") from error

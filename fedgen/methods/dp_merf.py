@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from dp_accounting import DpEvent
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
@@ -43,9 +43,11 @@ from fedgen.models.functional import (
     Tensors,
     generator_start,
     generator_step,
+    gradients_of,
     initial,
     part,
     template,
+    trainable,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows
@@ -170,15 +172,12 @@ class Server:
         latents = torch.randn(len(labels), self.latent, generator=here.public("latents"))
         inputs = latents.to(self.features.device), labels.to(self.features.device)
 
-        def loss(weights: Tensors) -> tuple[Tensor, Tensor]:
-            made = self.features(frequencies, self._generate(weights, *inputs))
-            mean = made.view(self.classes, -1, self.features.count).sum(1) / len(labels)
-            distance = (embedding - mean).square().sum()
-            return distance, distance.detach()
-
-        gradients, distance = grad(loss, has_aux=True)(part(state, "generator"))
-        stepped = generator_step(state, gradients, self.adam, self.ema)
-        return {**state, **stepped, "distance": distance.cpu()}
+        leaves = trainable(part(state, "generator"))
+        made = self.features(frequencies, self._generate(leaves, *inputs))
+        mean = made.view(self.classes, -1, self.features.count).sum(1) / len(labels)
+        distance = (embedding - mean).square().sum()
+        stepped = generator_step(state, gradients_of(distance, leaves), self.adam, self.ema)
+        return {**state, **stepped, "distance": distance.detach().cpu()}
 
     def shown(
         self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins

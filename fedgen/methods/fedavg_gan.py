@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent
 from torch import Tensor, nn
-from torch.func import grad
 
 from fedgen.adversarial import Adam, Networks, networks, sure_discriminator
 from fedgen.coins import Coins
@@ -143,14 +142,10 @@ class Server:
             here = coins.at("generator", round_, step)
             latents, labels = self.nets.inputs(self.generator_batch, here)
 
-            def loss(
-                weights: Tensors, latents: Tensor = latents, labels: Tensor = labels
-            ) -> Tensor:
-                images = self.nets.generate(weights, latents, labels)
-                return -self.nets.judge(discriminator, images, labels).mean()
-
-            gradients = grad(loss)(part(after, "generator"))
-            after |= generator_step(after, gradients, self.adam, self.ema)
+            leaves = trainable(part(after, "generator"))
+            images = self.nets.generate(leaves, latents, labels)
+            loss = -self.nets.judge(discriminator, images, labels).mean()
+            after |= generator_step(after, gradients_of(loss, leaves), self.adam, self.ema)
         return after
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:

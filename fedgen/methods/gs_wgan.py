@@ -28,7 +28,7 @@ from typing import Literal, Protocol
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vjp, vmap
+from torch.func import functional_call, grad, vmap
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
@@ -458,18 +458,16 @@ class Generator:
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
     ) -> Tensors:
         """The generator's gradient from the answers: their product with its Jacobian."""
-        weights, spectral = split(part(state, "generator"))
-        answers = answers.to(self.nets.device)
+        generator, answers = part(state, "generator"), answers.to(self.nets.device)
         if self.sanitize == "parameters":
+            weights, _ = split(generator)
             names = sorted(weights)
             pieces = torch.split(answers[0], [weights[name].numel() for name in names])
             return {n: p.view_as(weights[n]) for n, p in zip(names, pieces, strict=True)}
         latents, labels = self.nets.inputs((self.batch,), coins.at("query", round_))
-        pull_back = vjp(
-            lambda given: self.nets.generate({**given, **spectral}, latents, labels), weights
-        )[1]
-        gradients: Tensors = pull_back(answers / self.batch)[0]
-        return gradients
+        leaves = trainable(generator)
+        images = self.nets.generate(leaves, latents, labels)
+        return gradients_of(images * (answers / self.batch), leaves)
 
     def update(
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
@@ -623,13 +621,14 @@ def gs_wgan(
     )
 
 
-_WEIGHTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}  # of all critics; scripts/bench_critics.py
+_WEIGHTS_AT_ONCE, _ON_A_GPU = 2**20, 2**25  # of all critics; scripts/bench_critics.py
 
 
 def at_once(critic: nn.Module, device: str) -> int:
     """How many critics compute as one stack. On a CPU a stack's grouped convolutions beat a loop
     where critics are narrow, and lose where they are as wide as the paper's."""
-    return max(1, _WEIGHTS_AT_ONCE[device] // sum(p.numel() for p in critic.parameters()))
+    most = _ON_A_GPU if device == "cuda" else _WEIGHTS_AT_ONCE
+    return max(1, most // sum(p.numel() for p in critic.parameters()))
 
 
 def _members(networks: Tensors, some: slice) -> Tensors:

@@ -19,7 +19,7 @@ from pathlib import Path
 from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
-from fedgen.files import digest
+from fedgen.files import as_json, digest
 from fedgen.privacy.events import Spend, canonical, from_json, to_json, total
 
 SCHEMA = 3
@@ -90,7 +90,7 @@ class Ledger:
             text = text[len(self._head) :]
         for line in text.splitlines():
             try:
-                entry = json.loads(line)
+                entry = as_json(line)
                 body = line[: line.rindex(', "seal"')]
                 self._seal = digest(self._seal.encode(), body.encode())
                 if entry["seal"] != self._seal:

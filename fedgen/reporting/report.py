@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import importlib.resources
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
+from fedgen.files import as_json, check_no_links, read_json, read_yaml
 from fedgen.reporting.figures import curves, histogram_of_clients
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
@@ -63,17 +63,19 @@ def report(runs: Sequence[Path], audience: str) -> str:
 def _public(path: Path) -> dict[str, Any]:
     """What is in the folder that may be handed out."""
     folder = path / "public" if (path / "public").is_dir() else path
+    check_no_links(folder, "runs")
     try:
-        described = json.loads((folder / "generator.json").read_text())
+        described = read_json(folder / "generator.json")
+        title = described["method"]["name"]
         statement = (folder / "PRIVACY.md").read_text()
         picture = _picture(folder / "samples.png")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedgenError(
             "runs", f"{path} has no readable public folder", "give a finished run"
         ) from error
     return {
         "place": str(path),
-        "title": described["method"]["_target_"].rpartition(".")[2],
+        "title": title,
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
         "configuration": OmegaConf.to_yaml(OmegaConf.create(described["method"])),
@@ -87,7 +89,8 @@ def _server(path: Path) -> dict[str, Any]:
     missing = [n for n in ("privacy.json", "public/samples.png") if not (path / n).exists()]
     if missing:
         raise FedgenError("runs", f"{path} has no {missing[0]}", "finish it: fedgen train resume=")
-    record = json.loads((path / "privacy.json").read_text())
+    run_dir.check_digests("runs")
+    record = run_dir.privacy()
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
     accuracies = _accuracies(lines, results)
@@ -208,7 +211,7 @@ def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
 
 def _failures(path: Path) -> list[dict[str, Any]]:
     file = path / "failures.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [as_json(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _siblings(path: Path, config: DictConfig) -> int:
@@ -217,11 +220,11 @@ def _siblings(path: Path, config: DictConfig) -> int:
     for other in path.absolute().parent.glob("*/config.yaml"):
         if other.parent != path.absolute():
             try:
-                theirs = OmegaConf.load(other)
+                theirs = OmegaConf.create(read_yaml(other))
                 found += theirs.data._target_ == config.data._target_ and all(
                     theirs.data.get(key) == config.data.get(key) for key in ("name", "path")
                 )
-            except (OSError, YAMLError, OmegaConfBaseException):
+            except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
                 continue
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import importlib.resources
 import json
 import math
@@ -18,9 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.files import write_whole
+from fedgen.files import as_json, check_no_links, read_json, read_yaml, write_whole
 from fedgen.reporting.words import SERVER_SIDE
 
+_SEALED = (
+    "privacy.json",
+    *(f"public/{n}" for n in ("PRIVACY.md", "generator.json", "generator.safetensors")),
+    "public/samples.png",
+)
 _LINE_BYTES = 2**16  # more than a line of metrics has
 
 
@@ -86,9 +93,10 @@ class RunDir:
         Raises:
             FedgenError: if it is none.
         """
+        check_no_links(path, key)
         try:
-            config = OmegaConf.load(path / "config.yaml")
-            identity = json.loads((path / "run.json").read_text())
+            config = OmegaConf.create(read_yaml(path / "config.yaml"))
+            identity = read_json(path / "run.json")
             identity["run"], identity["data"], identity["settings"], identity["device"]
         except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
             raise FedgenError(
@@ -146,11 +154,38 @@ class RunDir:
 
     def results(self) -> dict[str, Any]:
         """The results of a finished run. Raises FedgenError if it is not finished."""
+        return self._read("results")
+
+    def privacy(self) -> dict[str, Any]:
+        """The record of privacy of a finished run. Raises FedgenError if it is not finished."""
+        return self._read("privacy")
+
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each file that says what was spent, or is published."""
+        return {
+            name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in _SEALED
+        }
+
+    def check_digests(self, key: str) -> None:
+        """Raises FedgenError if one of them is not as it was when the run wrote its results."""
+        for name, told in self.results()["sha256"].items():
+            path = self.path / name
+            if name not in _SEALED or not path.is_file():
+                raise FedgenError(key, f"{self.path} has no {name}", "restore it")
+            if hashlib.sha256(path.read_bytes()).hexdigest() != told:
+                raise FedgenError(key, f"{path} is not what the run wrote", "restore it")
+
+    def _read(self, name: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.path / "results.json").read_text())
+            found: dict[str, Any] = read_json(self.path / f"{name}.json")
+            _validator(name).validate(found)
+        except jsonschema.ValidationError as error:
+            raise FedgenError(
+                "run", f"{self.path}/{name}.json was altered", "restore it"
+            ) from error
         except (OSError, ValueError) as error:
             raise FedgenError(
-                "run", f"{self.path} has no results", f"finish it: fedgen train resume={self.path}"
+                "run", f"{self.path} has no {name}", f"finish it: fedgen train resume={self.path}"
             ) from error
         return found
 
@@ -183,7 +218,7 @@ class RunDir:
 
     def write(self, name: str, data: dict[str, Any], form: str | None = None) -> None:
         """Writes ``NAME.json`` in one step, checked by the schema ``form`` (None: of that name)."""
-        jsonschema.validate(data, schema(form or name))
+        _validator(form or name).validate(data)
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
 
@@ -208,7 +243,7 @@ def _lines(path: Path) -> list[Any]:
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        return [as_json(line) for line in path.read_text().split("\n")[:-1]]
     except ValueError as error:
         raise FedgenError(str(path), "was altered", "restore it") from error
 
@@ -226,6 +261,11 @@ def schema(name: str) -> dict[str, Any]:
     text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
     found: dict[str, Any] = json.loads(text.read_text())
     return found
+
+
+@functools.cache
+def _validator(name: str) -> Any:
+    return jsonschema.validators.validator_for(schema(name))(schema(name))
 
 
 def or_null(value: float | None) -> float | None:

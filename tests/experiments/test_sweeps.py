@@ -26,7 +26,7 @@ def test_every_sweep_composes(name: str) -> None:
         config = compose("config", point)
         assert config.rounds == 2
         facts = PublicFacts(config.partition.get("clients") or 1, None, 10, (1, 28, 28))
-        make = build(config.method, without=("strategy",))
+        make = build(config.method, "method", without=("strategy",))
         assert make(facts=facts, noise_multiplier=1.0, device="cpu").plan.rows_per_round > 0
 
 

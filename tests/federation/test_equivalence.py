@@ -28,6 +28,7 @@ STEPS = [
     "rounds=5",
     "log_every=1",
 ]
+TWO_ACTORS = ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
 DELTAS = ["method=fedavg_gan", "rounds=4", "log_every=1"]
 
 
@@ -61,8 +62,7 @@ def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None
     assert fingerprint(train(*DELTAS, "runtime=ray", "runtime.actors=2", name="Ray")) == deltas
     for name, overrides in {
         "one actor": ["runtime=ray", "runtime.actors=1"],
-        "two actors": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"],
-        "nothing cached": ["runtime=ray", "runtime.num_cpus=0.5", "runtime.cache_gb=1e-6"],
+        "two actors, nothing cached": [*TWO_ACTORS, "runtime.cache_gb=1e-6"],
         "flower": ["runtime=flower"],
     }.items():
         assert fingerprint(train(*FEDERATED, *overrides, name=name)) == reference, name
@@ -72,9 +72,9 @@ def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None
 def test_an_actors_death_changes_no_bit(train: Train) -> None:
     """Actors are killed in the middle of training and of answering, and their messages done again.
     The faults' code around everything changes nothing either."""
-    settings = [*FEDERATED, "runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2", "rounds=8"]
+    settings = [*FEDERATED, "rounds=8"]
     reference = fingerprint(train(*settings, name="reference"))
-    run = train(*settings, "runtime.faults.dies=0.08", name="deaths")
+    run = train(*settings, *TWO_ACTORS, "runtime.faults.dies=0.08", name="deaths")
     assert len(list(run.glob("clients/*/died.*"))) >= 2
     assert fingerprint(run) == reference
     assert not (run / "failures.jsonl").exists()

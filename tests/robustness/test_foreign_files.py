@@ -1,0 +1,355 @@
+"""What somebody hands over is data: nothing in it is called, followed, or believed unchecked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from tiny import TINY, tiny
+
+from fedgen import cli
+
+Captured = pytest.CaptureFixture[str]
+CALL = {"_target_": "torch.utils.collect_env.run"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, which no test changes."""
+    place = tmp_path_factory.mktemp("finished") / "run"
+    words = [*TINY, "partition=iid", "partition.clients=3", "rounds=2", f"run_dir={place}"]
+    assert cli.run(["train", *words]) == 0
+    return place
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "handed" / "run"))
+
+
+def refused(capsys: Captured, *words: str) -> str:
+    """The one line that a command is refused with."""
+    capsys.readouterr()
+    assert cli.run(list(words)) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1, said
+    return said[0]
+
+
+def content(place: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def change(path: Path, edit: Callable[[Any], None]) -> None:
+    """Edits a file of JSON or YAML in place."""
+    text = path.read_text()
+    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    edit(found)
+    path.write_text(json.dumps(found) if path.suffix == ".json" else yaml.safe_dump(found))
+
+
+# Nothing in a file is called
+
+
+@pytest.mark.parametrize("word", ["name", "_target_"])
+def test_a_generator_names_nothing_that_is_not_fedgens(
+    word: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    owned = tmp_path / "owned"
+    call = {word: CALL["_target_"], "command": f"touch {owned}"}
+    change(run / "public" / "generator.json", lambda told: told["method"].update(generator=call))
+    before = content(run)
+    for command in (["sample", "n=10", f"out={tmp_path}/s.npz"], ["evaluate"]):
+        assert "run" in refused(capsys, command[0], f"run={run}", *command[1:])
+    assert not owned.exists()
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("command", [["evaluate", "run="], ["train", "resume="]])
+@pytest.mark.parametrize("group", ["data", "method", "partition", "runtime"])
+def test_a_runs_settings_call_nothing_that_is_not_fedgens(
+    command: list[str], group: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    owned = tmp_path / "owned"
+    call = CALL | {"command": f"touch {owned}"}
+    change(run / "config.yaml", lambda told: told[group].update(extra=call))
+    before = content(run)
+    said = refused(capsys, command[0], f"{command[1]}{run}")
+    assert f"config.{group}.extra._target_" in said and "FEDGEN_EXTENSIONS" in said
+    assert not owned.exists()
+    assert content(run) == before
+
+
+def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    owned, place = tmp_path / "owned", tmp_path / "run"
+    call = f"+data.extra={{_target_: torch.utils.collect_env.run, command: 'touch {owned}'}}"
+    assert "_target_" in refused(capsys, "train", *TINY, call, f"run_dir={place}")
+    matrix = tmp_path / "matrix.yaml"
+    methods = {"DP-MERF": {"settings": [*tiny("dp_merf_small"), "method=dp_merf_small", call]}}
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
+    matrix.write_text(yaml.safe_dump(known))
+    refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
+    assert not owned.exists() and not place.exists()
+
+
+def test_a_classifier_is_one_of_those_that_are_named(tmp_path: Path, capsys: Captured) -> None:
+    owned, place = tmp_path / "owned", tmp_path / "run"
+    call = f"_partial_: true, model: subprocess.run, args: [touch, {owned}]"
+    call = f"{{_target_: fedgen.evaluation.utility.scikit, {call}}}"
+    words = [*TINY, "evaluation=quick", f"+evaluation.classifiers.own={call}"]
+    assert "subprocess.run" in refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
+    assert not owned.exists()
+
+
+def test_an_extension_is_declared_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from fedgen.data.partition import iid\n\n\ndef mine(**given):\n    return iid(**given)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*TINY, "partition=iid", "partition.clients=3", "partition._target_=own_package.mine"]
+    words += ["rounds=1", f"run_dir={tmp_path}/run"]
+    assert "own_package.mine" in refused(capsys, "train", *words)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "another,own_package")
+    assert cli.run(["train", *words]) == 0
+
+
+# Nothing is followed out of a run directory
+
+
+@pytest.mark.parametrize(
+    "name", ["clients/0", "public", "checkpoints", "samples", "metrics.jsonl", "results.json"]
+)
+def test_a_link_is_not_followed(name: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    before = content(run), content(elsewhere.parent)
+    for command in (["train", "resume="], ["evaluate", "run="], ["report", "runs="]):
+        said = refused(capsys, command[0], f"{command[1]}{run}")
+        assert f"{run / name} is a link" in said
+    assert (content(run), content(elsewhere.parent)) == before
+
+
+def test_no_secret_comes_into_a_page_by_a_link(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"secret")
+    (run / "public" / "samples.png").unlink()
+    (run / "public" / "samples.png").symlink_to(secret)
+    for place in (run, run / "public"):
+        words = ["report", f"runs=[{place}]", "audience=public", f"out={tmp_path}/page.html"]
+        assert "is a link" in refused(capsys, *words)
+
+
+# What is opened is what the run wrote
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = safetensors.torch.load(path.read_bytes())
+    edit(weights)
+    path.write_bytes(safetensors.torch.save(weights))
+
+
+def reseal(run: Path) -> None:
+    """Whoever changes weights may change their digests with them."""
+    import hashlib
+
+    weights = (run / "public" / "generator.safetensors").read_bytes()
+    told = {"generator_sha256": hashlib.sha256(weights).hexdigest()}
+    for path in (run / "public" / "generator.json", run / "results.json"):
+        change(path, lambda found: found.update(told))
+
+
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "random": lambda w: w.update({n: torch.randn_like(v) for n, v in w.items()}),
+    "NaN": lambda w: w.update({n: torch.full_like(v, torch.nan) for n, v in w.items()}),
+    "one missing": lambda w: w.pop(min(w)),
+    "one more": lambda w: w.update(another=torch.zeros(3)),
+    "other shapes": lambda w: w.update({n: v[..., None] for n, v in w.items()}),
+    "other numbers": lambda w: w.update({n: v.double() for n, v in w.items()}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_other_weights_are_not_taken(
+    name: str, sealed: bool, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    rewrite(run / "public" / "generator.safetensors", CHANGES[name])
+    if sealed:
+        if name == "random":  # nobody can tell any more
+            return
+        reseal(run)
+    for place in (run, run / "public"):
+        words = ["sample", f"run={place}", "n=10", f"out={tmp_path}/s.npz"]
+        assert "generator.safetensors" in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda told: told["method"].update(latent=10**12),
+        lambda told: told["method"]["generator"].update(width=10**9),
+        lambda told: told.update(classes=10**9),
+        lambda told: told.update(shape=[1, 60000, 60000]),
+        lambda told: told.update(shape="abc"),
+        lambda told: told.update(method=[]),
+        lambda told: told["method"].update(generator={"name": "dcgan.Critic", "width": 2}),
+        lambda told: told["method"].update(name="fedgen.cli.main"),
+        lambda told: told["method"].update(latent="${oc.env:HOME}"),
+        lambda told: told.update(schema=1),
+        lambda told: told.pop("generator_sha256"),
+    ],
+)
+def test_a_description_that_is_none_is_refused(
+    edit: Callable[[Any], None], run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    change(run / "public" / "generator.json", edit)
+    refused(capsys, "sample", f"run={run / 'public'}", "n=10", f"out={tmp_path}/s.npz")
+
+
+@pytest.mark.parametrize(
+    ("file", "edit"),
+    [
+        ("privacy.json", lambda told: told["views"]["server"].update(epsilon=0.1)),
+        ("public/PRIVACY.md", None),
+        ("public/samples.png", None),
+    ],
+)
+def test_a_hand_lowered_epsilon_is_seen(
+    file: str, edit: Callable[[Any], None] | None, run: Path, capsys: Captured
+) -> None:
+    if edit is None:
+        (run / file).write_bytes((run / file).read_bytes() + b"\n")
+    else:
+        change(run / file, edit)
+    for command in (["evaluate", "run="], ["report", "runs="]):
+        assert f"{run / file} is not what the run wrote" in refused(
+            capsys, command[0], f"{command[1]}{run}"
+        )
+
+
+# What claims to be large
+
+
+def npz(path: Path, **arrays: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, data in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                file.write(data)
+    return path
+
+
+def header(shape: tuple[int, ...], dtype: str = "|u1") -> bytes:
+    words = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    words += b" " * (63 - (len(words) + 10) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(words)) + words
+
+
+def test_an_npz_that_inflates_is_refused_first(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        rows = 700_000
+        for name in ("train_images", "test_images", "images"):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                file.write(header((rows, 28, 28)))
+                for _ in range(rows // 1000):
+                    file.write(bytes(784_000))
+        for name in ("train_labels", "test_labels", "labels"):
+            with archive.open(f"{name}.npy", "w") as file:
+                file.write(header((rows,), "|u1") + bytes(rows))
+    assert path.stat().st_size < 3e6
+    words = ["data=folder", f"data.path={path}", "data.classes=2", f"run_dir={tmp_path}/run"]
+    assert "inflate" in refused(capsys, "train", *TINY, *words)
+    refused(capsys, "evaluate", f"samples={path}", "data=digits")
+
+
+@pytest.mark.parametrize("claimed", [(10**9, 60_000), (2**62, 2**62), (5,), (-3, 8, 8)])
+def test_a_header_that_claims_more_than_there_is(
+    claimed: tuple[int, ...], tmp_path: Path, capsys: Captured
+) -> None:
+    images, labels = header(claimed) + bytes(1000), header((10,)) + bytes(10)
+    given = {"train_images": images, "test_images": images, "images": images}
+    given |= {"train_labels": labels, "test_labels": labels, "labels": labels}
+    path = npz(tmp_path / "liar.npz", **given)
+    words = ["data=folder", f"data.path={path}", "data.classes=2", f"run_dir={tmp_path}/run"]
+    assert "not a readable npz" in refused(capsys, "train", *TINY, *words)
+    refused(capsys, "evaluate", f"samples={path}", "data=digits")
+
+
+def test_a_bare_npy_and_an_encrypted_zip(tmp_path: Path, capsys: Captured) -> None:
+    bare = tmp_path / "bare.npz"
+    np.save(tmp_path / "bare.npy", np.zeros(3))
+    (tmp_path / "bare.npy").rename(bare)
+    locked = npz(tmp_path / "locked.npz", images=header((1,)) + bytes(1))
+    data = bytearray(locked.read_bytes())
+    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + at] |= 1
+    locked.write_bytes(data)
+    for path in (bare, locked):
+        words = ["data=folder", f"data.path={path}", "data.classes=2", f"run_dir={tmp_path}/run"]
+        assert "not a readable npz" in refused(capsys, "train", *TINY, *words)
+        refused(capsys, "evaluate", f"samples={path}", "data=digits")
+
+
+def test_a_picture_of_60000_by_60000(tmp_path: Path, capsys: Captured) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    folder = tmp_path / "images" / "a"
+    folder.mkdir(parents=True)
+    for side in (10_000, 60_000):
+        (folder / "bomb.png").write_bytes(
+            b"\x89PNG\r\n\x1a\n"
+            + chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+            + chunk(b"IDAT", zlib.compress(bytes(1000)))
+            + chunk(b"IEND", b"")
+        )
+        words = ["data=folder", f"data.path={tmp_path}/images", "data.size=8"]
+        assert "bomb.png" in refused(capsys, "train", *TINY, *words, f"run_dir={tmp_path}/run")
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(9)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: " + "[" * 10_000, "a: b: c", "x" * 2**21])
+def test_settings_that_inflate(text: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+    beside = run.parent / "beside"
+    beside.mkdir()
+    (beside / "config.yaml").write_text(text)
+    assert cli.run(["report", f"runs=[{run}]", f"out={tmp_path}/page.html"]) == 0
+    (run / "config.yaml").write_text(text)
+    refused(capsys, "train", f"resume={run}")
+    (tmp_path / "matrix.yaml").write_text(text)
+    refused(capsys, "benchmark", f"matrix={tmp_path}/matrix.yaml")
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.json", "checkpoints/checkpoint.json"])
+def test_json_that_is_nested_deep(name: str, run: Path, capsys: Captured) -> None:
+    (run / name).write_text("[" * 100_000)
+    refused(capsys, "train", f"resume={run}")
