@@ -48,6 +48,8 @@ FEDAVG_TESTS = "tests/methods/test_fedavg_gan.py"
 NOISE, NOISE_TESTS = "fedgen/privacy/noise.py", "tests/privacy/test_noise.py"
 TRAINING = "fedgen/experiments/training.py"
 INCIDENTS = "tests/federation/test_draws_and_incidents.py"
+FOREIGN_FILES = "tests/robustness/test_foreign_files.py"
+LYING_CLIENTS = "tests/robustness/test_lying_clients.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
@@ -549,6 +551,62 @@ MUTANTS = [
         "flips = torch.rand(index.shape, generator=torch.Generator().manual_seed(\n"
         '            coins.secret("routing").getrandbits(60)))',
         f"{GS_WGAN_TESTS}::test_training_by_rotation_does_not_see_the_draw",
+    ),
+    Mutant(
+        "a-file-names-what-is-called",
+        "fedgen/factories.py",
+        "        if not may_call(name):",
+        "        if False:",
+        f"{FOREIGN_FILES}::test_a_generator_names_nothing_that_is_not_fedgens",
+    ),
+    Mutant(
+        "a-classifier-is-whatever-is-named",
+        "fedgen/evaluation/utility.py",
+        '    factories.check({"_target_": model}, "evaluation.classifiers")\n',
+        "",
+        f"{FOREIGN_FILES}::test_a_classifier_is_one_of_those_that_are_named",
+    ),
+    Mutant(
+        "links-are-followed",
+        "fedgen/files.py",
+        "            if path.is_symlink():",
+        "            if False:",
+        f"{FOREIGN_FILES}::test_a_link_is_not_followed",
+    ),
+    Mutant(
+        "weights-are-what-they-are",
+        "fedgen/experiments/generation.py",
+        'if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):',
+        "if False:",
+        f"{FOREIGN_FILES}::test_other_weights_are_not_taken",
+    ),
+    Mutant(
+        "an-npz-inflates",
+        "fedgen/files.py",
+        "        if size > _LARGE and",
+        "        if False and",
+        f"{FOREIGN_FILES}::test_an_npz_that_inflates_is_refused_first",
+    ),
+    Mutant(
+        "yaml-has-aliases",
+        "fedgen/files.py",
+        '                raise ValueError("it has aliases")',
+        "                pass",
+        f"{FOREIGN_FILES}::test_settings_that_inflate",
+    ),
+    Mutant(
+        "whatever-a-client-says-that-it-spent",
+        "fedgen/federation/rounds.py",
+        "        if not self._of_plan.issuperset(spend) or not 0 < min(counts) <= max(counts) <= most:",
+        "        if False:",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
+    ),
+    Mutant(
+        "an-account-of-anything",
+        "fedgen/federation/rounds.py",
+        "            if not known or not self._of_plan.issuperset(found) or sum(found.values()) > rows:",
+        "            if False:",
+        f"{LYING_CLIENTS}::test_an_account_that_is_none_keeps_no_run_from_its_end",
     ),
     Mutant(
         "critics-of-a-group-answer-as-its-first-stack",

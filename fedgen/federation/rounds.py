@@ -192,9 +192,22 @@ class Rounds:
         self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 
     def accounts(self) -> dict[int, Account]:
-        """What the clients' ledgers come to, of those that answer."""
+        """What the clients' ledgers come to, of those that answer: no more than they were asked
+        for, nor at another cost than the plan's."""
         asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
-        return self._exchange(asked, "the call for accounts", _account, must=0.0)
+
+        def read(client: int, reply: Message) -> Account:
+            try:
+                account = messages.read_account(reply)
+            except ValueError as error:
+                raise _UnusableError("malformed") from error
+            found, rows = account.spend, self.state.rows[client]
+            known = account.rows <= rows and account.releases <= self.state.asks[client]
+            if not known or not self._of_plan.issuperset(found) or sum(found.values()) > rows:
+                raise _UnusableError("unplanned")
+            return account
+
+        return self._exchange(asked, "the call for accounts", read, must=0.0)
 
     def prepare(self, prepared: Callable[[int, int], None]) -> None:
         """Has every client make its state, part by part. ``prepared``: (done, of) now and then."""
@@ -315,7 +328,8 @@ class Rounds:
             spend = canonical(answer.event)
         except (ValueError, ArithmeticError, TypeError) as error:
             raise _UnusableError("malformed") from error
-        if not self._of_plan.issuperset(spend) or max(spend.values()) > most:
+        counts = spend.values()
+        if not self._of_plan.issuperset(spend) or not 0 < min(counts) <= max(counts) <= most:
             raise _UnusableError("unplanned")
         self._note(client, answer.event)
         found = answer.arrays["answer"]
@@ -436,12 +450,5 @@ def _acknowledged(client: int, reply: Message) -> None:
 def _partition(client: int, reply: Message) -> int:
     try:
         return messages.read_partition(reply)
-    except ValueError as error:
-        raise _UnusableError("malformed") from error
-
-
-def _account(client: int, reply: Message) -> Account:
-    try:
-        return messages.read_account(reply)
     except ValueError as error:
         raise _UnusableError("malformed") from error

@@ -62,7 +62,7 @@ def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None
     assert fingerprint(train(*DELTAS, "runtime=ray", "runtime.actors=2", name="Ray")) == deltas
     for name, overrides in {
         "one actor": ["runtime=ray", "runtime.actors=1"],
-        "two actors, nothing cached": [*TWO_ACTORS, "runtime.cache_gb=1e-6"],
+        "two actors without a cache": [*TWO_ACTORS, "runtime.cache_gb=1e-6"],
         "flower": ["runtime=flower"],
     }.items():
         assert fingerprint(train(*FEDERATED, *overrides, name=name)) == reference, name

@@ -352,4 +352,5 @@ def test_settings_that_inflate(text: str, run: Path, tmp_path: Path, capsys: Cap
 @pytest.mark.parametrize("name", ["run.json", "results.json", "checkpoints/checkpoint.json"])
 def test_json_that_is_nested_deep(name: str, run: Path, capsys: Captured) -> None:
     (run / name).write_text("[" * 100_000)
-    refused(capsys, "train", f"resume={run}")
+    command = ["evaluate", f"run={run}"] if name == "results.json" else ["train", f"resume={run}"]
+    refused(capsys, *command)

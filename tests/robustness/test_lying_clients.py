@@ -1,0 +1,185 @@
+"""A client may send whatever it likes: it is one failure of that client, and costs nobody else."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from tiny import TINY
+
+from fedgen import cli
+from fedgen.federation import client_app, messages
+from fedgen.federation.client_app import ClientHome
+
+CLIENTS = 4
+RUN = [*TINY, "partition=iid", f"partition.clients={CLIENTS}", "method.routing=per_sample"]
+RUN += ["method.warm_start=0", "runtime.min_success=0.5"]
+Content = RecordDict
+
+
+GAUSSIAN = {"event": "gaussian", "noise_multiplier": 1.0}
+
+
+def array(dtype: str, shape: tuple[int, ...], data: bytes, kind: str = "fedgen.raw") -> Array:
+    return Array(dtype=dtype, shape=shape, stype=kind, data=data)
+
+
+def with_array(made: Callable[[Array], Array]) -> Callable[[Content], None]:
+    def lie(content: Content) -> None:
+        record = content.array_records["arrays"]
+        content["arrays"] = ArrayRecord({"answer": made(record["answer"])})
+
+    return lie
+
+
+def filled(value: float) -> Callable[[Content], None]:
+    return with_array(
+        lambda a: array("float32", a.shape, np.full(a.shape, value, np.float32).tobytes())
+    )
+
+
+def with_facts(**facts: Any) -> Callable[[Content], None]:
+    def lie(content: Content) -> None:
+        known = dict(content.config_records["facts"])
+        content["facts"] = ConfigRecord({**known, **facts})
+
+    return lie
+
+
+def with_event(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Content], None]:
+    def lie(content: Content) -> None:
+        event = json.loads(str(content.config_records["facts"]["event"]))
+        with_facts(event=json.dumps(edit(event)))(content)
+
+    return lie
+
+
+def leaves(edit: Callable[[dict[str, Any]], None]) -> Callable[[Content], None]:
+    """Edits the innermost event."""
+
+    def change(event: dict[str, Any]) -> dict[str, Any]:
+        inner = event
+        while "noise_multiplier" not in inner:
+            inner = inner["of"] if inner["event"] == "repeat" else inner["gates"]
+        edit(inner)
+        return event
+
+    return with_event(change)
+
+
+def poisson(rate: float) -> dict[str, Any]:
+    return {"event": "poisson", "rate": rate, "gates": GAUSSIAN}
+
+
+ANSWERS: dict[str, Callable[[Content], None]] = {
+    "complex": with_array(lambda a: array("complex64", a.shape, a.data + a.data)),
+    "whole numbers": with_array(lambda a: array("int64", a.shape, a.data + a.data)),
+    "objects": with_array(lambda a: array("object", a.shape, a.data + a.data)),
+    "no type": with_array(lambda a: array("x" * 1000, a.shape, a.data)),
+    "pickled": with_array(lambda a: array("float32", a.shape, a.data, "numpy.ndarray")),
+    "cut short": with_array(lambda a: array("float32", a.shape, a.data[:-3])),
+    "a huge shape": with_array(lambda a: array("float32", (2**40, 2**40), a.data)),
+    "a negative shape": with_array(lambda a: array("float32", (-1, -1), a.data)),
+    "another shape": with_array(lambda a: array("float32", (len(a.data) // 4,), a.data)),
+    "NaN": filled(math.nan),
+    "infinity": filled(math.inf),
+    "no arrays": lambda content: content.__setitem__("arrays", ArrayRecord({})),
+    "no record": lambda content: content.pop("arrays"),
+    "no facts": lambda content: content.pop("facts"),
+    "no unit": with_facts(unit="galaxy"),
+    "no words": with_facts(event=7),
+    "no json": with_facts(event="{"),
+    "deep": with_facts(event='{"event":' * 100_000),
+    "deep and short": with_facts(event="[" * 9_000),
+    "unknown": with_event(lambda e: {"event": "trust me"}),
+    "a list": with_event(lambda e: [e, e]),
+    "no noise at all": with_event(lambda e: {"event": "non_private"}),
+    "sigma 0": leaves(lambda e: e.update(noise_multiplier=0)),
+    "sigma NaN": leaves(lambda e: e.update(noise_multiplier=math.nan)),
+    "sigma of words": leaves(lambda e: e.update(noise_multiplier="a")),
+    "less noise": leaves(lambda e: e.update(noise_multiplier=1e-3)),
+    "a count": with_event(lambda e: {"event": "repeat", "count": 10**400, "of": e}),
+    "a million": with_event(lambda e: {"event": "repeat", "count": 10**6, "of": e}),
+    "a rate": with_event(lambda e: poisson(-2.0)),
+    "another rate each time": with_event(lambda e: poisson(random.random())),
+    "less than none": with_event(lambda e: {"event": "repeat", "count": -1, "of": e}),
+}
+
+
+def lying(
+    monkeypatch: pytest.MonkeyPatch, kind: str, lie: Callable[[Content], None], liar: int = 0
+) -> None:
+    """Client 0's replies of a kind, after its lie."""
+    honest = client_app._VERBS[kind]
+
+    def answered(home: ClientHome, message: Message) -> Content:
+        content = honest(home, message)
+        if home.number == liar:
+            content = RecordDict(dict(content))
+            lie(content)
+        return content
+
+    monkeypatch.setitem(client_app._VERBS, kind, answered)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_lie_is_a_failure_of_one_client(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying(monkeypatch, messages.ASK, ANSWERS[name])
+    run = tmp_path / "run"
+    assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
+    failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
+    assert failures and {failure["client"] for failure in failures} == {0}
+    assert {f["kind"] for f in failures} <= {"malformed", "unplanned", "not finite"}
+    record = json.loads((run / "privacy.json").read_text())
+    for client in range(1, CLIENTS):
+        assert 0 < record["clients"][str(client)]["server"] <= 10
+    for view in record["views"].values():
+        assert view["epsilon"] is not None and 0 < view["epsilon"] < 100
+
+
+@pytest.mark.parametrize("number", [1, CLIENTS, -1, 10**30, "x", "", 0.5, None])
+def test_a_client_that_says_it_is_another(
+    number: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = ConfigRecord({} if number is None or number == 10**30 else {"partition": number})
+    lying(monkeypatch, messages.HELLO, lambda content: content.__setitem__("facts", facts))
+    assert cli.run(["train", *RUN, f"run_dir={tmp_path}/run"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+ACCOUNTS: dict[str, Callable[[Content], None]] = {
+    "missing": lambda content: content.pop("facts"),
+    "no spend": with_facts(spend="null"),
+    "NaN": with_facts(spend='[[{"event": "gaussian", "noise_multiplier": NaN}, 1]]'),
+    "many": with_facts(spend='[[{"event": "non_private"}, 1' + "0" * 400 + "]]"),
+    "less than none": with_facts(spend='[[{"event": "non_private"}, -5]]'),
+    "a share": with_facts(spend='[[{"event": "non_private"}, 0.5]]'),
+    "deep": with_facts(spend="[" * 100_000),
+    "releases of words": with_facts(releases="many"),
+    "more than it was asked for": with_facts(rows=10**9, releases=10**9),
+    "no bound": with_facts(spend='[[{"event": "non_private"}, 1]]'),
+}
+
+
+@pytest.mark.parametrize("name", ACCOUNTS)
+def test_an_account_that_is_none_keeps_no_run_from_its_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying(monkeypatch, messages.ACCOUNT, ACCOUNTS[name])
+    run = tmp_path / "run"
+    assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    for view in record["views"].values():
+        assert view["epsilon"] is not None and 0 < view["epsilon"] <= 10
