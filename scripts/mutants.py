@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "any-noise-will-do",
         "fedgen/federation/rounds.py",
-        'raise _UnusableError("unplanned")',
-        "pass",
+        'raise _UnusableError("unplanned")\n        self._note',
+        "pass\n        self._note",
         "tests/federation/test_faults.py::test_answers_of_other_noise_end_the_run",
     ),
     Mutant(
@@ -597,15 +597,15 @@ MUTANTS = [
     Mutant(
         "whatever-a-client-says-that-it-spent",
         "fedgen/federation/rounds.py",
-        "        if not self._of_plan.issuperset(spend) or not 0 < min(counts) <= max(counts) <= most:",
-        "        if False:",
+        "not self._of_plan.issuperset(spend) or not",
+        "False and not",
         f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
     ),
     Mutant(
         "an-account-of-anything",
         "fedgen/federation/rounds.py",
-        "            if not known or not self._of_plan.issuperset(found) or sum(found.values()) > rows:",
-        "            if False:",
+        "not known or not self._of_plan.issuperset(found) or",
+        "False and",
         f"{LYING_CLIENTS}::test_an_account_that_is_none_keeps_no_run_from_its_end",
     ),
     Mutant(
