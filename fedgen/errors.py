@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
+MACHINE_FAILED = 3
+
+_OF_THE_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO),
+}
 
 
 class FedgenError(Exception):
@@ -35,8 +42,8 @@ drops a reference to one of its objects after it was shut down."""
 
 
 def status_of(work: Callable[[], None]) -> int:
-    """Works; the exit status that it comes to. A user's mistake (2) and an interruption (130) are
-    told in one line each."""
+    """Works; the exit status that it comes to. A user's mistake (2), what the machine has not got
+    (3) and an interruption (130) are told in one line each."""
     try:
         work()
     except FedgenError as error:
@@ -46,4 +53,22 @@ def status_of(work: Callable[[], None]) -> int:
         _held.append(error)
         print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
+    except (MemoryError, OSError, RuntimeError) as error:
+        lacks = _lacks(error)
+        if lacks is None:
+            raise
+        print(f"fedgen: {lacks}; what was there stays", file=sys.stderr)
+        return MACHINE_FAILED
     return 0
+
+
+def _lacks(error: Exception) -> str | None:
+    """What the machine has too little of, or does not allow; None for another error."""
+    if isinstance(error, OSError):
+        if error.errno not in _OF_THE_MACHINE:
+            return None
+        return f"{error.filename or 'this machine'}: {error.strerror}"
+    text = str(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+        return f"too little memory ({text.splitlines()[0][:200] if text else 'none is left'})"
+    return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -50,6 +51,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     plain = [word for word in overrides if _key(word) in _NO_GROUPS.get(name, ())]
     overrides = [word for word in overrides if word not in plain]
     try:
+        _check_groups(overrides)
         with initialize_config_module("configs", version_base="1.3"):
             words = _with_a_runtime(name, overrides)
             whole = hydra_compose(name, words, return_hydra_config=True)
@@ -64,11 +66,16 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             config.merge_with_dotlist([word])
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
-            alone = config.names.runtime == "in_process"
-            config.runtime.threads = (os.cpu_count() or 1) if alone else 1
+            # the same wherever several clients run: bits, and coins, depend on it
+            config.runtime.threads = 1 if _several(config) else os.cpu_count() or 1
     if OmegaConf.select(config, "resume") is not None:
         asked = [w for w in overrides if _key(w) != "resume" and w != "runtime=auto"]
         _check_resume(config, asked)  # auto: as it was
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        problem = str(error).splitlines()[0]
+        raise FedgenError(error.full_key or "override", problem, "mend it") from error
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
@@ -114,9 +121,28 @@ def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
     config = hydra_compose(name, asked, return_hydra_config=True)
     if config.hydra.runtime.choices.get("runtime") != "auto":
         return overrides
-    several = OmegaConf.select(config, "partition.clients", default=1) != 1
-    chosen = f"runtime={'ray' if several else 'in_process'}"
+    chosen = f"runtime={'ray' if _several(config) else 'in_process'}"
     return [chosen, *(word for word in overrides if _key(word) != "runtime")]
+
+
+def _several(config: DictConfig) -> bool:
+    return bool(OmegaConf.select(config, "partition.clients", default=1) != 1)
+
+
+def _check_groups(overrides: list[str]) -> None:
+    """Raises FedgenError for an option of a group that is no word."""
+    folders = {path.name: path for path in Path(configs.__path__[0]).iterdir() if path.is_dir()}
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for word, each in zip(overrides, parsed, strict=True):
+        group = folders.get(each.key_or_group)
+        if (
+            group
+            and not each.is_delete()
+            and not isinstance(each.value(), str | QuotedString | dict)
+        ):
+            known = sorted(path.stem for path in group.glob("*.yaml"))
+            problem = f"cannot be {word.partition('=')[2]}"
+            raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:
@@ -179,6 +205,8 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
             _check_types(new, old, f"{name}.")
         elif isinstance(old, DictConfig):
             raise FedgenError(name, f"cannot be {new!r}", "override the settings inside of it")
+        elif isinstance(new, int) and abs(new) >= 2**63 and name != "seed":
+            raise FedgenError(name, f"cannot be {new}", "lower it")
         elif name in _NUMBER_OR_NULL:
             if new is not None and not _is_number(new):
                 raise FedgenError(name, f"must be a number or null, got {new!r}", "e.g. 10")

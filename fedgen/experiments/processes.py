@@ -28,6 +28,7 @@ from fedgen.reporting.run_dir import RunDir, make_folder
 from fedgen.reporting.words import summary
 
 _POLL_SECONDS = 0.2
+_AGAIN_SECONDS = 20.0  # a run that was told twice ends at once
 
 Lanes = Mapping[str, Sequence[DictConfig]]
 """Runs, each with its ``run_dir``, by the name of the lane that trains them."""
@@ -168,7 +169,9 @@ def _lane() -> None:
 def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # Python drops what is raised at a bad moment, as while an object is finalized
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_AGAIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""A mistake, or a machine that has not got what it takes: one line, and what was there stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import TINY, Train, fingerprint
+
+from fedgen import cli
+from fedgen.experiments.configuration import compose
+
+Captured = pytest.CaptureFixture[str]
+
+MISTAKES = [
+    ("privacy=nan", "privacy"),
+    ("data=0", "data"),
+    ("partition=1e308", "partition"),
+    ("evaluation=[[1]]", "evaluation"),
+    ("method=null", "method"),
+    ("runtime=[]", "runtime"),
+    ("method.answerers=${nope}", "method.answerers"),
+    ("method.critic.width=99999999999999999999", "method.critic.width"),
+    ("seed=1e400", "seed"),
+    ("rounds=nan", "rounds"),
+    ("privacy.target_epsilon=nan", "privacy.target_epsilon"),
+    ("method.generator_betas=[1]", "method.generator_betas"),
+]
+
+
+@pytest.mark.parametrize(("word", "key"), MISTAKES)
+def test_a_mistake_is_one_line(word: str, key: str, tmp_path: Path, capsys: Captured) -> None:
+    place = tmp_path / "run"
+    assert cli.run(["train", *TINY, word, f"run_dir={place}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedgen: {key}: ")
+    assert said.count("\n") == 1
+    assert not place.exists()
+
+
+def test_more_memory_than_there_is(tmp_path: Path, capsys: Captured) -> None:
+    words = ["method.batch=99999999999", f"run_dir={tmp_path}/run"]
+    assert cli.run(["train", *TINY, *words]) == 3
+    said = capsys.readouterr().err
+    assert "too little memory" in said and said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["-f 40"])
+def test_a_full_disk(limit: str, train: Train, tmp_path: Path) -> None:
+    """The run goes on once there is room again, to the same bit."""
+    words = ["rounds=6", "log_every=1", "runtime.checkpoint_every=1"]
+    whole = train(*words, name="whole")
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "fedgen.cli", "train", *TINY, *words, f"run_dir={run}"]
+    limited = ["bash", "-c", f'ulimit {limit}; trap "" XFSZ; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode in (2, 3), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("fedgen: ")
+    if (run / "config.yaml").exists():
+        assert cli.run(["train", f"resume={run}"]) == 0
+        assert fingerprint(run) == fingerprint(whole)
+
+
+def test_several_clients_have_the_same_threads_on_every_runtime() -> None:
+    several = ["partition=iid", "partition.clients=4"]
+    found = {
+        compose("config", [*several, f"runtime={name}"]).runtime.threads
+        for name in ("in_process", "ray", "flower")
+    }
+    assert found == {1}
