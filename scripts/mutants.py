@@ -557,7 +557,7 @@ MUTANTS = [
         "fedgen/factories.py",
         "        if not may_call(name):",
         "        if False:",
-        f"{FOREIGN_FILES}::test_a_generator_names_nothing_that_is_not_fedgens",
+        f"{FOREIGN_FILES}::test_a_runs_settings_call_nothing_that_is_not_fedgens",
     ),
     Mutant(
         "a-classifier-is-whatever-is-named",
@@ -592,7 +592,7 @@ MUTANTS = [
         "fedgen/files.py",
         '                raise ValueError("it has aliases")',
         "                pass",
-        f"{FOREIGN_FILES}::test_settings_that_inflate",
+        f"{FOREIGN_FILES}::test_yaml_has_no_aliases",
     ),
     Mutant(
         "whatever-a-client-says-that-it-spent",

@@ -19,6 +19,7 @@ import yaml
 from tiny import TINY, tiny
 
 from fedgen import cli
+from fedgen.files import read_yaml
 
 Captured = pytest.CaptureFixture[str]
 CALL = {"_target_": "torch.utils.collect_env.run"}
@@ -112,10 +113,10 @@ def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
 
 def test_a_classifier_is_one_of_those_that_are_named(tmp_path: Path, capsys: Captured) -> None:
     owned, place = tmp_path / "owned", tmp_path / "run"
-    call = f"_partial_: true, model: subprocess.run, args: [touch, {owned}]"
+    call = f"_partial_: true, model: subprocess.Popen, args: [touch, {owned}]"
     call = f"{{_target_: fedgen.evaluation.utility.scikit, {call}}}"
     words = [*TINY, "evaluation=quick", f"+evaluation.classifiers.own={call}"]
-    assert "subprocess.run" in refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
+    assert "subprocess.Popen" in refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
     assert not owned.exists()
 
 
@@ -335,6 +336,12 @@ def test_a_picture_of_60000_by_60000(tmp_path: Path, capsys: Captured) -> None:
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 10)}]\n" for n in range(9)
 )
+
+
+def test_yaml_has_no_aliases(tmp_path: Path) -> None:
+    (tmp_path / "few.yaml").write_text("a: &a [x]\nb: *a\n")
+    with pytest.raises(ValueError, match="aliases"):
+        read_yaml(tmp_path / "few.yaml")
 
 
 @pytest.mark.parametrize("text", [BOMB, "a: " + "[" * 10_000, "a: b: c", "x" * 2**21])
