@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "any-noise-will-do",
         "fedgen/federation/rounds.py",
-        'raise _UnusableError("unplanned")\n        self._note',
-        "pass\n        self._note",
+        'raise _UnusableError("unplanned")',
+        "pass",
         "tests/federation/test_faults.py::test_answers_of_other_noise_end_the_run",
     ),
     Mutant(
@@ -604,9 +604,16 @@ MUTANTS = [
     Mutant(
         "an-account-of-anything",
         "fedgen/federation/rounds.py",
-        "not known or not self._of_plan.issuperset(found) or",
-        "False and",
-        f"{LYING_CLIENTS}::test_an_account_that_is_none_keeps_no_run_from_its_end",
+        "if not self._of_plan.issuperset(account.spend):",
+        "if False:",
+        f"{LYING_CLIENTS}::test_what_a_client_says_that_it_spent_is_never_taken_for_less",
+    ),
+    Mutant(
+        "what-left-a-client-unplanned-costs-nothing",
+        "fedgen/federation/rounds.py",
+        "            self._note(client, NonPrivateDpEvent())  # it left",
+        "            # it left",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
     ),
     Mutant(
         "critics-of-a-group-answer-as-its-first-stack",

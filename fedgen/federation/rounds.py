@@ -6,12 +6,12 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, NonPrivateDpEvent
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -130,7 +130,7 @@ class Rounds:
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
-        # what is published rests on the noise of each, and nobody's word may cost all others theirs
+        # what is published of several clients' sums rests on the noise of each
         self._of_plan: set[DpEvent] = set()
         self._planned_rows: set[int] = set()
 
@@ -192,8 +192,8 @@ class Rounds:
         self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 
     def accounts(self) -> dict[int, Account]:
-        """What the clients' ledgers come to, of those that answer: no more than they were asked
-        for, nor at another cost than the plan's."""
+        """What the clients' ledgers come to, of those that answer. A client's word can raise its ε,
+        never lower it: what it spent at another cost than the plan's has no bound."""
         asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
 
         def read(client: int, reply: Message) -> Account:
@@ -201,10 +201,8 @@ class Rounds:
                 account = messages.read_account(reply)
             except ValueError as error:
                 raise _UnusableError("malformed") from error
-            found, rows = account.spend, self.state.rows[client]
-            known = account.rows <= rows and account.releases <= self.state.asks[client]
-            if not known or not self._of_plan.issuperset(found) or sum(found.values()) > rows:
-                raise _UnusableError("unplanned")
+            if not self._of_plan.issuperset(account.spend):
+                return replace(account, spend={NonPrivateDpEvent(): 1})
             return account
 
         return self._exchange(asked, "the call for accounts", read, must=0.0)
@@ -330,6 +328,7 @@ class Rounds:
             raise _UnusableError("malformed") from error
         counts = spend.values()
         if not self._of_plan.issuperset(spend) or not 0 < min(counts) <= max(counts) <= most:
+            self._note(client, NonPrivateDpEvent())  # it left the client, at a cost of its own
             raise _UnusableError("unplanned")
         self._note(client, answer.event)
         found = answer.arrays["answer"]
