@@ -25,6 +25,7 @@ usage: fedgen <command> [key=value ...]
                                           run_dir=DIR, and compares
   fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
   fedgen account [overrides]              what a run would cost, before it runs; output=words|json
+  fedgen account spent [data=...]         what all secure runs on a data set have cost so far
   fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
   fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
                                           audit.releases=N audit.confidence=P
@@ -49,6 +50,7 @@ settings (defaults in brackets):
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
+                         privacy.budget_epsilon=E, of all secure runs on the same data
   runtime=auto|in_process|ray|flower [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
                          runtime.checkpoint_every=N runtime.transport=float32|float16
@@ -108,6 +110,8 @@ def _command(command: str, *rest: str) -> None:
         raise FedgenError(
             command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
         )
+    if command == "account" and rest[:1] == ("spent",):
+        rest = ("spent=true", *rest[1:])
     configs = _configurations(command, rest)
     if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
         _sweep(configs)
@@ -151,7 +155,11 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return
     # each imports what it needs: torch and Flower alone take seconds
-    if command == "account" and config.published is not None:
+    if command == "account" and config.spent:
+        from fedgen.experiments import spent
+
+        print(spent.spent(config))
+    elif command == "account" and config.published is not None:
         from fedgen.experiments import published
 
         print(published.account(config))

@@ -56,6 +56,12 @@ def cache() -> Path:
     return Path(os.environ.get("FEDGEN_CACHE") or "~/.cache/fedgen").expanduser()
 
 
+def home() -> Path:
+    """Where fedgen keeps what must outlive runs, on this machine: the environment variable
+    FEDGEN_HOME, else ``~/.fedgen``."""
+    return Path(os.environ.get("FEDGEN_HOME") or "~/.fedgen").expanduser()
+
+
 def write_shared(path: Path, data: bytes) -> None:
     """Replaces a file in one step, while other processes may be writing the same."""
     path.parent.mkdir(parents=True, exist_ok=True)

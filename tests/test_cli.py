@@ -239,7 +239,7 @@ def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], h
         ("clients/0/ledger.jsonl", lambda text: None, "ledger of client 0 is missing"),
         ("clients/0/ledger.jsonl", lambda text: text.split("\n")[0] + "\n", "lacks what"),
         ("clients/0/ledger.jsonl", lambda text: "\xff\xfe", "another run"),
-        ("metrics.jsonl", lambda text: text[:-5] + "\n", "was altered"),
+        ("metrics.jsonl", lambda text: text[:-5] + "\n", "cut short or altered"),
         ("checkpoints/checkpoint.json", lambda text: None, "is missing"),
     ],
 )

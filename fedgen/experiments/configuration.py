@@ -27,6 +27,7 @@ _NUMBER_OR_WORD = ("method.discriminator_steps",)
 _NUMBER_OR_NULL = (
     "privacy.target_epsilon",
     "privacy.noise_multiplier",
+    "privacy.budget_epsilon",
     "runtime.timeout",
     "audit.noise_multiplier",
 )
@@ -87,6 +88,22 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
 def _default(name: str, groups: tuple[str, ...]) -> DictConfig:
     """What the settings are held against: nobody changes it."""
     return hydra_compose(name, list(groups))
+
+
+def check_restored(config: DictConfig) -> None:
+    """Holds the settings that a run was made with against those that there are: what an editor, or
+    a bad disk, made of them is no mistake of a program's.
+
+    Raises:
+        FedgenError: for the first that is missing, or of another kind.
+    """
+    try:
+        groups = tuple(f"{group!s}={choice}" for group, choice in config.names.items() if choice)
+        with initialize_config_module("configs", version_base="1.3"):
+            default = _default("config", groups)
+        _check_types(config, default, "")
+    except (HydraException, OmegaConfBaseException, AttributeError) as error:
+        raise FedgenError("names", "do not fit the rest", "restore them") from error
 
 
 def check_output(output: str) -> None:
@@ -200,8 +217,10 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
     for key in default:
         if OmegaConf.is_missing(default, key):
             continue
-        new, old, name = config[key], default[key], f"{prefix}{key!s}"
+        new, old, name = config.get(key), default[key], f"{prefix}{key!s}"
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+            if new.get("_target_") != old.get("_target_"):
+                continue  # another option, with settings of its own
             _check_types(new, old, f"{name}.")
         elif isinstance(old, DictConfig):
             raise FedgenError(name, f"cannot be {new!r}", "override the settings inside of it")

@@ -33,6 +33,7 @@ from fedgen.evaluation.manifold import precision_and_recall
 from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, summary
 from fedgen.experiments import settings
 from fedgen.experiments.generation import judged_samples, load_generator
+from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup, build
 from fedgen.files import cache, digest, read_arrays, write_shared, write_whole
 from fedgen.method import Tensors
@@ -66,7 +67,7 @@ def evaluate(config: DictConfig) -> str:
 
 
 def _evaluate_run(config: DictConfig) -> str:
-    run_dir, trained, identity = RunDir.open(Path(config.run), "run")
+    run_dir, trained, identity = opened(Path(config.run), "run")
     if config.names.get("data") is not None:
         raise FedgenError("data", "a run is judged on its own", "leave it out")
     trained.evaluation = config.evaluation

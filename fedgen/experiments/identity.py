@@ -11,14 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
+from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME, check_restored
 from fedgen.experiments.settings import Setup, device, in_short
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import LEDGER
+from fedgen.federation.client_store import ClientStore
 from fedgen.files import digest
+from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.run_dir import RunDir
+
+
+def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
+    """A run directory, with the settings and the identity that it was made with.
+
+    Raises:
+        FedgenError: if it is none, or they are not.
+    """
+    run_dir, config, identity = RunDir.open(path, key)
+    try:
+        factories.check(OmegaConf.to_container(config, resolve=True), "config")
+        check_restored(config)
+    except OmegaConfBaseException as error:
+        raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
+    if identity["settings"] != _settings_digest(config):
+        raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
+    return run_dir, config, identity
 
 
 def moved(config: DictConfig, asked: DictConfig) -> DictConfig:
@@ -87,8 +109,6 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
             f"{run_dir.path} began on {identity['device']}, this is {here}",
             f"go on where there is {identity['device']}",
         )
-    if identity["settings"] != _settings_digest(ready.config):
-        raise FedgenError("resume", f"{run_dir.path}/config.yaml was altered", "restore it")
     check_same_noise(ready, identity, "resume")
     if (run_dir.checkpoints / checkpoint.NAME).exists():
         for client in range(len(ready.shards)):
@@ -100,3 +120,35 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
                 )
     elif (run_dir.path / "privacy.json").exists():
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
+
+
+def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
+    """Reads all that a run needs to go on, and writes nothing: a run directory that was harmed is
+    refused as it is.
+
+    Raises:
+        FedgenError: for the first file that was altered, or is missing.
+    """
+    secure = ready.privacy.noise == "secure"
+    run_dir.failures()
+    run_dir.begun()
+    found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
+    if found is not None:
+        state, extra = found
+        run_dir.check_extent(*extra["metrics"])
+        spends, kept = state.spends, {} if extra["over"] else state.kept
+    store = ClientStore(run_dir.clients, in_memory=True)
+    for client in range(len(ready.shards)):
+        path, outside = (
+            run_dir.clients / str(client) / LEDGER,
+            SpentFile.at_home() if secure else None,
+        )
+        account = Ledger(path, name, client, not secure, outside, looking=True).account()
+        seen = spends.get(client, {})
+        if any(account.spend.get(event, 0) < count for event, count in seen.items()):
+            raise FedgenError(
+                "resume",
+                f"the ledger of client {client} lacks what the server has seen",
+                "restore it: spend is never forgotten",
+            )
+        store.check(client, kept.get(client, 0))

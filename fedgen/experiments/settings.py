@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -185,6 +186,7 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
     if config.privacy.noise == "secure":
         return ""
     whole: Any = OmegaConf.to_container(config, resolve=True)
+    whole["privacy"].pop("budget_epsilon", None)  # refuses a run, and changes none
     chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
     chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
@@ -249,8 +251,24 @@ def build(
         whole = OmegaConf.to_container(config, resolve=True)
     settings = {name: value for name, value in whole.items() if name not in without}
     factories.check(settings, key)
+    _check_names(settings, key)
     target: Callable[..., Any] = instantiate(settings, _partial_=True, _convert_="all")
     return target
+
+
+def _check_names(settings: dict[str, Any], key: str) -> None:
+    """Raises FedgenError for a setting that its factory, or one inside, does not take."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            _check_names(value, f"{key}.{name}")
+    if "_target_" in settings:
+        taken = inspect.signature(get_object(settings["_target_"])).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            return
+        for name in settings:
+            if name not in taken and name not in ("_target_", "_partial_"):
+                remedy = f"choose of: {', '.join(taken)}"
+                raise FedgenError(f"{key}.{name}", "is no setting", remedy)
 
 
 def device(name: str) -> str:
@@ -301,7 +319,11 @@ def check(config: DictConfig) -> None:
     check_evaluation(config)
     _check_release(config)
     check_delta(config.privacy.delta)
-    for key in ("privacy.target_epsilon", "privacy.noise_multiplier"):
+    for key in (
+        "privacy.target_epsilon",
+        "privacy.noise_multiplier",
+        "privacy.budget_epsilon",
+    ):
         value = OmegaConf.select(config, key)
         if value is not None and not 0 < value <= MOST:
             raise FedgenError(
@@ -359,6 +381,12 @@ def _check_runtime(config: DictConfig) -> None:
 def _check_release(config: DictConfig) -> None:
     """Raises FedgenError for what a run that is meant for release must not do."""
     if config.privacy.noise != "secure":
+        if config.privacy.get("budget_epsilon") is not None:
+            raise FedgenError(
+                "privacy.budget_epsilon",
+                "counts what is meant for release, and a seeded run is an experiment",
+                "take privacy.noise=secure, or set it to null",
+            )
         return
     if config.evaluation.samples:
         raise FedgenError(

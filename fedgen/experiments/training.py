@@ -30,9 +30,17 @@ from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
-from fedgen.experiments.identity import check_same_noise, check_same_run, moved, new_run
+from fedgen.experiments.identity import (
+    check_intact,
+    check_same_noise,
+    check_same_run,
+    moved,
+    new_run,
+    opened,
+)
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, build
+from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site
 from fedgen.federation.failures import DROPPED, Failure, UnansweredError
@@ -44,6 +52,7 @@ from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
@@ -96,11 +105,19 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         if ready.privacy.noise == "seeded":  # who has which labels is private
             partition(_label_counts(ready), run_dir.path / "partition.png")
     else:
-        run_dir, before, identity = RunDir.open(Path(config.resume), "resume")
+        run_dir, before, identity = opened(Path(config.resume), "resume")
         config = moved(before, config)
         ready, name = settings.setup(config), identity["run"]
         check_same_run(run_dir, ready, identity)
     with run_dir.locked("run_dir" if new else "resume"):
+        if not new:
+            check_intact(run_dir, ready, name)
+        try:
+            spent = enter(ready, run_dir, name)
+        except FedgenError:
+            if new:
+                shutil.rmtree(run_dir.path)
+            raise
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
             ready = replace(ready, coins=ready.coins.drawing_by(key))
@@ -108,7 +125,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = replace(ready, method=ready.with_gaps())
-        training = Training(ready, run_dir, name, watch)
+        training = Training(ready, run_dir, name, spent, watch)
         try:
             return training.go(play or training.on_its_runtime)
         except UnansweredError:
@@ -117,6 +134,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 shutil.rmtree(run_dir.path)
+                close(spent, name, [])
             raise
 
 
@@ -128,7 +146,7 @@ class SiteOf:
 
     def __call__(self) -> Site:
         """See the class."""
-        run_dir, config, identity = RunDir.open(Path(self.path), "run_dir")
+        run_dir, config, identity = opened(Path(self.path), "run_dir")
         ready = settings.setup(config)
         check_same_noise(ready, identity, "run_dir")
         return site(ready, run_dir, identity["run"])
@@ -153,6 +171,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         in_memory=runtime.get("store") == "memory",
         cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
         threads=runtime.threads,
+        spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
         trusting=ready.method.aggregate is not None,
         half=runtime.transport == "float16",
@@ -164,9 +183,15 @@ class Training:
     """One run as the server sees it: its rounds, and what it leaves behind."""
 
     def __init__(
-        self, ready: Setup, run_dir: RunDir, name: str, watch: Watch | None = None
+        self,
+        ready: Setup,
+        run_dir: RunDir,
+        name: str,
+        spent: SpentFile | None,
+        watch: Watch | None = None,
     ) -> None:
         self.ready, self.run_dir, self.name, self._watch = ready, run_dir, name, watch
+        self._spent = spent
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
         self.accounts = Accounts(
@@ -307,7 +332,7 @@ class Training:
         else:
             state, extra = found
             state.server = {n: each.to(fresh[n].device) for n, each in state.server.items()}
-            self.run_dir.cut(extra["size"])
+            self.run_dir.cut(extra["metrics"][0])
             self.clock = Clock(extra["seconds"], extra["parts"])
             self._over, self.stopped = extra["over"], extra["stopped"]
         state.failures = self.run_dir.failures()
@@ -316,14 +341,7 @@ class Training:
             path = self.run_dir.clients / str(client) / LEDGER
             if not path.exists():
                 continue
-            account = Ledger(path, self.name, client, seeded).account()
-            seen = state.spends.get(client, {})
-            if any(account.spend.get(event, 0) < count for event, count in seen.items()):
-                raise FedgenError(
-                    "resume",
-                    f"the ledger of client {client} lacks what the server has seen",
-                    "restore it: spend is never forgotten",
-                )
+            account = Ledger(path, self.name, client, seeded, looking=True).account()
             if self._over:
                 self.accounts.ledgers[client] = account
             elif not seeded:
@@ -335,7 +353,7 @@ class Training:
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
-            "size": self.run_dir.size(),
+            "metrics": self.run_dir.extent(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
@@ -448,6 +466,7 @@ class Training:
         """The record of privacy first, then what is published, then how good it is."""
         for path in self.run_dir.clients.glob("*/*.safetensors"):
             path.unlink()  # critics of clients that did not hear the farewell
+        close(self._spent, self.name, list(self.accounts.spends(state).values()))
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         # after a resume that has nothing left to spend, or not enough to ask for all

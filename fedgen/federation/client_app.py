@@ -26,7 +26,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.events import Spend, canonical, total
-from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.ledger import Ledger, Outside
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ class Site:
     half: whether answers travel in half precision.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
+    spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
     mods: Flower mods around the app.
     """
 
@@ -83,6 +84,7 @@ class Site:
     limits: Spend = field(default_factory=dict)
     trusting: bool = False
     half: bool = False
+    spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
 
@@ -136,7 +138,7 @@ class Homes:
             site.shard(client),
             self._coins.at("client", client),
             self._store,
-            Ledger(folder / LEDGER, site.run, client, site.noise == "seeded"),
+            Ledger(folder / LEDGER, site.run, client, site.noise == "seeded", site.spent),
             site.rows,
             site.limits,
             site.trusting,

@@ -135,6 +135,16 @@ class ClientStore:
         self._write_manifest(client, entry, _kept(tag))
         self._tidy(client, entry)
 
+    def check(self, client: int, tag: int) -> None:
+        """Reads all that ``restore`` would need, and changes nothing.
+
+        Raises:
+            FedgenError: if a file of it is missing or was altered.
+        """
+        if tag > 0:
+            for file in self._read_manifest(client, _kept(tag)).files.values():
+                self._read(client, file)
+
     def restore(self, client: int, tag: int) -> None:
         """Goes back to what was kept under a tag, or to nothing for tag 0; all that came later is
         dropped.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from dp_accounting import DpEvent
 
@@ -34,6 +35,14 @@ class Account:
     spend: Spend
 
 
+class Outside(Protocol):
+    """Where a run's clients write their spend down outside of its directory (``SpentFile``)."""
+
+    def charged(self, run: str, client: int) -> Spend: ...
+
+    def charge(self, run: str, client: int, spent: Spend) -> None: ...
+
+
 class Ledger:
     """The spend of one client, in a file of its own.
 
@@ -44,12 +53,27 @@ class Ledger:
     Several processes may charge one file, one at a time (see ``locked``): each reads what the
     others wrote before it charges.
 
+    Args:
+        outside: where spend is written down a second time, after the first, and before anything
+            leaves: a ledger that was copied or restored is behind it.
+        looking: nothing is written, not even where the file was cut short or is not there.
+
     Raises:
-        FedgenError: if the file is not a ledger of this run and client.
+        FedgenError: if the file is not a ledger of this run and client, or lacks a charge.
     """
 
-    def __init__(self, path: Path, run: str, client: int, seeded: bool) -> None:
-        self._path, self._seeded = path, seeded
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        client: int,
+        seeded: bool,
+        outside: Outside | None = None,
+        *,
+        looking: bool = False,
+    ) -> None:
+        self._path, self._seeded, self._looking = path, seeded, looking
+        self._run, self._client, self._outside = run, client, outside
         self._asked: dict[int, list[str]] = {}  # round -> its questions, in mode seeded
         self._spend: Counter[DpEvent] = Counter()
         self._words: dict[DpEvent, tuple[str, Spend]] = {}
@@ -58,9 +82,17 @@ class Ledger:
         self._size = 0  # bytes read so far
         self._seal = digest(self._head.encode())
         self.releases, self.rows = 0, 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        self.refresh()
+        charged = outside.charged(run, client) if outside else {}  # read first: it never leads
+        if not looking:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        if path.exists():
+            self.refresh()
+        if any(self._spend[event] < count for event, count in charged.items()):
+            problem = "lacks releases that its data were charged with: it is a copy, or was cut"
+            raise FedgenError(str(path), problem, "go on with the run that made them")
+        if outside and not looking and self._spend != charged:  # killed between the two
+            outside.charge(run, client, dict(self._spend))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -82,8 +114,9 @@ class Ledger:
         if self._size == 0:
             head = self._head.encode()
             if not whole and head.startswith(raw):  # new, or it died while writing the first line
-                self._path.write_bytes(head)
-                self._size = len(head)
+                if not self._looking:
+                    self._path.write_bytes(head)
+                    self._size = len(head)
                 return
             if not text.startswith(self._head):
                 raise FedgenError(str(self._path), "belongs to another run or client", _REMEDY)
@@ -103,7 +136,9 @@ class Ledger:
             except (ValueError, KeyError, TypeError) as error:
                 raise FedgenError(str(self._path), "was altered", _REMEDY) from error
         self._size += len(whole)
-        if len(raw) > len(whole):  # it died while charging: the reply had not left
+        if (
+            len(raw) > len(whole) and not self._looking
+        ):  # it died while charging: the reply had not left
             os.truncate(self._path, self._size)
 
     def is_repeat(self, server_round: int, asked: str) -> bool:
@@ -140,6 +175,9 @@ class Ledger:
         self._size += len(line)
         self._seal = seal
         self._note(server_round, asked, rows, event)
+        if self._outside:
+            so_far = {leaf: self._spend[leaf] for leaf in self._in_words(event)[1]}
+            self._outside.charge(self._run, self._client, so_far)
 
     def _in_words(self, event: DpEvent) -> tuple[str, Spend]:
         if event not in self._words:

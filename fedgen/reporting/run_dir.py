@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.files import as_json, check_no_links, read_json, read_yaml, write_whole
+from fedgen.files import as_json, check_no_links, digest, read_json, read_yaml, write_whole
 from fedgen.reporting.words import SERVER_SIDE
 
 _SEALED = (
@@ -127,13 +127,20 @@ class RunDir:
         """How often each round was begun."""
         return Counter(int(line) for line in _lines(self._begun))
 
-    def size(self) -> int:
-        """Bytes of metrics so far."""
-        return self._metrics.stat().st_size if self._metrics.exists() else 0
+    def extent(self) -> tuple[int, str]:
+        """Bytes of metrics so far, and their digest."""
+        data = self._metrics.read_bytes() if self._metrics.exists() else b""
+        return len(data), digest(data)
+
+    def check_extent(self, size: int, told: str) -> None:
+        """Raises FedgenError if the metrics do not begin with what ``extent`` gave."""
+        data = self._metrics.read_bytes() if self._metrics.exists() else b""
+        if digest(data[:size]) != told:
+            raise FedgenError(str(self._metrics), "was cut short or altered", "restore it")
 
     def cut(self, metrics: int = 0) -> None:
-        """Goes back to what ``size`` gave."""
-        if self.size() > metrics:
+        """Goes back to so many bytes of metrics."""
+        if self._metrics.exists() and self._metrics.stat().st_size > metrics:
             os.truncate(self._metrics, metrics)
 
     def metrics(self) -> list[dict[str, Any]]:

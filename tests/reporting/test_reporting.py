@@ -97,7 +97,7 @@ def test_only_public_is_public(train: Train) -> None:
 def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.add_metrics({"round": 1})
-    size = run.size()
+    size, _ = run.extent()
     run.add_metrics({"round": 2})
     run.add_failure({"kind": "late"})
     run.cut(size)

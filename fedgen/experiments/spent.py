@@ -1,0 +1,124 @@
+"""What the rows of a data set have cost so far, and whether one more run is within their budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.configuration import check_output
+from fedgen.experiments.settings import Setup
+from fedgen.privacy.events import Relation, Spend, Unit, canonical
+from fedgen.privacy.ledger import larger
+from fedgen.privacy.spent import Entry, SpentFile, spent_together
+from fedgen.reporting.progress import epsilon_in_words
+from fedgen.reporting.run_dir import RunDir, or_null
+
+
+def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
+    """Enters a secure run before it asks anybody; None for a seeded one, an experiment.
+
+    Raises:
+        FedgenError: if the budget of its data does not allow it.
+    """
+    if ready.privacy.noise != "secure":
+        return None
+    plan, file = ready.method.plan, SpentFile.at_home()
+    most = canonical(plan.server(ready.privacy.budget.rows))
+    folder = str(run_dir.path.absolute())
+    entry = Entry(name, ready.dataset.digest, folder, plan.unit, plan.relation, most)
+    file.enter(entry, partial(_check_budget, ready.config, entry))
+    return file
+
+
+def close(file: SpentFile | None, name: str, spends: Sequence[Spend]) -> None:
+    """Notes that a run is over, with what the server counted for each client."""
+    if file is not None:
+        nothing: Spend = {}
+        file.close(name, reduce(larger, spends, nothing))
+
+
+def _check_budget(config: DictConfig, entry: Entry, others: Sequence[Entry]) -> None:
+    key, budget = "privacy.budget_epsilon", config.privacy.get("budget_epsilon")
+    if budget is None:
+        return
+    if any((each.unit, each.relation) != (entry.unit, entry.relation) for each in others):
+        problem = "other runs on these data protect other neighbours, and no ε counts both"
+        raise FedgenError(key, problem, "see fedgen account spent; set it to null")
+    with_it = spent_together([*others, entry], config.privacy.delta)
+    if with_it.or_infinity > budget:
+        so_far = spent_together(others, config.privacy.delta) if others else None
+        before = epsilon_in_words(so_far.value) if so_far else "0"
+        problem = (
+            f"{len(others)} runs on these data come to ε = {before}, with this one to "
+            f"{epsilon_in_words(with_it.value)}, above {budget:g}"
+        )
+        raise FedgenError(key, problem, "lower privacy.target_epsilon, or raise the budget")
+
+
+def spent(config: DictConfig) -> str:
+    """What secure runs on a data set have cost, in words or as JSON.
+
+    Raises:
+        FedgenError: for a setting that does not work.
+    """
+    check_output(config.output)
+    settings.check(config)
+    file, rows = SpentFile.at_home(), settings.dataset(config)
+    entries, delta = file.entries(rows.digest), config.privacy.delta
+    kinds = dict.fromkeys((entry.unit, entry.relation) for entry in entries)
+    record: dict[str, Any] = {
+        "data": config.names.data,
+        "digest": rows.digest,
+        "delta": delta,
+        "runs": [_row(entry, delta) for entry in entries],
+        "together": [
+            _together([e for e in entries if (e.unit, e.relation) == kind], *kind, delta)
+            for kind in kinds
+        ],
+    }
+    return json.dumps(record) if config.output == "json" else _words(record, file)
+
+
+def _row(entry: Entry, delta: float) -> dict[str, Any]:
+    return {
+        "run": entry.run,
+        "folder": entry.folder,
+        "over": entry.over,
+        "epsilon": or_null(spent_together([entry], delta).value),
+        "unit": entry.unit.value,
+        "relation": entry.relation.value,
+    }
+
+
+def _together(
+    entries: Sequence[Entry], unit: Unit, relation: Relation, delta: float
+) -> dict[str, Any]:
+    found = spent_together(entries, delta)
+    return {
+        "unit": unit.value,
+        "relation": relation.value,
+        "epsilon": or_null(found.value),
+        "accountant": found.accountant,
+    }
+
+
+def _words(record: dict[str, Any], file: SpentFile) -> str:
+    lines = [f"{record['data']}: {len(record['runs'])} secure run(s) in {file.path}"]
+    for row in record["runs"]:
+        how = "cost" if row["over"] else "not over, may cost"
+        lines.append(f"  {row['folder']}: {how} ε = {epsilon_in_words(row['epsilon'])}")
+    lines += [
+        f"together: proven ε = {epsilon_in_words(each['epsilon'])} per {each['unit']}, neighbours: "
+        f"{each['relation'].replace('_', ' ')}, at δ = {record['delta']:g}, against whoever sees "
+        f"what clients send ({each['accountant']})"
+        for each in record["together"]
+    ]
+    if len(record["together"]) > 1:
+        lines.append("runs that protect other neighbours have no ε together")
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""What the rows of a data set have cost over all runs in mode ``secure``: one file outside of the
+run directories, so that a directory that is copied, restored or deleted takes nothing back.
+
+A run is entered, with the most that it may spend, before any client is asked. Its clients write
+down here what they have spent before an answer leaves. Entries are never removed and counts never
+fall: the file's own triggers refuse it.
+
+The bound. Runs on the same rows compose (adaptively: a later run may follow from what an earlier
+one showed). A row is of one client in each run, at most the one that spent most of each event, so
+the sum over the runs of these largest counts bounds what every row has cost, however each run
+shares the rows out. A run that is not over counts with all that it may spend: it can be resumed.
+The adversary is the one who sees what every client sends (``server``).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+from dp_accounting import DpEvent
+
+from fedgen.errors import FedgenError
+from fedgen.files import as_json, home
+from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.events import Relation, Spend, Unit, from_json, to_json, total
+from fedgen.privacy.ledger import larger, spend_from_json, spend_to_json
+
+_WAIT_SECONDS = 60.0  # for other processes that write
+_TABLES = """
+CREATE TABLE IF NOT EXISTS runs (
+    run TEXT PRIMARY KEY, data TEXT NOT NULL, folder TEXT NOT NULL, unit TEXT NOT NULL,
+    relation TEXT NOT NULL, most TEXT NOT NULL, over INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS charges (
+    run TEXT NOT NULL, client INTEGER NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL,
+    PRIMARY KEY (run, client, event)) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
+    BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
+CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
+    BEGIN SELECT RAISE(ABORT, 'a charge stays'); END;
+CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
+    WHEN NEW.count < OLD.count OR NEW.run != OLD.run OR NEW.client != OLD.client
+        OR NEW.event != OLD.event
+    BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
+"""
+_READ = "SELECT run, data, folder, unit, relation, most, over FROM runs "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run on a data set.
+
+    data: the digest of its rows. folder: where the run was begun. most: what a client spends at
+    most, by the plan; of a run that is over, what the server counted. charged: client -> what it
+    has spent, by its own ledger.
+    """
+
+    run: str
+    data: str
+    folder: str
+    unit: Unit
+    relation: Relation
+    most: Spend
+    over: bool = False
+    charged: dict[int, Spend] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> Spend:
+        """What the run counts with against any row."""
+        return reduce(larger, self.charged.values(), self.most)
+
+
+@dataclass(frozen=True)
+class SpentFile:
+    """The file. Each call opens it anew: threads, forks and other machines of a shared home may
+    call at the same time.
+
+    Raises:
+        FedgenError: by every call, if it cannot be read or written.
+    """
+
+    path: Path
+
+    @classmethod
+    def at_home(cls) -> SpentFile:
+        """That of this machine."""
+        return cls(home() / "spent.sqlite")
+
+    def enter(self, entry: Entry, check: Callable[[Sequence[Entry]], None]) -> None:
+        """Enters a run, unless it was before. ``check`` gets all other runs on its data and raises
+        to refuse; no other run is entered meanwhile."""
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            check([each for each in _entries(file, entry.data) if each.run != entry.run])
+            most = json.dumps(spend_to_json(entry.most))
+            kinds = entry.unit.value, entry.relation.value
+            file.execute(
+                "INSERT OR IGNORE INTO runs VALUES (?, ?, ?, ?, ?, ?, 0)",
+                (entry.run, entry.data, entry.folder, *kinds, most),
+            )
+
+    def close(self, run: str, most: Spend) -> None:
+        """Notes that a run is over, and spends no more than that."""
+        with self._open() as file:
+            words = json.dumps(spend_to_json(most))
+            file.execute("UPDATE runs SET over = 1, most = ? WHERE run = ?", (words, run))
+
+    def charge(self, run: str, client: int, spent: Spend) -> None:
+        """Notes what a client has spent in a run so far, durably. Call before an answer leaves."""
+        rows = [(run, client, json.dumps(to_json(event)), n) for event, n in spent.items()]
+        with self._open() as file:
+            file.executemany(
+                "INSERT INTO charges VALUES (?, ?, ?, ?) ON CONFLICT (run, client, event) "
+                "DO UPDATE SET count = max(count, excluded.count)",
+                rows,
+            )
+
+    def charged(self, run: str, client: int) -> Spend:
+        """What a client has spent in a run."""
+        with self._open() as file:
+            return _charged(file, run, client).get(client, {})
+
+    def entries(self, data: str) -> list[Entry]:
+        """All runs on a data set, in the order in which they were entered."""
+        with self._open() as file:
+            return _entries(file, data)
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with closing(sqlite3.connect(self.path, timeout=_WAIT_SECONDS)) as file, file:
+                file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
+                if not file.execute(
+                    "SELECT 1 FROM sqlite_master WHERE name = 'charges'"
+                ).fetchone():
+                    file.executescript(_TABLES)
+                yield file
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            problem = f"what data sets have cost cannot be kept ({error})"
+            remedy = "restore it, or have the environment variable FEDGEN_HOME name another place"
+            raise FedgenError(str(self.path), problem, remedy) from error
+
+
+def _entries(file: sqlite3.Connection, data: str) -> list[Entry]:
+    found = []
+    for run, rows, folder, unit, relation, most, over in file.execute(
+        _READ + "WHERE data = ? ORDER BY rowid", (data,)
+    ).fetchall():
+        spend = spend_from_json(as_json(most))
+        kinds = Unit(unit), Relation(relation)
+        found.append(Entry(run, rows, folder, *kinds, spend, bool(over), _charged(file, run)))
+    return found
+
+
+def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dict[int, Spend]:
+    spends: dict[int, dict[DpEvent, int]] = {}
+    for client, event, count in file.execute(
+        "SELECT client, event, count FROM charges WHERE run = ?1 AND client = ifnull(?2, client)",
+        (run, only),
+    ):
+        spends.setdefault(client, {})[from_json(as_json(event))] = int(count)
+    return dict(spends)
+
+
+def spent_together(entries: Sequence[Entry], delta: float) -> Epsilon:
+    """A bound on what any row has cost in runs of one unit and relation."""
+    [relation] = {entry.relation for entry in entries}
+    return epsilon(total([entry.cost for entry in entries]), delta, relation)

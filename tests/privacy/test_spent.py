@@ -1,0 +1,219 @@
+"""What a data set has cost, over all secure runs: nothing takes a release back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from dp_accounting import GaussianDpEvent
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import Train, tiny
+
+from fedgen import cli
+from fedgen.errors import FedgenError, Interrupted
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup
+from fedgen.federation.client_app import LEDGER
+from fedgen.federation.rounds import RunState
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.spent import Entry, SpentFile, spent_together
+
+EVENT = GaussianDpEvent(2.0)
+SECURE = [
+    *tiny("dpgan_small"),
+    "method=dpgan_small",
+    "privacy.noise=secure",
+    "privacy.target_epsilon=null",
+    "privacy.noise_multiplier=2",
+]
+
+
+def entry(run: str, most: int = 10, data: str = "rows") -> Entry:
+    kinds = Unit.RECORD, Relation.ADD_OR_REMOVE_ONE
+    return Entry(run, data, f"runs/{run}", *kinds, {EVENT: most})
+
+
+def anything(others: object) -> None:
+    """A check that every run passes."""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing was spent."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), max_size=8))
+def test_counts_only_grow_in_whatever_order_they_come(
+    tmp_path: Path, charges: list[tuple[int, int]]
+) -> None:
+    file = SpentFile(tmp_path / "spent.sqlite")
+    run = str(charges)
+    file.enter(entry(run, most=0, data=run), anything)
+    for client, count in charges:
+        file.charge(run, client, {EVENT: count})
+    for client in range(3):
+        most = max((count for each, count in charges if each == client), default=0)
+        assert file.charged(run, client).get(EVENT, 0) == most
+    [found] = file.entries(run)
+    assert found.cost.get(EVENT, 0) == max((count for _, count in charges), default=0)
+
+
+def test_nothing_is_taken_back(tmp_path: Path) -> None:
+    file = SpentFile(tmp_path / "spent.sqlite")
+    file.enter(entry("a"), anything)
+    file.charge("a", 0, {EVENT: 3})
+    for words in (
+        "DELETE FROM runs",
+        "DELETE FROM charges",
+        "UPDATE charges SET count = count - 1",
+        "UPDATE charges SET run = 'b'",
+    ):
+        opened = sqlite3.connect(file.path)
+        with pytest.raises(sqlite3.IntegrityError):
+            opened.execute(words)
+        opened.close()
+
+
+def _charge(path: Path, first: int) -> None:
+    for count in range(first, 40, 4):
+        SpentFile(path).charge("a", 0, {EVENT: count})
+
+
+def test_processes_charge_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "spent.sqlite"
+    with ProcessPoolExecutor(4) as pool:
+        list(pool.map(_charge, [path] * 4, range(1, 5)))
+    assert SpentFile(path).charged("a", 0) == {EVENT: 39}
+
+
+def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path) -> None:
+    file = SpentFile(tmp_path / "spent.sqlite")
+    for run in ("a", "b"):
+        file.enter(entry(run), anything)
+    file.enter(entry("of other rows", data="others"), anything)
+    file.charge("a", 0, {EVENT: 2})
+    file.charge("a", 1, {EVENT: 4})
+    assert [each.cost[EVENT] for each in file.entries("rows")] == [10, 10]
+    file.close("a", {EVENT: 3})
+    both = file.entries("rows")
+    assert [each.cost[EVENT] for each in both] == [4, 10], "the busiest client's own word"
+    expected = epsilon({EVENT: 14}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
+    assert spent_together(both, 1e-5) == expected
+
+
+def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "spent.sqlite"
+    path.write_text("no database, but a text that is longer than its header" * 10)
+    with pytest.raises(FedgenError, match=r"spent\.sqlite.*FEDGEN_HOME"):
+        SpentFile(path).entries("rows")
+
+
+def test_a_ledger_killed_between_its_two_charges_makes_up_for_it(tmp_path: Path) -> None:
+    file, path = SpentFile(tmp_path / "spent.sqlite"), tmp_path / "0" / LEDGER
+    Ledger(path, "run", 0, seeded=False).charge(0, "a", 1, EVENT)
+    assert file.charged("run", 0) == {}
+    Ledger(path, "run", 0, False, file, looking=True)
+    assert file.charged("run", 0) == {}
+    ledger = Ledger(path, "run", 0, False, file)
+    assert file.charged("run", 0) == {EVENT: 1}
+    before = path.read_bytes()
+    ledger.charge(1, "b", 1, EVENT)
+    assert file.charged("run", 0) == {EVENT: 2}
+    for less in (before, before[:-5], b""):
+        path.write_bytes(less)
+        with pytest.raises(FedgenError, match="lacks releases"):
+            Ledger(path, "run", 0, False, file, looking=True)
+        assert path.read_bytes() == less
+        with pytest.raises(FedgenError, match="lacks releases"):
+            Ledger(path, "run", 0, False, file)
+
+
+def spent(capsys: pytest.CaptureFixture[str]) -> dict:
+    capsys.readouterr()
+    assert cli.run(["account", "spent", "output=json"]) == 0
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_runs_on_the_same_rows_add_up(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever shares them out; what is refused costs nothing and leaves nothing."""
+    assert spent(capsys)["runs"] == []
+    several = ["partition=iid", "partition.clients=3", "runtime=in_process"]
+    for name, words in {"one": [], "three": several}.items():
+        assert cli.run(["train", *SECURE, *words, f"run_dir={tmp_path / name}"]) == 0
+    found = spent(capsys)
+    assert [run["over"] for run in found["runs"]] == [True, True]
+    privacy = [json.loads((tmp_path / n / "privacy.json").read_text()) for n in ("one", "three")]
+    alone = [each["views"]["server"]["epsilon"] for each in privacy]
+    assert [run["epsilon"] for run in found["runs"]] == pytest.approx(alone)
+    [together] = found["together"]
+    assert max(alone) < together["epsilon"] <= sum(alone)
+
+    assert cli.run(["account", "spent"]) == 0
+    assert "together: proven ε" in capsys.readouterr().out
+    budget = f"privacy.budget_epsilon={together['epsilon'] + 0.01}"
+    third = ["train", *SECURE, budget, f"run_dir={tmp_path / 'third'}"]
+    assert cli.run(third) == 2
+    assert "privacy.budget_epsilon: 2 runs on these data" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+    assert len(spent(capsys)["runs"]) == 2
+    assert cli.run([*third, f"privacy.budget_epsilon={2 * sum(alone)}"]) == 0
+    # another method protects other neighbours: there is no sum
+    other = ["method=gs_wgan_small", *tiny("gs_wgan_small"), *several, "privacy.noise=secure"]
+    assert cli.run(["train", *other, "privacy.budget_epsilon=100", f"run_dir={home}/g"]) == 2
+    assert "other neighbours" in capsys.readouterr().err
+    assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
+    assert "a seeded run is an experiment" in capsys.readouterr().err
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def test_a_copy_is_behind_and_so_is_a_ledger_that_was_cut(
+    home: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten rounds happened: no directory says eight and goes on."""
+
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 10:
+            raise KeyboardInterrupt
+
+    run, copied, cut = tmp_path / "run", tmp_path / "copied", tmp_path / "cut"
+    words = ["rounds=12", "runtime.checkpoint_every=4", "sample_every=1", f"run_dir={run}"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*SECURE, *words]), watch=stop)
+    shutil.copytree(run, copied)
+    shutil.copytree(run, cut)
+    ledger = cut / "clients" / "0" / LEDGER
+    lines = ledger.read_text().splitlines(keepends=True)
+    assert len(lines) == 6, "two rounds a message"
+    ledger.write_text("".join(lines[:-1]))
+    before = files_of(cut)
+    assert cli.run(["train", f"resume={cut}"]) == 2
+    assert "lacks releases that its data were charged with" in capsys.readouterr().err
+    assert files_of(cut) == before
+
+    assert cli.run(["train", f"resume={run}"]) == 0
+    before = files_of(copied)
+    assert cli.run(["train", f"resume={copied}"]) == 2
+    assert "lacks releases that its data were charged with" in capsys.readouterr().err
+    assert files_of(copied) == before
+    [row] = spent(capsys)["runs"]
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert row["epsilon"] == pytest.approx(privacy["views"]["server"]["epsilon"])
+    assert privacy["clients"]["0"]["releases"] == 6, "rounds 9 and 10 twice"
+    assert privacy["rounds"] == 10, "and so no 11 and 12"
