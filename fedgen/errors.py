@@ -14,6 +14,11 @@ _OF_THE_MACHINE = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO),
 }
 
+_OF_MEMORY = (
+    *("allocate memory", "out of memory"),
+    *("failed to map segment", "can't start new thread", "Resource temporarily unavailable"),
+)
+
 
 class FedgenError(Exception):
     """A user's mistake: the configuration key, what is wrong, and what to do.
@@ -53,7 +58,7 @@ def status_of(work: Callable[[], None]) -> int:
         _held.append(error)
         print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
-    except (MemoryError, OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
         lacks = _lacks(error)
         if lacks is None:
             raise
@@ -69,6 +74,6 @@ def _lacks(error: Exception) -> str | None:
             return None
         return f"{error.filename or 'this machine'}: {error.strerror}"
     text = str(error)
-    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+    if isinstance(error, MemoryError) or any(sign in text for sign in _OF_MEMORY):
         return f"too little memory ({text.splitlines()[0][:200] if text else 'none is left'})"
     return None

@@ -6,6 +6,7 @@ inside of them; private facts are arguments and leave a client in a Release alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -164,6 +165,8 @@ class Plan:
     before: what was spent on what the run begins with, by each client. None: nothing.
     exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
+    longest: an L2 norm that no row of an honest answer exceeds; infinity where the method knows
+        none, and where an aggregator clips what arrives.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
@@ -187,6 +190,7 @@ class Plan:
     asking_rounds: int | None = None
     before: DpEvent | None = None
     exact: bool = False
+    longest: float = math.inf
 
     def asked(self, rounds: int) -> int:
         """How many of so many rounds ask clients."""

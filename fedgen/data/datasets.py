@@ -201,6 +201,8 @@ def femnist(
     arrays = _arrays(file, ["images", "labels", "writer"])
     images = 255 - _as_images(file, arrays["images"])
     labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
+    if not len(images) == len(labels) == len(writers):
+        raise FedgenError("data", f"{file} has not one label and writer per image", "mend it")
     test = np.zeros(len(writers), dtype=bool)
     order = np.argsort(writers, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
@@ -482,7 +484,7 @@ def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
         raise FedgenError(
             "data.root", f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
         )
-    if any(len(found[name]) == 0 for name in needed):
+    if any(found[name].size == 0 for name in needed):
         raise FedgenError("data.root", f"{file} has no rows", "give it some")
     return found
 
@@ -525,8 +527,9 @@ def _checked(
     sizes = {len(images), len(labels)} | ({len(writers)} if writers is not None else set())
     if len(sizes) > 1 or len(test_images) != len(test_labels):
         raise FedgenError("data", f"{name} has not one label (and writer) per image", "mend it")
-    if len(labels) and (labels.min() < 0 or labels.max() >= classes):
-        raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
+    for split in (labels, test_labels):
+        if len(split) and (split.min() < 0 or split.max() >= classes):
+            raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
     return Dataset(
         name,
         np.ascontiguousarray(images, dtype=np.uint8),

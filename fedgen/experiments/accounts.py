@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +63,21 @@ class Accounts:
                 spends[client] = {**spends[client], **canonical(self.method.plan.before)}
         return spends
 
+    @staticmethod
+    def without_bound(spends: Mapping[int, Spend]) -> frozenset[int]:
+        """The clients of some that spent what has no bound, where others did not: a computation
+        over their rows failed, or what they sent was not of the plan. It is no other's loss: the
+        others' noise is their own, and of sums that lack an answer the plan says less."""
+        found = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
+        return frozenset(found if len(found) < len(spends) else ())
+
     def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
-        """epsilon by adversary so far: of the busiest client against the server, of any client in
-        what is published."""
-        spends = list(self.spends(state).values())
-        each = epsilons(spends, self.privacy.delta, self.method.plan.relation)
+        """epsilon by adversary so far, of all clients but those ``without_bound``: of the busiest
+        one against the server, of any one in what is published."""
+        spends = self.spends(state)
+        lost = self.without_bound(spends)
+        bounded = [spend for client, spend in spends.items() if client not in lost]
+        each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
         server = max(each, key=lambda found: found.or_infinity)
         return {"server": server, "release": self.release(state, stopped) or server}
 
@@ -84,8 +94,8 @@ class Accounts:
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         if plan.release is None:
             return None
-        if any(NonPrivateDpEvent() in spend for spend in self.spends(state).values()):
-            # of one client: there is no bound for what is published, whatever the plan promised
+        if all(NonPrivateDpEvent() in spend for spend in self.spends(state).values()):
+            # whatever the plan promised
             return epsilon({NonPrivateDpEvent(): 1}, delta, plan.relation)
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
@@ -145,11 +155,12 @@ class Accounts:
         plan, claim, clients = self.method.plan, self.method.plan.claim, {}
         views = self.views(state, stopped is not None)
         spends = self.spends(state)
+        lost = self.without_bound(spends)
         each = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
         for (client, spend), server in zip(spends.items(), each, strict=True):
             clients[str(client)] = {
                 "server": or_null(server.value),
-                "release": or_null(views["release"].value),
+                "release": None if client in lost else or_null(views["release"].value),
                 "releases": self.ledgers[client].releases
                 if client in self.ledgers
                 else state.asks[client],
@@ -173,6 +184,7 @@ class Accounts:
                 "formula": claim.formula,
                 "source": claim.source,
             },
+            "without_bound": sorted(lost),
             "clients": clients,
         }
 

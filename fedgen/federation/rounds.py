@@ -334,8 +334,11 @@ class Rounds:
         found = answer.arrays["answer"]
         if found.shape != shape:
             raise _UnusableError("malformed")
-        if not np.isfinite(found).all():
+        norms = np.linalg.norm(found.reshape(shape[0], -1).astype(np.float64), axis=1)
+        if not np.isfinite(norms).all():
             raise _UnusableError("not finite")
+        if (norms > self.method.plan.longest).any():
+            raise _UnusableError("too long")
         return answer
 
     def _message(self, content: RecordDict, kind: str, client: int) -> Message:
@@ -417,9 +420,9 @@ class Rounds:
                     over[name] = Failure("late", client, self.state.rounds + 1)
                     failures.append(self._fail(kind_of(reply), client))
                     continue
-                if count:
-                    self.state.received[client] += messages.count_bytes(reply)
                 try:
+                    if count:
+                        self.state.received[client] += _size(reply)
                     found[client] = read(client, reply)
                 except _UnusableError as error:
                     failures.append(self._fail(str(error), client))
@@ -440,6 +443,13 @@ class Rounds:
     def _note_failure(self, failure: Failure) -> None:
         self.state.failures[failure.kind] += 1
         self._failed(failure)
+
+
+def _size(reply: Message) -> int:
+    try:
+        return messages.count_bytes(reply)
+    except ValueError as error:  # Flower's own count of values that it has no size for
+        raise _UnusableError("malformed") from error
 
 
 def _acknowledged(client: int, reply: Message) -> None:

@@ -331,6 +331,9 @@ def _plan(
         sampler=f"Poisson draw of rows at rate {sampling_rate:.4g}" if drawn else "none",
         rows_per_round=shape[0],
         answer=lambda rows, _: (rows, *shape[1:]),
+        longest=mechanism.longest(math.prod(shape[1:]))
+        if isinstance(mechanism, JointGaussian)
+        else math.inf,
         server=server,
         release=None,
         seen=None,

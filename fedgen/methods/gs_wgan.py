@@ -714,6 +714,9 @@ def _plan(
         else "none",
         rows_per_round=rows,
         answer=lambda rows, _: (rows, *answer),
+        longest=mechanism.longest(math.prod(answer))
+        if isinstance(mechanism, RowGaussian)
+        else math.inf,
         server=server,
         release=release if federated and noise is not None else None,
         seen=seen if federated and noise is not None else None,

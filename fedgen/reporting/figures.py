@@ -63,7 +63,7 @@ def epsilon_against_rounds(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, values in curves.items():

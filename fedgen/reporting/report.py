@@ -24,7 +24,7 @@ from fedgen.files import as_json, check_no_links, read_json, read_yaml
 from fedgen.reporting.figures import curves, histogram_of_clients
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import averages, figures, protected, strength
+from fedgen.reporting.words import averages, but_for, figures, protected, strength
 
 _MOST_GRIDS = 24
 _MOST_LISTED = 2000  # clients in a table; of more, the extremes
@@ -117,7 +117,7 @@ def _server(path: Path) -> dict[str, Any]:
         "title": f"{results['method']} on {results['data']}",
         "results": results,
         "record": record,
-        "protected": protected(record),
+        "protected": protected(record) + but_for(record),
         "strength": {
             name: strength(found["epsilon"], record["delta"])
             for name, found in record["views"].items()

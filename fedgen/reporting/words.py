@@ -24,7 +24,7 @@ def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
         parts.append(f"There is no bound: {release['reason']}.")
     else:
         parts += [
-            f"## What is protected\n\n{protected(record)}",
+            f"## What is protected\n\n{protected(record)}{but_for(record)}",
             "## Against whom\n\nAnybody who has this folder and nothing else of the run, whatever "
             "they know from elsewhere: even all of the other data, and how this program works.",
             f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
@@ -75,6 +75,17 @@ def protected(record: dict[str, Any]) -> str:
     return f"Whether {one} {how}."
 
 
+def but_for(record: dict[str, Any]) -> str:
+    """Whom epsilon is not about."""
+    lost, all_ = len(record["without_bound"]), len(record["clients"])
+    if not lost:
+        return ""
+    return (
+        f" For {lost} of the {all_} clients there is no bound: a computation over their rows "
+        "failed, or what they sent was not what was planned."
+    )
+
+
 def strength(epsilon: float, delta: float) -> str:
     """What (epsilon, delta) means for a test with a rate a of false alarms: it finds at most
     min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Kairouz, Oh, Viswanath 2015)."""
@@ -122,6 +133,8 @@ def summary(path: Path) -> str:
             else ""
         )
     ]
+    if record["without_bound"]:
+        lines.append(but_for(record).strip())
     if record["noise"] == "seeded":
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:

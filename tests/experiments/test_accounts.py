@@ -15,16 +15,25 @@ from fedgen.privacy.accounting import epsilon, gaussian_epsilon
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Account
+from fedgen.reporting.words import statement
 
 
-def test_a_failure_of_one_client_ends_the_bound_of_what_is_published() -> None:
+def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
     """The plan of several clients does not know of it: the ledgers do."""
     method = make(clients=5, noise=1.0)
     privacy = Privacy(1e-5, "secure", 1.0, Budget(10, 60, 0.0))
-    state = RunState({}, rounds=4)
+    state = RunState({}, rounds=4, rows=Counter(dict.fromkeys(range(5), 24)))
     assert Accounts(method, privacy, 5).views(state)["release"].value is not None
     failed = {3: Account(1, 0, {NonPrivateDpEvent(): 1})}
-    views = Accounts(method, privacy, 5, failed).views(state)
+    accounts = Accounts(method, privacy, 5, failed)
+    record = accounts.record(state, None)
+    assert record["without_bound"] == [3]
+    assert "For 1 of the 5 clients there is no bound" in statement(record, "x")
+    for client, found in record["clients"].items():
+        assert (found["server"] is None) == (found["release"] is None) == (client == "3")
+    assert all(view["epsilon"] > 0 for view in record["views"].values())
+    everybody = dict.fromkeys(range(5), failed[3])
+    views = Accounts(method, privacy, 5, everybody).views(state)
     for name in ("server", "release"):
         assert views[name].value is None
         by, reason = amplification(method.plan, name, views[name])

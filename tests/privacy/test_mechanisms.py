@@ -407,3 +407,20 @@ def test_a_row_more_changes_its_own_part_alone(batches: PoissonBatches | AllRows
         assert np.array_equal(np.sort(np.concatenate(more)), batches.draw(1201, coins))
     sizes = [len(part) for part in more]
     assert stats.chisquare(sizes).pvalue > 1e-6
+
+
+@given(
+    st.integers(1, 10**7),
+    st.floats(1e-3, 1e3, allow_subnormal=False),
+    st.floats(1e-3, 1e3, allow_subnormal=False),
+)
+def test_an_honest_answer_is_longer_with_less_than_its_probability(
+    size: int, clip: float, noise: float
+) -> None:
+    """By the exact tail of the noise's length, and not by much more than is needed."""
+    mechanism = RowGaussian(clip, noise, Routing("mean", 1), False, Unit.RECORD)
+    std = noise * mechanism.sensitivity(REPLACE)
+    longest = mechanism.longest(size)
+    noise_alone = (longest / 1.01 - clip) / std
+    assert stats.chi2.logsf(noise_alone**2, size) <= -200 * (1 - 1e-6)
+    assert longest <= 1.01 * (clip + std * (math.sqrt(size) + math.sqrt(2 * 200) + 1e-6))
