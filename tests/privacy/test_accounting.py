@@ -295,6 +295,22 @@ def test_poisson_draws_are_monotone_too(
     assert epsilon(poisson(rate / 2, sigma, count), 1e-5, relation).or_infinity <= here + slack
 
 
+@settings(max_examples=30)
+@given(
+    st.floats(0, 5.5), st.floats(-4, -0.1), st.floats(-0.5, 1.2), st.floats(-9, -3), st.booleans()
+)
+def test_the_best_order_is_found_without_looking_at_all(
+    count: float, rate: float, sigma: float, delta: float, of_records: bool
+) -> None:
+    """Counts, rates, noise and deltas by their powers of ten."""
+    event = PoissonSampledDpEvent(10**rate, GaussianDpEvent(10**sigma))
+    leaves, relation = ((event, int(10**count)),), ADD_OR_REMOVE if of_records else REPLACE
+    orders = tuple(rdp_privacy_accountant.DEFAULT_RDP_ORDERS) if of_records else accounting.ORDERS
+    of_all, _ = accounting._at_orders(leaves, 10**delta, relation, orders)
+    found = accounting._by_rdp(leaves, 10**delta, relation)
+    assert of_all <= found <= 1.001 * of_all
+
+
 def test_nothing_costs_nothing_and_no_noise_has_no_bound() -> None:
     assert epsilon({}, 1e-5, REPLACE).value == 0.0
     assert epsilon({NonPrivateDpEvent(): 1}, 1e-5, REPLACE).value is None
