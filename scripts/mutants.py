@@ -25,6 +25,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW = ("torch", "torch.utils.tensorboard", "hypothesis", "scipy.stats", "dp_accounting.pld")
+SLOW += ("flwr.serverapp", "flwr.clientapp", "hydra", "sklearn.datasets", "jsonschema", "psutil")
+SLOW += ("matplotlib.figure", "matplotlib.backends.backend_agg", "rich.progress", "PIL.Image")
 COPIED = ("fedgen", "strategies", "configs", "tests", "pyproject.toml")
 
 
@@ -49,6 +52,7 @@ NOISE, NOISE_TESTS = "fedgen/privacy/noise.py", "tests/privacy/test_noise.py"
 TRAINING = "fedgen/experiments/training.py"
 INCIDENTS = "tests/federation/test_draws_and_incidents.py"
 FOREIGN_FILES = "tests/robustness/test_foreign_files.py"
+SPENT = "tests/privacy/test_spent.py"
 LYING_CLIENTS = "tests/robustness/test_lying_clients.py"
 GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
@@ -616,6 +620,55 @@ MUTANTS = [
         f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
     ),
     Mutant(
+        "a-copy-of-a-run-goes-on",
+        "fedgen/privacy/ledger.py",
+        "if any(self._spend[event] < count for event, count in charged.items()):",
+        "if False:",
+        f"{SPENT}::test_a_copy_is_behind_and_so_is_a_ledger_that_was_cut",
+    ),
+    Mutant(
+        "spend-stays-in-the-run-directory",
+        "fedgen/privacy/ledger.py",
+        "            self._outside.charge(self._run, self._client, so_far)",
+        "            pass",
+        f"{SPENT}::test_a_ledger_killed_between_its_two_charges_makes_up_for_it",
+    ),
+    Mutant(
+        "a-run-that-is-not-over-counts-with-what-it-spent",
+        "fedgen/privacy/spent.py",
+        "reduce(larger, self.charged.values(), self.most)",
+        "reduce(larger, self.charged.values(), {})",
+        f"{SPENT}::test_a_run_counts_with_all_that_it_may_spend_until_it_is_over",
+    ),
+    Mutant(
+        "a-budget-of-one-run",
+        "fedgen/experiments/spent.py",
+        "spent_together([*others, entry], config.privacy.delta)",
+        "spent_together([entry], config.privacy.delta)",
+        f"{SPENT}::test_runs_on_the_same_rows_add_up",
+    ),
+    Mutant(
+        "a-resume-changes-before-it-checks",
+        "fedgen/experiments/training.py",
+        "            check_intact(run_dir, ready, name)",
+        "            pass",
+        f"{SPENT}::test_a_copy_is_behind_and_so_is_a_ledger_that_was_cut",
+    ),
+    Mutant(
+        "an-answer-of-any-length",
+        "fedgen/federation/rounds.py",
+        "if (norms > self.method.plan.longest).any():",
+        "if False:",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
+    ),
+    Mutant(
+        "nobody-hears-of-a-client-without-a-bound",
+        "fedgen/experiments/accounts.py",
+        '"without_bound": sorted(lost),',
+        '"without_bound": [],',
+        "tests/experiments/test_accounts.py",
+    ),
+    Mutant(
         "critics-of-a-group-answer-as-its-first-stack",
         GS_WGAN,
         "_side_by_side([self.weights(state, each, coins) for each in group])",
@@ -720,7 +773,7 @@ def main() -> None:
         sys.exit(f"mutants: there is no {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     os.environ["OMP_NUM_THREADS"] = "1"
-    for slow in ("torch", "hypothesis", "scipy.stats", "dp_accounting.pld", "flwr.app", "hydra"):
+    for slow in SLOW:
         importlib.import_module(slow)  # once: each mutant is judged in a fork of this process
     survived = 0
     with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:

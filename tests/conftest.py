@@ -28,6 +28,17 @@ hypothesis.settings.register_profile("fedgen", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fedgen")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long to look for what falls over."""
+    parser.addoption("--fuzz", type=int, default=12, help="cases of each kind in test_fuzz.py")
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> int:
+    """How many random cases of a kind to try."""
+    return int(request.config.getoption("--fuzz"))
+
+
 @pytest.fixture
 def coins() -> Coins:
     return Coins.of(0, "seeded")
@@ -52,6 +63,7 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests keep is of this session."""
     os.environ["FEDGEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["FEDGEN_HOME"] = str(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import safetensors.torch
 from tiny import CASES, METHODS, PARTITIONS, PROGRAMS, Train, adversary, tiny, trusting
 
 from fedgen import cli
+from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, from_json
@@ -20,12 +23,27 @@ def record(run: Path, name: str) -> dict:
     return json.loads((run / f"{name}.json").read_text())
 
 
+@pytest.fixture(scope="session")
+def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A run of a method on a partition, two rounds at ε 3: one for all tests that only read it."""
+    place = tmp_path_factory.mktemp("ordinary")
+
+    @cache
+    def run(method: str, clients: str) -> Path:
+        words = [f"method={method}", *tiny(method), *PARTITIONS[clients], "rounds=2"]
+        own = ["privacy.target_epsilon=3", "sample_every=1"]
+        where = f"run_dir={place / method / clients}"
+        return training.train(compose("config", [*words, *own, where]))
+
+    return run
+
+
 @pytest.mark.parametrize(("method", "clients"), CASES)
 class TestEveryMethod:
-    def test_spend_stays_within_the_plan(self, train: Train, method: str, clients: str) -> None:
-        run = train(
-            f"method={method}", *PARTITIONS[clients], "privacy.target_epsilon=3", "rounds=2"
-        )
+    def test_spend_stays_within_the_plan(
+        self, ordinary: Callable[[str, str], Path], method: str, clients: str
+    ) -> None:
+        run = ordinary(method, clients)
         privacy = record(run, "privacy")
         assert 0 < privacy["views"]["release"]["epsilon"] <= 3
         if trusting(method):
@@ -36,11 +54,11 @@ class TestEveryMethod:
         assert privacy["rounds"] == 2
 
     def test_the_ledgers_add_up_to_what_is_printed(
-        self, train: Train, method: str, clients: str
+        self, ordinary: Callable[[str, str], Path], method: str, clients: str
     ) -> None:
         """Recomputed from the ledgers' lines alone, with nothing of the run's own sums. Where
         releases differ in cost, what is printed may count some that were never made."""
-        run = train(f"method={method}", *PARTITIONS[clients], "rounds=2")
+        run = ordinary(method, clients)
         printed = record(run, "privacy")
         for client, page in printed["clients"].items():
             lines = (run / "clients" / client / "ledger.jsonl").read_text().splitlines()[1:]
@@ -81,8 +99,10 @@ class TestEveryMethod:
         assert "no" in privacy["views"]["server"]["reason"]
         assert "no bound" in (run / "public" / "PRIVACY.md").read_text()
 
-    def test_it_leaves_what_a_run_leaves(self, train: Train, method: str, clients: str) -> None:
-        run = train(f"method={method}", *PARTITIONS[clients], "rounds=2", "sample_every=1")
+    def test_it_leaves_what_a_run_leaves(
+        self, ordinary: Callable[[str, str], Path], method: str, clients: str
+    ) -> None:
+        run = ordinary(method, clients)
         for name in (
             "config.yaml",
             "metrics.jsonl",
@@ -126,8 +146,10 @@ def test_a_client_drawn_often_ends_the_run_before_it_overspends(train: Train) ->
 
 
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_public_holds_nothing_of_single_clients(train: Train, method: str) -> None:
-    run = train(f"method={method}", *PARTITIONS["several"], "rounds=2")
+def test_public_holds_nothing_of_single_clients(
+    ordinary: Callable[[str, str], Path], method: str
+) -> None:
+    run = ordinary(method, "several")
     assert sorted(p.name for p in (run / "public").iterdir()) == [
         "PRIVACY.md",
         "generator.json",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import Command, until
 from omegaconf import OmegaConf
 from PIL import Image
 from tiny import tiny
@@ -119,16 +118,11 @@ def test_called_again_it_goes_on(
 def test_told_to_end_it_says_how_to_go_on(sign: str, tmp_path: Path) -> None:
     """Wherever it is: between two generators, or in the only round of one. It begins no other."""
     place = tmp_path / "run"
-    words = ["-m", "fedgen.cli", "debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
-    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + 300
-        while not (place / "suspect-0" / sign).exists():
-            assert time.monotonic() < until
-            assert process.poll() is None
-            time.sleep(0.001)
-        process.terminate()
-        assert f"go on with fedgen debug ... run_dir={place}" in process.communicate(timeout=300)[1]
-        assert process.returncode == 130
+    process = Command(["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"])
+    until(process, place / "suspect-0" / sign)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130
+    assert f"go on with fedgen debug ... run_dir={place}" in process.errors
     assert len(list(place.glob("*-*/config.yaml"))) <= 2
 
 

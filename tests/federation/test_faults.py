@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from forked import Command
 from omegaconf import DictConfig
 from tiny import COINS, TINY, Train, fingerprint, make
 
@@ -297,19 +298,15 @@ ALL = [
 
 @pytest.mark.slow
 def test_all_faults_at_once(train: Train, tmp_path: Path) -> None:
-    """100 rounds, 20 clients, everything fails now and then, the server is killed once: the run
+    """60 rounds, 20 clients, everything fails now and then, the server is killed once: the run
     ends, and an independent count of the messages confirms the ledgers."""
-    import subprocess
-    import sys
-
-    rounds, clients = 100, 20
+    rounds, clients = 60, 20
     run = tmp_path / "run"
     settings = [*TINY, *FEDERATED, *NOISE, f"partition.clients={clients}", f"rounds={rounds}"]
     settings += ["method.batch=2", "runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
-    settings += ["runtime.checkpoint_every=25", "log_every=20", *ALL]
-    settings += ["runtime.faults.server_dies=60"]
-    command = [sys.executable, "-m", "fedgen.cli", "train", *settings, f"run_dir={run}"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -9
+    settings += ["runtime.checkpoint_every=15", "log_every=20", *ALL]
+    settings += ["runtime.faults.server_dies=36"]
+    assert Command(["train", *settings, f"run_dir={run}"]).wait() == -9
     assert not (run / "results.json").exists()
     assert cli.run(["train", f"resume={run}"]) == 0
     rates = (setting.removeprefix("runtime.faults.").split("=") for setting in ALL[:-2])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import Command, until
 from tiny import TINY, Train, fingerprint, tiny
 
 from fedgen import cli
@@ -34,12 +35,16 @@ LONG = [
 ]
 
 
-def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "fedgen.cli", "train", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+def start(arguments: list[str]) -> Command:
+    return Command(["train", *arguments])
+
+
+@cache
+def whole(*settings: str) -> dict[str, Any]:
+    """What a run comes to that nothing cuts off."""
+    with tempfile.TemporaryDirectory() as place:
+        words = [*TINY, *settings, f"run_dir={place}/run"]
+        return fingerprint(training.train(compose("config", words)))
 
 
 def rounds_written(run: Path) -> int:
@@ -58,16 +63,15 @@ def kill_at(run: Path, arguments: list[str], moment: float, at_round: int) -> bo
     time.sleep(moment)
     if process.poll() is not None:
         return False
-    os.kill(process.pid, signal.SIGKILL)
+    process.send_signal(signal.SIGKILL)
     process.wait()
     return True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_kill_and_resume_to_the_same_bit(train: Train, tmp_path: Path, store: str) -> None:
+def test_kill_and_resume_to_the_same_bit(tmp_path: Path, store: str) -> None:
     """Three kills at random moments, the first before any round, then to the end."""
-    whole = fingerprint(train(*LONG, f"runtime.store={store}", name="whole"))
     run = tmp_path / "killed"
     rng = random.Random(store)
     arguments = [*TINY, *LONG, f"runtime.store={store}", f"run_dir={run}"]
@@ -78,7 +82,7 @@ def test_kill_and_resume_to_the_same_bit(train: Train, tmp_path: Path, store: st
         arguments = [f"resume={run}"]
     assert kills == 3
     assert cli.run(["train", f"resume={run}"]) == 0
-    assert fingerprint(run) == whole
+    assert fingerprint(run) == whole(*LONG)
 
 
 @pytest.mark.slow
@@ -88,15 +92,15 @@ def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
     # the accuracy is below this floor, and the grace is of two steps
     words += ["method.accuracy_floor=1.0", "method.accuracy_ema=1e-9", "rounds=30"]
     words += ["log_every=1", "runtime.checkpoint_every=5"]
-    whole = train(*words, name="whole")
-    steps = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    reference = train(*words, name="whole")
+    steps = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in steps] == [1, 2, 4, 6, 11, 16, 26, 30]
     run = tmp_path / "died"
     small = [word for word in tiny("dpgan_small") if not word.startswith("rounds")]
     process = start([*small, *words, "runtime.faults.server_dies=24", f"run_dir={run}"])
     assert process.wait() == -signal.SIGKILL
     assert cli.run(["train", f"resume={run}"]) == 0
-    assert fingerprint(run) == fingerprint(whole)
+    assert fingerprint(run) == fingerprint(reference)
 
 
 @pytest.mark.slow
@@ -120,7 +124,7 @@ def test_a_secure_run_that_spent_all_before_it_died(
 
 
 @pytest.mark.slow
-def test_killed_in_warm_start(tmp_path: Path, train: Train) -> None:
+def test_killed_in_warm_start(tmp_path: Path) -> None:
     slow_start = [
         "partition=iid",
         "partition.clients=5",
@@ -128,27 +132,24 @@ def test_killed_in_warm_start(tmp_path: Path, train: Train) -> None:
         "privacy.target_epsilon=null",
         "privacy.noise_multiplier=1.0",
     ]
-    whole = fingerprint(train(*slow_start, name="whole"))
     run = tmp_path / "killed"
     process = start([*TINY, *slow_start, f"run_dir={run}"])
-    while not (run / "config.yaml").exists():
-        time.sleep(0.005)
+    until(process, run / "config.yaml")
     time.sleep(0.5)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert cli.run(["train", f"resume={run}"]) == 0
-    assert fingerprint(run) == whole
+    assert fingerprint(run) == whole(*slow_start)
 
 
 @pytest.mark.slow
-def test_a_run_moves_from_runtime_to_runtime(train: Train, tmp_path: Path) -> None:
-    settings = [*LONG, "rounds=30"]
-    whole = fingerprint(train(*settings, name="whole"))
+def test_a_run_moves_from_runtime_to_runtime(tmp_path: Path) -> None:
+    settings = [*LONG, "rounds=25"]
     run = tmp_path / "moved"
     assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.05, 8)
     assert kill_at(run, [f"resume={run}", "runtime=flower"], 0.05, 16)
     assert cli.run(["train", f"resume={run}", "runtime=ray", "runtime.actors=1"]) == 0
-    assert fingerprint(run) == whole
+    assert fingerprint(run) == whole(*settings)
 
 
 def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:
@@ -185,9 +186,7 @@ def test_secure_mode_never_forgets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_is_killed_with_many_clients_on_ray(
-    train: Train, tmp_path: Path, nothing_left: None
-) -> None:
+def test_the_server_is_killed_with_many_clients_on_ray(tmp_path: Path, nothing_left: None) -> None:
     """80 clients with their states on disk; what Ray had started ends with the server."""
     settings = [
         "partition=iid",
@@ -201,13 +200,12 @@ def test_the_server_is_killed_with_many_clients_on_ray(
         "privacy.target_epsilon=null",
         "privacy.noise_multiplier=1.0",
     ]
-    whole = fingerprint(train(*settings, name="whole"))
     run = tmp_path / "killed"
     on_ray = ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
     assert kill_at(run, [*TINY, *settings, *on_ray, f"run_dir={run}"], 0.1, 10)
     assert not (run / "results.json").exists()
     assert cli.run(["train", f"resume={run}"]) == 0
-    assert fingerprint(run) == whole
+    assert fingerprint(run) == whole(*settings)
 
 
 def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> tuple[int, str]:
@@ -218,17 +216,14 @@ def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> t
     for _ in range(times):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    _, err = process.communicate(timeout=60)
-    return process.returncode, err.decode().strip().splitlines()[-1]
+    status = process.wait(60)
+    return status, process.errors.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
-def test_ctrl_c_keeps_what_is_done(
-    train: Train, tmp_path: Path, runtime: str, nothing_left: None
-) -> None:
-    settings = [*LONG, "runtime.checkpoint_every=1000", "rounds=25"]
-    whole = fingerprint(train(*settings, name="whole"))
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path, runtime: str, nothing_left: None) -> None:
+    settings = [*LONG, "rounds=25", "runtime.checkpoint_every=1000"]
     run = tmp_path / "cut"
     command = [*TINY, *settings, f"runtime={runtime}", f"run_dir={run}"]
     status, line = interrupted(command, run, 5, times=1)
@@ -238,15 +233,13 @@ def test_ctrl_c_keeps_what_is_done(
     )
     assert found, line
     assert 5 <= int(found[1]) < 25
-    assert cli.run(["train", f"resume={run}"]) == 0
-    assert fingerprint(run) == whole
+    assert cli.run(["train", f"resume={run}", "runtime=in_process"]) == 0
+    assert fingerprint(run) == whole(*LONG, "rounds=25")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
-def test_a_second_ctrl_c_ends_at_once(
-    train: Train, tmp_path: Path, runtime: str, nothing_left: None
-) -> None:
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, runtime: str, nothing_left: None) -> None:
     """Also while a client hangs."""
     run = tmp_path / "cut"
     settings = [*LONG, f"runtime={runtime}", "runtime.faults.hangs=0.05", "runtime.timeout=1000"]

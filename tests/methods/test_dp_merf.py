@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent
+from forked import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import COINS, SHARD, Train, tiny
@@ -145,8 +144,7 @@ def test_a_run_for_release_that_is_killed_later_asks_no_second_time(tmp_path: Pa
     run = tmp_path / "run"
     words = ["method=dp_merf_small", "rounds=30", "privacy.noise=secure"]
     words += ["runtime.checkpoint_every=1000", "runtime.faults.server_dies=20", f"run_dir={run}"]
-    command = [sys.executable, "-m", "fedgen.cli", "train", *tiny("dp_merf_small"), *words]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    assert Command(["train", *tiny("dp_merf_small"), *words]).wait() == -9
     assert cli.run(["train", f"resume={run}"]) == 0
     privacy = json.loads((run / "privacy.json").read_text())
     assert privacy["rounds"] == 30

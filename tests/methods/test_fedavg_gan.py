@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from forked import Command
 from tiny import COINS, SHARD, Train, fingerprint, tiny
 from torch import Tensor
 from torch.func import functional_call
@@ -217,8 +216,7 @@ def test_a_resumed_run_ends_the_same(train: Train, tmp_path: Path) -> None:
     words = ["method=fedavg_gan", "rounds=5", "runtime.checkpoint_every=2", "log_every=1"]
     whole, run = fingerprint(train(*words, name="whole")), tmp_path / "cut"
     settings = [*tiny("fedavg_gan"), *words, "runtime.faults.server_dies=3", f"run_dir={run}"]
-    done = subprocess.run([sys.executable, "-m", "fedgen.cli", "train", *settings], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert Command(["train", *settings]).wait() == -signal.SIGKILL
     assert cli.run(["train", f"resume={run}"]) == 0
     again = fingerprint(run)
     assert again == whole

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from hostile import content
 from tiny import TINY, tiny
 
 from fedgen import cli
@@ -47,14 +48,6 @@ def refused(capsys: Captured, *words: str) -> str:
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1, said
     return said[0]
-
-
-def content(place: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(place)): path.read_bytes()
-        for path in sorted(place.rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    }
 
 
 def change(path: Path, edit: Callable[[Any], None]) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from hostile import lying
 from tiny import TINY
 
 from fedgen import cli
-from fedgen.federation import client_app, messages
-from fedgen.federation.client_app import ClientHome
+from fedgen.federation import messages
 
 CLIENTS = 4
 RUN = [*TINY, "partition=iid", f"partition.clients={CLIENTS}", "method.routing=per_sample"]
@@ -90,8 +90,10 @@ ANSWERS: dict[str, Callable[[Content], None]] = {
     "another shape": with_array(lambda a: array("float32", (len(a.data) // 4,), a.data)),
     "NaN": filled(math.nan),
     "infinity": filled(math.inf),
+    "numbers of a million": filled(1e6),
     "no arrays": lambda content: content.__setitem__("arrays", ArrayRecord({})),
     "no record": lambda content: content.pop("arrays"),
+    "an empty word": with_facts(unit=""),
     "no facts": lambda content: content.pop("facts"),
     "no unit": with_facts(unit="galaxy"),
     "no words": with_facts(event=7),
@@ -113,22 +115,6 @@ ANSWERS: dict[str, Callable[[Content], None]] = {
 }
 
 
-def lying(
-    monkeypatch: pytest.MonkeyPatch, kind: str, lie: Callable[[Content], None], liar: int = 0
-) -> None:
-    """Client 0's replies of a kind, after its lie."""
-    honest = client_app._VERBS[kind]
-
-    def answered(home: ClientHome, message: Message) -> Content:
-        content = honest(home, message)
-        if home.number == liar:
-            content = RecordDict(dict(content))
-            lie(content)
-        return content
-
-    monkeypatch.setitem(client_app._VERBS, kind, answered)
-
-
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_lie_is_a_failure_of_one_client(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,15 +124,16 @@ def test_a_lie_is_a_failure_of_one_client(
     assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
     failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
     assert failures and {failure["client"] for failure in failures} == {0}
-    assert {f["kind"] for f in failures} <= {"malformed", "unplanned", "not finite"}
+    assert {f["kind"] for f in failures} <= {"malformed", "unplanned", "not finite", "too long"}
     record = json.loads((run / "privacy.json").read_text())
     for client in range(1, CLIENTS):
         assert 0 < record["clients"][str(client)]["server"] <= 10
     # what left it at a cost of its own has no bound; what is no release costs what was asked
     unplanned = "unplanned" in {failure["kind"] for failure in failures}
     assert (record["clients"]["0"]["server"] is None) == unplanned
+    assert record["without_bound"] == ([0] if unplanned else [])
     for view in record["views"].values():
-        assert (view["epsilon"] is None) == unplanned
+        assert 0 < view["epsilon"] <= 10, "of all others"
 
 
 @pytest.mark.parametrize("number", [1, CLIENTS, -1, 10**30, "x", "", 0.5, None])
@@ -185,7 +172,8 @@ def test_what_a_client_says_that_it_spent_is_never_taken_for_less(
     assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
     record = json.loads((run / "privacy.json").read_text())
     assert record["clients"]["0"]["server"] is None
-    assert all(view["epsilon"] is None for view in record["views"].values())
+    assert record["without_bound"] == [0]
+    assert "For 1 of the 4 clients there is no" in (run / "public" / "PRIVACY.md").read_text()
     assert all(0 < record["clients"][str(other)]["server"] <= 10 for other in range(1, CLIENTS))
 
 

@@ -1,0 +1,72 @@
+"""Commands in processes of their own that begin at once: forks of a process that has imported all
+that a run needs, and computed nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedgen import cli
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["fedgen.experiments.training", "matplotlib.pyplot", "sklearn"])
+
+
+class Command:
+    """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; its errors go to a file."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        handle, name = tempfile.mkstemp()
+        os.close(handle)
+        self._errors = Path(name)
+        self._process = _server.Process(
+            target=_run, args=(tuple(words), name, dict(os.environ)), daemon=False
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """As ``kill`` does."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 300) -> int:
+        """The exit status, once it has ended."""
+        self._process.join(seconds)
+        status = self.poll()
+        assert status is not None, f"it runs for more than {seconds:g} s"
+        return status
+
+    @property
+    def errors(self) -> str:
+        """What it said of errors."""
+        return self._errors.read_text()
+
+
+def _run(words: tuple[str, ...], errors: str, environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    with Path(os.devnull).open("wb") as nowhere, Path(errors).open("wb") as file:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["fedgen", *words]
+    cli.main()
+
+
+def until(command: Command, path: Path, seconds: float = 300) -> None:
+    """Waits for a file of a command that runs."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert command.poll() is None, command.errors
+        assert time.monotonic() < end, f"there is no {path}"
+        time.sleep(0.002)

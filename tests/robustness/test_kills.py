@@ -1,0 +1,91 @@
+"""Killed at random moments, whatever the method, a run comes to the same end and forgets nothing.
+
+Moments are of the clock: ``--fuzz N`` takes N // 4 runs, three kills each.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Command
+from tiny import CASES, PARTITIONS, fingerprint, tiny
+
+from fedgen import cli
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.federation.client_app import LEDGER
+from fedgen.files import home
+from fedgen.privacy.events import total
+from fedgen.privacy.ledger import Ledger, spend_from_json
+from fedgen.privacy.spent import SpentFile
+from fedgen.reporting.run_dir import RunDir
+
+KILLS = 3
+MODES = ["seeded", "seeded", "secure"]
+
+
+def killed(words: list[str], run: Path, rng: random.Random) -> bool:
+    """Kills a command, up to a few rounds from its start; False if it ended before."""
+    process = Command(words)
+    begun = time.monotonic()
+    aim = rng.choice([None, 1, 3, 6])  # rounds; None: at any moment from the start
+    while aim is not None and process.poll() is None and rounds_of(run) < aim:
+        assert time.monotonic() - begun < 120
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 1.0 if aim is None else 0.1))
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def rounds_of(run: Path) -> int:
+    line = RunDir(run).last_spend()
+    return 0 if line is None else int(line["round"])
+
+
+def released(run: Path, name: str, clients: int, seeded: bool) -> dict[int, Any]:
+    """What each client's ledger comes to."""
+    folder = run / "clients"
+    return {
+        client: Ledger(folder / str(client) / LEDGER, name, client, seeded, looking=True).account()
+        for client in range(clients)
+    }
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(fuzz: int, tmp_path: Path) -> None:
+    for number in range(max(1, fuzz // 4)):
+        rng = random.Random(f"kills {number}")
+        method, clients = CASES[(7 * number) % len(CASES)]
+        noise, run = MODES[number % len(MODES)], tmp_path / str(number)
+        words = [f"method={method}", *tiny(method), *PARTITIONS[clients], f"privacy.noise={noise}"]
+        words += ["rounds=8", "log_every=1", "runtime.checkpoint_every=2", f"run_dir={run}"]
+        kills, command = 0, ["train", *words]
+        for _ in range(KILLS):
+            kills += killed(command, run, rng)
+            if (run / "config.yaml").exists():
+                command = ["train", f"resume={run}"]
+        case = (number, method, clients, noise, kills)
+        assert cli.run(command) in ((0,) if noise == "seeded" else (0, 2)), case
+        if noise == "seeded":
+            whole = [*words[:-1], f"run_dir={tmp_path}/whole-{number}"]
+            assert fingerprint(run) == fingerprint(training.train(compose("config", whole))), case
+            continue
+        identity = json.loads((run / "run.json").read_text())
+        [entry] = [
+            e
+            for e in SpentFile(home() / "spent.sqlite").entries(identity["data"])
+            if e.run == identity["run"]
+        ]
+        told = json.loads((run / "privacy.json").read_text())["clients"]
+        for client, account in released(run, entry.run, len(told), False).items():
+            assert entry.charged.get(client, {}) == account.spend, case
+            counted = spend_from_json(told[str(client)]["events"])
+            more = total([counted])
+            assert all(more.get(event, 0) >= n for event, n in account.spend.items()), case
+            assert all(entry.cost.get(event, 0) >= n for event, n in more.items()), case
