@@ -662,6 +662,13 @@ MUTANTS = [
         f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
     ),
     Mutant(
+        "noise-of-a-client-without-a-bound-is-relied-on",
+        "fedgen/experiments/accounts.py",
+        "return self.method.aggregate is None and bool(self.without_bound(self.spends(state)))",
+        "return False",
+        "tests/experiments/test_accounts.py",
+    ),
+    Mutant(
         "nobody-hears-of-a-client-without-a-bound",
         "fedgen/experiments/accounts.py",
         '"without_bound": sorted(lost),',

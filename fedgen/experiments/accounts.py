@@ -66,8 +66,8 @@ class Accounts:
     @staticmethod
     def without_bound(spends: Mapping[int, Spend]) -> frozenset[int]:
         """The clients of some that spent what has no bound, where others did not: a computation
-        over their rows failed, or what they sent was not of the plan. It is no other's loss: the
-        others' noise is their own, and of sums that lack an answer the plan says less."""
+        over their rows failed, or what they sent was not of the plan. The bound of others against
+        the server rests on their own noise alone, and stays."""
         found = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
         return frozenset(found if len(found) < len(spends) else ())
 
@@ -88,11 +88,15 @@ class Accounts:
         rounds, or the rows that no client may exceed, whichever bounds it better. A run that its
         budget stopped is accounted as if it had gone on: when it stopped depends on the draws.
 
+        None as well where clients are without a bound: what they added to sums, and when, may not
+        be relied on, and the server's bound holds for whoever sees less. An aggregator that clients
+        trust makes its noise itself.
+
         Once a client was asked and did not answer, who did shows the draws, and that the run goes
         on may have been up to them: what counts then is at least what was really answered.
         """
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
-        if plan.release is None:
+        if plan.release is None or self._own_noise_alone(state):
             return None
         if all(NonPrivateDpEvent() in spend for spend in self.spends(state).values()):
             # whatever the plan promised
@@ -105,6 +109,10 @@ class Accounts:
             return found
         really = epsilon(self._answered(state, rounds), delta, plan.relation)
         return found if found.or_infinity > really.or_infinity else really
+
+    def _own_noise_alone(self, state: RunState) -> bool:
+        """Whether a client counts on no other's noise, nor on draws."""
+        return self.method.aggregate is None and bool(self.without_bound(self.spends(state)))
 
     def _answered(self, state: RunState, rounds: int) -> Spend:
         """What the busiest client's rows in the published rounds cost, whom the draws chose being
@@ -142,7 +150,7 @@ class Accounts:
         plan = self.method.plan
         if plan.before is not None:
             return in_words(canonical(plan.before))
-        if plan.release is not None:
+        if plan.release is not None and not self._own_noise_alone(state):
             rounds = self.privacy.budget.rounds if stopped else state.rounds
             if self.unanswered() and self.method.cohort.drawn:
                 return in_words(self._answered(state, rounds))
@@ -176,7 +184,10 @@ class Accounts:
             "noise_multiplier": self.privacy.noise_multiplier,
             "rounds": state.rounds,
             "stopped": stopped,
-            "views": {name: self._view(name, found) for name, found in views.items()},
+            "views": {
+                name: self._view(name, found, self._own_noise_alone(state))
+                for name, found in views.items()
+            },
             "claimed": None
             if claim is None
             else {
@@ -188,8 +199,10 @@ class Accounts:
             "clients": clients,
         }
 
-    def _view(self, name: str, found: Epsilon) -> dict[str, Any]:
+    def _view(self, name: str, found: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
         amplified, reason = amplification(self.method.plan, name, found)
+        if own_noise_alone and name == "release":
+            amplified, reason = None, "some clients are without a bound: others count on their own"
         return {
             "epsilon": or_null(found.value),
             "accountant": found.accountant,

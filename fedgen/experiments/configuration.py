@@ -152,11 +152,9 @@ def _check_groups(overrides: list[str]) -> None:
     parsed = OverridesParser.create().parse_overrides(overrides)
     for word, each in zip(overrides, parsed, strict=True):
         group = folders.get(each.key_or_group)
-        if (
-            group
-            and not each.is_delete()
-            and not isinstance(each.value(), str | QuotedString | dict)
-        ):
+        value = each.value()
+        left_out = each.is_delete() and value is None
+        if group and not left_out and not isinstance(value, str | QuotedString | dict):
             known = sorted(path.stem for path in group.glob("*.yaml"))
             problem = f"cannot be {word.partition('=')[2]}"
             raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")

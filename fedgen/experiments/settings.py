@@ -8,7 +8,7 @@ import math
 import os
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -233,7 +233,7 @@ def _program(make: Callable[[float | None], Method], noise: float | None) -> Cli
 
 def faults(config: DictConfig) -> Faults:
     """The faults that a run is put through."""
-    kinds = OmegaConf.to_container(config.runtime.faults)
+    kinds = OmegaConf.to_container(config.runtime.faults, resolve=True)
     assert isinstance(kinds, dict)
     return Faults(**{str(k): float(v) for k, v in kinds.items() if k != "server_dies"})
 
@@ -363,10 +363,18 @@ def _check_runtime(config: DictConfig) -> None:
     if not isinstance(runtime.faults, DictConfig):
         raise FedgenError("runtime.faults", f"cannot be {runtime.faults!r}", "name its faults")
     _whole(config, "runtime.faults.server_dies", 0, 10**9)
+    known = [each.name for each in fields(Faults)]
     for fault, rate in runtime.faults.items():
-        if fault != "server_dies" and not 0 <= rate <= 1:
+        if fault == "server_dies":
+            continue
+        if fault not in known:
+            problem = "is no setting"
             raise FedgenError(
-                f"runtime.faults.{fault!s}", f"must be a probability, got {rate:g}", "e.g. 0.01"
+                f"runtime.faults.{fault!s}", problem, f"choose of: {', '.join(known)}"
+            )
+        if not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise FedgenError(
+                f"runtime.faults.{fault!s}", f"must be a probability, got {rate}", "e.g. 0.01"
             )
     if faults(config).total > 1:
         raise FedgenError("runtime.faults", "the probabilities exceed 1 in all", "lower them")

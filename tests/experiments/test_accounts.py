@@ -32,6 +32,8 @@ def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
     for client, found in record["clients"].items():
         assert (found["server"] is None) == (found["release"] is None) == (client == "3")
     assert all(view["epsilon"] > 0 for view in record["views"].values())
+    assert record["views"]["release"]["epsilon"] == record["views"]["server"]["epsilon"]
+    assert record["views"]["release"]["amplified_by"] is None
     everybody = dict.fromkeys(range(5), failed[3])
     views = Accounts(method, privacy, 5, everybody).views(state)
     for name in ("server", "release"):
