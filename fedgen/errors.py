@@ -60,6 +60,9 @@ def status_of(work: Callable[[], None]) -> int:
         return INTERRUPTED
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         lacks = _lacks(error)
+        if lacks is None and isinstance(error, OSError) and error.filename:
+            print(f"fedgen: {error.filename}: {error.strerror}; mend it", file=sys.stderr)
+            return 2
         if lacks is None:
             raise
         print(f"fedgen: {lacks}; what was there stays", file=sys.stderr)

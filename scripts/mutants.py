@@ -608,7 +608,7 @@ MUTANTS = [
     Mutant(
         "an-account-of-anything",
         "fedgen/federation/rounds.py",
-        "if not self._of_plan.issuperset(account.spend):",
+        "if not self._of_plan.issuperset(account.spend) or most > self._most_rows:",
         "if False:",
         f"{LYING_CLIENTS}::test_what_a_client_says_that_it_spent_is_never_taken_for_less",
     ),
@@ -629,9 +629,23 @@ MUTANTS = [
     Mutant(
         "spend-stays-in-the-run-directory",
         "fedgen/privacy/ledger.py",
-        "            self._outside.charge(self._run, self._client, so_far)",
+        "            self._outside.charge(self._run, self._client, before, so_far)",
         "            pass",
         f"{SPENT}::test_a_ledger_killed_between_its_two_charges_makes_up_for_it",
+    ),
+    Mutant(
+        "two-copies-spend-as-one",
+        "fedgen/privacy/spent.py",
+        "if any(count > before.get(event, 0) for event, count in here.items()):",
+        "if False:",
+        f"{SPENT}::test_each_release_is_counted_whichever_copy_makes_it",
+    ),
+    Mutant(
+        "clients-of-other-rows-add-up",
+        "fedgen/privacy/spent.py",
+        'self.shares if self.unit is Unit.CLIENT else ""',
+        '""',
+        f"{SPENT}::test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows",
     ),
     Mutant(
         "a-run-that-is-not-over-counts-with-what-it-spent",

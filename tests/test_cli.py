@@ -260,6 +260,45 @@ def test_a_harmed_run(
     assert {p: p.read_bytes() for p in (run / "public").iterdir()} == public
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("failures.jsonl", "[1]\n"),
+        ("failures.jsonl", "{}\n"),
+        ("failures.jsonl", '{"kind": "late", "client": 1e999}\n'),
+        ("rounds_begun.txt", '"x"\n'),
+        ("rounds_begun.txt", "1e999\n"),
+    ],
+)
+def test_a_log_that_holds_something_else(
+    train: Train, capsys: pytest.CaptureFixture[str], file: str, text: str
+) -> None:
+    run = train()
+    (run / file).write_text(text)
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert f"{file}: was altered" in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients/0/manifest.json"])
+def test_a_folder_in_a_files_place(
+    train: Train, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = train()
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert name.split("/")[-1] in one_line(capsys)
+
+
+def test_a_bound_that_one_accountant_cannot_give(train: Train) -> None:
+    """At a delta near its rounding the second opinion is infinite, and JSON knows no infinity."""
+    run = train("method=dpgan_small", "privacy.delta=1e-12", "rounds=2")
+    view = json.loads((run / "privacy.json").read_text())["views"]["server"]
+    assert 0 < view["epsilon"] <= 10
+
+
 def invert(file: Path) -> None:
     """Other data of the same shape."""
     with np.load(file) as archive:

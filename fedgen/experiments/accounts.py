@@ -54,14 +54,18 @@ class Accounts:
         spends = {}
         for client in range(self.clients):
             rows = state.rows[client]
-            if rows not in self._planned:
-                self._planned[rows] = canonical(self.method.plan.server(rows)) if rows else {}
-            seen = larger(self._planned[rows], state.spends.get(client, {}))
+            seen = larger(self.planned(rows), state.spends.get(client, {}))
             told = self.ledgers.get(client)
             spends[client] = larger(seen, told.spend) if told else seen
             if self.method.plan.before is not None:
                 spends[client] = {**spends[client], **canonical(self.method.plan.before)}
         return spends
+
+    def planned(self, rows: int) -> Spend:
+        """What a client's answers to so many rows cost by the plan."""
+        if rows not in self._planned:
+            self._planned[rows] = canonical(self.method.plan.server(rows)) if rows else {}
+        return self._planned[rows]
 
     @staticmethod
     def without_bound(spends: Mapping[int, Spend]) -> frozenset[int]:
@@ -206,7 +210,7 @@ class Accounts:
         return {
             "epsilon": or_null(found.value),
             "accountant": found.accountant,
-            "second_opinion": found.second_opinion,
+            "second_opinion": or_null(found.second_opinion),
             "amplified_by": amplified,
             "reason": reason,
         }

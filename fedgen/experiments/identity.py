@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dp_accounting import NonPrivateDpEvent
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -131,11 +132,13 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
     """
     secure = ready.privacy.noise == "secure"
     run_dir.failures()
-    run_dir.begun()
+    begun = run_dir.begun().total()
     found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
     if found is not None:
         state, extra = found
         run_dir.check_extent(*extra["metrics"])
+        if begun < extra["begun"]:
+            raise FedgenError("resume", f"{run_dir.path}/rounds_begun.txt was cut", "restore it")
         spends, kept = state.spends, {} if extra["over"] else state.kept
     store = ClientStore(run_dir.clients, in_memory=True)
     for client in range(len(ready.shards)):
@@ -144,7 +147,8 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
             SpentFile.at_home() if secure else None,
         )
         account = Ledger(path, name, client, not secure, outside, looking=True).account()
-        seen = spends.get(client, {})
+        seen = dict(spends.get(client, {}))
+        seen.pop(NonPrivateDpEvent(), None)  # the server's own note of what was not planned
         if any(account.spend.get(event, 0) < count for event, count in seen.items()):
             raise FedgenError(
                 "resume",

@@ -406,6 +406,12 @@ def _check_release(config: DictConfig) -> None:
         raise FedgenError(
             "start", "leaves no ε, which privacy.noise=secure refuses", "set it to null"
         )
+    if config.corruption.fraction:
+        raise FedgenError(
+            "corruption.fraction",
+            "a bug that is planted is an experiment, which privacy.noise=secure refuses",
+            "set it to 0",
+        )
     if config.held_out:
         raise FedgenError(
             "held_out", "there is nothing to judge under privacy.noise=secure", "set it to 0"

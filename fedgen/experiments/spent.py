@@ -13,6 +13,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup
+from fedgen.files import digest
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import larger
 from fedgen.privacy.spent import Entry, SpentFile, spent_together
@@ -31,24 +32,26 @@ def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
     plan, file = ready.method.plan, SpentFile.at_home()
     most = canonical(plan.server(ready.privacy.budget.rows))
     folder = str(run_dir.path.absolute())
-    entry = Entry(name, ready.dataset.digest, folder, plan.unit, plan.relation, most)
+    shares = digest(*(shard.tobytes() for shard in ready.shards))
+    entry = Entry(name, ready.dataset.digest, shares, folder, plan.unit, plan.relation, most)
     file.enter(entry, partial(_check_budget, ready.config, entry))
     return file
 
 
-def close(file: SpentFile | None, name: str, spends: Sequence[Spend]) -> None:
-    """Notes that a run is over, with what the server counted for each client."""
+def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
+    """Notes that a run is over, with what each client was asked for, by the plan: its own charges
+    are there, and its word to the server is no more than that."""
     if file is not None:
         nothing: Spend = {}
-        file.close(name, reduce(larger, spends, nothing))
+        file.close(name, reduce(larger, planned, nothing))
 
 
 def _check_budget(config: DictConfig, entry: Entry, others: Sequence[Entry]) -> None:
     key, budget = "privacy.budget_epsilon", config.privacy.get("budget_epsilon")
     if budget is None:
         return
-    if any((each.unit, each.relation) != (entry.unit, entry.relation) for each in others):
-        problem = "other runs on these data protect other neighbours, and no ε counts both"
+    if any(each.kind != entry.kind for each in others):
+        problem = "other runs on these data protect others than this, and no ε counts both"
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
     with_it = spent_together([*others, entry], config.privacy.delta)
     if with_it.or_infinity > budget:
@@ -71,16 +74,13 @@ def spent(config: DictConfig) -> str:
     settings.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
     entries, delta = file.entries(rows.digest), config.privacy.delta
-    kinds = dict.fromkeys((entry.unit, entry.relation) for entry in entries)
+    kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {
         "data": config.names.data,
         "digest": rows.digest,
         "delta": delta,
         "runs": [_row(entry, delta) for entry in entries],
-        "together": [
-            _together([e for e in entries if (e.unit, e.relation) == kind], *kind, delta)
-            for kind in kinds
-        ],
+        "together": [_together([e for e in entries if e.kind == k], *k[:2], delta) for k in kinds],
     }
     return json.dumps(record) if config.output == "json" else _words(record, file)
 
@@ -120,5 +120,7 @@ def _words(record: dict[str, Any], file: SpentFile) -> str:
         for each in record["together"]
     ]
     if len(record["together"]) > 1:
-        lines.append("runs that protect other neighbours have no ε together")
+        lines.append(
+            "runs have no ε together that protect other neighbours, or clients of other rows"
+        )
     return "\n".join(lines)

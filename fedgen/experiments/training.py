@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from dp_accounting import NonPrivateDpEvent
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from omegaconf import DictConfig
@@ -51,7 +52,7 @@ from fedgen.files import write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import canonical
-from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.ledger import Account, Ledger, larger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
 from fedgen.reporting.memory import PeakMemory
@@ -258,6 +259,8 @@ class Training:
         if not self._over:
             rounds.restore()
             self._train(rounds, state)
+            if self.ready.privacy.noise == "secure":
+                self.accounts.ledgers.update(self._own_ledgers())
             self.accounts.ledgers.update(rounds.accounts())
             self._checkpoint(state, last=True)
         rounds.forget()
@@ -336,24 +339,33 @@ class Training:
             self.clock = Clock(extra["seconds"], extra["parts"])
             self._over, self.stopped = extra["over"], extra["stopped"]
         state.failures = self.run_dir.failures()
-        seeded = self.ready.privacy.noise == "seeded"
-        for client in range(self.clients):
-            path = self.run_dir.clients / str(client) / LEDGER
-            if not path.exists():
-                continue
-            account = Ledger(path, self.name, client, seeded, looking=True).account()
+        for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps
+            spend = state.spends.get(client, {})
+            state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
+        for client, account in self._own_ledgers().items():
             if self._over:
                 self.accounts.ledgers[client] = account
-            elif not seeded:
+            elif self.ready.privacy.noise == "secure":
                 state.spends[client] = account.spend
                 state.rows[client] = max(state.rows[client], account.rows)
                 state.asks[client] = max(state.asks[client], account.releases)
         self._board = _board(self.run_dir, state.rounds)
         return state
 
+    def _own_ledgers(self) -> dict[int, Account]:
+        """What clients' ledgers come to, of those that are here: one whose private computation
+        failed may not answer when it is asked for its account."""
+        found, seeded = {}, self.ready.privacy.noise == "seeded"
+        for client in range(self.clients):
+            path = self.run_dir.clients / str(client) / LEDGER
+            if path.exists():
+                found[client] = Ledger(path, self.name, client, seeded, looking=True).account()
+        return found
+
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
             "metrics": self.run_dir.extent(),
+            "begun": self.run_dir.begun().total(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
@@ -466,7 +478,7 @@ class Training:
         """The record of privacy first, then what is published, then how good it is."""
         for path in self.run_dir.clients.glob("*/*.safetensors"):
             path.unlink()  # critics of clients that did not hear the farewell
-        close(self._spent, self.name, list(self.accounts.spends(state).values()))
+        close(self._spent, self.name, [self.accounts.planned(n) for n in state.rows.values()])
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         # after a resume that has nothing left to spend, or not enough to ask for all

@@ -141,6 +141,10 @@ class ClientStore:
         Raises:
             FedgenError: if a file of it is missing or was altered.
         """
+        folder = self.folder(client)
+        for path in folder.iterdir() if folder.exists() else ():
+            if not path.is_file():
+                raise FedgenError(str(path), "is no file", _REMEDY)
         if tag > 0:
             for file in self._read_manifest(client, _kept(tag)).files.values():
                 self._read(client, file)

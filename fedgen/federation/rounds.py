@@ -133,6 +133,7 @@ class Rounds:
         # what is published of several clients' sums rests on the noise of each
         self._of_plan: set[DpEvent] = set()
         self._planned_rows: set[int] = set()
+        self._most_rows = 0  # that a client answers, as it counts itself
 
     def hello(self) -> None:
         """Learns which node is which client: node ids are random, and in no order.
@@ -193,7 +194,8 @@ class Rounds:
 
     def accounts(self) -> dict[int, Account]:
         """What the clients' ledgers come to, of those that answer. A client's word can raise its ε,
-        never lower it: what it spent at another cost than the plan's has no bound."""
+        never lower it: what it spent at another cost than the plan's, or for more rows than it
+        may answer, has no bound."""
         asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
 
         def read(client: int, reply: Message) -> Account:
@@ -201,7 +203,8 @@ class Rounds:
                 account = messages.read_account(reply)
             except ValueError as error:
                 raise _UnusableError("malformed") from error
-            if not self._of_plan.issuperset(account.spend):
+            most = max(account.spend.values(), default=0)
+            if not self._of_plan.issuperset(account.spend) or most > self._most_rows:
                 return replace(account, spend={NonPrivateDpEvent(): 1})
             return account
 
@@ -230,6 +233,7 @@ class Rounds:
     ) -> str | None:
         """Rounds until ``budget`` ends them; returns why it stopped early, or None."""
         self._plan_for(budget.rows)
+        self._most_rows = budget.rows
         while self.state.rounds < budget.rounds:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)

@@ -40,7 +40,7 @@ class Outside(Protocol):
 
     def charged(self, run: str, client: int) -> Spend: ...
 
-    def charge(self, run: str, client: int, spent: Spend) -> None: ...
+    def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None: ...
 
 
 class Ledger:
@@ -92,7 +92,7 @@ class Ledger:
             problem = "lacks releases that its data were charged with: it is a copy, or was cut"
             raise FedgenError(str(path), problem, "go on with the run that made them")
         if outside and not looking and self._spend != charged:  # killed between the two
-            outside.charge(run, client, dict(self._spend))
+            outside.charge(run, client, charged, dict(self._spend))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -174,10 +174,11 @@ class Ledger:
             os.close(file)
         self._size += len(line)
         self._seal = seal
+        before = dict(self._spend)
         self._note(server_round, asked, rows, event)
         if self._outside:
             so_far = {leaf: self._spend[leaf] for leaf in self._in_words(event)[1]}
-            self._outside.charge(self._run, self._client, so_far)
+            self._outside.charge(self._run, self._client, before, so_far)
 
     def _in_words(self, event: DpEvent) -> tuple[str, Spend]:
         if event not in self._words:

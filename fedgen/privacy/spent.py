@@ -8,12 +8,14 @@ fall: the file's own triggers refuse it.
 The bound. Runs on the same rows compose (adaptively: a later run may follow from what an earlier
 one showed). A row is of one client in each run, at most the one that spent most of each event, so
 the sum over the runs of these largest counts bounds what every row has cost, however each run
-shares the rows out. A run that is not over counts with all that it may spend: it can be resumed.
-The adversary is the one who sees what every client sends (``server``).
+shares the rows out. What every client has cost it bounds only over runs that share them out alike:
+elsewhere one client's rows are many clients'. A run that is not over counts with all that it may
+spend: it can be resumed. The adversary is the one who sees what every client sends (``server``).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +35,9 @@ from fedgen.privacy.ledger import larger, spend_from_json, spend_to_json
 _WAIT_SECONDS = 60.0  # for other processes that write
 _TABLES = """
 CREATE TABLE IF NOT EXISTS runs (
-    run TEXT PRIMARY KEY, data TEXT NOT NULL, folder TEXT NOT NULL, unit TEXT NOT NULL,
-    relation TEXT NOT NULL, most TEXT NOT NULL, over INTEGER NOT NULL DEFAULT 0);
+    run TEXT PRIMARY KEY, data TEXT NOT NULL, shares TEXT NOT NULL, folder TEXT NOT NULL,
+    unit TEXT NOT NULL, relation TEXT NOT NULL, most TEXT NOT NULL,
+    over INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS charges (
     run TEXT NOT NULL, client INTEGER NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL,
     PRIMARY KEY (run, client, event)) WITHOUT ROWID;
@@ -47,26 +50,32 @@ CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
         OR NEW.event != OLD.event
     BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
 """
-_READ = "SELECT run, data, folder, unit, relation, most, over FROM runs "
+_READ = "SELECT run, data, shares, folder, unit, relation, most, over FROM runs "
 
 
 @dataclass(frozen=True)
 class Entry:
     """One run on a data set.
 
-    data: the digest of its rows. folder: where the run was begun. most: what a client spends at
-    most, by the plan; of a run that is over, what the server counted. charged: client -> what it
-    has spent, by its own ledger.
+    data: the digest of its rows. shares: a digest of whose they are. folder: where the run was
+    begun. most: what a client spends at most, by the plan; of a run that is over, for the rows that
+    it was asked for. charged: client -> what it has spent, by its own ledger.
     """
 
     run: str
     data: str
+    shares: str
     folder: str
     unit: Unit
     relation: Relation
     most: Spend
     over: bool = False
     charged: dict[int, Spend] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[Unit, Relation, str]:
+        """What runs have in common whose costs add up."""
+        return self.unit, self.relation, self.shares if self.unit is Unit.CLIENT else ""
 
     @property
     def cost(self) -> Spend:
@@ -88,19 +97,24 @@ class SpentFile:
     @classmethod
     def at_home(cls) -> SpentFile:
         """That of this machine."""
-        return cls(home() / "spent.sqlite")
+        try:
+            return cls(home() / "spent.sqlite")
+        except RuntimeError as error:
+            raise FedgenError("FEDGEN_HOME", str(error), "name another place") from error
 
     def enter(self, entry: Entry, check: Callable[[Sequence[Entry]], None]) -> None:
         """Enters a run, unless it was before. ``check`` gets all other runs on its data and raises
         to refuse; no other run is entered meanwhile."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
-            check([each for each in _entries(file, entry.data) if each.run != entry.run])
+            if file.execute("SELECT 1 FROM runs WHERE run = ?", (entry.run,)).fetchone():
+                return  # it counts since then, with all that it may spend
+            check(_entries(file, entry.data))
             most = json.dumps(spend_to_json(entry.most))
             kinds = entry.unit.value, entry.relation.value
             file.execute(
-                "INSERT OR IGNORE INTO runs VALUES (?, ?, ?, ?, ?, ?, 0)",
-                (entry.run, entry.data, entry.folder, *kinds, most),
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
+                (entry.run, entry.data, entry.shares, entry.folder, *kinds, most),
             )
 
     def close(self, run: str, most: Spend) -> None:
@@ -109,10 +123,19 @@ class SpentFile:
             words = json.dumps(spend_to_json(most))
             file.execute("UPDATE runs SET over = 1, most = ? WHERE run = ?", (words, run))
 
-    def charge(self, run: str, client: int, spent: Spend) -> None:
-        """Notes what a client has spent in a run so far, durably. Call before an answer leaves."""
+    def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None:
+        """Notes what a client has spent in a run so far, durably. Call before an answer leaves.
+
+        before: what it had spent until then. Where there is more here, a copy of the run goes on
+            beside it, and this one is refused: each charge is one that nobody else has made.
+        """
         rows = [(run, client, json.dumps(to_json(event)), n) for event, n in spent.items()]
         with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            here = _charged(file, run, client).get(client, {})
+            if any(count > before.get(event, 0) for event, count in here.items()):
+                problem = f"a copy of run {run} spends client {client}'s rows beside it"
+                raise FedgenError("run_dir", problem, "go on with one of them")
             file.executemany(
                 "INSERT INTO charges VALUES (?, ?, ?, ?) ON CONFLICT (run, client, event) "
                 "DO UPDATE SET count = max(count, excluded.count)",
@@ -133,14 +156,17 @@ class SpentFile:
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with closing(sqlite3.connect(self.path, timeout=_WAIT_SECONDS)) as file, file:
+            opened = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
+            with closing(opened) as file, file:
                 file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
                 if not file.execute(
                     "SELECT 1 FROM sqlite_master WHERE name = 'charges'"
                 ).fetchone():
                     file.executescript(_TABLES)
                 yield file
-        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
+            if "full" in str(error):
+                raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
             problem = f"what data sets have cost cannot be kept ({error})"
             remedy = "restore it, or have the environment variable FEDGEN_HOME name another place"
             raise FedgenError(str(self.path), problem, remedy) from error
@@ -148,12 +174,13 @@ class SpentFile:
 
 def _entries(file: sqlite3.Connection, data: str) -> list[Entry]:
     found = []
-    for run, rows, folder, unit, relation, most, over in file.execute(
+    for run, rows, shares, folder, unit, relation, most, over in file.execute(
         _READ + "WHERE data = ? ORDER BY rowid", (data,)
     ).fetchall():
         spend = spend_from_json(as_json(most))
         kinds = Unit(unit), Relation(relation)
-        found.append(Entry(run, rows, folder, *kinds, spend, bool(over), _charged(file, run)))
+        charged = _charged(file, run)
+        found.append(Entry(run, rows, shares, folder, *kinds, spend, bool(over), charged))
     return found
 
 
@@ -168,6 +195,6 @@ def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dic
 
 
 def spent_together(entries: Sequence[Entry], delta: float) -> Epsilon:
-    """A bound on what any row has cost in runs of one unit and relation."""
+    """A bound on what runs of one kind have cost any row, or any client."""
     [relation] = {entry.relation for entry in entries}
     return epsilon(total([entry.cost for entry in entries]), delta, relation)

@@ -116,7 +116,17 @@ class RunDir:
 
     def failures(self) -> Counter[str]:
         """How many failures of each kind there were, also in rounds that are done again."""
-        return Counter(str(line["kind"]) for line in _lines(self._failures))
+        return Counter(kind for kind, _ in self._failed())
+
+    def unplanned(self) -> set[int]:
+        """The clients that sent what was not of the plan: they have no bound any more."""
+        return {client for kind, client in self._failed() if kind == "unplanned"}
+
+    def _failed(self) -> list[tuple[str, int]]:
+        try:
+            return [(str(line["kind"]), int(line["client"])) for line in _lines(self._failures)]
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
+            raise FedgenError(str(self._failures), "was altered", "restore it") from error
 
     def begin(self, round_: int) -> None:
         """Notes that a round begins, on the disk, before anybody is asked: of a process that dies
@@ -125,7 +135,10 @@ class RunDir:
 
     def begun(self) -> Counter[int]:
         """How often each round was begun."""
-        return Counter(int(line) for line in _lines(self._begun))
+        try:
+            return Counter(int(line) for line in _lines(self._begun))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FedgenError(str(self._begun), "was altered", "restore it") from error
 
     def extent(self) -> tuple[int, str]:
         """Bytes of metrics so far, and their digest."""

@@ -6,6 +6,8 @@ import json
 import shutil
 import sqlite3
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ SECURE = [
 
 def entry(run: str, most: int = 10, data: str = "rows") -> Entry:
     kinds = Unit.RECORD, Relation.ADD_OR_REMOVE_ONE
-    return Entry(run, data, f"runs/{run}", *kinds, {EVENT: most})
+    return Entry(run, data, "shares", f"runs/{run}", *kinds, {EVENT: most})
 
 
 def anything(others: object) -> None:
@@ -53,26 +55,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), max_size=8))
-def test_counts_only_grow_in_whatever_order_they_come(
-    tmp_path: Path, charges: list[tuple[int, int]]
-) -> None:
-    file = SpentFile(tmp_path / "spent.sqlite")
-    run = str(charges)
+@given(st.lists(st.integers(0, 2), max_size=12))
+def test_each_release_is_counted_whichever_copy_makes_it(tmp_path: Path, turns: list[int]) -> None:
+    """Of a run that was copied: what may leave is what was written down, one by one."""
+    file, run, released = SpentFile(tmp_path / "spent.sqlite"), str(turns), 0
     file.enter(entry(run, most=0, data=run), anything)
-    for client, count in charges:
-        file.charge(run, client, {EVENT: count})
-    for client in range(3):
-        most = max((count for each, count in charges if each == client), default=0)
-        assert file.charged(run, client).get(EVENT, 0) == most
-    [found] = file.entries(run)
-    assert found.cost.get(EVENT, 0) == max((count for _, count in charges), default=0)
+    ledgers = [0, 0, 0]
+    for copy in turns:
+        before, ledgers[copy] = ledgers[copy], ledgers[copy] + 1
+        with suppress(FedgenError):
+            file.charge(run, 0, {EVENT: before}, {EVENT: ledgers[copy]})
+            released += 1
+    assert file.charged(run, 0).get(EVENT, 0) == released
+    assert released == len(turns) or len(set(turns)) > 1
 
 
 def test_nothing_is_taken_back(tmp_path: Path) -> None:
     file = SpentFile(tmp_path / "spent.sqlite")
     file.enter(entry("a"), anything)
-    file.charge("a", 0, {EVENT: 3})
+    file.charge("a", 0, {}, {EVENT: 3})
     for words in (
         "DELETE FROM runs",
         "DELETE FROM charges",
@@ -85,16 +86,30 @@ def test_nothing_is_taken_back(tmp_path: Path) -> None:
         opened.close()
 
 
-def _charge(path: Path, first: int) -> None:
-    for count in range(first, 40, 4):
-        SpentFile(path).charge("a", 0, {EVENT: count})
+def _charge(path: Path) -> int:
+    released = 0
+    for count in range(30):
+        with suppress(FedgenError):
+            SpentFile(path).charge("a", 0, {EVENT: count}, {EVENT: count + 1})
+            released += 1
+    return released
 
 
-def test_processes_charge_at_once(tmp_path: Path) -> None:
+def test_copies_that_charge_at_once_are_counted_together(tmp_path: Path) -> None:
     path = tmp_path / "spent.sqlite"
-    with ProcessPoolExecutor(4) as pool:
-        list(pool.map(_charge, [path] * 4, range(1, 5)))
-    assert SpentFile(path).charged("a", 0) == {EVENT: 39}
+    with ProcessPoolExecutor(4, mp_context=get_context("forkserver")) as pool:
+        released = sum(pool.map(_charge, [path] * 4))
+    assert SpentFile(path).charged("a", 0) == {EVENT: released}
+
+
+def test_a_copy_that_goes_on_beside_the_run_is_refused(tmp_path: Path) -> None:
+    """Also if both were opened before either had spent."""
+    file = SpentFile(tmp_path / "spent.sqlite")
+    ledgers = [Ledger(tmp_path / n / LEDGER, "run", 0, False, file) for n in ("run", "copy")]
+    ledgers[0].charge(0, "a", 1, EVENT)
+    with pytest.raises(FedgenError, match="a copy of run run spends"):
+        ledgers[1].charge(0, "a", 1, EVENT)
+    assert file.charged("run", 0) == {EVENT: 1}
 
 
 def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path) -> None:
@@ -102,14 +117,43 @@ def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path
     for run in ("a", "b"):
         file.enter(entry(run), anything)
     file.enter(entry("of other rows", data="others"), anything)
-    file.charge("a", 0, {EVENT: 2})
-    file.charge("a", 1, {EVENT: 4})
+    file.charge("a", 0, {}, {EVENT: 2})
+    file.charge("a", 1, {}, {EVENT: 4})
     assert [each.cost[EVENT] for each in file.entries("rows")] == [10, 10]
     file.close("a", {EVENT: 3})
     both = file.entries("rows")
     assert [each.cost[EVENT] for each in both] == [4, 10], "the busiest client's own word"
     expected = epsilon({EVENT: 14}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
     assert spent_together(both, 1e-5) == expected
+
+
+def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere its rows are those of many clients: there is no sum, and no budget."""
+    clients = ["method=gs_wgan_small", *tiny("gs_wgan_small"), "partition=iid", "rounds=1"]
+    clients += ["partition.clients=4", "privacy.noise=secure", "method.warm_start=0"]
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert cli.run(["train", *clients, f"seed={seed}", f"run_dir={tmp_path / name}"]) == 0
+    found = spent(capsys)
+    first, second, third = (run["epsilon"] for run in found["runs"])
+    same, other = (each["epsilon"] for each in found["together"])
+    assert max(first, second) < same <= first + second
+    assert other == third
+    assert cli.run(["train", *clients, "privacy.budget_epsilon=1000"]) == 2
+    assert "protect others than this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "~no-such-user/there", "/proc/nowhere"])
+def test_a_home_that_cannot_be(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    there = tmp_path / place if place.startswith("file") else place
+    monkeypatch.setenv("FEDGEN_HOME", str(there))
+    assert cli.run(["train", *SECURE, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "FEDGEN_HOME" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
@@ -174,7 +218,7 @@ def test_runs_on_the_same_rows_add_up(
     # another method protects other neighbours: there is no sum
     other = ["method=gs_wgan_small", *tiny("gs_wgan_small"), *several, "privacy.noise=secure"]
     assert cli.run(["train", *other, "privacy.budget_epsilon=100", f"run_dir={home}/g"]) == 2
-    assert "other neighbours" in capsys.readouterr().err
+    assert "protect others than this" in capsys.readouterr().err
     assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
     assert "a seeded run is an experiment" in capsys.readouterr().err
 

@@ -16,7 +16,12 @@ from hostile import lying
 from tiny import TINY
 
 from fedgen import cli
+from fedgen.errors import Interrupted
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
+from fedgen.federation.rounds import RunState
 
 CLIENTS = 4
 RUN = [*TINY, "partition=iid", f"partition.clients={CLIENTS}", "method.routing=per_sample"]
@@ -175,6 +180,45 @@ def test_what_a_client_says_that_it_spent_is_never_taken_for_less(
     assert record["without_bound"] == [0]
     assert "For 1 of the 4 clients there is no" in (run / "public" / "PRIVACY.md").read_text()
     assert all(0 < record["clients"][str(other)]["server"] <= 10 for other in range(1, CLIENTS))
+
+
+def test_a_client_cannot_have_spent_more_than_it_may_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it believed, it would have the largest ε of all."""
+
+    def lie(content: Content) -> None:
+        [[event, _]] = json.loads(str(content.config_records["facts"]["spend"]))
+        with_facts(spend=json.dumps([[event, 10**6]]))(content)
+
+    lying(monkeypatch, messages.ACCOUNT, lie)
+    run = tmp_path / "run"
+    assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["without_bound"] == [0]
+    assert 0 < record["views"]["server"]["epsilon"] <= 10
+
+
+def test_a_lie_outlives_a_resume_and_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told after the last checkpoint, or is in it, where no ledger has it."""
+    for every in (1, 1000):
+        run = tmp_path / str(every)
+
+        def stop(ready: Setup, state: RunState, found: object) -> None:
+            if state.rounds == 2:
+                raise KeyboardInterrupt
+
+        words = [*RUN, "sample_every=1", f"runtime.checkpoint_every={every}", f"run_dir={run}"]
+        with monkeypatch.context() as patch:
+            lying(patch, messages.ASK, ANSWERS["less noise"])
+            with pytest.raises(Interrupted):
+                training.train(compose("config", words), watch=stop)
+        assert cli.run(["train", f"resume={run}"]) == 0
+        record = json.loads((run / "privacy.json").read_text())
+        assert record["without_bound"] == [0]
+        assert record["views"]["release"]["epsilon"] == record["views"]["server"]["epsilon"]
 
 
 @pytest.mark.parametrize("name", ACCOUNTS)
