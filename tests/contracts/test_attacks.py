@@ -57,7 +57,7 @@ def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
 
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_half_the_noise_is_caught(method: str) -> None:
-    assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 200))
+    assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 400))
 
 
 SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "method.answerers=3"]
