@@ -162,7 +162,7 @@ def test_it_shows_how_far_its_runs_are_with_their_epsilon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
-    longer = MATRIX["settings"] + ["rounds=100", "evaluate_every=0"]
+    longer = MATRIX["settings"] + ["rounds=200", "evaluate_every=0"]
     matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer}))
     words = [f"matrix={matrix}", "seeds=[0]", "methods=[DP-Sinkhorn]", f"run_dir={tmp_path}/b"]
     assert cli.run(["benchmark", *words]) == 0

@@ -99,7 +99,7 @@ def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     run.add_metrics({"round": 1})
     size, _ = run.extent()
     run.add_metrics({"round": 2})
-    run.add_failure({"kind": "late"})
+    run.add_failure({"kind": "late", "client": 0})
     run.cut(size)
     assert run.metrics() == [{"round": 1}]
     assert run.failures() == {"late": 1}, "failures stay"
