@@ -60,13 +60,13 @@ def status_of(work: Callable[[], None]) -> int:
         return INTERRUPTED
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         lacks = _lacks(error)
-        if lacks is None and isinstance(error, OSError) and error.filename:
+        if lacks is not None:
+            print(f"fedgen: {lacks}; what was there stays", file=sys.stderr)
+            return MACHINE_FAILED
+        if isinstance(error, OSError) and error.filename:  # a folder in a file's place
             print(f"fedgen: {error.filename}: {error.strerror}; mend it", file=sys.stderr)
             return 2
-        if lacks is None:
-            raise
-        print(f"fedgen: {lacks}; what was there stays", file=sys.stderr)
-        return MACHINE_FAILED
+        raise
     return 0
 
 

@@ -678,9 +678,16 @@ MUTANTS = [
     Mutant(
         "noise-of-a-client-without-a-bound-is-relied-on",
         "fedgen/experiments/accounts.py",
-        "return self.method.aggregate is None and bool(self.without_bound(self.spends(state)))",
+        "return of_clients and bool(self.without_bound(spends))",
         "return False",
         "tests/experiments/test_accounts.py",
+    ),
+    Mutant(
+        "a-secure-resume-forgets-a-lie",
+        "fedgen/experiments/training.py",
+        "larger(state.spends.get(client, {}), account.spend)",
+        "account.spend",
+        f"{LYING_CLIENTS}::test_a_lie_outlives_a_resume_and_stops_none",
     ),
     Mutant(
         "nobody-hears-of-a-client-without-a-bound",

@@ -21,12 +21,9 @@ class Command:
     """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; its errors go to a file."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        handle, name = tempfile.mkstemp()
-        os.close(handle)
-        self._errors = Path(name)
-        self._process = _server.Process(
-            target=_run, args=(tuple(words), name, dict(os.environ)), daemon=False
-        )
+        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (as long as this object)
+        given = tuple(words), self._errors.name, dict(os.environ)
+        self._process = _server.Process(target=_run, args=given, daemon=False)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -50,7 +47,7 @@ class Command:
     @property
     def errors(self) -> str:
         """What it said of errors."""
-        return self._errors.read_text()
+        return Path(self._errors.name).read_text()
 
 
 def _run(words: tuple[str, ...], errors: str, environ: dict[str, str]) -> None:

@@ -100,9 +100,10 @@ class Accounts:
         on may have been up to them: what counts then is at least what was really answered.
         """
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
-        if plan.release is None or self._own_noise_alone(state):
+        spends = self.spends(state)
+        if plan.release is None or self._own_noise_alone(spends):
             return None
-        if all(NonPrivateDpEvent() in spend for spend in self.spends(state).values()):
+        if all(NonPrivateDpEvent() in spend for spend in spends.values()):
             # whatever the plan promised
             return epsilon({NonPrivateDpEvent(): 1}, delta, plan.relation)
         if state.rounds == 0:
@@ -114,9 +115,11 @@ class Accounts:
         really = epsilon(self._answered(state, rounds), delta, plan.relation)
         return found if found.or_infinity > really.or_infinity else really
 
-    def _own_noise_alone(self, state: RunState) -> bool:
-        """Whether a client counts on no other's noise, nor on draws."""
-        return self.method.aggregate is None and bool(self.without_bound(self.spends(state)))
+    def _own_noise_alone(self, spends: Mapping[int, Spend]) -> bool:
+        """Whether what is published counts on no sum of several clients' noise, nor on draws of
+        clients, where it would."""
+        of_clients = self.method.plan.release is not None and self.method.aggregate is None
+        return of_clients and bool(self.without_bound(spends))
 
     def _answered(self, state: RunState, rounds: int) -> Spend:
         """What the busiest client's rows in the published rounds cost, whom the draws chose being
@@ -154,7 +157,7 @@ class Accounts:
         plan = self.method.plan
         if plan.before is not None:
             return in_words(canonical(plan.before))
-        if plan.release is not None and not self._own_noise_alone(state):
+        if plan.release is not None and not self._own_noise_alone(self.spends(state)):
             rounds = self.privacy.budget.rounds if stopped else state.rounds
             if self.unanswered() and self.method.cohort.drawn:
                 return in_words(self._answered(state, rounds))
@@ -189,7 +192,7 @@ class Accounts:
             "rounds": state.rounds,
             "stopped": stopped,
             "views": {
-                name: self._view(name, found, self._own_noise_alone(state))
+                name: self._view(name, found, self._own_noise_alone(spends))
                 for name, found in views.items()
             },
             "claimed": None

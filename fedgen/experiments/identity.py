@@ -31,12 +31,15 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     """A run directory, with the settings and the identity that it was made with.
 
     Raises:
-        FedgenError: if it is none, or they are not.
+        FedgenError: if it is none, or they are not; it says which setting of which file.
     """
     run_dir, config, identity = RunDir.open(path, key)
     try:
         factories.check(OmegaConf.to_container(config, resolve=True), "config")
         check_restored(config)
+    except FedgenError as error:
+        problem = f"{path}/config.yaml was altered ({error.key}: {error.problem})"
+        raise FedgenError(key, problem, f"restore it; {error.remedy}") from error
     except OmegaConfBaseException as error:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
     if identity["settings"] != _settings_digest(config):
@@ -130,7 +133,8 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
     Raises:
         FedgenError: for the first file that was altered, or is missing.
     """
-    secure = ready.privacy.noise == "secure"
+    seeded = ready.privacy.noise == "seeded"
+    outside = None if seeded else SpentFile.at_home()
     run_dir.failures()
     begun = run_dir.begun().total()
     found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
@@ -142,11 +146,8 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
         spends, kept = state.spends, {} if extra["over"] else state.kept
     store = ClientStore(run_dir.clients, in_memory=True)
     for client in range(len(ready.shards)):
-        path, outside = (
-            run_dir.clients / str(client) / LEDGER,
-            SpentFile.at_home() if secure else None,
-        )
-        account = Ledger(path, name, client, not secure, outside, looking=True).account()
+        path = run_dir.clients / str(client) / LEDGER
+        account = Ledger(path, name, client, seeded, outside, looking=True).account()
         seen = dict(spends.get(client, {}))
         seen.pop(NonPrivateDpEvent(), None)  # the server's own note of what was not planned
         if any(account.spend.get(event, 0) < count for event, count in seen.items()):

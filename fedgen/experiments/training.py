@@ -113,12 +113,6 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     with run_dir.locked("run_dir" if new else "resume"):
         if not new:
             check_intact(run_dir, ready, name)
-        try:
-            spent = enter(ready, run_dir, name)
-        except FedgenError:
-            if new:
-                shutil.rmtree(run_dir.path)
-            raise
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
             ready = replace(ready, coins=ready.coins.drawing_by(key))
@@ -126,7 +120,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = replace(ready, method=ready.with_gaps())
-        training = Training(ready, run_dir, name, spent, watch)
+        training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)
         except UnansweredError:
@@ -135,7 +129,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 shutil.rmtree(run_dir.path)
-                close(spent, name, [])
+                close(training.spent, name, [])
             raise
 
 
@@ -184,15 +178,10 @@ class Training:
     """One run as the server sees it: its rounds, and what it leaves behind."""
 
     def __init__(
-        self,
-        ready: Setup,
-        run_dir: RunDir,
-        name: str,
-        spent: SpentFile | None,
-        watch: Watch | None = None,
+        self, ready: Setup, run_dir: RunDir, name: str, watch: Watch | None = None
     ) -> None:
         self.ready, self.run_dir, self.name, self._watch = ready, run_dir, name, watch
-        self._spent = spent
+        self.spent: SpentFile | None = None  # where a secure run was entered
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
         self.accounts = Accounts(
@@ -213,6 +202,7 @@ class Training:
 
     def go(self, play: Play) -> Path:
         """Trains, then writes everything that a run leaves."""
+        self.spent = enter(self.ready, self.run_dir, self.name)
         state = self._restore()
         self._announce(state)
         with self.progress, PeakMemory() as self.memory:
@@ -346,7 +336,7 @@ class Training:
             if self._over:
                 self.accounts.ledgers[client] = account
             elif self.ready.privacy.noise == "secure":
-                state.spends[client] = account.spend
+                state.spends[client] = larger(state.spends.get(client, {}), account.spend)
                 state.rows[client] = max(state.rows[client], account.rows)
                 state.asks[client] = max(state.asks[client], account.releases)
         self._board = _board(self.run_dir, state.rounds)
@@ -365,7 +355,7 @@ class Training:
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
             "metrics": self.run_dir.extent(),
-            "begun": self.run_dir.begun().total(),
+            "begun": self.accounts.begun.total(),
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
@@ -478,7 +468,7 @@ class Training:
         """The record of privacy first, then what is published, then how good it is."""
         for path in self.run_dir.clients.glob("*/*.safetensors"):
             path.unlink()  # critics of clients that did not hear the farewell
-        close(self._spent, self.name, [self.accounts.planned(n) for n in state.rows.values()])
+        close(self.spent, self.name, [self.accounts.planned(n) for n in state.rows.values()])
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         # after a resume that has nothing left to spend, or not enough to ask for all

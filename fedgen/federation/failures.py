@@ -39,9 +39,9 @@ class Failure:
     """A client that was sent a message and did not answer it well, or not once.
 
     kind: failed, raised, died, deadline, unavailable, unknown; malformed (no release in the reply,
-        or not of the shape that was asked for), not finite, too long (no honest noise is: see
-        ``Plan.longest``), unplanned (a release of other noise
-        than was planned); late, repeated (a reply to a message that is over: ``DROPPED``).
+        or not of the shape that was asked for), not finite, too long (for honest noise: see
+        ``Plan.longest``), unplanned (a release of other noise than was planned); late, repeated (a
+        reply to a message that is over: ``DROPPED``).
     """
 
     kind: str

@@ -338,7 +338,8 @@ class Rounds:
         found = answer.arrays["answer"]
         if found.shape != shape:
             raise _UnusableError("malformed")
-        norms = np.linalg.norm(found.reshape(shape[0], -1).astype(np.float64), axis=1)
+        flat = found.reshape(shape[0], math.prod(shape[1:]))
+        norms = np.linalg.norm(flat.astype(np.float64), axis=1)
         if not np.isfinite(norms).all():
             raise _UnusableError("not finite")
         if (norms > self.method.plan.longest).any():

@@ -82,17 +82,25 @@ class Ledger:
         self._size = 0  # bytes read so far
         self._seal = digest(self._head.encode())
         self.releases, self.rows = 0, 0
-        charged = outside.charged(run, client) if outside else {}  # read first: it never leads
         if not looking:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+            with self.locked():  # another process may be between its two charges
+                self._hold_against_outside()
+            return
         if path.exists():
             self.refresh()
+        self._hold_against_outside()
+
+    def _hold_against_outside(self) -> None:
+        if self._outside is None:
+            return
+        charged = self._outside.charged(self._run, self._client)
         if any(self._spend[event] < count for event, count in charged.items()):
             problem = "lacks releases that its data were charged with: it is a copy, or was cut"
-            raise FedgenError(str(path), problem, "go on with the run that made them")
-        if outside and not looking and self._spend != charged:  # killed between the two
-            outside.charge(run, client, charged, dict(self._spend))
+            raise FedgenError(str(self._path), problem, "go on with the run that made them")
+        if not self._looking and self._spend != charged:  # killed between the two
+            self._outside.charge(self._run, self._client, charged, dict(self._spend))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -136,9 +144,8 @@ class Ledger:
             except (ValueError, KeyError, TypeError) as error:
                 raise FedgenError(str(self._path), "was altered", _REMEDY) from error
         self._size += len(whole)
-        if (
-            len(raw) > len(whole) and not self._looking
-        ):  # it died while charging: the reply had not left
+        torn = len(raw) > len(whole)  # it died while charging: the reply had not left
+        if torn and not self._looking:
             os.truncate(self._path, self._size)
 
     def is_repeat(self, server_round: int, asked: str) -> bool:

@@ -165,7 +165,7 @@ class SpentFile:
                     file.executescript(_TABLES)
                 yield file
         except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
-            if "full" in str(error):
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
             problem = f"what data sets have cost cannot be kept ({error})"
             remedy = "restore it, or have the environment variable FEDGEN_HOME name another place"

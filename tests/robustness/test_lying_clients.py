@@ -199,8 +199,9 @@ def test_a_client_cannot_have_spent_more_than_it_may_be_asked_for(
     assert 0 < record["views"]["server"]["epsilon"] <= 10
 
 
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
 def test_a_lie_outlives_a_resume_and_stops_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was told after the last checkpoint, or is in it, where no ledger has it."""
     for every in (1, 1000):
@@ -211,6 +212,7 @@ def test_a_lie_outlives_a_resume_and_stops_none(
                 raise KeyboardInterrupt
 
         words = [*RUN, "sample_every=1", f"runtime.checkpoint_every={every}", f"run_dir={run}"]
+        words.append(f"privacy.noise={noise}")
         with monkeypatch.context() as patch:
             lying(patch, messages.ASK, ANSWERS["less noise"])
             with pytest.raises(Interrupted):
