@@ -1,18 +1,22 @@
 """What GANs share whose discriminator clients train by DP-SGD: the networks, the server's side, and
 what it costs. What a client does with its rows is a method's own.
 
-A round is a discriminator step. A client takes n_D of them between two messages; then the server,
-which takes the mean of the clients' discriminators, takes a step of the generator.
+A round is a discriminator step. Where each client noises in full, it takes n_D of them between two
+messages, and the server takes the mean of the clients' discriminators. Where the noise is that of a
+sum (``privacy.aggregation``), clients answer gradient sums, and the server takes the steps: later
+gradients depend on a client's own steps, so that only the sum for one step can have its noise made
+by all together. After n_D steps the server takes one of the generator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from dp_accounting import DpEvent
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -21,6 +25,7 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -48,9 +53,10 @@ from fedgen.models.functional import (
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian, descent
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
+from fedgen.privacy.releases import LOCAL, Aggregation, Local, Release, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
@@ -136,11 +142,37 @@ class Pace:
         }
 
 
+OfRows = Callable[[Tensors, Tensors, Shard, Coins], Iterable[ClippedSum]]
+"""(discriminator, generator, rows, coins) -> the clipped sums over the parts of a batch. Alone in
+seeing rows."""
+Gradient = Callable[[Tensors, Tensors, Tensor, Coins], Tensor]
+"""(discriminator, generator, noised sum over the batch's expected size, coins) -> what Adam
+descends."""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Steps of the discriminator along noised sums of gradients (lines 4 to 9 of algorithm 1 of
+    "Private GANs, revisited"). ``generator``: whether the sums need it."""
+
+    adam: Adam
+    gradient: Gradient
+    generator: bool
+
+    def step(self, point: Tensors, generator: Tensors, noised: Tensor, coins: Coins) -> Tensors:
+        """The next discriminator and Adam's state; changes ``point``."""
+        weights, moments = part(point, "weights"), part(point, "adam")
+        descended = self.gradient(weights, generator, noised, coins)
+        adam_step(weights, unflat(descended, weights), moments, *self.adam)
+        return join(weights=weights, adam=moments)
+
+
 @dataclass(frozen=True)
 class Server:
     """Generator, discriminator and their Adams: post-processing. ``loss``: of the generator, from
     what the discriminator says of its images (n,); beside it ``mode_seeking`` of that loss.
-    ``logit``: whether the discriminator's sign tells real rows from fakes."""
+    ``logit``: whether the discriminator's sign tells real rows from fakes. ``descent``: of the
+    discriminator along sums of clients' gradients; None: clients take its steps."""
 
     nets: Networks
     fakes: int
@@ -150,6 +182,7 @@ class Server:
     loss: Callable[[Tensor], Tensor]
     logit: bool
     mode_seeking: float = 0.0
+    descent: Descent | None = None
 
     def init(self, coins: Coins) -> Tensors:
         """Fresh weights."""
@@ -159,11 +192,16 @@ class Server:
             discriminator=join(weights=discriminator, adam=adam_start(discriminator))
         )
         here = {name: value.to(self.nets.device) for name, value in state.items()}
-        return here | join(pace=self.pace.start())
+        return here | join(pace=self.pace.start() | {"steps": torch.zeros(())})
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
-        """n_D steps, from this discriminator, against this generator."""
+        """n_D steps, from this discriminator, against this generator; or the sum for one."""
         del coins
+        if self.descent is not None:
+            shared = join(discriminator=join(weights=self._weights(state)))
+            if self.descent.generator:
+                shared |= join(generator=part(state, "generator"))
+            return Query({"step": torch.tensor([round_])}, shared)
         shared = {
             name: value
             for name, value in state.items()
@@ -171,15 +209,29 @@ class Server:
         }
         return Query({"step": round_ + torch.arange(self.pace.now(part(state, "pace")))}, shared)
 
+    def _weights(self, state: Mapping[str, Tensor]) -> Tensors:
+        return part(part(state, "discriminator"), "weights")
+
     def update(
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
     ) -> Tensors:
-        """The clients' mean discriminator; if it took all n_D steps, a step of the generator."""
-        found = unflat(answers[0].to(self.nets.device), part(state, "discriminator"))
-        after = {**state, **join(discriminator=found)}
-        taken = found["adam/step"] - state["discriminator/adam/step"].to(found["adam/step"])
-        if round(float(taken)) < self.pace.now(part(state, "pace")):
-            return after  # the run ended in between
+        """The clients' mean discriminator, or a step of it along the sum of their gradients; after
+        n_D steps, one of the generator."""
+        before = part(state, "discriminator")
+        if self.descent is None:
+            found: Tensors = unflat(answers[0].to(self.nets.device), before)
+        else:
+            point = {name: value.clone() for name, value in before.items()}
+            noised = answers[0].to(self.nets.device)
+            found = self.descent.step(
+                point, part(state, "generator"), noised, coins.at("discriminator", round_)
+            )
+        taken = found["adam/step"] - before["adam/step"].to(found["adam/step"])
+        steps = state["pace/steps"] + taken.round().cpu()
+        after = {**state, **join(discriminator=found), "pace/steps": steps}
+        if float(steps) < self.pace.now(part(state, "pace")):
+            return after  # of sums; or the run ended in between
+        after["pace/steps"] = torch.zeros(())
         here, discriminator = coins.at("generator", round_), part(found, "weights")
 
         latents, labels = self.nets.inputs(self.fakes, here)
@@ -248,13 +300,17 @@ def networks(
 
 
 def discriminator_sum(
-    noise_multiplier: float | None, clip: float, batch: int, sampling_rate: float
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    clip: float,
+    batch: int,
+    sampling_rate: float,
 ) -> SumGaussian | PlainSum:
     """What a discriminator step asks of private rows: a noised sum over a Poisson batch, divided by
-    the public ``batch``. None neither clips nor noises.
+    the public ``batch``, of one client or of all together. None neither clips nor noises.
 
     Raises:
-        FedgenError: for a sampling rate that is none.
+        FedgenError: for a sampling rate that is none, or client level.
     """
     if not 0 < sampling_rate <= 1:
         raise FedgenError(
@@ -262,61 +318,88 @@ def discriminator_sum(
             f"must lie above 0 and be at most 1, got {sampling_rate:g}",
             "it is the expected batch over the number of rows",
         )
-    batches = PoissonBatches(sampling_rate)
+    if facts.unit is Unit.CLIENT:
+        raise FedgenError(
+            "privacy.unit",
+            "cannot be client: each row's gradient is clipped, and a client has any number",
+            "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
+        )
+    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
+    divisor = float(batch) if isinstance(meeting, Local) else batch / facts.clients
     if noise_multiplier is None:
-        return PlainSum(batches, batch, Unit.RECORD)
-    return SumGaussian(clip, noise_multiplier, batches, batch, RELATION, Unit.RECORD)
+        return PlainSum(batches, divisor, Unit.RECORD)
+    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, Unit.RECORD, meeting)
 
 
-def take_steps(
-    nets: Networks,
-    mechanism: SumGaussian | PlainSum,
-    adam: Adam,
-    query: Query,
-    round_: int,
-    coins: Coins,
-    of_rows: Callable[[Tensors, Tensors, Coins], Iterable[ClippedSum]],
-    gradient: Callable[[Tensors, Tensors, Tensor, Coins], Tensor],
-) -> Release:
-    """A client's answer: discriminator and Adam's state after a step for each of the query's rows.
-    Nothing is kept from one answer to the next: Adam's moments come and go with the discriminator.
-    Coins are of the message and the step, so that questions about overlapping rounds share none.
+@dataclass(frozen=True)
+class Client:
+    """What a client answers: where its own steps lead, or its part of the sum for one of the
+    server's. It keeps nothing from one answer to the next: Adam's moments come and go with the
+    discriminator."""
 
-    Args:
-        of_rows: (discriminator, generator, coins) -> the clipped sums over the parts of a batch.
-            Alone in seeing rows.
-        gradient: (discriminator, generator, noised sum over the batch's expected size, coins) ->
-            what Adam descends.
-    """
-    given = {name: value.to(nets.device) for name, value in query.shared.items()}
-    generator = part(given, "generator")
+    nets: Networks
+    mechanism: SumGaussian | PlainSum
+    descent: Descent
+    of_rows: OfRows
+    steps: bool
 
-    def sums(point: Mapping[str, Tensor], here: Coins) -> Iterable[ClippedSum]:
-        return of_rows(part(point, "weights"), generator, here)
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
+        """As the class says."""
+        del state
+        given = {name: value.to(self.nets.device) for name, value in query.shared.items()}
+        start = {name: value.clone() for name, value in part(given, "discriminator").items()}
+        generator = part(given, "generator")
+        if self.steps:
+            return self._taken(start, generator, query.count, shard, round_, coins)
+        # the union of Poisson batches at one rate is a Poisson batch of all rows together
+        here = coins.at("sum", round_)
+        sums = self.of_rows(part(start, "weights"), generator, shard, here)
+        return self.mechanism.release((self.nets.size(),), sums, here)
 
-    def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
-        weights, moments = part(point, "weights"), part(point, "adam")
-        descended = gradient(weights, generator, noised.to(nets.device), here)
-        adam_step(weights, unflat(descended, weights), moments, *adam)
-        return join(weights=weights, adam=moments)
+    def _taken(
+        self,
+        start: Tensors,
+        generator: Tensors,
+        count: int,
+        shard: Shard,
+        round_: int,
+        coins: Coins,
+    ) -> Release:
+        """Discriminator and Adam's state after so many steps. Coins are of the message and the
+        step, so that questions about overlapping rounds share none."""
 
-    start = {name: value.clone() for name, value in part(given, "discriminator").items()}
-    steps = [coins.at("steps", round_, "step", number) for number in range(query.count)]
-    return descent(mechanism, start, nets.size(), sums, move, steps)
+        def sums(point: Mapping[str, Tensor], here: Coins) -> Iterable[ClippedSum]:
+            return self.of_rows(part(point, "weights"), generator, shard, here)
+
+        def move(point: Mapping[str, Tensor], noised: Tensor, here: Coins) -> Tensors:
+            return self.descent.step(dict(point), generator, noised.to(self.nets.device), here)
+
+        steps = [coins.at("steps", round_, "step", number) for number in range(count)]
+        return descent(self.mechanism, start, self.nets.size(), sums, move, steps)
 
 
 def method_of(
     facts: PublicFacts,
     server: Server,
     mechanism: SumGaussian | PlainSum,
-    answer: Callable[[State, Query, Shard, int, Coins], Release],
+    of_rows: OfRows,
+    descent_: Descent,
     sampling_rate: float,
     source: str,
 ) -> Method:
-    """The method whose clients ``answer``. ``source``: of the epsilon that is claimed."""
-    nets = server.nets
+    """The method whose discriminator descends along sums over rows: by clients' own steps, or, of
+    several clients together, by the server's. ``source``: of the epsilon that is claimed."""
+    nets, meeting = server.nets, facts.aggregation(facts.clients)
+    local = isinstance(meeting, Local)
+
+    def total(answers: Sequence[NDArray[Any]], round_: int, coins: Coins) -> Tensor:
+        return LOCAL.total(answers, 0.0, coins) if local else mechanism.total(answers, coins)
+
+    client = Client(nets, mechanism, descent_, of_rows, steps=local)
+    server = server if local else replace(server, descent=descent_)
+    size = 3 * nets.size() + 1 if local else nets.size()
     return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, answer),
+        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -327,10 +410,11 @@ def method_of(
             server.recognize,
             server.shown,
         ),
-        plan(mechanism, 3 * nets.size() + 1, sampling_rate, source),
+        plan(mechanism, size, sampling_rate, source, meeting),
         Routing("mean", facts.clients),
         0,
-        lambda: worst_case(nets, facts.shape),
+        lambda: worst_case(nets, facts.shape, local),
+        total,
     )
 
 
@@ -346,11 +430,11 @@ def sure_discriminator(nets: Networks, logit: float) -> Tensors:
     return weights
 
 
-def worst_case(nets: Networks, shape: tuple[int, int, int]) -> WorstCase:
+def worst_case(nets: Networks, shape: tuple[int, int, int], steps: bool) -> WorstCase:
     """A white image against no row at all, judged by a discriminator that is so sure of being wrong
     that the gradient is longer than any clip norm. All its features are positive and all fakes are
-    grey, so that the gradient is the same in each trial. What Adam remembers of the first gradient
-    is that gradient, scaled."""
+    grey, so that the gradient is the same in each trial. Where clients take ``steps``, what Adam
+    remembers of the first gradient is that gradient, scaled."""
     public = Coins.of(0, "seeded").public
     weights = sure_discriminator(nets, 1e3)
     grey = {n: torch.zeros_like(v) for n, v in initial(nets.generator, public("g")).items()}
@@ -366,15 +450,19 @@ def worst_case(nets: Networks, shape: tuple[int, int, int]) -> WorstCase:
         Query({"step": torch.tensor([0])}, shared),
         ({}, row),
         ({}, Shard(row.images[:0], row.labels[:0])),
-        first_moment,
+        first_moment if steps else lambda answer: answer,
     )
 
 
-def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str) -> Plan:
-    """A step is one sampled Gaussian, against everybody: the client draws its batch in secret."""
+def plan(
+    mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str, meeting: Aggregation
+) -> Plan:
+    """A step is one sampled Gaussian, against everybody: clients draw their batches in secret.
+    Where the aggregator makes the noise, against all others."""
     private = isinstance(mechanism, SumGaussian)
+    trusted = private and isinstance(meeting, Trusted)
 
-    def server(answered: int) -> DpEvent:
+    def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
 
     drawn = rate < 1
@@ -388,17 +476,19 @@ def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: st
         sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
         rows_per_round=1,
         answer=lambda *_: (1, answer),
-        server=server,
-        release=None,
-        seen=None,
-        amplified_by={"server": by, "release": by},
-        reasons={"server": reason, "release": reason},
+        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
+        release=event if trusted else None,
+        seen=event if trusted else None,
+        amplified_by={"server": None if trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
-            lambda rounds, delta: claimed_by_rdp(server(rounds), delta, RELATION),
+            lambda rounds, delta: claimed_by_rdp(event(rounds), delta, RELATION),
             "RDP of the sampled Gaussian, one draw a discriminator step",
             source,
         )
         if private
         else None,
         exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
+        aggregation=meeting if private else LOCAL,
+        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian) else (),
     )

@@ -7,16 +7,19 @@ inside of them; private facts are arguments and leave a client in a Release alon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dp_accounting import DpEvent
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.privacy.events import Relation, Unit
-from fedgen.privacy.mechanisms import Aggregate, Clipped, Release
+from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 Tensors = Mapping[str, Tensor]
@@ -54,16 +57,16 @@ class ClientProgram:
     prepare: (number, shard, coins) -> the parts of the state that it makes; server independent.
     train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
         leaves.
-    answer: (state, query, shard, round, coins) -> Release; for a method with an aggregator that
-        clients trust, a Clipped. Changes nothing that ``train`` or a later ``answer`` reads. A
-        second question in the same round finds other coins.
+    answer: (state, query, shard, round, coins) -> what is sent: a Release, or what the plan's
+        aggregation takes. Changes nothing that ``train`` or a later ``answer`` reads. A second
+        question in the same round finds other coins.
     draws_anew: whether its secret draws are its own then; not if ``train`` has to know them.
     """
 
     preparations: int
     prepare: Callable[[int, Shard, Coins], State]
     train: Callable[[State, Tensors, Shard, int, Coins], State]
-    answer: Callable[[State, Query, Shard, int, Coins], Release | Clipped]
+    answer: Callable[[State, Query, Shard, int, Coins], Sent]
     draws_anew: bool = True
 
 
@@ -112,6 +115,14 @@ class WorstCase:
     read: Callable[[Tensor], Tensor] = lambda answer: answer
 
 
+Kind = Literal["local", "secure", "trusted"]
+"""Who makes the noise of a sum; see ``fedgen.privacy.releases``."""
+
+
+TRUSTING = "the server takes in contributions without noise, and clients trust it: no bound"
+"""Why there is no bound against an aggregator."""
+
+
 @dataclass(frozen=True)
 class PublicFacts:
     """What everybody may know about the data before a run: the number of clients, of labels, the
@@ -122,6 +133,9 @@ class PublicFacts:
         by the gap whom a secret draw chose.
     unanswered: whether a client was asked in this run and did not answer.
     half: whether answers travel as float16.
+    aggregating: who makes the noise of a sum of answers (``privacy.aggregation``); None: as the
+        method was published. least, colluders: of a secure sum; None: two thirds of those asked.
+    unit: whose data is to be protected; None: as the method was published.
     """
 
     clients: int
@@ -131,6 +145,44 @@ class PublicFacts:
     all_answer: bool = True
     unanswered: bool = False
     half: bool = False
+    aggregating: Kind | None = None
+    least: int | None = None
+    colluders: int = 0
+    unit: Unit | None = None
+
+    def aggregation(
+        self, asked: int, clip: float = math.inf, published: Kind = "local"
+    ) -> Aggregation:
+        """How the answers of ``asked`` clients meet.
+
+        Args:
+            clip: what an aggregator that is trusted clips each row of an answer to; infinity: it
+                knows no such norm.
+            published: the kind that the method was published with.
+
+        Raises:
+            FedgenError: for a secure sum that cannot be.
+        """
+        kind = self.aggregating or published
+        if kind == "local":
+            return LOCAL
+        if kind == "trusted":
+            return Trusted(clip)
+        if self.clients == 1:
+            raise FedgenError(
+                "privacy.aggregation",
+                "secure adds up what several clients send, and there is one",
+                "take local: it is the same noise, or partition=iid or by_writer",
+            )
+        least = -(-2 * asked // 3) if self.least is None else self.least
+        if not max(asked / 2, self.colluders) < least <= asked:
+            raise FedgenError(
+                "privacy.least",
+                f"{least} of {asked} answers with {self.colluders} colluders cannot be",
+                "take more than half of those asked, more than privacy.colluders, and not more "
+                "than all",
+            )
+        return Secure(asked, least, self.colluders)
 
     @property
     def draws_are_hidden(self) -> bool:
@@ -166,7 +218,7 @@ class Plan:
     exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
     longest: an L2 norm that no row of an honest answer exceeds; infinity where the method knows
-        none, and where an aggregator clips what arrives.
+        none, and where an aggregator clips what arrives, or sees sums alone.
     server: rows answered by one client in the run -> its event, as the server sees it.
     release: rounds -> any client's event as the published generator shows it, a function of public
         parameters alone: whom the draws chose is not for everybody. None where one client is all
@@ -174,6 +226,9 @@ class Plan:
     seen: rows answered by one client -> its event as the published generator shows it to one who
         knows whom the draws chose. None as ``release``.
     amplified_by: what amplifies, per view, in words; reasons: why nothing does.
+    aggregation: who makes the noise of a sum of answers.
+    extents: of each kind of sum: std of its noise, and the largest number that one contribution is
+        meant to hold.
     """
 
     unit: Unit
@@ -191,6 +246,13 @@ class Plan:
     before: DpEvent | None = None
     exact: bool = False
     longest: float = math.inf
+    aggregation: Aggregation = LOCAL
+    extents: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether clients trust an aggregator: there is no bound against it."""
+        return isinstance(self.aggregation, Trusted)
 
     def asked(self, rounds: int) -> int:
         """How many of so many rounds ask clients."""
@@ -205,7 +267,8 @@ class Method:
     trained_per_round: clients that a public rotation trains each round; None trains those that the
         round asks.
     worst_case: what an audit plays.
-    aggregate: the mechanism inside of an aggregator that clients trust; None: they trust nobody.
+    total: (answers to one question, round, coins) -> their sum, in double precision, with what
+        noise the aggregator adds.
     """
 
     client: ClientProgram
@@ -214,4 +277,4 @@ class Method:
     cohort: Routing
     trained_per_round: int | None
     worst_case: Callable[[], WorstCase]
-    aggregate: Aggregate | None = None
+    total: Callable[[Sequence[NDArray[Any]], int, Coins], Tensor]

@@ -1,12 +1,11 @@
-"""Flower strategy for parameter updates: the server sends weights, each client of the cohort takes
-private steps from them and sends back where it came to, and the server takes the mean. It moves
-arrays and knows no method."""
+"""Flower strategy for updates of parameters: the server sends weights, each client of the cohort
+answers with one vector (where its private steps came to, how far they went, a sum of gradients),
+and the server takes the mean. It moves arrays and knows no method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -18,8 +17,8 @@ from strategies.cohort import CohortStrategy
 
 
 class ParameterUpdates(CohortStrategy):
-    """Who steps, and how their points become one. A round has one exchange: nobody trains without
-    being asked. The cohort takes all of a round's steps, each of its clients.
+    """Who answers, and how the answers become one. A round has one exchange: nobody trains without
+    being asked. All of the cohort answer all of a question.
     """
 
     def configure_train(
@@ -37,12 +36,5 @@ class ParameterUpdates(CohortStrategy):
     def aggregate_query(
         self, server_round: int, answers: Mapping[int, Answer], rows: int
     ) -> Tensor | None:
-        """The mean over the clients that answered, each alike whatever rows it has: (1, entries).
-        None if nobody did."""
-        if not answers:
-            return None
-        [first, *others] = (torch.from_numpy(answers[c].arrays["answer"]) for c in sorted(answers))
-        total = first.double()
-        for each in others:
-            total += each
-        return (total / len(answers)).float()
+        """The mean over the cohort, (1, entries); see ``CohortStrategy.mean``."""
+        return self.mean(server_round, answers, rows)

@@ -14,6 +14,7 @@ from fedgen.coins import Coins
 from fedgen.federation import messages
 from fedgen.federation.messages import Answer
 from fedgen.method import Method, Query
+from fedgen.privacy.releases import Local
 from strategies.cohort import CohortStrategy
 
 
@@ -75,6 +76,8 @@ class SampleGradients(CohortStrategy):
                 is missing failed; the others count for it.
             rows: rows of the query.
         """
+        if not isinstance(self._method.plan.aggregation, Local):
+            return self.mean(server_round, answers, rows)
         total: Tensor | None = None
         for client in sorted(answers):
             gradients = torch.from_numpy(answers[client].arrays["answer"]).double()

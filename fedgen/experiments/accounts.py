@@ -118,7 +118,7 @@ class Accounts:
     def _own_noise_alone(self, spends: Mapping[int, Spend]) -> bool:
         """Whether what is published counts on no sum of several clients' noise, nor on draws of
         clients, where it would."""
-        of_clients = self.method.plan.release is not None and self.method.aggregate is None
+        of_clients = self.method.plan.release is not None and not self.method.plan.trusted
         return of_clients and bool(self.without_bound(spends))
 
     def _answered(self, state: RunState, rounds: int) -> Spend:

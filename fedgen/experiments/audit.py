@@ -27,7 +27,7 @@ from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
 from fedgen.privacy.calibration import least_noise
 from fedgen.privacy.events import canonical
-from fedgen.privacy.mechanisms import Release, TrustedAggregate
+from fedgen.privacy.releases import Local, Release, Secure, Sent
 from fedgen.reporting.figures import lower_bounds
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
@@ -194,11 +194,16 @@ class Sight:
 
 def sights(method: Method) -> list[Sight]:
     """What there is to attack: what leaves the mechanism of one client (or of the aggregator that
-    clients trust); where what is published is a function of the sums of several clients' answers,
-    such a sum, with the draw of those who answer and without."""
+    clients trust); of a secure sum, no more shares than its noise counts on; where what is
+    published is a function of the sums of several clients' answers, such a sum, with the draw of
+    those who answer and without."""
     plan, cohort = method.plan, method.cohort
-    found = [Sight("client program", 1, False, partial(counted, trusted=bool(method.aggregate)))]
-    if plan.release is None or method.aggregate is not None or not cohort.count_is_fixed:
+    if isinstance(plan.aggregation, Secure):
+        shares = plan.aggregation.honest
+        name = f"secure sum of {shares} honest shares"
+        return [Sight(name, shares, False, partial(counted, trusted=False))]
+    found = [Sight("client program", 1, False, partial(counted, trusted=plan.trusted))]
+    if plan.release is None or plan.trusted or not cohort.count_is_fixed:
         return found
     several = cohort.answers_per_row
     name = f"sum of {several} clients" if several > 1 else "one of the clients"
@@ -252,9 +257,7 @@ def attack(
         for side, (state, shard) in enumerate((worst.first, worst.second)):
             here = coins.at("side", side)
             if sight.together == 1 and not sight.drawn:
-                seen = _read(worst, _released(method, worst, state, shard, trial, here)).astype(
-                    float
-                )
+                seen = _released(method, worst, state, shard, trial, here).astype(float)
             else:
                 seen = _summed(method, worst, sight, state, shard, trial, here)
             scores[side, trial] = float((seen * direction).sum())
@@ -287,47 +290,56 @@ def _summed(
     asked = {client: list(range(count)) for client in range(sight.together)}
     if sight.drawn:
         asked = method.cohort.draw(count, coins.secret("cohort", trial))
-    total: NDArray[np.float64] | None = None
+    answers: dict[int, Sent] = {}
     for client, rows in asked.items():
         own = (state, shard) if client == 0 else worst.second
         query, here = worst.query.take(rows), coins.at("client", client)
-        answer = method.client.answer(own[0], query, own[1], trial, here)
+        answers[client] = method.client.answer(own[0], query, own[1], trial, here)
+    if not isinstance(method.plan.aggregation, Local):
+        found = method.total([each.arrays["answer"] for each in answers.values()], trial, coins)
+        return worst.read(found).numpy()
+    total: NDArray[np.float64] | None = None
+    for client, answer in answers.items():
         assert isinstance(answer, Release)
-        read = _read(worst, answer)
+        read = worst.read(torch.from_numpy(answer.arrays["answer"])).numpy()
         total = np.zeros((count, *read.shape[1:])) if total is None else total
-        total[rows] += read
+        total[asked[client]] += read
     assert total is not None
     return total
 
 
 def _released(
     method: Method, worst: WorstCase, state: State, shard: Shard, trial: int, coins: Coins
-) -> Release:
-    """What leaves the mechanism: the client's, or that of the aggregator, of this client alone."""
+) -> NDArray[Any]:
+    """What leaves the mechanism: the client's, or that of an aggregation, of this client alone."""
     answer = method.client.answer(state, worst.query, shard, trial, coins)
-    if isinstance(answer, Release):
-        return answer
-    aggregate, here = method.aggregate, coins.at("aggregate", trial)
-    assert isinstance(aggregate, TrustedAggregate)
-    alone = torch.from_numpy(answer.arrays["answer"])
-    drawn = len(aggregate.cohorts.draw(1, here)) > 0  # as the strategy draws each client
-    return aggregate.release([alone] if drawn else [], here)
-
-
-def _read(worst: WorstCase, release: Release) -> NDArray[np.float32]:
-    return worst.read(torch.from_numpy(release.arrays["answer"])).numpy()
+    found = torch.from_numpy(answer.arrays["answer"])
+    if not isinstance(method.plan.aggregation, Local):
+        here = coins.at("aggregate", trial)
+        drawn = method.cohort.draw(worst.query.count, here.secret("cohort"))
+        alone = answer.arrays["answer"] if 0 in drawn else np.zeros(found.shape, np.float32)
+        found = method.total([alone], trial, here)
+    read: NDArray[Any] = worst.read(found).numpy()
+    return read
 
 
 def _direction(method: Method, worst: WorstCase, coins: Coins) -> NDArray[np.float32]:
     """What lies between the two neighbours' releases, each row of length one: under the same coins
-    their noise is the same. A row that a draw gives to others is tried again."""
+    their noise is the same, and what an aggregator is trusted with has none yet. A row that a draw
+    gives to others is tried again."""
     found: NDArray[np.float32] | None = None
+
+    def sent(state: State, shard: Shard, trial: int) -> NDArray[Any]:
+        here = coins.at("direction")
+        if not method.plan.trusted:
+            return _released(method, worst, state, shard, trial, here)
+        answer = method.client.answer(state, worst.query, shard, trial, here).arrays["answer"]
+        read: NDArray[Any] = worst.read(torch.from_numpy(answer)).numpy()
+        return read
+
     for trial in range(1000):
-        first, second = (
-            _released(method, worst, state, shard, trial, coins.at("direction"))
-            for state, shard in (worst.first, worst.second)
-        )
-        between = _read(worst, first) - _read(worst, second)
+        first, second = (sent(state, shard, trial) for state, shard in (worst.first, worst.second))
+        between = first - second
         flat = between.reshape(len(between), -1)
         norms = np.linalg.norm(flat, axis=1, keepdims=True)
         unit = (flat / np.maximum(norms, 1e-12) * (norms > 1e-6)).reshape(between.shape)

@@ -29,15 +29,18 @@ from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest
-from fedgen.method import ClientProgram, Method, PublicFacts
+from fedgen.method import ClientProgram, Method, Plan, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
 from fedgen.privacy.calibration import least_noise, most_repetitions
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.releases import Secure
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "privacy.adversary": ("server", "release"),
+    "privacy.aggregation": ("local", "secure", "trusted"),
+    "privacy.unit": ("record", "client"),
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
     "runtime.transport": ("float32", "float16"),
@@ -59,7 +62,8 @@ _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
 UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
-OPTIONAL = ("runtime.store",)  # not every runtime has it
+# not every runtime has a store; a method was published with an aggregation and a unit
+OPTIONAL = ("runtime.store", "privacy.aggregation", "privacy.unit")
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,19 @@ def setup(config: DictConfig) -> Setup:
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
     rows = len(shards[0]) if len(shards) == 1 else None
-    all_answer = config.runtime.min_success >= 1
     half = config.runtime.transport == "float16"
+    asked_for = config.privacy
     facts = PublicFacts(
-        len(shards), rows, held.classes, held.shape, all_answer=all_answer, half=half
+        len(shards),
+        rows,
+        held.classes,
+        held.shape,
+        all_answer=config.runtime.min_success >= 1,
+        half=half,
+        aggregating=asked_for.aggregation,
+        least=asked_for.least,
+        colluders=asked_for.colluders,
+        unit=Unit(asked_for.unit) if asked_for.unit else None,
     )
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
@@ -127,6 +140,7 @@ def setup(config: DictConfig) -> Setup:
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
+    _check_sum(config, make(noise).plan)
     branch = branch_of(config, held, noise)
     coins = coins.at("branch", branch)
     canaries = None
@@ -151,6 +165,29 @@ def setup(config: DictConfig) -> Setup:
         faults=faults(config),
         canaries=canaries,
     )
+
+
+def _check_sum(config: DictConfig, plan: Plan) -> None:
+    """Raises FedgenError for answers that a secure sum cannot take in."""
+    aggregation = plan.aggregation
+    if not isinstance(aggregation, Secure):
+        return
+    for std, largest in plan.extents:
+        aggregation.check_range(std, aggregation.asked * largest)
+    if config.runtime.transport == "float16":
+        raise FedgenError(
+            "runtime.transport",
+            "float16 would spoil the whole numbers of a secure sum",
+            "set it to float32",
+        )
+    answers = config.runtime.min_success * aggregation.asked
+    if answers < aggregation.least:
+        raise FedgenError(
+            "runtime.min_success",
+            f"lets {answers:g} of {aggregation.asked} answers do, and the noise counts on "
+            f"{aggregation.least}",
+            "raise it, or lower privacy.least",
+        )
 
 
 def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
@@ -303,6 +340,9 @@ def check(config: DictConfig) -> None:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
+    _whole(config, "privacy.colluders", 0, 10**9)
+    if config.privacy.least is not None:
+        _whole(config, "privacy.least", 1, 10**9)
     for key in ("held_out", "evaluate_every"):
         _whole(config, key, 0, 10**9)
     if config.evaluate_every and not config.evaluation.classifiers:
@@ -504,8 +544,9 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
     delta, rounds = config.privacy.delta, config.rounds
     plan = method(None).plan
+    trusted = method(1.0).plan.trusted
     all_rows = plan.rows_per_round * plan.asked(rounds)
-    if method(None).aggregate is not None:
+    if trusted:
         all_rows = UNLIMITED  # in mode secure rounds done again count too, and need not end a run
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
@@ -525,7 +566,7 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     if target is None:
         return Privacy(delta, mode, noise, unlimited)
     server = config.privacy.adversary == "server"
-    if server and method(None).aggregate is not None:
+    if server and trusted:
         problem = "cannot be server: clients trust it, and there is no bound against it"
         raise FedgenError("privacy.adversary", problem, "set it to release")
     if noise is None:
@@ -549,7 +590,7 @@ def calibrated(method: Method, rounds: int) -> Budget:
     """The budget that the noise was solved for: rows of the busiest client but for a tail. Where
     clients trust the server, how often it asks one costs nothing."""
     asked = method.plan.asked(rounds)
-    if method.aggregate is not None:
+    if method.plan.trusted:
         return Budget(rounds, UNLIMITED, 0.0)
     rows = method.cohort.busiest(method.plan.rows_per_round, asked, TAIL)
     stop = method.cohort.stop_probability(method.plan.rows_per_round, asked, rows)
@@ -615,7 +656,7 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
     )
     if rounds == 0:
         raise _impossible(target)
-    return Budget(rounds, UNLIMITED if method.aggregate is not None else all_rows, 0.0)
+    return Budget(rounds, UNLIMITED if method.plan.trusted else all_rows, 0.0)
 
 
 def _impossible(target: float) -> FedgenError:

@@ -168,7 +168,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         threads=runtime.threads,
         spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
-        trusting=ready.method.aggregate is not None,
+        aggregation=ready.method.plan.aggregation,
         half=runtime.transport == "float16",
         mods=(faulty,) if ready.faults.total else (),
     )

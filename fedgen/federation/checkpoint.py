@@ -18,7 +18,7 @@ from fedgen.federation.rounds import RunState
 from fedgen.files import digest, read_json, write_whole
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
 
-SCHEMA = 6
+SCHEMA = 7
 NAME = "checkpoint.json"
 _DRAWS = "draws.key"
 _REMEDY = "restore the run directory from a copy, or start a new run"

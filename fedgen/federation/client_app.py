@@ -27,6 +27,7 @@ from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.events import Spend, canonical, total
 from fedgen.privacy.ledger import Ledger, Outside
+from fedgen.privacy.releases import LOCAL, Aggregation
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class Site:
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.
     limits: how often each event of the plan may be charged, where releases differ in cost.
-    trusting: whether clients trust the aggregator (see ``Method.aggregate``).
+    aggregation: who makes the noise of what clients answer.
     half: whether answers travel in half precision.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
@@ -82,7 +83,7 @@ class Site:
     cache_bytes: float
     threads: int
     limits: Spend = field(default_factory=dict)
-    trusting: bool = False
+    aggregation: Aggregation = LOCAL
     half: bool = False
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
@@ -100,7 +101,7 @@ class ClientHome:
     ledger: Ledger
     rows: int
     limits: Spend = field(default_factory=dict)
-    trusting: bool = False
+    aggregation: Aggregation = LOCAL
     half: bool = False
     answered: int = -1
 
@@ -141,7 +142,7 @@ class Homes:
             Ledger(folder / LEDGER, site.run, client, site.noise == "seeded", site.spent),
             site.rows,
             site.limits,
-            site.trusting,
+            site.aggregation,
             site.half,
         )
 
@@ -294,7 +295,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
         if any(count > home.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
-    answer = messages.answer_of(release, home.trusting, home.half)
+    answer = messages.answer_of(release, home.aggregation, home.half)
     home.store.commit(home.number, messages.ASK, server_round, {}, answer)
     return messages.pack_answer(answer)
 

@@ -28,9 +28,9 @@ from fedgen.federation.messages import (
     HELLO,
     IN_A_ROUND,
     pack_arrays,
-    read_answer,
     read_partition,
     read_place,
+    unpack_arrays,
 )
 from fedgen.federation.nodes import GridAround
 
@@ -61,8 +61,7 @@ class FaultyClients:
             self._die(client, kind, server_round)
         reply = call_next(message, context)
         if fault in ("wrong_shape", "nan") and kind == ASK and not reply.has_error():
-            answer = read_answer(reply)
-            bad = answer.arrays["answer"].copy()
+            bad = unpack_arrays(reply.content.array_records["arrays"])["answer"].float().numpy()
             bad = bad[..., :-1] if fault == "wrong_shape" else np.full_like(bad, np.nan)
             records = RecordDict({**reply.content})
             records["arrays"] = pack_arrays({"answer": bad})

@@ -22,7 +22,7 @@ from fedgen.files import as_json, digest
 from fedgen.method import Query
 from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
-from fedgen.privacy.mechanisms import Clipped, Release
+from fedgen.privacy.releases import Aggregation, Sent
 
 HELLO, ACCOUNT = "query.hello", "query.account"
 """Message types: who are you; what have you spent."""
@@ -185,25 +185,26 @@ def read_account(message: Message) -> Account:
     return Account(releases, rows, spend)
 
 
-def answer_of(release: Release | Clipped, trusting: bool, half: bool = False) -> Answer:
-    """What leaves a client: a Release, or a Clipped if it is ``trusting``; nothing else.
+def answer_of(sent: Sent, aggregation: Aggregation, half: bool = False) -> Answer:
+    """What leaves a client: what its aggregation takes, and nothing else.
 
     Args:
         half: rounds to half precision, and what is out of its range to the end of that: of a
-            Release this is post-processing, and an aggregator clips what arrives.
+            Release this is post-processing, and a trusted aggregator clips what arrives. A Share is
+            never rounded: its words are a ring's.
 
     Raises:
         TypeError: for anything else.
     """
-    if not isinstance(release, Clipped if trusting else Release):
-        raise TypeError(f"{type(release).__name__} must not leave a client")
-    arrays: Mapping[str, NDArray[np.generic]] = release.arrays
+    if not isinstance(sent, aggregation.leaves):
+        raise TypeError(f"{type(sent).__name__} must not leave a client")
+    arrays: Mapping[str, NDArray[np.generic]] = sent.arrays
     if half:
         arrays = {
             name: value.clip(-_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
-            for name, value in release.arrays.items()
+            for name, value in sent.arrays.items()
         }
-    return Answer(arrays, release.event, release.unit)
+    return Answer(arrays, sent.event, sent.unit)
 
 
 def pack_answer(answer: Answer) -> RecordDict:
@@ -222,8 +223,8 @@ def _event_of(text: str) -> DpEvent:
     return from_json(as_json(text))
 
 
-def read_answer(message: Message) -> Answer:
-    """A Release as it arrived, in single precision. Raises ValueError if the message holds none,
+def read_answer(message: Message, aggregation: Aggregation) -> Answer:
+    """What its aggregation takes, as it arrived. Raises ValueError if the message holds none,
     whatever it holds."""
     text = str(_fact(message, "event"))
     if len(text) > _MOST_WORDS:
@@ -233,9 +234,11 @@ def read_answer(message: Message) -> Answer:
         event, unit = _event_of(text), Unit(str(_fact(message, "unit")))
     except Exception as error:  # whatever a client made of it, it is no release
         raise ValueError("no release") from error
-    if not found.is_floating_point():
+    if found.dtype not in aggregation.arrive_as:
         raise ValueError("no release")
-    return Answer({"answer": found.float().numpy()}, event, unit)
+    if found.dtype is torch.float16:
+        found = found.float()
+    return Answer({"answer": found.numpy()}, event, unit)
 
 
 def count_bytes(message: Message) -> int:

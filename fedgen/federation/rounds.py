@@ -326,7 +326,7 @@ class Rounds:
         """A client's answer, if it is one to what it was asked, at a cost of the plan's, at most
         ``most`` times."""
         try:
-            answer = messages.read_answer(reply)
+            answer = messages.read_answer(reply, self.method.plan.aggregation)
             spend = canonical(answer.event)
         except (ValueError, ArithmeticError, TypeError) as error:
             raise _UnusableError("malformed") from error

@@ -12,6 +12,10 @@ The first round asks; all others are the server's alone and cost nothing. ``rows
 number, of which every client divides by an equal share: to divide by its own number, or by those of
 its labels, would tell them. The paper's neighbours replace a row, which moves the sum by at most 2;
 here they add or remove one, as for all sums of fedgen, which moves it by 1.
+
+At client level (``privacy.unit=client``) a client's contribution is the mean of its rows'
+embeddings, whose norm is at most 1 whatever rows it has: it weighs as much as any other's, and
+``rows`` is not used. A client more or less moves the sum by 1.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -51,9 +56,10 @@ from fedgen.models.functional import (
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows
-from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import ClientGaussian, PlainClient, PlainSum, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, of_rows
+from fedgen.privacy.releases import LOCAL, Aggregation, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -82,31 +88,37 @@ class Features:
         return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
 
 
+Mechanism = SumGaussian | PlainSum | ClientGaussian | PlainClient
+
+
 @dataclass(frozen=True)
 class Client:
     """Embeds its rows, once."""
 
     features: Features
-    mechanism: SumGaussian | PlainSum
+    mechanism: Mechanism
     classes: int
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
         """The noised embedding (classes * features,)."""
         del state
-        here = coins.at("embedding", round_)
+        here, size = coins.at("embedding", round_), self.classes * self.features.count
         frequencies = self.features.frequencies(query.shared["seed"])
 
-        sums = embedding_sums(
-            self.mechanism,
-            lambda images: self.features(frequencies, images),
-            shard,
-            self.classes,
-            self.features.device,
-            here,
-        )
-        return self.mechanism.release((self.classes * self.features.count,), sums, here)
+        def features(images: Tensor) -> Tensor:
+            return self.features(frequencies, images)
+
+        mechanism, device = self.mechanism, self.features.device
+        if isinstance(mechanism, SumGaussian | PlainSum):
+            sums = embedding_sums(mechanism, features, shard, self.classes, device, here)
+            return mechanism.release((size,), sums, here)
+
+        def mean() -> Tensor:
+            whole = PlainSum(AllRows(), max(len(shard), 1), Unit.CLIENT)
+            sums = embedding_sums(whole, features, shard, self.classes, device, here)
+            return whole.noised(size, sums, here)
+
+        return mechanism.release(size, mean, here)
 
 
 def embedding_sums(
@@ -243,10 +255,25 @@ def dp_merf(
         raise FedgenError("method.features", problem, "take an even number")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
-    share = rows / facts.clients
-    mechanism: SumGaussian | PlainSum = PlainSum(AllRows(), share, Unit.RECORD)
-    if noise_multiplier is not None:
-        mechanism = SumGaussian(1.0, noise_multiplier, AllRows(), share, RELATION, Unit.RECORD)
+    share, meeting = rows / facts.clients, facts.aggregation(facts.clients)
+    mechanism: Mechanism
+    if facts.unit is Unit.CLIENT:
+        mechanism = PlainClient()
+        if noise_multiplier is not None:
+            mechanism = ClientGaussian(1.0, noise_multiplier, RELATION, aggregation=meeting)
+    else:
+        mechanism = PlainSum(AllRows(), share, Unit.RECORD)
+        if noise_multiplier is not None:
+            mechanism = SumGaussian(
+                1.0,
+                noise_multiplier,
+                AllRows(),
+                share,
+                RELATION,
+                Unit.RECORD,
+                meeting,
+                peak=math.sqrt(2 / features),
+            )
     client = Client(embed, mechanism, facts.classes)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return Method(
@@ -262,10 +289,11 @@ def dp_merf(
             server.shown,
             server.alone,
         ),
-        _plan(mechanism, facts.classes * features),
+        _plan(mechanism, facts.classes * features, meeting),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(facts.shape),
+        lambda answers, round_, coins: mechanism.total(answers, coins),
     )
 
 
@@ -277,33 +305,36 @@ def _worst_case(shape: tuple[int, int, int]) -> WorstCase:
     return WorstCase(query, ({}, row), ({}, none))
 
 
-def _plan(mechanism: SumGaussian | PlainSum, size: int) -> Plan:
-    """One Gaussian, against everybody."""
-    private = isinstance(mechanism, SumGaussian)
+def _plan(mechanism: Mechanism, size: int, meeting: Aggregation) -> Plan:
+    """One Gaussian, against everybody; where the aggregator makes it, against all others."""
+    private = isinstance(mechanism, SumGaussian | ClientGaussian)
+    trusted = private and isinstance(meeting, Trusted)
 
-    def server(answered: int) -> DpEvent:
+    def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
 
     reason = "one release over all rows: there is no draw"
     if not private:
         reason = "nothing is noised"
     return Plan(
-        unit=Unit.RECORD,
+        unit=mechanism.unit,
         relation=RELATION,
         sampler="none",
         rows_per_round=1,
         answer=lambda *_: (1, size),
-        server=server,
-        release=None,
-        seen=None,
+        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
+        release=(lambda _: event(1)) if trusted else None,
+        seen=event if trusted else None,
         amplified_by={"server": None, "release": None},
-        reasons={"server": reason, "release": reason},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
-            lambda _, delta: claimed_by_rdp(server(1), delta, RELATION),
+            lambda _, delta: claimed_by_rdp(event(1), delta, RELATION),
             "RDP of one Gaussian",
             "DP-MERF (2021)",
         )
         if private
         else None,
         asking_rounds=1,
+        aggregation=meeting if private else LOCAL,
+        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian | ClientGaussian) else (),
     )

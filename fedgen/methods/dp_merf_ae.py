@@ -28,6 +28,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -52,9 +53,10 @@ from fedgen.models.functional import (
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows, PoissonBatches
-from fedgen.privacy.events import Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.events import Contribution, Unit, repeat
+from fedgen.privacy.mechanisms import Answers, PlainSum, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
+from fedgen.privacy.releases import LOCAL, Aggregation, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 Sums = SumGaussian | PlainSum
@@ -91,12 +93,11 @@ class Client:
     features: Features
     steps: Sums
     embedding: Sums
+    rounds: int
     clip: float
     classes: int
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
         """The noised gradient (weights,), or the noised embedding (classes * features,)."""
         del state
         weights = {n: v.to(self.coder.device) for n, v in part(query.shared, "coder").items()}
@@ -121,6 +122,11 @@ class Client:
                 yield clipped_sum(self.coder.network, weights, inputs, lambda far: far, self.clip)
 
         return self.steps.release((self.coder.size,), gradients(), here)
+
+    def total(self, answers: Answers, round_: int, coins: Coins) -> Tensor:
+        """The sum of what clients answered, in double precision."""
+        mechanism = self.steps if round_ < self.rounds else self.embedding
+        return mechanism.total(answers, coins)
 
 
 @dataclass(frozen=True)
@@ -228,17 +234,31 @@ def dp_merf_ae(
     if features % 2:
         problem = f"are half cosines and half sines, got {features}"
         raise FedgenError("method.features", problem, "take an even number")
+    if facts.unit is Unit.CLIENT:
+        raise FedgenError(
+            "privacy.unit",
+            "cannot be client: the autoencoder's steps clip each row's gradient",
+            "set it to record, or take dp_merf",
+        )
     coder = Coder(template(autoencoder(code=code, shape=facts.shape)), device)
     embed = Features(features, bandwidth, code, device)
     batches, share = PoissonBatches(sampling_rate), rows / facts.clients
+    meeting = facts.aggregation(facts.clients)
     steps: Sums = PlainSum(batches, batch / facts.clients, Unit.RECORD)
     embedding: Sums = PlainSum(AllRows(), share, Unit.RECORD)
     if noise_multiplier is not None:
-        steps = SumGaussian(
-            clip, noise_multiplier, batches, batch / facts.clients, RELATION, Unit.RECORD
+        each = batch / facts.clients
+        steps = SumGaussian(clip, noise_multiplier, batches, each, RELATION, Unit.RECORD, meeting)
+        embedding = SumGaussian(
+            1.0,
+            noise_multiplier * embedding_noise,
+            AllRows(),
+            share,
+            RELATION,
+            Unit.RECORD,
+            meeting,
+            peak=math.sqrt(2 / features),
         )
-        louder = noise_multiplier * embedding_noise
-        embedding = SumGaussian(1.0, louder, AllRows(), share, RELATION, Unit.RECORD)
     net = template(generator(latent=latent, classes=facts.classes, code=code))
     codes = EmbeddingServer(
         net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema
@@ -248,6 +268,7 @@ def dp_merf_ae(
         embed,
         steps,
         embedding,
+        autoencoder_steps,
         clip if noise_multiplier is not None else math.inf,
         facts.classes,
     )
@@ -265,10 +286,11 @@ def dp_merf_ae(
             codes.shown,
             codes.alone,
         ),
-        _plan(client, autoencoder_steps),
+        _plan(client, autoencoder_steps, meeting),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(coder, facts.shape),
+        client.total,
     )
 
 
@@ -288,11 +310,13 @@ def _worst_case(coder: Coder, shape: tuple[int, int, int]) -> WorstCase:
     )
 
 
-def _plan(client: Client, steps: int) -> Plan:
-    """Sampled Gaussians, then one without a draw, against everybody."""
+def _plan(client: Client, steps: int, meeting: Aggregation) -> Plan:
+    """Sampled Gaussians, then one without a draw, against everybody; where the aggregator makes the
+    noise, against all others."""
     private = isinstance(client.steps, SumGaussian)
+    trusted = private and isinstance(meeting, Trusted)
 
-    def server(answered: int) -> DpEvent:
+    def event(answered: int) -> DpEvent:
         # as if all were steps, and one the embedding too: a step that is done again after a resume
         # takes the place of the embedding in a client's rows
         taken = repeat(client.steps.event(), answered)
@@ -311,17 +335,23 @@ def _plan(client: Client, steps: int) -> Plan:
             1,
             client.coder.size if round_ < steps else client.classes * client.features.count,
         ),
-        server=server,
-        release=None,
-        seen=None,
-        amplified_by={"server": by, "release": by},
-        reasons={"server": reason, "release": reason},
+        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
+        release=(lambda rounds: event(min(rounds, steps + 1))) if trusted else None,
+        seen=event if trusted else None,
+        amplified_by={"server": None if trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
-            lambda rounds, delta: claimed_by_rdp(server(min(rounds, steps + 1)), delta, RELATION),
+            lambda rounds, delta: claimed_by_rdp(event(min(rounds, steps + 1)), delta, RELATION),
             "RDP of Poisson subsampling, and of one Gaussian",
             "DP-MERF (2021)",
         )
         if private
         else None,
         asking_rounds=steps + 1,
+        aggregation=meeting if private else LOCAL,
+        extents=tuple(
+            each.extent
+            for each in (client.steps, client.embedding)
+            if isinstance(each, SumGaussian)
+        ),
     )

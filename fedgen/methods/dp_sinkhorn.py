@@ -31,6 +31,7 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.losses.sinkhorn import Transport, semi_debiased
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -53,9 +54,10 @@ from fedgen.models.functional import (
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import JointGaussian, PlainMatrix, Release
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import JointGaussian, PlainMatrix
 from fedgen.privacy.per_example import clip_rows
+from fedgen.privacy.releases import LOCAL, Aggregation, Local, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -95,9 +97,7 @@ class Client:
     count: int
     clip_images: float
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
         """With respect to the query's images (n, ...), or to the weights that made them, (1, w)."""
         del state
         here = coins.at("gradient", round_)
@@ -261,9 +261,16 @@ def dp_sinkhorn(
     batches = PoissonBatches(sampling_rate)
     alone = clipping == "images" and noise_multiplier is not None
     whole = clip * math.sqrt(images) if clipping == "images" else clip
+    if facts.unit is Unit.CLIENT:
+        raise FedgenError(
+            "privacy.unit",
+            "cannot be client: a client's matrix follows from a batch of its rows",
+            "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
+        )
+    meeting = facts.aggregation(facts.clients, whole)
     mechanism: JointGaussian | PlainMatrix = PlainMatrix(batches, Unit.RECORD)
     if noise_multiplier is not None:
-        mechanism = JointGaussian(whole, noise_multiplier, batches, RELATION, Unit.RECORD)
+        mechanism = JointGaussian(whole, noise_multiplier, batches, RELATION, Unit.RECORD, meeting)
     client = Client(make, transport, mechanism, images, clip if alone else math.inf)
     server = Server(
         make,
@@ -290,10 +297,11 @@ def dp_sinkhorn(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(mechanism, shape, sampling_rate),
+        _plan(mechanism, shape, sampling_rate, meeting),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(server, facts.shape),
+        lambda answers, round_, coins: mechanism.total(answers, coins),
     )
 
 
@@ -313,12 +321,17 @@ def _worst_case(server: Server, shape: tuple[int, int, int]) -> WorstCase:
 
 
 def _plan(
-    mechanism: JointGaussian | PlainMatrix, shape: tuple[int, ...], sampling_rate: float
+    mechanism: JointGaussian | PlainMatrix,
+    shape: tuple[int, ...],
+    sampling_rate: float,
+    meeting: Aggregation,
 ) -> Plan:
-    """A step is one sampled Gaussian, against everybody: the client draws its batch in secret."""
+    """A step is one sampled Gaussian, against everybody: clients draw their batches in secret.
+    Where the aggregator makes the noise, against all others."""
     private, drawn = isinstance(mechanism, JointGaussian), sampling_rate < 1
+    trusted = private and isinstance(meeting, Trusted)
 
-    def server(answered: int) -> DpEvent:
+    def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), -(-answered // shape[0]))
 
     by = f"secret Poisson draw of rows at rate {sampling_rate:.4g}" if private and drawn else None
@@ -332,18 +345,22 @@ def _plan(
         rows_per_round=shape[0],
         answer=lambda rows, _: (rows, *shape[1:]),
         longest=mechanism.longest(math.prod(shape[1:]))
-        if isinstance(mechanism, JointGaussian)
+        if isinstance(mechanism, JointGaussian) and isinstance(meeting, Local)
         else math.inf,
-        server=server,
-        release=None,
-        seen=None,
-        amplified_by={"server": by, "release": by},
-        reasons={"server": reason, "release": reason},
+        server=(lambda answered: repeat(Contribution(), -(-answered // shape[0])))
+        if trusted
+        else event,
+        release=(lambda rounds: event(rounds * shape[0])) if trusted else None,
+        seen=event if trusted else None,
+        amplified_by={"server": None if trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
-            lambda rounds, delta: claimed_by_rdp(server(rounds * shape[0]), delta, RELATION),
+            lambda rounds, delta: claimed_by_rdp(event(rounds * shape[0]), delta, RELATION),
             "RDP of the sampled Gaussian, one draw a step",
             "DP-Sinkhorn (2021), appendix D.4 and released code",
         )
         if private
         else None,
+        aggregation=meeting if private else LOCAL,
+        extents=(mechanism.extent,) if isinstance(mechanism, JointGaussian) else (),
     )

@@ -23,60 +23,51 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from fedgen.adversarial import (
-    Adam,
+    Descent,
     Networks,
     Pace,
     Server,
     discriminator_sum,
     method_of,
     networks,
-    take_steps,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.method import Method, PublicFacts, Query, State
+from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, by_vmap
 
 
 @dataclass(frozen=True)
-class Client:
+class Critic:
     """Lines 2 to 12 of algorithm 2."""
 
     nets: Networks
     mechanism: SumGaussian | PlainSum
     penalty: float
     clip: float
-    adam: Adam
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
-        """The critic after a step for each of the query's rows."""
-        del state
-
+    def of_rows(
+        self, critic: Tensors, generator: Tensors, shard: Shard, coins: Coins
+    ) -> Iterator[ClippedSum]:
+        """Over the parts of a step's batch."""
         private, latent = shard.on(self.nets.device), self.nets.latent
+        for number, batch in enumerate(self.mechanism.parts(len(shard), coins, 64)):
+            images, labels = private.rows(torch.from_numpy(batch))
+            # secret coins: with public ones, a row less would pair those after it with others
+            uniforms = coins.secret_uniforms(len(batch) * (latent + 1), "pairs", number)
+            drawn = torch.from_numpy(uniforms).add_(2.0**-54).view(len(batch), latent + 1)
+            latents = torch.special.ndtri(drawn[:, 1:]).to(images)
+            with torch.no_grad():
+                fakes = self.nets.generate(generator, latents, labels)
+            inputs = images, labels, fakes, drawn[:, 0].to(images)
+            yield by_vmap(self._loss, critic, inputs, self.clip)
 
-        def of_rows(critic: Tensors, generator: Tensors, here: Coins) -> Iterator[ClippedSum]:
-            for number, batch in enumerate(self.mechanism.parts(len(shard), here, 64)):
-                images, labels = private.rows(torch.from_numpy(batch))
-                # secret coins: with public ones, a row less would pair those after it with others
-                uniforms = here.secret_uniforms(len(batch) * (latent + 1), "pairs", number)
-                drawn = torch.from_numpy(uniforms).add_(2.0**-54).view(len(batch), latent + 1)
-                latents = torch.special.ndtri(drawn[:, 1:]).to(images)
-                with torch.no_grad():
-                    fakes = self.nets.generate(generator, latents, labels)
-                inputs = images, labels, fakes, drawn[:, 0].to(images)
-                yield by_vmap(self._loss, critic, inputs, self.clip)
-
-        def gradient(critic: Tensors, generator: Tensors, noised: Tensor, here: Coins) -> Tensor:
-            del critic, generator, here
-            return noised
-
-        return take_steps(
-            self.nets, self.mechanism, self.adam, query, round_, coins, of_rows, gradient
-        )
+    def gradient(self, critic: Tensors, generator: Tensors, noised: Tensor, coins: Coins) -> Tensor:
+        """The sum is all."""
+        del critic, generator, coins
+        return noised
 
     def _loss(
         self, critic: Tensors, image: Tensor, label: Tensor, fake: Tensor, rho: Tensor
@@ -112,8 +103,8 @@ def dp_wgan_gp(
 
     Args:
         noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
-        batch: B, the expected number of rows in a step, and the images of a generator step: a
-            public number.
+        batch: B, the expected number of rows in a step, of each client, or of all where they answer
+            sums; and the images of a generator step: a public number.
         sampling_rate: q, the probability that a step takes a row; one public number for all
             clients.
         critic_steps: n_critic, for each step of the generator.
@@ -127,9 +118,10 @@ def dp_wgan_gp(
         FedgenError: for a sampling rate that is none.
     """
     nets = networks(facts, generator, critic, latent, device)
-    mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
+    mechanism = discriminator_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
-    client = Client(nets, mechanism, gradient_penalty, clip, (learning_rate, betas))
+    steps = Critic(nets, mechanism, gradient_penalty, clip)
+    descent = Descent((learning_rate, betas), steps.gradient, generator=True)
     server = Server(
         nets,
         batch,
@@ -140,4 +132,4 @@ def dp_wgan_gp(
         False,
     )
     source = "Differentially Private Generation of Small Images (2020), section 2.3"
-    return method_of(facts, server, mechanism, client.answer, sampling_rate, source)
+    return method_of(facts, server, mechanism, steps.of_rows, descent, sampling_rate, source)

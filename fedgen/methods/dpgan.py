@@ -9,8 +9,10 @@ batch, plus noise. All else is post-processing:
                           descend (g + sum over B fakes of clip(grad -log(1 - D(x, y)); C)) / 2B
     server    the mean of the clients' discriminators, then: descend -log D(G(z, y), y)
 
-With one client that is algorithm 1. Of several, each noises in full. n_D is fixed or adaptive
-(section 6.2): it climbs 1, 2, 5, 10, 20, 50, ... when too few fakes are told from real rows.
+With one client that is algorithm 1. Of several, each noises in full; or all of them answer sums,
+and the server takes the steps (``privacy.aggregation``): algorithm 1 again, on all rows together.
+n_D is fixed or adaptive (section 6.2): it climbs 1, 2, 5, 10, 20, 50, ... when too few fakes are
+told from real rows.
 """
 
 from __future__ import annotations
@@ -25,65 +27,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgen.adversarial import (
-    Adam,
+    Descent,
     Networks,
     Pace,
     Server,
     discriminator_sum,
     method_of,
     networks,
-    take_steps,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts, Query, State
+from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
-from fedgen.privacy.mechanisms import PlainSum, Release, SumGaussian
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, Precision, clipped_sum
 
 
 @dataclass(frozen=True)
-class Client:
+class Discriminator:
     """Lines 4 to 9 of algorithm 1."""
 
     nets: Networks
     mechanism: SumGaussian | PlainSum
     fakes: int
     clip: float
-    adam: Adam
     precision: Precision
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
-        """The discriminator after a step for each of the query's rows."""
-        del state
-
+    def of_rows(
+        self, discriminator: Tensors, generator: Tensors, shard: Shard, coins: Coins
+    ) -> Iterator[ClippedSum]:
+        """Over the parts of a step's batch of real rows."""
+        del generator
         private = shard.on(self.nets.device)
+        for batch in self.mechanism.parts(len(shard), coins, self.nets.at_once):
+            images, labels = private.rows(torch.from_numpy(batch))
+            yield self._gradients(discriminator, images, labels, real=True)
 
-        def of_rows(
-            discriminator: Tensors, generator: Tensors, here: Coins
-        ) -> Iterator[ClippedSum]:
-            del generator
-            for batch in self.mechanism.parts(len(shard), here, self.nets.at_once):
-                images, labels = private.rows(torch.from_numpy(batch))
-                yield self._gradients(discriminator, images, labels, real=True)
-
-        def gradient(
-            discriminator: Tensors, generator: Tensors, noised: Tensor, here: Coins
-        ) -> Tensor:
-            latents, labels = self.nets.inputs(self.fakes, here)
-            about = self.nets.at_once
-            pairs = zip(torch.split(latents, about), torch.split(labels, about), strict=True)
-            with torch.no_grad():
-                images = torch.cat([self.nets.generate(generator, *pair) for pair in pairs])
-            fakes = self._gradients(discriminator, images, labels, real=False).flat()
-            return (noised + (fakes / self.fakes).to(noised)) / 2
-
-        return take_steps(
-            self.nets, self.mechanism, self.adam, query, round_, coins, of_rows, gradient
-        )
+    def gradient(
+        self, discriminator: Tensors, generator: Tensors, noised: Tensor, coins: Coins
+    ) -> Tensor:
+        """That of real rows, and as much of fakes."""
+        latents, labels = self.nets.inputs(self.fakes, coins)
+        about = self.nets.at_once
+        pairs = zip(torch.split(latents, about), torch.split(labels, about), strict=True)
+        with torch.no_grad():
+            images = torch.cat([self.nets.generate(generator, *pair) for pair in pairs])
+        fakes = self._gradients(discriminator, images, labels, real=False).flat()
+        return (noised + (fakes / self.fakes).to(noised)) / 2
 
     def _gradients(
         self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
@@ -127,7 +118,8 @@ def dpgan(
 
     Args:
         noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
-        batch: B, the expected number of real rows that their sum is divided by: a public number.
+        batch: B, the expected number of real rows that their sum is divided by: a public number;
+            of each client, or of all where they answer sums.
         fakes: of a step of either network; B in the paper.
         sampling_rate: q, the probability that a step takes a row; one public number for all
             clients, since a batch size over a private number of rows would reveal that number.
@@ -151,9 +143,10 @@ def dpgan(
         problem = f"come in pairs where method.mode_seeking is not 0, got {fakes}"
         raise FedgenError("method.fakes", problem, "take an even number")
     nets = networks(facts, generator, discriminator, latent, device)
-    mechanism = discriminator_sum(noise_multiplier, clip, batch, sampling_rate)
+    mechanism = discriminator_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
-    client = Client(nets, mechanism, fakes, clip, (discriminator_learning_rate, betas), precision)
+    steps = Discriminator(nets, mechanism, fakes, clip, precision)
+    descent = Descent((discriminator_learning_rate, betas), steps.gradient, generator=False)
     server = Server(
         nets,
         fakes,
@@ -165,4 +158,4 @@ def dpgan(
         mode_seeking,
     )
     source = "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4"
-    return method_of(facts, server, mechanism, client.answer, sampling_rate, source)
+    return method_of(facts, server, mechanism, steps.of_rows, descent, sampling_rate, source)

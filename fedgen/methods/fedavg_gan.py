@@ -7,19 +7,24 @@ Effective ML on Private, Decentralized Datasets", ICLR 2020, algorithm 1).
     server    D = D + eta (sum over U of delta_k + N(0, (C sigma)^2)) / (q N)
               n_G times:  descend -D(G(z))
 
-Clients trust the server with their deltas: it adds the noise, and there is no bound against it. For
-whoever gets the generator, a round is one sampled Gaussian over clients (neighbours add or remove
-one). All deltas weigh the same: by its number of rows a client would move the mean by more than the
-noise was made for. The loss is WGAN-GP's, conditional on labels; the paper's has no labels.
+As published, clients trust the server with their deltas: it adds the noise, and there is no bound
+against it. For whoever gets the generator, a round is one sampled Gaussian over clients (neighbours
+add or remove one). Where clients flip the coins of U themselves (``draws`` of ``clients``) and send
+noise alone otherwise, a secure sum of all of them is that same Gaussian against the server too.
+
+All deltas weigh the same: by its number of rows a client would move the mean by more than the noise
+was made for. The loss is WGAN-GP's, conditional on labels; the paper's has no labels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from dp_accounting import DpEvent, GaussianDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from torch import Tensor, nn
 
 from fedgen.adversarial import Adam, Networks, networks, sure_discriminator
@@ -28,6 +33,7 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import critic_loss
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -51,9 +57,10 @@ from fedgen.models.functional import (
     unflat,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
-from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Unit, repeat
-from fedgen.privacy.mechanisms import Aggregate, Clipped, PlainAggregate, TrustedAggregate
+from fedgen.privacy.batches import OwnDraw
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import ClientGaussian, PlainClient
+from fedgen.privacy.releases import LOCAL, Aggregation, Local, Secure, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -64,24 +71,26 @@ class Client:
     """A client's part of a round. It keeps nothing from one to the next."""
 
     nets: Networks
-    aggregate: Aggregate
+    mechanism: ClientGaussian | PlainClient
     steps: int
     batch: int
     learning_rate: float
     gradient_penalty: float
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Clipped:
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
         """How far its rows move the discriminator; no rows do not."""
         del state
         given = {name: value.to(self.nets.device) for name, value in query.shared.items()}
         generator, start = part(given, "generator"), part(given, "discriminator")
-        discriminator = start
-        for step in range(self.steps if len(shard) else 0):
-            here = coins.at("round", round_, "step", step)
-            discriminator = self._descended(discriminator, generator, shard, here)
-        return self.aggregate.contribution(flat(discriminator) - flat(start))
+
+        def delta() -> Tensor:
+            discriminator = start
+            for step in range(self.steps if len(shard) else 0):
+                here = coins.at("round", round_, "step", step)
+                discriminator = self._descended(discriminator, generator, shard, here)
+            return flat(discriminator) - flat(start)
+
+        return self.mechanism.release(self.nets.size(), delta, coins.at("delta", round_))
 
     def _descended(
         self, discriminator: Tensors, generator: Tensors, shard: Shard, coins: Coins
@@ -172,6 +181,7 @@ def fedavg_gan(
     discriminator: Callable[..., nn.Module],
     latent: int,
     cohort: int,
+    draws: Literal["server", "clients"],
     discriminator_steps: int,
     discriminator_learning_rate: float,
     batch: int,
@@ -190,6 +200,7 @@ def fedavg_gan(
     Args:
         noise_multiplier: noise std of the sum over the clip norm C; None neither clips nor noises.
         cohort: q N, the expected number of clients in a round.
+        draws: who draws it: the server, which asks those alone; or each client, by a secret coin.
         discriminator_steps: n_D, of a client, by gradient descent on ``batch`` of its rows each.
         gradient_penalty: lambda.
         clip: C, of a client's delta.
@@ -210,16 +221,29 @@ def fedavg_gan(
         raise FedgenError(
             "method.cohort", f"{cohort} of {facts.clients} clients cannot be drawn", "lower it"
         )
-    nets = networks(facts, generator, discriminator, latent, device)
-    rate = cohort / facts.clients
-    aggregate: Aggregate = PlainAggregate(nets.size(), cohort)
-    if noise_multiplier is not None:
-        aggregate = TrustedAggregate(
-            nets.size(), clip, noise_multiplier, PoissonBatches(rate), cohort, RELATION
+    if facts.unit is Unit.RECORD:
+        raise FedgenError(
+            "privacy.unit", "cannot be record: a client's delta is clipped", "set it to client"
         )
+    nets = networks(facts, generator, discriminator, latent, device)
+    rate, everybody = cohort / facts.clients, Routing("mean", facts.clients)
+    by_server = draws == "server" and rate < 1
+    asked = Routing("per_step", facts.clients, cohort, "poisson") if by_server else everybody
+    meeting = facts.aggregation(facts.clients, clip, "trusted")
+    if isinstance(meeting, Secure) and by_server:
+        raise FedgenError(
+            "privacy.aggregation",
+            "secure counts on a number of shares, and a cohort of the server's has any",
+            "set method.draws=clients",
+        )
+    own = OwnDraw(1.0 if by_server else rate, facts.draws_are_hidden)
+    mechanism: ClientGaussian | PlainClient = PlainClient(own)
+    if noise_multiplier is not None:
+        clips = replace(meeting, clip=clip / own.rate) if isinstance(meeting, Trusted) else meeting
+        mechanism = ClientGaussian(clip, noise_multiplier, RELATION, own, clips)
     client = Client(
         nets,
-        aggregate,
+        mechanism,
         discriminator_steps,
         batch,
         discriminator_learning_rate,
@@ -245,17 +269,26 @@ def fedavg_gan(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(aggregate, rate, facts),
-        Routing("per_step", facts.clients, cohort, "poisson"),
+        _plan(mechanism, nets.size(), rate, by_server, facts, meeting),
+        asked,
         0,
         lambda: _worst_case(nets, facts.shape),
-        aggregate,
+        lambda answers, round_, coins: mechanism.total(answers, coins),
     )
 
 
-def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
-    """What a run promises. A round is one release of the aggregator's, gated by the draw of the
-    cohort: Poisson draws of one Gaussian each (DP-FedAvg, McMahan et al. 2018, theorem 1).
+def _plan(
+    mechanism: ClientGaussian | PlainClient,
+    size: int,
+    rate: float,
+    by_server: bool,
+    facts: PublicFacts,
+    meeting: Aggregation,
+) -> Plan:
+    """What a run promises. For whoever sees the noised sum of a round and not the cohort, it is one
+    release that the draw of the cohort gates: a Poisson draw of one Gaussian (DP-FedAvg, McMahan et
+    al. 2018, theorem 1). An aggregator that is trusted sees contributions; a server that draws the
+    cohort knows it.
 
     Neighbours: a client with its rows, or without any. The rate follows from the number of clients,
     which is public, so that one who has none is still counted and drawn.
@@ -263,19 +296,16 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
     A run that goes on without clients that fail may have met failures that depend on who was drawn:
     its draws amplify nothing.
     """
-    private = isinstance(aggregate, TrustedAggregate)
-    drawn, hidden = rate < 1, facts.draws_are_hidden
+    noise = mechanism.noise_multiplier if isinstance(mechanism, ClientGaussian) else None
+    private, drawn, hidden = noise is not None, rate < 1, facts.draws_are_hidden
+    trusted = private and isinstance(meeting, Trusted)
+    gate = GaussianDpEvent(noise or math.inf)
+    gated = OwnDraw(rate, hidden).event(gate)
 
-    def release(rounds: int) -> DpEvent:
-        assert isinstance(aggregate, TrustedAggregate)
-        gate = GaussianDpEvent(aggregate.noise_multiplier)
-        return repeat(aggregate.event() if hidden else RevealedDraw(rate, gate), rounds)
+    def server(answered: int) -> DpEvent:
+        return repeat(Contribution() if trusted else mechanism.event(), answered)
 
-    def seen(visits: int) -> DpEvent:
-        assert isinstance(aggregate, TrustedAggregate)
-        return repeat(GaussianDpEvent(aggregate.noise_multiplier), visits)
-
-    by = f"secret Poisson draw of clients at rate {rate:.4g}"
+    by: str | None = f"secret Poisson draw of clients at rate {rate:.4g}"
     reason = None
     if not private:
         reason = "nothing is clipped and nothing is noised"
@@ -283,27 +313,34 @@ def _plan(aggregate: Aggregate, rate: float, facts: PublicFacts) -> Plan:
         reason = "every client is in every cohort: there is no draw"
     elif not hidden:
         reason = "a client that fails shows by the gap whom a draw chose"
-    trusted = "the server takes in contributions without noise, and clients trust it: no bound"
+    elif by_server and not trusted:
+        reason = "the server knows whom it asks, and noise that is missing shows who was not"
+    by = None if reason else by
     return Plan(
         unit=Unit.CLIENT,
         relation=RELATION,
         sampler=f"Poisson draw of clients at rate {rate:.4g}" if drawn else "none",
         rows_per_round=1,
-        answer=lambda *_: (1, aggregate.entries),
-        server=lambda answered: repeat(Contribution() if private else aggregate.event(), answered),
-        release=release if private else None,
-        seen=seen if private else None,
-        amplified_by={"server": None, "release": None if reason else by},
-        reasons={"server": trusted if private else reason, "release": reason},
+        answer=lambda *_: (1, size),
+        longest=mechanism.longest(size)
+        if isinstance(mechanism, ClientGaussian) and isinstance(meeting, Local)
+        else math.inf,
+        server=server,
+        release=(lambda rounds: repeat(gated, rounds)) if trusted else None,
+        seen=(lambda visits: repeat(gate, visits)) if trusted else None,
+        amplified_by={"server": None if trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
             lambda rounds, delta: claimed_by_rdp(
-                repeat(aggregate.event(), rounds), delta, RELATION
+                repeat(PoissonSampledDpEvent(rate, gate), rounds), delta, RELATION
             ),
             "RDP of the sampled Gaussian, one draw of a cohort a round",
             "DP-FedAvg (McMahan et al. 2018), as in Augenstein et al. 2020",
         )
         if private
         else None,
+        aggregation=meeting if private else LOCAL,
+        extents=(mechanism.extent,) if isinstance(mechanism, ClientGaussian) else (),
     )
 
 

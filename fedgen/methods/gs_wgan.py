@@ -35,6 +35,7 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import (
+    TRUSTING,
     Claim,
     ClientProgram,
     Method,
@@ -64,8 +65,10 @@ from fedgen.models.functional import (
     trainable,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
-from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import Mechanism, NoMechanism, Release, RowGaussian
+from fedgen.privacy.batches import OwnDraw
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import Mechanism, NoMechanism, RowGaussian
+from fedgen.privacy.releases import LOCAL, Aggregation, Local, Secure, Sent, Trusted
 from fedgen.privacy.routing import Mode, Routing, Sampling
 
 Adam = tuple[float, tuple[float, float]]
@@ -321,11 +324,10 @@ class Critics:
         name = f"companions.{members.start}"
         return self._here(state[name]) if name in state else None
 
-    def answer(
-        self, state: State, query: Query, shard: Shard, round_: int, coins: Coins
-    ) -> Release:
-        """The routed critics' gradients, sanitized."""
-        del shard  # an answer sees the critics alone
+    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
+        """The routed critics' gradients, sanitized: a function of the critics alone, but that a
+        client that may be removed as a whole contributes nothing without rows."""
+        removed = not len(shard) and self.mechanism.relation is Relation.ADD_OR_REMOVE_ONE
         draw = self.draw(query.count, round_, coins)
 
         def answers() -> Iterator[tuple[Tensor, Tensor]]:
@@ -352,12 +354,14 @@ class Critics:
             shape = tuple(query.rows["images"].shape)
         else:
             shape = (query.count, sum(p.numel() for p in self.nets.generator.parameters()))
-        return self.mechanism.release(shape, answers(), coins.at("answer", round_))
+        here = coins.at("answer", round_)
+        return self.mechanism.release(shape, answers(), here, contributes=not removed)
 
-    def worst_case(self, rows: int, shape: tuple[int, int, int]) -> WorstCase:
+    def worst_case(self, rows: int, shape: tuple[int, int, int], relation: Relation) -> WorstCase:
         """Neighbours whose first critic adores or abhors whatever it is asked about. Labels other
         than 0 have embeddings out of all proportion to the one that their norm is estimated by, so
-        that gradients are longer than any clip norm, and opposite."""
+        that gradients are longer than any clip norm, and opposite. Where a client is removed as a
+        whole, the second has no rows, and so contributes nothing."""
         coins = Coins.of(0, "seeded")
         empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
         state = {f"critics.{each.start}": self.fresh(each, coins) for each in self.stacks}
@@ -376,7 +380,11 @@ class Critics:
             latents = self.nets.inputs((self.batch,), coins)[0][None]
             labels = torch.ones(1, self.batch, dtype=torch.long)
             query = Query({"latents": latents, "labels": labels}, weights)
-        return WorstCase(query, (taught(1.0), empty), (taught(-1.0), empty))
+        first, second = (taught(1.0), empty), (taught(-1.0), empty)
+        if relation is Relation.ADD_OR_REMOVE_ONE:
+            row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+            first = taught(1.0), row
+        return WorstCase(query, first, second)
 
     def _gradients(
         self, critics: Tensors, companions: Tensors | None, query: Query, round_: int
@@ -517,6 +525,7 @@ def gs_wgan(
     routing: Mode,
     answerers: int,
     cohort_sampling: Sampling,
+    draws: Literal["server", "clients"],
     companion: Callable[..., Companion] | None,
     device: str,
 ) -> Method:
@@ -537,6 +546,8 @@ def gs_wgan(
             the gradient with respect to the generator's weights (the paper's ablation).
         routing, answerers, cohort_sampling: see ``Routing``; over critics for one client, over
             clients for several.
+        draws: who draws clients: the server, which asks those alone; or each client, by a secret
+            coin for each round (per_step), and those not drawn answer noise alone.
         companion: of each critic (DP-GAN-DPAC), or None.
 
     Raises:
@@ -546,6 +557,8 @@ def gs_wgan(
     count = 1 if federated else critics
     on_query = critic_schedule == "on_query"
     _check(facts, count, critics_per_step, on_query, sanitize, routing, answerers, cohort_sampling)
+    by_clients = draws == "clients"
+    _check_draws(facts, by_clients, on_query, routing, cohort_sampling)
     if companion is not None and sanitize == "parameters":
         raise FedgenError(
             "method.sanitize", "parameters have no companion's share", "set it to samples"
@@ -554,12 +567,22 @@ def gs_wgan(
     among_clients = Routing(routing, facts.clients, answerers, cohort_sampling)
     among_critics = Routing(routing, count, answerers)
     nobody = Routing("mean", 1)
+    own = OwnDraw()
+    if by_clients:
+        own = OwnDraw(answerers / facts.clients, facts.draws_are_hidden)
+        among_clients = Routing("mean", facts.clients)
     inside, cohort = (nobody, among_clients) if federated else (among_critics, nobody)
 
     unit = Unit.CLIENT if federated else Unit.RECORD
-    mechanism: Mechanism = NoMechanism(inside, unit)
+    meeting = facts.aggregation(cohort.answers_per_row, clip / own.rate)
+    relation = Relation.REPLACE_ONE
+    if by_clients or (federated and not cohort.drawn and not isinstance(meeting, Local)):
+        relation = Relation.ADD_OR_REMOVE_ONE
+    mechanism: Mechanism = NoMechanism(inside, unit, own)
     if noise_multiplier is not None:
-        mechanism = RowGaussian(clip, noise_multiplier, inside, not on_query, unit)
+        mechanism = RowGaussian(
+            clip, noise_multiplier, inside, not on_query, unit, relation, own, meeting
+        )
     nets = Networks(
         template(generator(latent=latent, classes=facts.classes, shape=facts.shape)),
         template(critic(classes=facts.classes, shape=facts.shape)),
@@ -614,10 +637,11 @@ def gs_wgan(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
+        _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts, meeting),
         cohort,
         None if federated and on_query else min(critics_per_step, facts.clients),
-        lambda: client.worst_case(rows, facts.shape),
+        lambda: client.worst_case(rows, facts.shape, relation),
+        lambda answers, round_, coins: mechanism.total(answers, coins),
     )
 
 
@@ -654,6 +678,7 @@ def _plan(
     draw: Routing,
     on_query: bool,
     facts: PublicFacts,
+    meeting: Aggregation,
 ) -> Plan:
     """What a run promises to spend at most. ``draw``: of clients, or of the one client's critics.
 
@@ -661,15 +686,22 @@ def _plan(
     what it answered. In the release view alone the draw of clients is secret, and what is published
     follows from the sums of the answers, in which the noise of all who answer adds up (nobody who
     answers is this adversary: they know their own). One client draws its critic in secret: the draw
-    amplifies against the server too.
+    amplifies against the server too, and so do coins that clients flip themselves.
+
+    Where the noise is made for the sum of the answers, ``mechanism``'s is that of the sum.
     """
     federated = facts.clients > 1
     hidden = not on_query and (facts.draws_are_hidden or not federated)
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
-    of_sums = federated and facts.sums_are_whole and draw.count_is_fixed
+    local, own = isinstance(meeting, Local), mechanism.draw
+    trusted = noise is not None and isinstance(meeting, Trusted)
+    of_sums = federated and local and facts.sums_are_whole and draw.count_is_fixed
+    by_clients = own.rate < 1
 
     def server(answered: int) -> DpEvent:
-        if federated:
+        if trusted:
+            return repeat(Contribution(), answered)
+        if federated and not by_clients:
             return mechanism.event(answered)
         return repeat(mechanism.event(rows), answered // rows)
 
@@ -677,6 +709,8 @@ def _plan(
         assert noise is not None
         if of_sums:
             return repeat(draw.event_of_sums(rows, noise, hidden), rounds)
+        if by_clients:
+            return repeat(mechanism.event(rows), rounds)
         return repeat(draw.event(rows, noise, hidden), rounds)
 
     def seen(answered: int) -> DpEvent:
@@ -686,6 +720,8 @@ def _plan(
 
     if noise is None:
         reason: str | None = "nothing is clipped and nothing is noised"
+    elif by_clients:
+        reason = None if own.hidden else "a client that fails shows by the gap whom a draw chose"
     elif not draw.drawn:
         reason = "everybody answers every sample: there is no draw"
     elif on_query:
@@ -701,27 +737,33 @@ def _plan(
     if draw.population > 1:
         as_published = SampledWithoutReplacementDpEvent(draw.population, 1, as_published)
     by = f"secret draw of {draw.take} of {draw.population} {who}" if reason is None else None
-    server_reason = "the server knows whom it asks" if federated and by else reason
+    if by_clients:
+        by = f"secret coins of clients at rate {own.rate:.4g}" if reason is None else None
+    asked = federated and not by_clients
+    server_reason = "the server knows whom it asks" if asked and by else reason
+    published = trusted or (asked and not (isinstance(meeting, Secure) and not draw.drawn))
     if of_sums and noise is not None and draw.answers_per_row > 1:
         by = f"{by}, whose noise adds up" if by else None
         reason = reason and f"{reason}; the noise of those who answer adds up"
     return Plan(
         unit=Unit.CLIENT if federated else Unit.RECORD,
-        relation=Relation.REPLACE_ONE,
-        sampler=f"{draw.sampling} draw of {draw.take} of {draw.population} {who}, "
+        relation=mechanism.relation,
+        sampler=f"coin of each client at rate {own.rate:.4g}"
+        if by_clients
+        else f"{draw.sampling} draw of {draw.take} of {draw.population} {who}, "
         f"{draw.mode.replace('_', ' ')}"
         if draw.drawn
         else "none",
         rows_per_round=rows,
         answer=lambda rows, _: (rows, *answer),
         longest=mechanism.longest(math.prod(answer))
-        if isinstance(mechanism, RowGaussian)
+        if isinstance(mechanism, RowGaussian) and local
         else math.inf,
         server=server,
-        release=release if federated and noise is not None else None,
-        seen=seen if federated and noise is not None else None,
-        amplified_by={"server": None if federated else by, "release": by},
-        reasons={"server": server_reason, "release": reason},
+        release=release if published and noise is not None else None,
+        seen=seen if published and noise is not None else None,
+        amplified_by={"server": None if asked or trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else server_reason, "release": reason},
         claim=None
         if noise is None or draw.mode == "mean"
         else Claim(
@@ -732,6 +774,8 @@ def _plan(
             "answered row",
             "GS-WGAN (Chen et al. 2020), theorem 4.1 and appendix A",
         ),
+        aggregation=meeting if noise is not None else LOCAL,
+        extents=(mechanism.extent,) if isinstance(mechanism, RowGaussian) else (),
     )
 
 
@@ -781,4 +825,38 @@ def _check(
             "method.routing",
             "a gradient of the generator's weights is one row, not one per sample",
             "set method.routing=per_step or mean",
+        )
+
+
+def _check_draws(
+    facts: PublicFacts, by_clients: bool, on_query: bool, routing: str, cohort_sampling: str
+) -> None:
+    """Raises FedgenError for draws of clients, or sums of their answers, that cannot be."""
+    federated, summed = facts.clients > 1, facts.aggregating in ("secure", "trusted")
+    if facts.unit is not None and facts.unit is not (Unit.CLIENT if federated else Unit.RECORD):
+        raise FedgenError(
+            "privacy.unit",
+            f"cannot be {facts.unit.value} with {facts.clients} client(s)",
+            "several clients hold a critic each and are protected as a whole; one protects records",
+        )
+    if by_clients and (not federated or routing != "per_step" or on_query):
+        raise FedgenError(
+            "method.draws",
+            "clients flip a coin a round: several clients, and all rows of a round alike",
+            "take several clients, method.routing=per_step and method.critic_schedule=public, or "
+            "method.draws=server",
+        )
+    if not summed or not federated:
+        return
+    if routing == "per_sample":
+        raise FedgenError(
+            "privacy.aggregation",
+            f"{facts.aggregating} adds up answers of the same clients to every row",
+            "set method.routing=mean or per_step, or privacy.aggregation=local",
+        )
+    if cohort_sampling == "poisson" and routing != "mean" and not by_clients:
+        raise FedgenError(
+            "privacy.aggregation",
+            f"{facts.aggregating} counts on a number of answers, and a Poisson cohort has any",
+            "set method.draws=clients, or method.cohort_sampling=fixed",
         )

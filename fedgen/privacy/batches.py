@@ -13,7 +13,7 @@ from dp_accounting import DpEvent, PoissonSampledDpEvent, SampledWithoutReplacem
 from numpy.typing import NDArray
 
 from fedgen.coins import Coins
-from fedgen.privacy.events import Relation
+from fedgen.privacy.events import Relation, RevealedDraw
 
 Rows = NDArray[np.int64]
 """Positions in a shard, ascending."""
@@ -84,5 +84,32 @@ class AllRows:
         del relation
         return True
 
+
+@dataclass(frozen=True)
+class OwnDraw:
+    """A client's own secret coin: whether it contributes to a round. One that does not sends noise
+    alone, so that nobody sees the draw.
+
+    rate: of contributing; 1: always. hidden: whether nothing else shows the draw. A client that
+    does not answer may be one that was drawn: its neighbours at the table would know.
+    """
+
+    rate: float = 1.0
+    hidden: bool = True
+
+    def drawn(self, coins: Coins) -> bool:
+        """The coin, of a client and a question."""
+        return len(PoissonBatches(self.rate).draw(1, coins.at("contributes"))) > 0
+
+    def event(self, gated: DpEvent) -> DpEvent:
+        """What a release costs that the coin gates."""
+        if self.rate >= 1:
+            return gated
+        if self.hidden:
+            return PoissonSampledDpEvent(self.rate, gated)
+        return RevealedDraw(self.rate, gated)
+
+
+ALWAYS = OwnDraw()
 
 Batches = PoissonBatches | FixedBatches | AllRows

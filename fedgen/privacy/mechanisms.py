@@ -1,55 +1,44 @@
-"""Clip and noise: the only room where privacy noise is drawn, and the only maker of a Release.
+"""Clip: what bounds a client's contribution, and what the sum of them is private to.
 
 | mechanism | bounds | sensitivity, add or remove one / replace one | of |
 |---|---|---|---|
 | ``RowGaussian`` | each row by itself | 2C / 2C, over the answerers of a row | GS-WGAN |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
 | ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
-| ``TrustedAggregate`` | each client's vector | C / 2C | FedAvg-GAN |
+| ``ClientGaussian`` | a client's vector | C / 2C | FedAvg-GAN; DP-MERF at client level |
 
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
-become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero.
+become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero,
+as does a client that is removed as a whole (``RowGaussian`` of unit client: C / 2C).
 A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
-bounded, what is not finite becomes zero; the wire shows nothing of it. What is released lies on a
-grid that follows from the noise alone (see ``_noised``).
+bounded, what is not finite becomes zero; the wire shows nothing of it. Who makes the noise, and
+what leaves the client, is the mechanism's ``aggregation`` (``releases.py``). What a client adds to
+a sum of several has the sensitivity of the sum: a neighbour changes one client's part.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.privacy.batches import Batches, Rows
-from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.noise import grid_of, rounded_gaussian
+from fedgen.privacy.batches import ALWAYS, Batches, OwnDraw, Rows
+from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.per_example import ClippedSum, clip_rows
+from fedgen.privacy.releases import LOCAL, SEAL, Aggregation, Release, Sent, noised
 from fedgen.privacy.routing import Routing
 
-_SEAL = object()
-_GRID_BITS = 10  # below the noise's standard deviation
+Answers = Sequence[NDArray[Any]]
 _UNLIKELY = 200.0  # nats
-
-
-@dataclass(frozen=True)
-class Release:
-    """Sanitized arrays and the privacy event that they cost. Made by this module alone."""
-
-    arrays: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
-    event: DpEvent
-    unit: Unit
-    _seal: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self._seal is not _SEAL:
-            raise TypeError("a Release is made by a mechanism, nothing else")
 
 
 @dataclass(frozen=True)
@@ -59,10 +48,13 @@ class RowGaussian:
 
     Answer r is (1 / m) * sum over its m answerers of clip(row, C) + N(0, (sigma * S)^2 I), with
     S = 2 C / m: one answerer's contribution is an arbitrary function of its data within a ball of
-    radius C, so exchanging, adding or removing its data moves the mean by at most S.
+    radius C, so exchanging, adding or removing its data moves the mean by at most S. A client that
+    is removed as a whole contributes nothing: S = C / m.
 
     routing: the draw of answerers inside the client; one critic is ``Routing("mean", 1)``.
     hidden: that draw is secret and leaves no trace in any state (see ``Routing.event``).
+    draw: the client's own coin, whether it contributes to a round at all. What it contributes is
+        divided by the coin's probability, so that the mean over all clients is what it would be.
     """
 
     clip: float
@@ -70,40 +62,65 @@ class RowGaussian:
     routing: Routing
     hidden: bool
     unit: Unit
+    relation: Relation = Relation.REPLACE_ONE
+    draw: OwnDraw = ALWAYS
+    aggregation: Aggregation = LOCAL
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of one answered row; the same under both relations."""
-        del relation  # a removed record may turn a gradient row into any other one: 2C under both
-        return 2 * self.clip / self.routing.answers_per_row
+        """L2 sensitivity of one answered row."""
+        whole = self.unit is Unit.CLIENT and relation is Relation.ADD_OR_REMOVE_ONE
+        return (1 if whole else 2) * self.clip / self.routing.answers_per_row / self.draw.rate
+
+    @property
+    def std(self) -> float:
+        """Of the noise in each number."""
+        return self.noise_multiplier * self.sensitivity(self.relation)
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """Std of the noise in each number, and the largest that a contribution is meant to have."""
+        return self.std, self.clip / self.draw.rate
 
     def longest(self, size: int) -> float:
         """What no row of a release, ``size`` numbers, is longer than (see ``_longest``)."""
-        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
-        return _longest(self.clip, std, size)
+        return _longest(self.clip / self.draw.rate, self.std, size)
 
     def event(self, rows: int) -> DpEvent:
-        """What a release of ``rows`` rows costs."""
+        """What a release of ``rows`` rows costs. The client's coin gates all of them together."""
+        if self.draw.rate < 1:
+            return self.draw.event(GaussianDpEvent(self.noise_multiplier / math.sqrt(rows)))
         return self.routing.event(rows, self.noise_multiplier, self.hidden)
 
     def release(
-        self, shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], coins: Coins
-    ) -> Release:
+        self,
+        shape: tuple[int, ...],
+        answers: Iterable[tuple[Tensor, Tensor]],
+        coins: Coins,
+        contributes: bool = True,
+    ) -> Sent:
         """Sanitizes raw answers to ``shape[0]`` rows.
 
         Args:
             shape: the shape of the release, rows first.
-            answers: pairs of row indices (n,) and raw answers (n, *shape[1:]), unclipped.
+            answers: pairs of row indices (n,) and raw answers (n, *shape[1:]), unclipped; none are
+                made if the client's coin says so.
             coins: of this client and round; the noise is drawn here.
+            contributes: whether the client has anything to contribute.
 
         Raises:
             ValueError: if a row is not answered as often as the sensitivity assumes.
         """
-        total, counts = _clipped_sum(shape, answers, self.clip)
-        if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
-            raise ValueError("every row needs the number of answers that its sensitivity assumes")
-        std = self.noise_multiplier * self.sensitivity(Relation.REPLACE_ONE)
-        noisy = _noised(total / self.routing.answers_per_row, std, coins)
-        return Release({"answer": noisy.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        total = torch.zeros(shape, dtype=torch.float64)
+        if self.draw.drawn(coins) and contributes:
+            total, counts = _clipped_sum(shape, answers, self.clip)
+            if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
+                raise ValueError("every row needs the number of answers its sensitivity assumes")
+        exact = total / self.routing.answers_per_row / self.draw.rate
+        return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """The sum of what several clients sent, in double precision."""
+        return self.aggregation.total(answers, self.std, coins)
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,7 @@ class JointGaussian:
     batches: Batches
     relation: Relation
     unit: Unit
+    aggregation: Aggregation = LOCAL
 
     def __post_init__(self) -> None:
         _check_neighbours(self.batches, self.relation)
@@ -126,9 +144,19 @@ class JointGaussian:
         del relation
         return 2 * self.clip
 
+    @property
+    def std(self) -> float:
+        """Of the noise in each number."""
+        return self.noise_multiplier * self.sensitivity(self.relation)
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """Std of the noise in each number, and the largest that a contribution is meant to have."""
+        return self.std, self.clip
+
     def longest(self, size: int) -> float:
         """What no row of the matrix, ``size`` numbers, is longer than (see ``_longest``)."""
-        return _longest(self.clip, self.noise_multiplier * self.sensitivity(self.relation), size)
+        return _longest(self.clip, self.std, size)
 
     def event(self) -> DpEvent:
         """What one release costs."""
@@ -138,12 +166,14 @@ class JointGaussian:
         """The batch behind the next release."""
         return self.batches.draw(rows, coins)
 
-    def release(self, matrix: Tensor, coins: Coins) -> Release:
+    def release(self, matrix: Tensor, coins: Coins) -> Sent:
         """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
         clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
-        std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = _noised(clipped, std, coins)
-        return Release({"answer": noisy.numpy()}, self.event(), self.unit, _SEAL)
+        return self.aggregation.sent(clipped, self.std, self.event(), self.unit, coins)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """See ``RowGaussian.total``."""
+        return self.aggregation.total(answers, self.std, coins)
 
 
 @dataclass(frozen=True)
@@ -165,7 +195,11 @@ class PlainMatrix:
         """The raw matrix."""
         del coins
         raw = matrix.detach().to("cpu", torch.float32).numpy()
-        return Release({"answer": raw}, self.event(), self.unit, _SEAL)
+        return Release({"answer": raw}, self.event(), self.unit, SEAL)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """The sum."""
+        return LOCAL.total(answers, 0.0, coins)
 
 
 @dataclass(frozen=True)
@@ -179,6 +213,7 @@ class SumGaussian:
     own as it was, to the last bit, and these are added in double precision.
 
     divisor: the expected size of a batch, or the public number of rows; never a realized size.
+    peak: of the entries of what a row adds, over C.
     """
 
     clip: float
@@ -187,6 +222,8 @@ class SumGaussian:
     divisor: float
     relation: Relation
     unit: Unit
+    aggregation: Aggregation = LOCAL
+    peak: float = 1.0
 
     def __post_init__(self) -> None:
         _check_neighbours(self.batches, self.relation)
@@ -194,6 +231,16 @@ class SumGaussian:
     def sensitivity(self, relation: Relation) -> float:
         """L2 sensitivity of what is released, before the noise."""
         return _of_a_sum(relation) * self.clip / self.divisor
+
+    @property
+    def std(self) -> float:
+        """Of the noise in each number."""
+        return self.noise_multiplier * self.sensitivity(self.relation)
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """Std of the noise in each number, and the largest that ``divisor`` rows come to."""
+        return self.std, self.peak * self.clip
 
     def event(self) -> DpEvent:
         """What one release costs."""
@@ -204,7 +251,8 @@ class SumGaussian:
         return _parts(self.batches, rows, coins, self.divisor, about)
 
     def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
-        """Sanitizes a sum of clipped contributions, where they are: (size,) in single precision.
+        """Sanitizes a sum of clipped contributions, where they are: (size,) in single precision,
+        noised in full whatever the aggregation.
 
         Args:
             size: entries of the sum, known whatever the batch.
@@ -213,6 +261,9 @@ class SumGaussian:
         Raises:
             ValueError: for a part that was clipped to more than the sensitivity assumes.
         """
+        return noised(self._exact(size, sums), self.std, coins)
+
+    def _exact(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
         total: Tensor | None = None
         for part in sums:
             if part.clip > self.clip:
@@ -220,13 +271,16 @@ class SumGaussian:
             flat = part.flat()
             total = flat if total is None else total.add_(flat)
         total = torch.zeros(size, dtype=torch.float64) if total is None else total
-        std = self.noise_multiplier * self.sensitivity(self.relation)
-        return _noised(total.div_(self.divisor), std, coins)
+        return total.div_(self.divisor)
 
-    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
-        """``noised``, of this shape, to leave the client."""
-        noisy = self.noised(math.prod(shape), sums, coins).view(1, *shape)
-        return Release({"answer": noisy.cpu().numpy()}, self.event(), self.unit, _SEAL)
+    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Sent:
+        """The sum, of this shape, to leave the client."""
+        exact = self._exact(math.prod(shape), sums).view(1, *shape)
+        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """See ``RowGaussian.total``."""
+        return self.aggregation.total(answers, self.std, coins)
 
 
 @dataclass(frozen=True)
@@ -254,7 +308,11 @@ class PlainSum:
     def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
         """The raw sum; see ``SumGaussian.release``."""
         gradients = self.noised(math.prod(shape), sums, coins).view(1, *shape).cpu().numpy()
-        return Release({"answer": gradients}, self.event(), self.unit, _SEAL)
+        return Release({"answer": gradients}, self.event(), self.unit, SEAL)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """The sum."""
+        return LOCAL.total(answers, 0.0, coins)
 
 
 def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
@@ -293,114 +351,83 @@ def descent(
         point = move(point, mechanism.noised(size, sums(point, here), here), here)
     whole = torch.cat([point[name].flatten() for name in sorted(point)])
     arrays = {"answer": whole.to("cpu", torch.float32).numpy()[None]}
-    return Release(arrays, repeat(mechanism.event(), len(steps)), mechanism.unit, _SEAL)
+    return Release(arrays, repeat(mechanism.event(), len(steps)), mechanism.unit, SEAL)
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
-    nobody else. Made by such a mechanism alone; it cannot be packed into a reply of a method whose
-    server is not trusted."""
+class ClientGaussian:
+    """A client's whole contribution, a vector of norm at most C: DP-FedAvg (McMahan et al. 2018),
+    and any statistic at client level. Who takes part is public; the neighbour of a client is one
+    that contributes nothing, and sends its noise all the same.
 
-    arrays: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
-    event: DpEvent
-    unit: Unit
-    _seal: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self._seal is not _SEAL:
-            raise TypeError("a Clipped is made by a mechanism, nothing else")
-
-
-@dataclass(frozen=True)
-class TrustedAggregate:
-    """The mean of clients' clipped vectors over the expected number of clients, plus Gaussian
-    noise, all inside an aggregator that clients trust: FedAvg-GAN (Augenstein et al. 2020), as
-    DP-FedAvg (McMahan et al. 2018). There is no bound against the aggregator itself.
-
-    A client that was drawn and does not contribute counts as zero, like one that was not drawn: the
-    others do not stand in for it, and the divisor stays.
-
-    entries: of a vector, a public number.
-    expected: clients in a cohort, in expectation; weights are uniform, since a weight by the number
-        of a client's rows would move the mean by more than C / expected.
+    draw: the client's own coin, whether it contributes to a round; what it contributes is divided
+        by the coin's probability, so that the mean over all clients is what it would be.
     """
 
-    entries: int
     clip: float
     noise_multiplier: float
-    cohorts: Batches
-    expected: float
     relation: Relation
-
-    def __post_init__(self) -> None:
-        _check_neighbours(self.cohorts, self.relation)
+    draw: OwnDraw = ALWAYS
+    aggregation: Aggregation = LOCAL
+    unit = Unit.CLIENT
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of the mean, before the noise."""
-        return _of_a_sum(relation) * self.clip / self.expected
+        """L2 sensitivity of the sum of all contributions, before the noise."""
+        return _of_a_sum(relation) * self.clip / self.draw.rate
+
+    @property
+    def std(self) -> float:
+        """Of the noise in each number of the sum."""
+        return self.noise_multiplier * self.sensitivity(self.relation)
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """Std of the noise in each number, and the largest that a contribution is meant to have."""
+        return self.std, self.clip / self.draw.rate
+
+    def longest(self, size: int) -> float:
+        """What no contribution of ``size`` numbers is longer than (see ``_longest``)."""
+        return _longest(self.clip / self.draw.rate, self.std, size)
 
     def event(self) -> DpEvent:
-        """What one release costs, to whoever sees it and not the cohort."""
-        return self.cohorts.event(GaussianDpEvent(self.noise_multiplier))
+        """What one release costs."""
+        return self.draw.event(GaussianDpEvent(self.noise_multiplier))
 
-    def contribution(self, vector: Tensor) -> Clipped:
-        """A client's part (entries,), of norm at most C."""
-        clipped = clip_rows(vector.detach().to("cpu", torch.float32)[None], self.clip)
-        return Clipped({"answer": clipped.numpy()}, Contribution(), Unit.CLIENT, _SEAL)
+    def release(self, size: int, vector: Callable[[], Tensor], coins: Coins) -> Sent:
+        """A client's part (1, size): its vector, which is made if the client's coin says so, or
+        nothing; and the noise."""
+        exact = torch.zeros((1, size))
+        if self.draw.drawn(coins):
+            raw = vector().detach().to("cpu", torch.float32).view(1, size)
+            exact = clip_rows(raw, self.clip) / self.draw.rate
+        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
 
-    def release(self, cohort: Iterable[Tensor], coins: Coins) -> Release:
-        """The noised mean (1, entries) of a cohort's contributions (of none: noise alone). They are
-        clipped again: the aggregator does not trust what arrives."""
-        total = torch.zeros((1, self.entries), dtype=torch.float64)
-        for each in cohort:
-            total += clip_rows(each, self.clip)
-        std = self.noise_multiplier * self.sensitivity(self.relation)
-        noisy = _noised(total / self.expected, std, coins)
-        return Release({"answer": noisy.numpy()}, self.event(), Unit.CLIENT, _SEAL)
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """See ``RowGaussian.total``."""
+        return self.aggregation.total(answers, self.std, coins)
 
 
 @dataclass(frozen=True)
-class PlainAggregate:
-    """As ``TrustedAggregate``, without clip and noise: the non-private reference."""
+class PlainClient:
+    """As ``ClientGaussian``, without clip and noise: the non-private reference."""
 
-    entries: int
-    expected: float
+    draw: OwnDraw = ALWAYS
+    unit = Unit.CLIENT
 
     def event(self) -> DpEvent:
         """No bound."""
         return NonPrivateDpEvent()
 
-    def contribution(self, vector: Tensor) -> Clipped:
+    def release(self, size: int, vector: Callable[[], Tensor], coins: Coins) -> Sent:
         """A client's part as it is."""
-        raw = vector.detach().to("cpu", torch.float32).numpy()[None]
-        return Clipped({"answer": raw}, NonPrivateDpEvent(), Unit.CLIENT, _SEAL)
+        raw = torch.zeros((1, size))
+        if self.draw.drawn(coins):
+            raw = vector().detach().to("cpu", torch.float32).view(1, size) / self.draw.rate
+        return Release({"answer": raw.numpy()}, self.event(), self.unit, SEAL)
 
-    def release(self, cohort: Iterable[Tensor], coins: Coins) -> Release:
-        """The mean; see ``TrustedAggregate.release``."""
-        del coins
-        total = torch.zeros((1, self.entries))
-        for each in cohort:
-            total += each
-        mean = (total / self.expected).numpy()
-        return Release({"answer": mean}, self.event(), Unit.CLIENT, _SEAL)
-
-
-Aggregate = TrustedAggregate | PlainAggregate
-
-
-def _noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
-    """``exact`` + N(0, std^2), rounded to multiples of a power of two near std / 1,024, where
-    ``exact`` is.
-
-    Floating point has holes: noise takes but some values, and a sum that one neighbour can reach
-    and another cannot tells them apart, whatever epsilon says (Mironov 2012). Here each multiple
-    has the probability that a Gaussian around ``exact`` gives it, however far out
-    (``rounded_gaussian``); rounding itself is post-processing.
-    """
-    grid = grid_of(std, _GRID_BITS)
-    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")
-    return whole.mul_(grid).to(torch.float32)
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """The sum."""
+        return LOCAL.total(answers, 0.0, coins)
 
 
 def _longest(clip: float, std: float, size: int) -> float:
@@ -440,19 +467,30 @@ class NoMechanism:
 
     routing: Routing
     unit: Unit
+    draw: OwnDraw = ALWAYS
+    relation = Relation.REPLACE_ONE
 
     def event(self, rows: int) -> DpEvent:
         """No bound."""
         return repeat(NonPrivateDpEvent(), rows)
 
     def release(
-        self, shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], coins: Coins
-    ) -> Release:
+        self,
+        shape: tuple[int, ...],
+        answers: Iterable[tuple[Tensor, Tensor]],
+        coins: Coins,
+        contributes: bool = True,
+    ) -> Sent:
         """The mean of the raw answers to each row; see ``RowGaussian.release``."""
-        del coins
-        total, _ = _clipped_sum(shape, answers, math.inf)
-        mean = (total / self.routing.answers_per_row).float()
-        return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, _SEAL)
+        total = torch.zeros(shape, dtype=torch.float64)
+        if self.draw.drawn(coins) and contributes:
+            total, _ = _clipped_sum(shape, answers, math.inf)
+        mean = (total / self.routing.answers_per_row / self.draw.rate).float()
+        return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, SEAL)
+
+    def total(self, answers: Answers, coins: Coins) -> Tensor:
+        """The sum."""
+        return LOCAL.total(answers, 0.0, coins)
 
 
 def _clipped_sum(

@@ -20,6 +20,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.releases import LOCAL
 
 Ask = Callable[[int], Message]
 
@@ -50,7 +51,7 @@ def ask(home: ClientHome) -> Ask:
 def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
     home: ClientHome, ask: Ask
 ) -> None:
-    first, again, next_ = (messages.read_answer(ask(r)) for r in (0, 0, 1))
+    first, again, next_ = (messages.read_answer(ask(r), LOCAL) for r in (0, 0, 1))
     assert (first.arrays["answer"] == again.arrays["answer"]).all()
     assert (first.arrays["answer"] != next_.arrays["answer"]).any()
     assert home.ledger.releases == 2
@@ -154,7 +155,7 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
         query = server.query(server.init(Coins.of(seed, "seeded")), 0, COINS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
-        return torch.from_numpy(messages.read_answer(reply).arrays["answer"])
+        return torch.from_numpy(messages.read_answer(reply, LOCAL).arrays["answer"])
 
     first, other = ask(1), ask(2)
     assert home.ledger.releases == 2
@@ -178,7 +179,7 @@ def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alo
         query = server.query(server.init(Coins.of(start, "seeded")), 0, COINS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
-        answers.append(messages.read_answer(reply).arrays["answer"])
+        answers.append(messages.read_answer(reply, LOCAL).arrays["answer"])
         assert home.ledger.releases == 1
     first, other, again = answers
     assert (first == again).all()
@@ -200,7 +201,9 @@ def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> N
         train = Message(content, dst_node_id=2, message_type=messages.TRAIN)
         ask = Message(question, dst_node_id=2, message_type=messages.ASK)
         replies = grid.send_and_receive([train, ask])
-        found += [messages.read_answer(reply) for reply in replies if "arrays" in reply.content]
+        found += [
+            messages.read_answer(reply, LOCAL) for reply in replies if "arrays" in reply.content
+        ]
     assert home.ledger.releases == 2
     difference = found[0].arrays["answer"] - found[1].arrays["answer"]
     assert 2.3 < difference.std() < 3.4
@@ -209,11 +212,11 @@ def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> N
 def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask, tmp_path: Path) -> None:
     """As of a run that another version began, which named its coins otherwise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
-    first = messages.read_answer(ask(0)).arrays["answer"]
+    first = messages.read_answer(ask(0), LOCAL).arrays["answer"]
     home.coins = home.coins.at("branch", "another")
     home.store.restore(0, 0)
     home.answered = -1
-    assert (messages.read_answer(ask(0)).arrays["answer"] != first).any()
+    assert (messages.read_answer(ask(0), LOCAL).arrays["answer"] != first).any()
     assert home.ledger.releases == 2
 
 

@@ -16,9 +16,9 @@ from fedgen.federation import messages
 from fedgen.federation.flower_compat import identify_process, set_message_id, through_the_wire
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
-from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Relation, Unit, repeat
-from fedgen.privacy.mechanisms import RowGaussian, TrustedAggregate
+from fedgen.privacy.mechanisms import ClientGaussian, RowGaussian
+from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Trusted
 from fedgen.privacy.routing import Routing
 
 identify_process(1)
@@ -52,8 +52,8 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
     set_message_id(question, "1")
-    reply = Message(messages.pack_answer(messages.answer_of(release, False)), reply_to=question)
-    found = messages.read_answer(through_the_wire(reply))
+    reply = Message(messages.pack_answer(messages.answer_of(release, LOCAL)), reply_to=question)
+    found = messages.read_answer(through_the_wire(reply), LOCAL)
     assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
     assert found.unit is Unit.CLIENT
     assert np.array_equal(found.arrays["answer"], release.arrays["answer"])
@@ -63,21 +63,23 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
 
 def test_nothing_but_a_release_is_packed() -> None:
     raw = Answer({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
-    for trusting in (False, True):
+    for aggregation in (LOCAL, Secure(3, 2, 0), Trusted(1.0)):
         with pytest.raises(TypeError, match="Answer must not leave"):
-            messages.answer_of(raw, trusting)  # type: ignore[arg-type]
+            messages.answer_of(raw, aggregation)  # type: ignore[arg-type]
 
 
-def test_a_clipped_leaves_where_the_aggregator_is_trusted_alone() -> None:
-    """And where it is trusted, noise is its own affair: a client that adds some is broken."""
-    batches = PoissonBatches(0.1)
-    aggregate = TrustedAggregate(3, 1.0, 1.0, batches, 1.0, Relation.ADD_OR_REMOVE_ONE)
-    clipped = aggregate.contribution(torch.ones(3))
-    with pytest.raises(TypeError, match="Clipped must not leave"):
-        messages.answer_of(clipped, False)
-    assert messages.answer_of(clipped, True)
-    with pytest.raises(TypeError, match="Release must not leave"):
-        messages.answer_of(aggregate.release([], Coins.of(0, "seeded")), True)
+@pytest.mark.parametrize("own", [LOCAL, Secure(3, 2, 0), Trusted(1.0)])
+def test_what_an_aggregation_takes_leaves_for_it_alone(own: Aggregation) -> None:
+    """A clipped vector for an aggregator that is trusted, a share for a secure sum, a release for
+    anybody. Where it is trusted, noise is its own affair: a client that adds some is broken."""
+    mechanism = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=own)
+    sent = mechanism.release(3, lambda: torch.ones(3), Coins.of(0, "seeded"))
+    for other in (LOCAL, Secure(3, 2, 0), Trusted(1.0)):
+        if type(other) is type(own):
+            assert messages.answer_of(sent, other)
+            continue
+        with pytest.raises(TypeError, match=f"{type(sent).__name__} must not leave"):
+            messages.answer_of(sent, other)
 
 
 def test_foreign_bytes_are_refused() -> None:
@@ -93,9 +95,9 @@ def test_half_precision_takes_half_the_bytes_and_stays_finite() -> None:
     release = mechanism.release((8, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
     set_message_id(question, "1")
-    halved = messages.pack_answer(messages.answer_of(release, False, half=True))
+    halved = messages.pack_answer(messages.answer_of(release, LOCAL, half=True))
     reply = through_the_wire(Message(halved, reply_to=question))
-    found, whole = messages.read_answer(reply).arrays["answer"], release.arrays["answer"]
+    found, whole = messages.read_answer(reply, LOCAL).arrays["answer"], release.arrays["answer"]
     assert messages.count_bytes(reply) < 0.52 * whole.nbytes
     assert found.dtype == np.float32
     assert np.isfinite(found).all()

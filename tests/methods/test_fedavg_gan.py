@@ -25,7 +25,7 @@ from fedgen.models import cdcgan
 from fedgen.models.functional import flat, part
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Unit, canonical
-from strategies.model_deltas import ModelDeltas
+from strategies.parameter_updates import ParameterUpdates
 
 CLIENTS, COHORT, CLIP, RATE = 20, 5, 0.1, 0.05
 
@@ -37,6 +37,7 @@ def make(noise: float | None, clients: int = CLIENTS, **changed: object) -> Meth
         "discriminator": partial(cdcgan.Discriminator, width=3),
         "latent": 4,
         "cohort": COHORT,
+        "draws": "server",
         "discriminator_steps": 2,
         "discriminator_learning_rate": RATE,
         "batch": 6,
@@ -66,12 +67,14 @@ def delta(method: Method, rows: Shard, round_: int = 0, client: int = 0) -> Tens
 
 
 def aggregated(method: Method, answers: dict[int, Tensor], round_: int = 0) -> Tensor:
-    strategy = ModelDeltas(method, COINS.at("strategy"))
+    strategy = ParameterUpdates(method, COINS.at("strategy"))
     arrived = {
         client: Answer({"answer": value.numpy()}, Contribution(), Unit.CLIENT)
         for client, value in answers.items()
     }
-    return strategy.aggregate_query(round_, arrived, 1)
+    found = strategy.aggregate_query(round_, arrived, 1)
+    assert found is not None
+    return found
 
 
 def test_a_clients_steps_are_algorithm_1() -> None:
@@ -159,7 +162,7 @@ def test_a_cohort_is_drawn_as_it_is_counted() -> None:
     """Each client by itself at the rate of the event: binomial counts, at level 1e-7."""
     from scipy.stats import binom
 
-    strategy = ModelDeltas(make(1.0), COINS.at("strategy"))
+    strategy = ParameterUpdates(make(1.0), COINS.at("strategy"))
     counts = np.zeros(CLIENTS)
     for round_ in range(2000):
         counts[list(strategy.route(round_, 1))] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +17,17 @@ from scipy import stats
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.privacy.batches import AllRows, FixedBatches, PoissonBatches
+from fedgen.privacy.batches import AllRows, FixedBatches, OwnDraw, PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit
 from fedgen.privacy.mechanisms import (
-    Clipped,
+    ClientGaussian,
     JointGaussian,
     NoMechanism,
-    Release,
     RowGaussian,
     SumGaussian,
-    TrustedAggregate,
 )
 from fedgen.privacy.per_example import ClippedSum, clip_rows, of_rows
+from fedgen.privacy.releases import LOCAL, Aggregation, Clipped, Release, Trusted
 from fedgen.privacy.routing import Routing
 
 GRAIN = 1 + 2**-10 * math.sqrt(5)
@@ -171,15 +171,17 @@ def test_what_is_released_lies_on_a_grid_of_the_noise(
     tells neighbours apart (Mironov 2012)."""
     coins, given_rows = Coins.of(seed, "seeded"), torch.from_numpy(rows)
     summing = SumGaussian(0.7, sigma, AllRows(), 3.0, REPLACE, Unit.RECORD)
-    trusted = TrustedAggregate(4, 0.7, sigma, PoissonBatches(0.1), 3.0, ADD_OR_REMOVE)
+    trusted = of_clients(0.7, sigma, Trusted(0.7))
+    vector = given_rows[:1].numpy()
     matrix = JointGaussian(0.7, sigma, AllRows(), REPLACE, Unit.RECORD)
-    for std, release in (
+    for std, found in (
         (1.4 * sigma, gaussian(0.7, sigma).release((3, 4), all_rows(given_rows), coins)),
         (1.4 * sigma, matrix.release(given_rows, coins)),
         (1.4 * sigma / 3, summing.release((4,), [of_rows(given_rows, 0.7)], coins)),
-        (0.7 * sigma / 3, trusted.release([clip_rows(given_rows[:1], 0.7)], coins)),
+        (0.7 * sigma, trusted.total([vector], coins).numpy()),
     ):
-        steps = release.arrays["answer"].astype(np.float64) / 2.0 ** math.floor(math.log2(std) - 10)
+        release = found if isinstance(found, np.ndarray) else found.arrays["answer"]
+        steps = release.astype(np.float64) / 2.0 ** math.floor(math.log2(std) - 10)
         assert (steps == np.rint(steps)).all()
         assert np.abs(steps).max() > 10  # and the noise is on it
 
@@ -284,9 +286,16 @@ def test_sensitivities_are_those_of_the_design() -> None:
     assert [joint().sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [1.4, 1.4]
     assert summed(REPLACE, 1.0).sensitivity(ADD_OR_REMOVE) == 0.7
     assert summed(REPLACE, 1.0).sensitivity(REPLACE) == 1.4
-    of_clients = TrustedAggregate(3, 0.7, 1.0, PoissonBatches(0.1), 10.0, ADD_OR_REMOVE)
-    assert of_clients.sensitivity(ADD_OR_REMOVE) == pytest.approx(0.07)
-    assert of_clients.sensitivity(REPLACE) == pytest.approx(0.14)
+    whole = of_clients(0.7, 1.0)
+    assert [whole.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
+    drawn = replace(whole, draw=OwnDraw(0.1))
+    assert [drawn.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == pytest.approx([7, 14])
+    rows = RowGaussian(0.7, 1.0, Routing("mean", 1), True, Unit.CLIENT)
+    assert [rows.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
+
+
+def of_clients(clip: float, sigma: float, aggregation: Aggregation = LOCAL) -> ClientGaussian:
+    return ClientGaussian(clip, sigma, ADD_OR_REMOVE, aggregation=aggregation)
 
 
 def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
@@ -299,12 +308,16 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     if kind == "sum":
         of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
         return of_sum.release(shape, [], coins).arrays["answer"], 1.5 * diameter / 32
-    of_clients = TrustedAggregate(*shape, 0.5, 1.5, PoissonBatches(0.1), 10.0, relation)
-    return of_clients.release([], coins).arrays["answer"], 1.5 * diameter / 10
+    meeting = Trusted(0.5) if kind == "trusted" else LOCAL
+    of_client = ClientGaussian(0.5, 1.5, relation, OwnDraw(0.1), meeting)
+    found = of_client.release(*shape, lambda: torch.zeros(shape), coins).arrays["answer"]
+    if kind == "trusted":
+        found = of_client.total([found], coins).numpy()
+    return found, 1.5 * diameter / 0.1
 
 
 @pytest.mark.parametrize("relation", list(Relation))
-@pytest.mark.parametrize("kind", ["joint", "sum", "clients"])
+@pytest.mark.parametrize("kind", ["joint", "sum", "client", "trusted"])
 def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> None:
     """An empty batch releases noise alone; its variance is within the chi-square interval of level
     1e-6, and half the noise, or noise over the root of the batch, is far outside."""
@@ -368,23 +381,18 @@ def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
 
 @given(arrays(np.float32, (5,), elements=st.floats(width=32)))
 def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray) -> None:
-    mechanism = TrustedAggregate(5, 0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
-    part = torch.from_numpy(mechanism.contribution(torch.from_numpy(vector)).arrays["answer"])
-    assert np.linalg.norm(part.double()) <= 0.5
-    alone, nobody = (mechanism.release(cohort, COINS).arrays["answer"] for cohort in ([part], []))
-    assert np.linalg.norm(alone - nobody) <= GRAIN * mechanism.sensitivity(ADD_OR_REMOVE) + 1e-6
+    mechanism = of_clients(0.5, 1.0, Trusted(0.5))
+    part = mechanism.release(5, lambda: torch.from_numpy(vector), COINS).arrays["answer"]
+    assert np.linalg.norm(part.astype(float)) <= 0.5
 
 
 @given(arrays(np.float32, (1, 5), elements=st.floats(width=32, allow_nan=True)))
 def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
-    """Clients that do not keep to the clip norm move the mean by no more than those that do."""
-    mechanism = TrustedAggregate(5, 0.5, 1.0, PoissonBatches(0.1), 4.0, ADD_OR_REMOVE)
-    other = torch.full((1, 5), 0.1)
-    with_it, without = (
-        mechanism.release(cohort, COINS).arrays["answer"]
-        for cohort in ([other, torch.from_numpy(vector)], [other])
-    )
-    assert np.linalg.norm(with_it - without) <= GRAIN * mechanism.sensitivity(ADD_OR_REMOVE) + 1e-6
+    """Clients that do not keep to the clip norm move the sum by no more than those that do."""
+    quiet = of_clients(0.5, 1e-9, Trusted(0.5))
+    other = np.full((1, 5), 0.1, np.float32)
+    with_it, without = (quiet.total(cohort, COINS) for cohort in ([other, vector], [other]))
+    assert float((with_it - without).norm()) <= 0.5 + 1e-6
 
 
 def test_contributions_are_made_by_mechanisms_alone() -> None:

@@ -1,0 +1,249 @@
+"""What may leave a client, and who makes the noise of a sum: the only room where noise is drawn.
+
+| aggregation | leaves a client | noise of | the server learns |
+|---|---|---|---|
+| ``Local`` | a ``Release``: its contribution, noised in full | each client | each release |
+| ``Secure`` | a ``Share``: its contribution and a share of the noise | all clients | the sum |
+| ``Trusted`` | a ``Clipped``: its contribution | the aggregator | each contribution |
+
+An aggregation adds up what a cohort of clients sent. A mechanism (``mechanisms.py``) bounds each
+contribution and states the sensitivity of their sum.
+
+**Secure sums.** Of n clients that are asked, ``least`` answer or nothing is opened, and t collude
+with the server: h = least - t shares of noise are in the sum for certain, and nobody who looks at
+it knows them. For noise of std s in the sum each client adds N(0, s^2 / h) to its contribution and
+rounds to a multiple of g; the sum is known modulo 2^32 g.
+
+Claim: given who answered, what the server and the t learn is post-processing of
+X + N(0, s^2), X the sum of the honest contributions, but for a term below e^-10^4.
+
+Proof. The t subtract what they sent. Of the honest rest, take h; the others' shares are independent
+of these, and adding them is post-processing. A Gaussian rounded to multiples of g has at these the
+density of the Gaussian plus a uniform on [-g/2, g/2]. Its characteristic function is
+sum_j f(w + 2 pi j / g) exp(i x (w + 2 pi j / g)), f that of Gaussian and uniform, j all integers
+(Poisson summation). In the product of h of these, the terms with the same j in each are the
+transform of round(X + N(0, s^2) + U_1 + ... + U_(h-1)). All others have
+sum_i (w + 2 pi j_i / g)^2 >= 4 pi^2 (h - 1) / (h g^2), and so a factor of at most
+exp(-2 pi^2 (s^2 / (h g^2)) (h - 1) / h): with s / sqrt(h) >= 2^6 g and h >= 2 below e^-40,000,
+which is below e^-10^4 with all that numbers, releases and the width of the sum's law put before
+it. Rounding the Gaussian mechanism and h - 1 independent uniforms is post-processing of it, as is
+the remainder modulo 2^32. One share alone (h = 1) is a rounded Gaussian. So the event is that of
+the exact Gaussian mechanism with std s: rounding comes after the noise, and stretches no norm.
+(Kairouz, Liu, Steinke 2021 round before it, and pay for that.)
+
+What is assumed: nothing but the sum leaves the aggregation, one sum a question
+(``fedgen/federation``); the honest follow the protocol; one set of clients is added up for one
+question, and a question that is asked again finds other coins or the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from dp_accounting import DpEvent
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.files import digest
+from fedgen.privacy.events import Contribution, Unit
+from fedgen.privacy.noise import grid_of, rounded_gaussian
+from fedgen.privacy.per_example import clip_rows
+
+SEAL = object()
+"""Of what leaves a client: the privacy room's own."""
+
+_GRID_BITS = 10  # below the noise's standard deviation
+_SHARE_BITS = 6  # below that of a share
+_RING = 2**32
+_TAIL = 8  # standard deviations of a sum's noise that the ring has room for
+_MANY = 8  # times the rows that were promised, which it has room for
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Sanitized arrays and the privacy event that they cost. Made by the privacy room alone."""
+
+    arrays: Arrays
+    event: DpEvent
+    unit: Unit
+    _seal: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _sealed(self, self._seal)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A bounded contribution with a share of the noise, as int32 words of a ring, for a secure sum
+    and for nobody else: one share hides little. ``event``: of the sum."""
+
+    arrays: Arrays
+    event: DpEvent
+    unit: Unit
+    _seal: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _sealed(self, self._seal)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
+    nobody else."""
+
+    arrays: Arrays
+    event: DpEvent
+    unit: Unit
+    _seal: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _sealed(self, self._seal)
+
+
+Sent = Release | Share | Clipped
+
+
+def _sealed(what: Sent, seal: object) -> None:
+    if seal is not SEAL:
+        raise TypeError(f"a {type(what).__name__} is made by a mechanism, nothing else")
+
+
+@dataclass(frozen=True)
+class Local:
+    """Every client noises in full, against everybody."""
+
+    leaves = Release
+    arrive_as = (torch.float32, torch.float16)
+
+    def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
+        """A contribution (rows first) on its way; ``std``, ``event``: of what it is released as."""
+        noisy = noised(exact, std, coins)
+        return Release({"answer": noisy.cpu().numpy()}, event, unit, SEAL)
+
+    def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
+        """The sum of what arrived, in double precision: sums of multiples of a grid are exact."""
+        del std, coins
+        return _added(answers)
+
+
+@dataclass(frozen=True)
+class Secure:
+    """Each of the ``asked`` clients adds a share of the noise; see the module.
+
+    least: answers without which nothing is opened. colluders: clients that tell the server what
+        they added.
+    """
+
+    asked: int
+    least: int
+    colluders: int
+    leaves = Share
+    arrive_as = (torch.int32,)
+
+    @property
+    def honest(self) -> int:
+        """h: shares that are in the sum for certain, and that nobody who sees it knows."""
+        return self.least - self.colluders
+
+    def share_std(self, std: float) -> float:
+        """Of each client's noise, if the sum is to have ``std`` at least."""
+        return std / math.sqrt(self.honest)
+
+    def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
+        """See ``Local.sent``; ``std``, ``event``: of the sum."""
+        share = self.share_std(std)
+        grid = grid_of(share, _SHARE_BITS)
+        whole = rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")
+        # exactly, also where it is beyond what 64 bits hold
+        words = torch.remainder(whole, float(_RING)).to(torch.int64).cpu().numpy()
+        return Share({"answer": words.astype(np.uint32).view(np.int32)}, event, unit, SEAL)
+
+    def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
+        """The sum that words of the ring stand for, in double precision.
+
+        Raises:
+            FedgenError: for one that lies near the end of the ring's range: it may have gone past.
+        """
+        del coins
+        words = np.zeros(answers[0].shape, np.uint32)
+        for each in answers:
+            words += each.view(np.uint32)
+        whole = torch.from_numpy(words.view(np.int32).astype(np.float64))
+        if whole.numel() and float(whole.abs().max()) >= 0.9 * _RING / 2:
+            raise FedgenError(
+                "privacy.aggregation", "a sum came near the end of 32 bits", "raise the public rows"
+            )
+        return whole * grid_of(self.share_std(std), _SHARE_BITS)
+
+    def check_range(self, std: float, largest: float) -> None:
+        """Raises FedgenError if a sum whose entries are at most ``largest`` has no room in 32 bits
+        beside its noise. What goes past is of no use; it harms nobody's privacy."""
+        share = self.share_std(std)
+        noise = _TAIL * share * math.sqrt(self.asked)
+        if _MANY * largest + noise >= 0.9 * _RING / 2 * grid_of(share, _SHARE_BITS):
+            raise FedgenError(
+                "privacy.aggregation",
+                f"32 bits cannot hold a sum up to {largest:g} beside noise of std {std:g}",
+                "raise the noise, or take smaller public numbers of rows",
+            )
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """The aggregator makes the noise: clients trust it, and there is no bound against it.
+
+    clip: L2 norm that each row of a contribution is clipped to again: the aggregator does not trust
+        what arrives. Infinity where it knows no such norm.
+    """
+
+    clip: float
+    leaves = Clipped
+    arrive_as = (torch.float32, torch.float64, torch.float16)
+
+    def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
+        """See ``Local.sent``; nothing is noised yet."""
+        del std, event, coins
+        arrays = {"answer": exact.cpu().numpy()}
+        return Clipped(arrays, Contribution(), unit, SEAL)
+
+    def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
+        """The noised sum, in double precision. Its noise follows from what arrived: a round that is
+        done again may bring other answers, which must not share the noise of the first."""
+        told = digest(*(each.tobytes() for each in answers))
+        if not math.isinf(self.clip):
+            answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]
+        return noised(_added(answers), std, coins.salted(told)).double()
+
+
+Aggregation = Local | Secure | Trusted
+LOCAL = Local()
+
+
+def _added(answers: Sequence[NDArray[Any]]) -> Tensor:
+    total = torch.from_numpy(answers[0]).to(torch.float64, copy=True)
+    for each in answers[1:]:
+        total += torch.from_numpy(each)
+    return total
+
+
+def noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
+    """``exact`` + N(0, std^2), rounded to multiples of a power of two near std / 1,024, where
+    ``exact`` is.
+
+    Floating point has holes: noise takes but some values, and a sum that one neighbour can reach
+    and another cannot tells them apart, whatever epsilon says (Mironov 2012). Here each multiple
+    has the probability that a Gaussian around ``exact`` gives it, however far out
+    (``rounded_gaussian``); rounding itself is post-processing.
+    """
+    grid = grid_of(std, _GRID_BITS)
+    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")
+    return whole.mul_(grid).to(torch.float32)
