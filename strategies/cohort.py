@@ -44,8 +44,9 @@ class CohortStrategy(Strategy):
         Where how many answer must not show, or an aggregator makes the noise, it is over their
         expected number: whoever did not answer counts as zero, and of nobody there is noise alone.
         """
-        found = [answers[client].arrays["answer"] for client in sorted(answers)]
-        plan, over = self._method.plan, float(len(found))
+        arrived = [answers[client].arrays for client in sorted(answers)]
+        found = [each["answer"] for each in arrived if each]  # some come added up
+        plan, over = self._method.plan, float(len(answers))
         if plan.trusted or not self.cohort.count_is_fixed:
             over = self.cohort.answers_per_row
             nothing = np.zeros(plan.answer(rows, server_round), np.float32)

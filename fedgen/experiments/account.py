@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from dataclasses import replace
+from typing import Any, get_args
 
 from omegaconf import DictConfig
 
+from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
 from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import UNLIMITED, Setup, view
-from fedgen.method import Plan
+from fedgen.method import Kind, Plan
 from fedgen.privacy.accounting import Epsilon, opacus_opinions
 from fedgen.privacy.events import Relation, canonical, in_words
+from fedgen.privacy.releases import Local, Secure
 from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import or_null
 
@@ -89,12 +93,47 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
             f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
             f"  counted: {in_words(canonical(event))}",
         ]
+    if clients > 1 and privacy.noise_multiplier is not None:
+        lines += _side_by_side(ready)
     if ready.config.third_opinion:
         lines.append(_third_opinion(ready))
     if claim is not None:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
         lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
     return "\n".join(lines)
+
+
+def _side_by_side(ready: Setup) -> list[str]:
+    """What the run would cost at its noise multiplier whoever made the noise of a sum."""
+    lines, budget, delta = [], ready.privacy.budget, ready.privacy.delta
+    for kind in get_args(Kind):
+        try:
+            method = ready.aggregated(kind)
+        except FedgenError as error:
+            lines.append(f"noise made {_MADE[kind]}: not here: {error.problem}")
+            continue
+        rows = min(budget.rows, method.plan.rows_per_round * method.plan.asked(budget.rounds))
+        own = replace(budget, rows=rows)
+        server, release = (
+            epsilon_in_words(view(method, own, budget.rounds, rows, delta, who).value)
+            for who in (True, False)
+        )
+        sums = method.plan.aggregation
+        shares = method.cohort.answers_per_row if isinstance(sums, Local) else 1.0
+        if isinstance(sums, Secure):
+            shares = sums.asked / sums.honest
+        lines.append(
+            f"noise made {_MADE[kind]}: ε = {server} (server), {release} (release); noise of the "
+            f"sum {math.sqrt(shares):.3g} times its multiplier"
+        )
+    return lines
+
+
+_MADE: dict[Kind, str] = {
+    "local": "by each client (local)",
+    "secure": "by all clients together (secure)",
+    "trusted": "by an aggregator (trusted)",
+}
 
 
 def _of_a_client(rows: int) -> str:

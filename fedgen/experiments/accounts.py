@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from fedgen.experiments.settings import Privacy
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
-from fedgen.privacy.events import Spend, canonical, in_words, to_json
+from fedgen.privacy.events import Spend, canonical, in_words, to_json, with_noise
 from fedgen.privacy.ledger import Account, larger
+from fedgen.privacy.releases import Secure
 from fedgen.reporting.run_dir import or_null
 
 if TYPE_CHECKING:
@@ -29,6 +31,13 @@ def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | Non
     if by and "secret" not in found.accountant and found.value:
         return None, "the draw helps less than the rows that nobody may exceed"
     return by, reason
+
+
+def _less(spend: Spend, sums: Secure, fewer: int) -> Spend:
+    """A spend in secure sums without ``fewer`` of the shares that their noise counts on."""
+    if NonPrivateDpEvent() in spend or fewer >= sums.honest:
+        return {NonPrivateDpEvent(): 1}
+    return with_noise(spend, math.sqrt((sums.honest - fewer) / sums.honest))
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,22 @@ class Accounts:
         found = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
         return frozenset(found if len(found) < len(spends) else ())
 
+    def costs(self, state: RunState) -> dict[int, Spend]:
+        """What each client's spend costs it. In a secure sum the noise of clients ``without_bound``
+        is not relied on: they count as colluders beyond those that were counted."""
+        spends = self.spends(state)
+        lost, sums = self.without_bound(spends), self.method.plan.aggregation
+        if not lost or not isinstance(sums, Secure):
+            return spends
+        return {
+            client: spend if client in lost else _less(spend, sums, len(lost))
+            for client, spend in spends.items()
+        }
+
     def views(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
         """epsilon by adversary so far, of all clients but those ``without_bound``: of the busiest
         one against the server, of any one in what is published."""
-        spends = self.spends(state)
+        spends = self.costs(state)
         lost = self.without_bound(spends)
         bounded = [spend for client, spend in spends.items() if client not in lost]
         each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
@@ -169,7 +190,7 @@ class Accounts:
         """The content of privacy.json."""
         plan, claim, clients = self.method.plan, self.method.plan.claim, {}
         views = self.views(state, stopped is not None)
-        spends = self.spends(state)
+        spends = self.costs(state)
         lost = self.without_bound(spends)
         each = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
         for (client, spend), server in zip(spends.items(), each, strict=True):
@@ -202,9 +223,28 @@ class Accounts:
                 "formula": claim.formula,
                 "source": claim.source,
             },
+            "aggregation": self._aggregation(spends, lost),
             "without_bound": sorted(lost),
             "clients": clients,
         }
+
+    def _aggregation(self, spends: Mapping[int, Spend], lost: frozenset[int]) -> dict[str, Any]:
+        """Who made the noise; of secure sums, epsilon against the server if more clients collude
+        with it than were counted, up to all others of the cohort."""
+        sums = self.method.plan.aggregation
+        found: dict[str, Any] = {"kind": type(sums).__name__.lower()}
+        if not isinstance(sums, Secure):
+            return found
+        more = []
+        for fewer in sorted({1, sums.honest - 1} - {0, sums.honest}):
+            bounded = [_less(s, sums, fewer) for c, s in spends.items() if c not in lost]
+            each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
+            worst = max(each, key=lambda one: one.or_infinity)
+            all_others = fewer == sums.honest - 1
+            colluders = sums.asked - 1 if all_others else sums.colluders + fewer
+            more.append({"colluders": colluders, "epsilon": or_null(worst.value)})
+        shares = {"asked": sums.asked, "least": sums.least, "colluders": sums.colluders}
+        return {**found, **shares, "if_more_collude": more}
 
     def _view(self, name: str, found: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
         amplified, reason = amplification(self.method.plan, name, found)

@@ -36,7 +36,7 @@ _NUMBER_OR_NULL = (
 _NO_GROUPS = {"account": ("published",), "benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
-SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "faults")
+SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults")
 """Settings of the runtime group that a run's bits and its privacy depend on."""
 
 

@@ -29,7 +29,7 @@ from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest
-from fedgen.method import ClientProgram, Method, Plan, PublicFacts
+from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
 from fedgen.privacy.calibration import least_noise, most_repetitions
@@ -80,8 +80,8 @@ class Privacy:
 class Setup:
     """All that a run is made of. ``branch``: see ``branch_of``. ``at_noise`` makes the method at
     another noise multiplier, ``program`` the client program in another process, ``with_gaps`` the
-    method as it is accounted if a missing answer may have shown a draw; ``canaries``: of an audited
-    run."""
+    method as it is accounted if a missing answer may have shown a draw, ``aggregated`` with another
+    maker of the noise; ``canaries``: of an audited run."""
 
     config: DictConfig
     branch: str
@@ -93,6 +93,7 @@ class Setup:
     at_noise: Callable[[float | None], Method]
     program: Callable[[], ClientProgram]
     with_gaps: Callable[[], Method]
+    aggregated: Callable[[Kind], Method]
     faults: Faults
     canaries: Canaries | None
 
@@ -162,6 +163,7 @@ def setup(config: DictConfig) -> Setup:
         at_noise=make,
         program=partial(_program, make, noise),
         with_gaps=gaps,
+        aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
         faults=faults(config),
         canaries=canaries,
     )
@@ -171,6 +173,12 @@ def _check_sum(config: DictConfig, plan: Plan) -> None:
     """Raises FedgenError for answers that a secure sum cannot take in."""
     aggregation = plan.aggregation
     if not isinstance(aggregation, Secure):
+        if config.runtime.masks:
+            raise FedgenError(
+                "runtime.masks",
+                "hide the terms of a secure sum, and there is none",
+                "set it to false, or take privacy.aggregation=secure",
+            )
         return
     for std, largest in plan.extents:
         aggregation.check_range(std, aggregation.asked * largest)

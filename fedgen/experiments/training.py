@@ -170,6 +170,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
         aggregation=ready.method.plan.aggregation,
         half=runtime.transport == "float16",
+        masks=runtime.masks,
         mods=(faulty,) if ready.faults.total else (),
     )
 
@@ -244,6 +245,8 @@ class Training:
             begins=self._begins,
             failed=self._failed,
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
+            masks=self.config.runtime.masks,
+            run=self.name,
         )
         rounds.hello()
         if not self._over:

@@ -7,11 +7,12 @@ import platform
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from dp_accounting import NonPrivateDpEvent
 from flwr.app import Context, Error, Message, RecordDict
@@ -23,11 +24,13 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
+from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, MaskingError
+from fedgen.federation.messages import Answer
 from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.events import Spend, canonical, total
 from fedgen.privacy.ledger import Ledger, Outside
-from fedgen.privacy.releases import LOCAL, Aggregation
+from fedgen.privacy.releases import LOCAL, Aggregation, Secure
 
 T = TypeVar("T")
 
@@ -65,6 +68,7 @@ class Site:
     limits: how often each event of the plan may be charged, where releases differ in cost.
     aggregation: who makes the noise of what clients answer.
     half: whether answers travel in half precision.
+    masks: whether answers travel under masks (``masking.py``); a simulation's sums need none.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
@@ -85,13 +89,15 @@ class Site:
     limits: Spend = field(default_factory=dict)
     aggregation: Aggregation = LOCAL
     half: bool = False
+    masks: bool = False
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
 
 @dataclass
 class ClientHome:
-    """What one client has at hand. ``answered``: the last round that this process answered."""
+    """What one client has at hand. ``answered``: the last round that this process answered;
+    ``masker``: its secrets of the present round, of this process alone."""
 
     number: int
     program: ClientProgram
@@ -104,6 +110,9 @@ class ClientHome:
     aggregation: Aggregation = LOCAL
     half: bool = False
     answered: int = -1
+    masker: Masker | None = None
+    masks: bool = False
+    run: str = ""
 
 
 class Homes:
@@ -144,6 +153,8 @@ class Homes:
             site.limits,
             site.aggregation,
             site.half,
+            masks=site.masks,
+            run=site.run,
         )
 
 
@@ -259,11 +270,46 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
     return messages.pack_acknowledgement()
 
 
+def _keys(home: ClientHome, message: Message) -> RecordDict:
+    server_round = messages.read_place(message)
+    assert home.masks and isinstance(home.aggregation, Secure)
+    context = f"{home.run}/{server_round}".encode()
+    home.masker = Masker(home.number, home.aggregation, context)
+    return messages.pack_texts(server_round, {home.number: home.masker.announce()})
+
+
+def _shares(home: ClientHome, message: Message) -> RecordDict:
+    keys = messages.read_texts(message, KEY_BYTES)
+    return messages.pack_texts(messages.read_place(message), _masker(home).deal(keys))
+
+
+def _reveal(home: ClientHome, message: Message) -> RecordDict:
+    found = _masker(home).reveal(*messages.read_lists(message))
+    return messages.pack_texts(messages.read_place(message), found)
+
+
+def _masker(home: ClientHome) -> Masker:
+    if home.masker is None:
+        raise MaskingError("no keys were announced")
+    return home.masker
+
+
+def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
+    """The reply that takes an answer to the server: a share leaves under masks where there are
+    any, and without them only within a simulation."""
+    if home.masks:
+        words = answer.arrays["answer"]
+        sealed = messages.read_texts(message, SEALED_BYTES)
+        masked = _masker(home).mask(words.reshape(-1).view(np.uint32), sealed)
+        answer = replace(answer, arrays={"answer": masked.view(np.int32).reshape(words.shape)})
+    return messages.pack_answer(answer)
+
+
 def _ask(home: ClientHome, message: Message) -> RecordDict:
     server_round = messages.read_place(message)
     done = home.store.done(home.number, messages.ASK)
     if done == server_round:
-        return messages.pack_answer(home.store.answer(home.number))
+        return _leaving(home, home.store.answer(home.number), message)
     if done is not None and server_round < done:
         raise PastRoundError
     if home.coins.mode == "secure" and server_round <= home.answered:
@@ -297,7 +343,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
     answer = messages.answer_of(release, home.aggregation, home.half)
     home.store.commit(home.number, messages.ASK, server_round, {}, answer)
-    return messages.pack_answer(answer)
+    return _leaving(home, answer, message)
 
 
 _VERBS = {
@@ -307,5 +353,8 @@ _VERBS = {
     messages.RESTORE: _restore,
     messages.PREPARE: _prepare,
     messages.TRAIN: _train,
+    messages.KEYS: _keys,
+    messages.SHARES: _shares,
     messages.ASK: _ask,
+    messages.REVEAL: _reveal,
 }

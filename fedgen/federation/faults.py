@@ -27,6 +27,8 @@ from fedgen.federation.messages import (
     ASK,
     HELLO,
     IN_A_ROUND,
+    REVEAL,
+    TRAIN,
     pack_arrays,
     read_partition,
     read_place,
@@ -139,12 +141,17 @@ class FaultyGrid(GridAround):
     def _is_lost(self, message: Message) -> bool:
         """Whether the message goes to a client that is gone since this round or before."""
         client = self._clients.get(message.metadata.dst_node_id)
-        if client is None or message.metadata.message_type not in IN_A_ROUND:
+        kind = message.metadata.message_type
+        if client is None or kind not in IN_A_ROUND:
             return client in self._gone
-        now = 2 * read_place(message) + IN_A_ROUND.index(message.metadata.message_type)
-        for past in range(self._seen.get(client, 0), now + 1):
-            kind = IN_A_ROUND[past % 2]
-            if self._faults.of(self._coins, client, kind, past // 2) == "vanishes":
+        round_ = read_place(message)
+        now = 2 * round_ + (kind in (ASK, REVEAL))
+        since = range(self._seen.get(client, 0), now + 1)
+        messages = [((TRAIN, ASK)[past % 2], past // 2) for past in since]
+        if kind not in (TRAIN, ASK):
+            messages.append((kind, round_))
+        for each in messages:
+            if self._faults.of(self._coins, client, *each) == "vanishes":
                 self._gone.add(client)
         self._seen[client] = now + 1
         return client in self._gone

@@ -28,7 +28,9 @@ HELLO, ACCOUNT = "query.hello", "query.account"
 """Message types: who are you; what have you spent."""
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Make one part of your state; train; answer."""
-IN_A_ROUND = (TRAIN, ASK)
+KEYS, SHARES, REVEAL = "query.keys", "query.shares", "query.reveal"
+"""Of a sum under masks: announce keys; deal shares; reveal some (``masking.py``)."""
+IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, REVEAL)
 """What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
 KEEP, RESTORE = "train.keep", "train.restore"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
@@ -38,11 +40,13 @@ _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32"
 _MOST_WORDS = 10_000  # of an event, as text
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
+_TEXTS = "texts"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A Release as it arrives: arrays, and what they cost the client."""
+    """What was sent, as it arrives: arrays, and what they cost the client. Without arrays: they
+    were added to another's on the way."""
 
     arrays: Mapping[str, NDArray[np.generic]]
     event: DpEvent
@@ -134,6 +138,62 @@ def read_query(message: Message) -> Query:
     records = message.content.array_records
     shared = unpack_arrays(records[_SHARED]) if _SHARED in records else {}
     return Query(unpack_arrays(records[_ROWS]), shared)
+
+
+def pack_texts(server_round: int, texts: Mapping[int, bytes]) -> RecordDict:
+    """A round, and bytes by client: keys, or sealed shares."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round}), _TEXTS: _by_client(texts)})
+
+
+def with_texts(content: RecordDict, texts: Mapping[int, bytes]) -> RecordDict:
+    """A question with the shares that its reader's neighbours dealt."""
+    return RecordDict({**content, _TEXTS: _by_client(texts)})
+
+
+def _by_client(texts: Mapping[int, bytes]) -> ConfigRecord:
+    # their number first: Flower cannot count the bytes of what is empty
+    parts = [_number(len(texts)), *(_number(c) + text for c, text in texts.items())]
+    return ConfigRecord({"all": b"".join(parts)})
+
+
+def read_texts(message: Message, length: int) -> dict[int, bytes]:
+    """Bytes by client. Raises ValueError if they are not ``length`` each, of one client each."""
+    try:
+        whole = message.content.config_records[_TEXTS]["all"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("no texts") from error
+    if not isinstance(whole, bytes) or len(whole) % (8 + length) != 8:
+        raise ValueError("texts of another length")
+    found: dict[int, bytes] = {}
+    for start in range(8, len(whole), 8 + length):
+        [client] = _numbers(whole[start : start + 8])
+        if client in found:
+            raise ValueError("one client twice")
+        found[client] = whole[start + 8 : start + 8 + length]
+    return found
+
+
+def pack_lists(server_round: int, answered: list[int], silent: list[int]) -> RecordDict:
+    """Whose words arrived, and whose did not."""
+    lists = {"answered": answered, "silent": silent}
+    facts = {n: b"".join(map(_number, [len(each), *each])) for n, each in lists.items()}
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, **facts})})
+
+
+def read_lists(message: Message) -> tuple[list[int], list[int]]:
+    """The inverse of ``pack_lists``."""
+    answered, silent = (_fact(message, name) for name in ("answered", "silent"))
+    if not isinstance(answered, bytes) or not isinstance(silent, bytes):
+        raise ValueError("no lists")
+    return _numbers(answered)[1:], _numbers(silent)[1:]
+
+
+def _number(client: int) -> bytes:
+    return client.to_bytes(8, "big")
+
+
+def _numbers(text: bytes) -> list[int]:
+    return [int.from_bytes(text[at : at + 8], "big") for at in range(0, len(text), 8)]
 
 
 def pack_acknowledgement() -> RecordDict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -19,13 +19,21 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.failures import Failure, kind_of, too_few
+from fedgen.federation.failures import Failure, UnansweredError, kind_of, too_few
+from fedgen.federation.masking import (
+    KEY_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
+    MaskingError,
+    unmasked,
+)
 from fedgen.federation.messages import Answer
 from fedgen.federation.nodes import seconds_for
 from fedgen.method import Method, Query, Tensors
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical
 from fedgen.privacy.ledger import Account
+from fedgen.privacy.releases import Secure
 
 T = TypeVar("T")
 
@@ -105,6 +113,7 @@ class Rounds:
         begins: called with each round before anybody is asked.
         failed: called with each failure.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
+        masks: whether answers travel under masks; run: its name, which these are made for.
     """
 
     def __init__(
@@ -120,10 +129,13 @@ class Rounds:
         begins: Callable[[int], None],
         failed: Callable[[Failure], None],
         errors: str,
+        masks: bool = False,
+        run: str = "",
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._errors = begins, failed, errors
+        self._masks, self._run = masks, run
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -282,7 +294,11 @@ class Rounds:
             rows = len(routed[client])
             return self._read(client, reply, plan.answer(rows, server_round), max(rows, 1))
 
-        answers = self._exchange(questions, f"in round {server_round + 1}", read, count=True)
+        place = f"in round {server_round + 1}"
+        if self._masks:
+            answers = self._under_masks(server_round, questions, place, read)
+        else:
+            answers = self._exchange(questions, place, read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
         answered = time.perf_counter()
         norm = None
@@ -297,6 +313,62 @@ class Rounds:
             "generator": time.perf_counter() - answered,
         }
         return RoundFacts(rounds, len(answers), norm, seconds)
+
+    def _under_masks(
+        self,
+        server_round: int,
+        questions: list[Message],
+        place: str,
+        read: Callable[[int, Message], Answer],
+    ) -> dict[int, Answer]:
+        """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all
+        of them with the first."""
+        sums, whole = self.method.plan.aggregation, len(questions)
+        assert isinstance(sums, Secure)
+        asked = {self._clients[each.metadata.dst_node_id]: each for each in questions}
+
+        def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
+            return lambda client, reply: _texts(reply, length)
+
+        def exchange(
+            kind: str, content: Mapping[int, RecordDict], read: Callable[[int, Message], T]
+        ) -> dict[int, T]:
+            sent = [self._message(each, kind, client) for client, each in content.items()]
+            return self._exchange(sent, place, read, count=True, of=whole)
+
+        hello = messages.pack_place(server_round)
+        announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(KEY_BYTES))
+        keys = {c: each[c] for c, each in announced.items() if c in each}
+        book = messages.pack_texts(server_round, keys)
+        dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), texts(SEALED_BYTES))
+        answers = exchange(
+            messages.ASK,
+            {
+                client: messages.with_texts(
+                    asked[client].content,
+                    {other: each[client] for other, each in dealt.items() if client in each},
+                )
+                for client in dealt
+            },
+            read,
+        )
+        answered, silent = set(answers), set(dealt) - set(answers)
+        lists = messages.pack_lists(server_round, sorted(answered), sorted(silent))
+        told = exchange(messages.REVEAL, dict.fromkeys(answers, lists), texts(SHARE_BYTES))
+        first, shape = min(answers), answers[min(answers)].arrays["answer"].shape
+        total = np.zeros(math.prod(shape), np.uint32)
+        for answer in answers.values():
+            total += answer.arrays["answer"].reshape(-1).view(np.uint32)
+        context = f"{self._run}/{server_round}".encode()
+        try:
+            words = unmasked(total, keys, answered, silent, told, sums, context)
+        except MaskingError as error:
+            raise UnansweredError(
+                "runtime", f"{place} the sum cannot be unmasked: {error}", "go on with resume="
+            ) from error
+        found = {client: replace(each, arrays={}) for client, each in answers.items()}
+        whole_sum = words.view(np.int32).reshape(shape)
+        return {**found, first: replace(answers[first], arrays={"answer": whole_sum})}
 
     def _plan_for(self, rows: int) -> None:
         """Has the plan's events for so many rows count as planned."""
@@ -359,21 +431,23 @@ class Rounds:
         read: Callable[[int, Message], T],
         must: float | None = None,
         count: bool = False,
+        of: int | None = None,
     ) -> dict[int, T]:
         """Sends messages and waits for the replies; see ``_send``.
 
         Args:
             place: what the exchange is, in words.
             must: the share that must answer; None: the run's.
+            of: clients that it is a share of; None: those that are sent something.
 
         Raises:
             FedgenError: if too few answered.
         """
         sent = list(asked)
         found, failures = self._send(sent, read, count)
-        share = self._min_success if must is None else must
-        if len(sent) - len(failures) < share * len(sent):
-            raise too_few(place, len(sent), failures, self._errors)
+        share, whole = self._min_success if must is None else must, of or len(sent)
+        if len(found) < share * whole:
+            raise too_few(place, whole, failures, self._errors)
         return found
 
     def _send(
@@ -454,6 +528,13 @@ def _size(reply: Message) -> int:
     try:
         return messages.count_bytes(reply)
     except ValueError as error:  # Flower's own count of values that it has no size for
+        raise _UnusableError("malformed") from error
+
+
+def _texts(reply: Message, length: int) -> dict[int, bytes]:
+    try:
+        return messages.read_texts(reply, length)
+    except ValueError as error:
         raise _UnusableError("malformed") from error
 
 

@@ -137,6 +137,26 @@ def total(spends: list[Spend]) -> Spend:
     return dict(counter)
 
 
+def with_noise(spend: Spend, factor: float) -> Spend:
+    """The spend if every Gaussian had ``factor`` times its noise. Raises ValueError for what has
+    none."""
+    found: Counter[DpEvent] = Counter()
+    for event, count in spend.items():
+        match event:
+            case GaussianDpEvent(noise_multiplier=sigma):
+                found[GaussianDpEvent(factor * sigma)] += count
+            case (
+                PoissonSampledDpEvent(event=gate)
+                | SampledWithoutReplacementDpEvent(event=gate)
+                | RevealedDraw(event=gate)
+            ):
+                thinned = GaussianDpEvent(factor * gate.noise_multiplier)
+                found[attr.evolve(event, event=thinned)] += count
+            case _:
+                raise ValueError(f"there is no noise in {event}")
+    return dict(found)
+
+
 def to_json(event: DpEvent) -> dict[str, Any]:
     """The event as plain data; equal events have equal texts, whole numbers or not."""
     match event:

@@ -32,6 +32,7 @@ def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
             f"({release['accountant']}). {strength(release['epsilon'], record['delta'])}",
         ]
     parts += [
+        *sums(record),
         "## What is not covered\n\n"
         "- What the data say about people whether or not one of them takes part: a generator is "
         "meant to tell what is common.\n"
@@ -57,6 +58,39 @@ _PICKED = (
     "their data. What a client's being in it tells about the client, and about others, comes "
     "without noise.\n"
 )
+
+
+def sums(record: dict[str, Any]) -> list[str]:
+    """Where the noise of a sum is made by others than each client: by whom, and who has to be
+    honest; a section, or none."""
+    found = record["aggregation"]
+    if found["kind"] == "trusted":
+        return [
+            "## Who made the noise\n\nAn aggregator that took in what clients sent without noise. "
+            "Against whoever runs it there is no bound."
+        ]
+    if found["kind"] == "local":
+        return []
+    more = "; ".join(
+        f"if {each['colluders']} of the {found['asked']} do, ε against them is "
+        f"{epsilon_in_words(each['epsilon'])}"
+        for each in found["if_more_collude"]
+    )
+    return [
+        "## Who made the noise\n\n"
+        f"The {found['asked']} clients together: each added a share, and at least {found['least']} "
+        "shares are in every sum. The server learned sums alone, who answered, and when.\n\n"
+        f"- The bound holds if at most {found['colluders']} clients tell others what they added"
+        + (f"; {more}" if more else "")
+        + ". A client that reads what is published, knowing its own share, counts as one.\n"
+        "- In this run the sum was made in a simulation, which had every client's part: that "
+        "nobody else has them is what secure aggregation is for.\n"
+        "- A server that follows the protocol is what the bound is about. One that forges keys, "
+        "tells clients different lists, or runs clients of its own is not covered.\n"
+        "- A client may send any number: the sum's use is not protected, and one that leaves its "
+        "noise out counts as a colluder.\n"
+        "- Who answers, who fails and how fast is seen, and not counted."
+    ]
 
 
 def protected(record: dict[str, Any]) -> str:
@@ -135,6 +169,11 @@ def summary(path: Path) -> str:
     ]
     if record["without_bound"]:
         lines.append(but_for(record).strip())
+    lines += [
+        f"if {each['colluders']} clients collude with the server: ε "
+        f"{epsilon_in_words(each['epsilon'])}"
+        for each in record["aggregation"].get("if_more_collude", [])
+    ]
     if record["noise"] == "seeded":
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:

@@ -1,0 +1,325 @@
+"""Sums that nobody sees the terms of: Bonawitz et al., "Practical Secure Aggregation for
+Privacy-Preserving Machine Learning" (CCS 2017, figure 4, semi-honest, double masks), on the graph
+of neighbours of Bell et al. 2020 ("SecAgg+") where there are many clients.
+
+    keys      each client announces two fresh public keys
+    shares    each deals shares of its two secrets to itself and its neighbours, sealed: of the key
+              that its masks with neighbours follow from, and of the seed of a mask of its own
+    masked    words + own mask + masks with those neighbours that dealt (minus, if their number is
+              smaller), modulo 2^32: uniform for whoever lacks one of these
+    reveal    for each of these one share: of its seed if its words arrived, of its key if not
+
+The masks of neighbours cancel in the sum. The server takes away the own masks of those that
+answered, and what the silent ones left in their neighbours' words. Words that arrive late stay
+hidden: their own mask is revealed by nobody.
+
+A client reveals one secret of each neighbour, once, and only of a set of answers that its noise
+counts on (``Secure.least``). Keys are new for each question: masks serve once.
+
+**What is hidden.** As long as fewer than ``threshold`` of those around each client collude with the
+server, it learns no secret of an honest client but the one that is revealed; then the words of the
+honest clients that answered are uniform, given the sum over each connected part of the graph
+between them (Bonawitz et al., lemma 6.1). The graph is complete where it is small. Else it is a
+ring of clients in an order that nobody chose (a digest of all keys), each the neighbour of the
+``degree`` / 2 next ones on both sides: it is in two parts only if ``degree`` / 2 clients in a row
+are silent or colluding. The degree keeps that, and ``threshold`` colluders in one neighbourhood,
+below 2^-60 a round (``_degree``), as long as clients drop out and collude whoever their neighbours
+are.
+
+Not covered: a server that forges keys, or tells clients different lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+from scipy.stats import hypergeom
+
+from fedgen.privacy.releases import Secure
+
+Words = NDArray[np.uint32]
+
+KEY_BYTES = 64
+"""Of what a client announces: two public keys."""
+
+_PRIME = 2**256 + 297
+SHARE_BYTES = 33
+"""Of a share of a secret."""
+
+SEALED_BYTES = 2 * SHARE_BYTES + 16
+"""Of what a client deals to a neighbour: a share of each secret, and the seal."""
+
+_RARE = 2.0**-60
+_NONCE = bytes(12)  # a key seals one text
+
+
+class MaskingError(Exception):
+    """A message that the protocol does not allow: nothing is said."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Who is whose neighbour, of the clients that announced keys.
+
+    order: all of them, in the order of the ring. degree: neighbours of each. threshold: shares that
+    give a secret back.
+    """
+
+    order: tuple[int, ...]
+    degree: int
+    threshold: int
+
+    def around(self, client: int) -> list[int]:
+        """The client and its neighbours, in the order that shares are dealt in."""
+        if self.degree >= len(self.order) - 1:
+            return list(self.order)
+        place, half = self.order.index(client), self.degree // 2
+        steps = range(-half, half + 1)
+        return [self.order[(place + step) % len(self.order)] for step in steps]
+
+
+def graph(keys: Mapping[int, bytes], sums: Secure) -> Graph:
+    """The graph that everybody derives from the same keys.
+
+    Raises:
+        MaskingError: for keys of too few clients, or of more than were to be asked.
+    """
+    if not sums.least <= len(keys) <= sums.asked:
+        raise MaskingError("keys of a cohort that was not to be asked")
+    told = b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
+
+    def place(client: int) -> bytes:
+        return hashlib.sha256(told + client.to_bytes(8, "big")).digest()
+
+    degree = min(_degree(sums.asked, sums.least, sums.colluders), len(keys) - 1)
+    half = (degree + 1) // 2
+    threshold = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
+    return Graph(tuple(sorted(keys, key=place)), degree, threshold)
+
+
+@lru_cache(maxsize=64)
+def _degree(asked: int, least: int, colluders: int) -> int:
+    """The least even degree that keeps the graph whole and colluders few in each neighbourhood,
+    each but for probability ``_RARE``; all others, if there are too few for that.
+
+    Of ``asked`` clients ``asked - least`` may be silent and ``colluders`` collude. A run of half
+    the degree of these begins at a given place with at most (their share)^half, drawn without
+    replacement; there are ``asked`` places.
+    """
+    bad = asked - least + colluders
+    for degree in range(2, asked - 1, 2):
+        run = (math.comb(bad, degree // 2) / math.comb(asked, degree // 2)) * asked
+        caught = asked * float(hypergeom.sf(degree // 2, asked - 1, colluders, degree))
+        if run < _RARE and caught < _RARE:
+            return degree
+    return asked - 1
+
+
+@dataclass
+class Masker:
+    """One client's secrets for one question. They are in memory alone, and end with it.
+
+    context: what the masks are for: run, round.
+    """
+
+    me: int
+    sums: Secure
+    context: bytes
+    _mask_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _box_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _seed: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _keys: dict[int, bytes] = field(default_factory=dict, repr=False)
+    _graph: Graph | None = None
+    _own: tuple[bytes, bytes] = (b"", b"")
+    _held: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    _used: bool = False
+    _told: bool = False
+
+    def announce(self) -> bytes:
+        """The public keys: of masks, and of boxes."""
+        return _public(self._mask_key) + _public(self._box_key)
+
+    def deal(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Shares of both secrets for each neighbour, sealed.
+
+        Raises:
+            MaskingError: for keys that are not those of a cohort with this client in it.
+        """
+        flat = [key for pair in keys.values() for key in (pair[:32], pair[32:])]
+        if self._graph is not None or keys.get(self.me) != self.announce():
+            raise MaskingError("these are not the keys of a cohort with me in it")
+        if len(set(flat)) < len(flat) or any(len(pair) != KEY_BYTES for pair in keys.values()):
+            raise MaskingError("one client twice")
+        self._graph, self._keys = graph(keys, self.sums), dict(keys)
+        around, threshold = self._graph.around(self.me), self._graph.threshold
+        of_key, of_seed = (_split(s, threshold, len(around)) for s in (self._mask_key, self._seed))
+        dealt = dict(zip(around, zip(of_key, of_seed, strict=True), strict=True))
+        self._held[self.me] = dealt.pop(self.me)
+        return {
+            other: self._box(other).encrypt(_NONCE, key + seed, _names(self.me, other))
+            for other, (key, seed) in dealt.items()
+        }
+
+    def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
+        """The words under all masks. ``sealed``: what neighbours dealt; those missing are silent.
+
+        Raises:
+            MaskingError: if these keys masked words before, or too few neighbours dealt.
+        """
+        if self._graph is None or self._used:
+            raise MaskingError("one vector for one set of keys")
+        others = set(self._graph.around(self.me)) - {self.me}
+        if not set(sealed) <= others or len(sealed) + 1 < self._graph.threshold:
+            raise MaskingError("these are not shares of my neighbours")
+        for other, text in sealed.items():
+            try:
+                plain = self._box(other, True).decrypt(_NONCE, text, _names(other, self.me))
+            except InvalidTag as error:
+                raise MaskingError("a seal is broken") from error
+            self._held[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
+        self._used = True
+        masked = words + stream(self._seed, len(words))
+        for other in sealed:
+            pair = stream(self._pair(self._mask_key, other), len(words))
+            (np.add if self.me < other else np.subtract)(masked, pair, out=masked)
+        return masked
+
+    def reveal(self, answered: Iterable[int], silent: Iterable[int]) -> dict[int, bytes]:
+        """For itself and each neighbour that dealt a share of one secret, never of both.
+
+        Raises:
+            MaskingError: for fewer answers than the noise counts on, a client on both lists, or a
+                second time.
+        """
+        heard, unheard = set(answered), set(silent)
+        if self._told or not self._used or heard & unheard or self.me not in heard:
+            raise MaskingError("not two lists of one cohort, or asked twice")
+        if len(heard) < self.sums.least or not heard | unheard <= set(self._keys):
+            raise MaskingError("too few answers")
+        if not set(self._held) <= heard | unheard:
+            raise MaskingError("a neighbour is on neither list")
+        self._told = True
+        return {c: shares[c in heard] for c, shares in self._held.items()}
+
+    def _pair(self, own: bytes, other: int) -> bytes:
+        return _agree(own, self._keys[other][:32], b"mask" + self.context)
+
+    def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
+        pair = (other, self.me) if of_other else (self.me, other)
+        key = _agree(self._box_key, self._keys[other][32:], b"box" + self.context + _names(*pair))
+        return ChaCha20Poly1305(key)
+
+
+def unmasked(
+    total: Words,
+    keys: Mapping[int, bytes],
+    answered: set[int],
+    silent: set[int],
+    told: Mapping[int, Mapping[int, bytes]],
+    sums: Secure,
+    context: bytes,
+) -> Words:
+    """The sum of the words of those that ``answered``, from that of their masked ones.
+
+    Args:
+        silent: those that dealt and did not answer. told: helper -> client -> share.
+
+    Raises:
+        MaskingError: if too few shares were told, or wrong ones.
+    """
+    found, net = total.copy(), graph(keys, sums)
+    for client in answered | silent:
+        around = net.around(client)
+        shares = {
+            place: told[helper][client]
+            for place, helper in enumerate(around, 1)
+            if client in told.get(helper, {})
+        }
+        secret = _combine(shares, net.threshold)
+        if client in answered:
+            found -= stream(secret, len(found))
+            continue
+        if _public(secret) != keys[client][:32]:
+            raise MaskingError("shares of no key")
+        for other in answered.intersection(around):
+            pair = _agree(secret, keys[other][:32], b"mask" + context)
+            mask = stream(pair, len(found))
+            found = found - mask if other < client else found + mask  # what ``other`` put in
+    return found
+
+
+def stream(key: bytes, count: int) -> Words:
+    """Uniform words of 32 bits: AES-256 in counter mode. A key serves once."""
+    cipher = Cipher(AES256(key), CTR(bytes(16))).encryptor()
+    return np.frombuffer(cipher.update(bytes(4 * count)), dtype="<u4").astype(np.uint32, copy=False)
+
+
+def _public(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def _agree(own: bytes, other: bytes, what: bytes) -> bytes:
+    """The key that two clients have for one purpose."""
+    private = X25519PrivateKey.from_private_bytes(own)
+    try:
+        shared = private.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError as error:
+        raise MaskingError("no key") from error
+    return HKDF(SHA256(), 32, None, b"fedgen/" + what).derive(shared)
+
+
+def _names(source: int, target: int) -> bytes:
+    return source.to_bytes(8, "big") + target.to_bytes(8, "big")
+
+
+def _split(secret: bytes, threshold: int, count: int) -> list[bytes]:
+    """Shamir 1979: shares at 1 to ``count``, any ``threshold`` of which give the secret back."""
+    line = [int.from_bytes(secret, "big")]
+    line += [secrets.randbelow(_PRIME) for _ in range(threshold - 1)]
+    found = []
+    for x in range(1, count + 1):
+        y = 0
+        for coefficient in reversed(line):
+            y = (y * x + coefficient) % _PRIME
+        found.append(y.to_bytes(SHARE_BYTES, "big"))
+    return found
+
+
+def _combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """The secret, from shares by their place. Raises MaskingError if they are too few, or none."""
+    places = tuple(sorted(shares)[:threshold])
+    if len(places) < threshold:
+        raise MaskingError("too few shares")
+    parts = zip(_at_zero(places), (int.from_bytes(shares[x], "big") for x in places), strict=True)
+    value = sum(weight * share for weight, share in parts) % _PRIME
+    if value >= 2**256:
+        raise MaskingError("shares of no secret")
+    return value.to_bytes(32, "big")
+
+
+@lru_cache(maxsize=1024)
+def _at_zero(places: tuple[int, ...]) -> tuple[int, ...]:
+    """Lagrange's weights."""
+    found = []
+    for x in places:
+        top = bottom = 1
+        for other in places:
+            if other != x:
+                top, bottom = top * other % _PRIME, bottom * (other - x) % _PRIME
+        found.append(top * pow(bottom, -1, _PRIME) % _PRIME)
+    return tuple(found)

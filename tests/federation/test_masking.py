@@ -1,0 +1,227 @@
+"""Sums under masks: exact or void, and nothing else for the server to see."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedgen.federation import masking
+from fedgen.federation.masking import Masker, MaskingError, Words, graph, stream, unmasked
+from fedgen.privacy.releases import Secure
+
+FIVE = Secure(5, 4, 1)
+WORDS = 400
+
+
+def cohort(sums: Secure, context: bytes = b"run/1") -> dict[int, Masker]:
+    return {client: Masker(client, sums, context) for client in range(sums.asked)}
+
+
+def vectors(count: int, words: int = WORDS) -> dict[int, Words]:
+    rng = np.random.default_rng(1)
+    return {c: rng.integers(0, 2**32, words, dtype=np.uint32) for c in range(count)}
+
+
+class Played:
+    """A round. ``after``: who says no more after it announced keys, dealt, answered."""
+
+    def __init__(
+        self, sums: Secure, after: tuple[Iterable[int], Iterable[int], Iterable[int]] = ((), (), ())
+    ) -> None:
+        self.sums, self.maskers, self.words = sums, cohort(sums), vectors(sums.asked)
+        no_shares, no_words, no_reveal = (set(each) for each in after)
+        self.keys = {c: each.announce() for c, each in self.maskers.items()}
+        self.dealt = {
+            c: each.deal(self.keys) for c, each in self.maskers.items() if c not in no_shares
+        }
+        self.masked = {
+            c: self.maskers[c].mask(self.words[c], self.inbox(c))
+            for c in self.dealt
+            if c not in no_words
+        }
+        self.answered, self.silent = set(self.masked), set(self.dealt) - set(self.masked)
+        self.told = {
+            c: self.maskers[c].reveal(self.answered, self.silent) for c in self.answered - no_reveal
+        }
+
+    def inbox(self, client: int) -> dict[int, bytes]:
+        return {c: each[client] for c, each in self.dealt.items() if client in each}
+
+    def sum(self, told: dict[int, dict[int, bytes]] | None = None) -> Words:
+        total = np.sum(list(self.masked.values()), axis=0, dtype=np.uint32)
+        shares = self.told if told is None else told
+        return unmasked(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
+
+    def right(self) -> bool:
+        expected = np.sum([self.words[c] for c in self.answered], axis=0, dtype=np.uint32)
+        return np.array_equal(self.sum(), expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 9), st.data())
+def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObject) -> None:
+    """Whoever drops out, and when: the exact sum, if as many answer as the noise counts on and
+    enough of them help; else it is refused."""
+    least = data.draw(st.integers(asked // 2 + 1, asked))
+    sums = Secure(asked, least, data.draw(st.integers(0, least - 1)))
+    drops = [data.draw(st.sampled_from(["", "shares", "words", "reveal"])) for _ in range(asked)]
+    gone = tuple([c for c, d in enumerate(drops) if d == s] for s in ("shares", "words", "reveal"))
+    answering = sum(d in ("", "reveal") for d in drops)
+    try:
+        played = Played(sums, gone)
+        assert played.right()
+    except MaskingError:
+        threshold = max(asked // 2, sums.colluders) + 1
+        assert answering < least or answering - len(gone[2]) < threshold
+    else:
+        assert answering >= least
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1])
+def test_a_hundred_clients_drop_out_at_each_stage(rate: float) -> None:
+    rng = np.random.default_rng(2)
+    gone = tuple(np.flatnonzero(rng.random(100) < rate).tolist() for _ in range(3))
+    assert Played(Secure(100, 67, 10), gone).right()
+
+
+def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
+    """400 clients: each deals to a part of them, and the graph holds together without 5 %."""
+    sums = Secure(400, 300, 20)
+    played = Played(sums, ([3, 77], range(100, 110), [200, 201, 399]))
+    assert played.right()
+    net = graph(played.keys, sums)
+    assert net.degree < 200
+    assert all(len(set(net.around(c))) == net.degree + 1 for c in range(400))
+    assert all(c in net.around(o) for c in range(0, 400, 37) for o in net.around(c))
+
+
+@pytest.mark.parametrize(("asked", "least", "colluders"), [(200, 134, 0), (1000, 667, 50)])
+def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
+    asked: int, least: int, colluders: int
+) -> None:
+    """Recomputed by logarithms of binomials, and by exact tails."""
+    degree = masking._degree(asked, least, colluders)
+    bad, half = asked - least + colluders, degree // 2
+
+    def choose(n: int, k: int) -> float:
+        return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+    run = choose(bad, half) - choose(asked, half) + math.log(asked)
+    assert (
+        run <= -60 * math.log(2) < choose(bad, half - 1) - choose(asked, half - 1) + math.log(asked)
+    )
+    ways = math.comb(asked - 1, degree)
+    caught = sum(
+        math.comb(colluders, k) * math.comb(asked - 1 - colluders, degree - k)
+        for k in range(half + 1, min(colluders, degree) + 1)
+    )
+    assert asked * caught * 2**60 < ways
+
+
+def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
+    """Chi-squared over 256 bins at level 1e-6, of what the server sees of zeros: of single vectors,
+    of their differences, and of one without all masks that it has with others: its own mask stays
+    (a late answer, whose neighbours were told to be rid of it)."""
+    sums = Secure(5, 4, 0)
+    maskers = cohort(sums)
+    keys = {c: each.announce() for c, each in maskers.items()}
+    dealt = {c: each.deal(keys) for c, each in maskers.items()}
+    zeros = np.zeros(20_000, np.uint32)
+    masked = {c: maskers[c].mask(zeros, {o: dealt[o][c] for o in dealt if o != c}) for c in maskers}
+    late = masked[0].copy()
+    for other in range(1, 5):
+        late -= stream(maskers[0]._pair(maskers[0]._mask_key, other), len(late))
+    seen = [*masked.values(), masked[0] - masked[1], late, late - masked[2]]
+    for each in seen:
+        counts = np.bincount(each >> np.uint32(24), minlength=256)
+        assert stats.chisquare(counts).pvalue > 1e-6
+        assert len(np.unique(each)) > 0.999 * len(each)
+
+
+def test_masks_are_those_of_aes() -> None:
+    """A known answer: no test of sums sees a weak generator. AES-256-CTR of zeros under zeros."""
+    known = "dc95c078a2408989ad48a21492842087"
+    assert stream(bytes(32), 4).tobytes().hex() == known
+    pair = cohort(FIVE)
+    keys = {c: each.announce() for c, each in pair.items()}
+    for each in pair.values():
+        each.deal(keys)
+    assert pair[0]._pair(pair[0]._mask_key, 1) == pair[1]._pair(pair[1]._mask_key, 0)
+    other = Masker(0, FIVE, b"run/2", pair[0]._mask_key, pair[0]._box_key)
+    other.deal(keys)
+    assert pair[0]._pair(pair[0]._mask_key, 1) != other._pair(other._mask_key, 1)
+
+
+def test_shares_below_the_threshold_tell_nothing() -> None:
+    """Any three of five give the secret back; two go with every other secret as well."""
+    secret = bytes(range(32))
+    shares = masking._split(secret, 3, 5)
+    for some in itertools.combinations(range(5), 3):
+        assert masking._combine({x + 1: shares[x] for x in some}, 3) == secret
+    with pytest.raises(MaskingError):
+        masking._combine({1: shares[0], 2: shares[1]}, 3)
+    firsts = [masking._split(secret, 2, 3)[0][-1] for _ in range(2000)]
+    assert stats.chisquare(np.bincount(np.array(firsts) >> 4, minlength=16)).pvalue > 1e-6
+
+
+def refused(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except MaskingError:
+        return True
+    return False
+
+
+def test_what_the_protocol_does_not_allow_is_refused() -> None:
+    played = Played(FIVE, ((), (), ()))
+    one = played.maskers[0]
+    assert refused(lambda: one.reveal(range(5), []))  # a second time
+    assert refused(lambda: one.mask(played.words[0], played.inbox(0)))  # two vectors, one mask
+    assert refused(lambda: one.deal(played.keys))
+    few = {helper: played.told[helper] for helper in (0, 1)}
+    assert refused(lambda: played.sum(few))  # fewer than the threshold help
+
+    def fresh() -> tuple[Masker, dict[int, bytes], dict[int, bytes]]:
+        maskers = cohort(FIVE)
+        keys = {c: each.announce() for c, each in maskers.items()}
+        dealt = {c: each.deal(keys) for c, each in maskers.items()}
+        return maskers[0], keys, {o: dealt[o][0] for o in range(1, 5)}
+
+    one, _, inbox = fresh()
+    assert refused(lambda: one.reveal(range(5), []))  # before its own words
+    one.mask(played.words[0], inbox)
+    assert refused(lambda: one.reveal([0, 1, 2, 3], [3, 4]))  # both secrets of one client
+    assert refused(lambda: one.reveal([0, 1, 2], [3, 4]))  # less noise than was counted
+    assert refused(lambda: one.reveal([1, 2, 3, 4], [0]))  # its own words left
+    assert refused(lambda: one.reveal([0, 1, 2, 3], []))  # a neighbour is on no list
+    assert refused(lambda: one.reveal([0, 1, 2, 3, 9], [4]))  # a stranger
+    one, _, inbox = fresh()
+    broken = {**inbox, 1: inbox[1][:-1] + bytes([inbox[1][-1] ^ 1])}
+    assert refused(lambda: one.mask(played.words[0], broken))
+    one, _, inbox = fresh()
+    swapped = {**inbox, 1: inbox[2], 2: inbox[1]}
+    assert refused(lambda: one.mask(played.words[0], swapped))
+
+    def dealing(change: Callable[[dict[int, bytes]], dict[int, bytes]]) -> bool:
+        maskers = cohort(FIVE)
+        keys = {c: each.announce() for c, each in maskers.items()}
+        return refused(lambda: maskers[0].deal(change(keys)))
+
+    assert not dealing(lambda keys: keys)
+    assert dealing(lambda keys: {**keys, 1: keys[2]})  # one client twice
+    assert dealing(lambda keys: {**keys, 0: keys[0][::-1]})  # not my keys
+    assert dealing(lambda keys: {c: keys[c] for c in (0, 1, 2)})  # too few
+    assert dealing(lambda keys: {**keys, 9: bytes(range(64))})  # more than were to be asked
+    assert dealing(lambda keys: {**keys, 1: bytes(64)})  # no key at all
+
+
+def test_what_a_client_has_is_not_pickled_or_printed() -> None:
+    one = cohort(FIVE)[0]
+    assert one._seed.hex() not in repr(one) and repr(one._seed) not in repr(one)
