@@ -136,6 +136,7 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
     seeded = ready.privacy.noise == "seeded"
     outside = None if seeded else SpentFile.at_home()
     run_dir.failures()
+    run_dir.sums()
     begun = run_dir.begun().total()
     found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
     if found is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -48,7 +49,7 @@ from fedgen.federation.failures import DROPPED, Failure, UnansweredError
 from fedgen.federation.faults import FaultyClients, FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import write_whole
+from fedgen.files import digest, write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import canonical
@@ -247,6 +248,7 @@ class Training:
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
             masks=self.config.runtime.masks,
             run=self.name,
+            opens=self._opens,
         )
         rounds.hello()
         if not self._over:
@@ -262,6 +264,20 @@ class Training:
         if self.ready.privacy.noise == "secure":  # else what is done again repeats to the bit
             self.run_dir.begin(round_)
             self.accounts.begun[round_] += 1
+
+    def _opens(self, round_: int, asked: str, clients: list[int]) -> None:
+        """Raises UnansweredError for a second sum over other clients by the same coins, after a
+        seeded run went on: their difference would be what one client sent. In mode ``secure``
+        coins are new each time."""
+        if self.ready.privacy.noise == "secure":
+            return
+        of = digest(json.dumps(clients).encode())
+        if self.run_dir.opened(asked, of) != of:
+            raise UnansweredError(
+                "resume",
+                f"round {round_ + 1} was added up over other clients before",
+                "go on when the same ones answer, or start a new run",
+            )
 
     def _failed(self, failure: Failure) -> None:
         if failure.kind not in DROPPED:  # marked before anything can end the process

@@ -58,18 +58,23 @@ class UnansweredError(FedgenError):
     """Too few clients answered."""
 
 
-def too_few(place: str, asked: int, failures: list[Failure], errors: str) -> UnansweredError:
+def too_few(
+    place: str, asked: int, failures: list[Failure], errors: str, silent: int | None = None
+) -> UnansweredError:
     """The error of an exchange that too few clients answered.
 
     Args:
         place: what they were asked, in words.
+        silent: how many did not answer, some of them earlier in the round; None: those of
+            ``failures``.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
     """
+    missing = len(failures) if silent is None else silent
     kinds = ", ".join(sorted({failure.kind for failure in failures}))
     told = [errors.format(client=failure.client) for failure in failures]
     see = next((f"see {path}; " for path in told if Path(path).exists()), "")
     return UnansweredError(
         "runtime.min_success",
-        f"{len(failures)} of {asked} clients did not answer {place} ({kinds})",
+        f"{missing} of {asked} clients did not answer {place} ({kinds})",
         f"{see}mend it and go on with resume=, or start anew with a lower runtime.min_success",
     )

@@ -40,17 +40,18 @@ _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32"
 _MOST_WORDS = 10_000  # of an event, as text
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
-_TEXTS = "texts"
+_TEXTS, _OF, _COHORT = "texts", "of", "cohort"
 
 
 @dataclass(frozen=True)
 class Answer:
     """What was sent, as it arrives: arrays, and what they cost the client. Without arrays: they
-    were added to another's on the way."""
+    were added to another's on the way, which says of whom it is the sum."""
 
     arrays: Mapping[str, NDArray[np.generic]]
     event: DpEvent
     unit: Unit
+    of: tuple[int, ...] = ()
 
 
 def pack_arrays(arrays: Mapping[str, Tensor | NDArray[np.generic]]) -> ArrayRecord:
@@ -112,11 +113,21 @@ def read_place(message: Message) -> int:
     return int(str(message.content.config_records[_FACTS][_PLACE]))
 
 
+def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
+    """A question that says of whom its answers will be the sum: by a digest, since who else was
+    drawn is not for a client to know."""
+    facts = content.config_records[_FACTS]
+    cohort = digest(*map(_number, clients))
+    return RecordDict({**content, _FACTS: ConfigRecord({**facts, _COHORT: cohort})})
+
+
 def digest_of(message: Message) -> str:
-    """A digest of a message's arrays and of its place: the question itself."""
+    """A digest of a message's arrays, of its place, and of the cohort that it is for: the question
+    itself."""
     content, (last, found) = message.content, _digested[0]
     if last is not content:  # many clients of a process are often asked the same
-        parts = [str(read_place(message)).encode()]
+        cohort = content.config_records[_FACTS].get(_COHORT)
+        parts = [str(read_place(message)).encode(), *([str(cohort).encode()] if cohort else [])]
         for name, record in sorted(content.array_records.items()):
             for key, array in sorted(record.items()):
                 parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
@@ -273,6 +284,30 @@ def pack_answer(answer: Answer) -> RecordDict:
     return RecordDict({_FACTS: facts, _ARRAYS: pack_arrays(answer.arrays)})
 
 
+def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
+    """Replies of some clients to one question, with the words of a secure sum in one of them: what
+    a process that is home to many clients sends on. All else stays as it is."""
+    alike: dict[tuple[int, ...], list[tuple[int, Message]]] = {}
+    for client, reply in replies:
+        if not reply.has_error() and _ARRAYS in reply.content.array_records:
+            sent = reply.content.array_records[_ARRAYS]["answer"]
+            if sent.dtype == "int32":
+                alike.setdefault(tuple(sent.shape), []).append((client, reply))
+    for shares in alike.values():
+        total: NDArray[np.uint32] | None = None
+        for _, reply in shares:
+            words = unpack_arrays(reply.content.array_records[_ARRAYS])["answer"].numpy()
+            total = words.view(np.uint32) if total is None else total + words.view(np.uint32)
+            del reply.content[_ARRAYS]
+        assert total is not None
+        [(_, first), *_] = shares
+        clients = b"".join(_number(client) for client, _ in shares)
+        facts = first.content.config_records[_FACTS]
+        first.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
+        first.content[_ARRAYS] = pack_arrays({"answer": total.view(np.int32)})
+    return [reply for _, reply in replies]
+
+
 @lru_cache(maxsize=1024)
 def _event_text(event: DpEvent) -> str:
     return json.dumps(to_json(event))
@@ -290,15 +325,19 @@ def read_answer(message: Message, aggregation: Aggregation) -> Answer:
     if len(text) > _MOST_WORDS:
         raise ValueError("no event")
     try:
-        found = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
         event, unit = _event_of(text), Unit(str(_fact(message, "unit")))
+        if aggregation.adds_up and _ARRAYS not in message.content.array_records:
+            return Answer({}, event, unit)
+        found = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
+        of = message.content.config_records[_FACTS].get(_OF, b"") if aggregation.adds_up else b""
+        clients = tuple(_numbers(of)) if isinstance(of, bytes) else ()
     except Exception as error:  # whatever a client made of it, it is no release
         raise ValueError("no release") from error
     if found.dtype not in aggregation.arrive_as:
         raise ValueError("no release")
     if found.dtype is torch.float16:
         found = found.float()
-    return Answer({"answer": found.numpy()}, event, unit)
+    return Answer({"answer": found.numpy()}, event, unit, clients)
 
 
 def count_bytes(message: Message) -> int:

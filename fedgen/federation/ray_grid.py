@@ -30,6 +30,7 @@ from fedgen.errors import FedgenError
 from fedgen.federation.client_app import Homes, Site, client_app
 from fedgen.federation.failures import DEADLINE, DIED, UnansweredError
 from fedgen.federation.flower_compat import identify_process
+from fedgen.federation.messages import added_up
 from fedgen.federation.nodes import Nodes, OwnGrid, client_of, seconds_for
 from fedgen.federation.ray_cluster import cluster
 from fedgen.federation.server_app import start
@@ -76,7 +77,8 @@ def run(
         shards = [ray.put(_plain(site.shard(client))) for client in range(clients)]
         app = partial(_app, replace(site, shard=_Fetched(shards)))
         most = min(actors or clients, clients)
-        grid = RayGrid.of(app, clients, timeout, site.threads, num_cpus, num_gpus, most)
+        sums = site.aggregation.adds_up and not site.masks
+        grid = RayGrid.of(app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
         start(server, grid)
 
 
@@ -117,12 +119,14 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class _Tenancy:
-    """What an actor is told once in its life. ``app`` makes the ClientApp there."""
+    """What an actor is told once in its life. ``app`` makes the ClientApp there; ``sums``: whether
+    it adds up what its clients answer before anything travels."""
 
     app: Callable[[], ClientApp]
     clients: int
     timeout: float | None
     threads: int
+    sums: bool
 
 
 class _Host:
@@ -168,6 +172,8 @@ class _Host:
                     self._waiting -= 1
                 break
             self._waiting -= 1
+        if self._tenancy.sums:
+            return added_up([(client_of(r.metadata.src_node_id), r) for r in replies])
         return replies
 
     def _start_thread(self) -> None:
@@ -247,6 +253,7 @@ class RayGrid(OwnGrid):
         num_cpus: float,
         num_gpus: float,
         most: int,
+        sums: bool = False,
     ) -> RayGrid:
         """A grid over at most ``most`` new actors of the cluster that this process has joined;
         waits until they are there. See ``run`` for the rest.
@@ -261,7 +268,7 @@ class RayGrid(OwnGrid):
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_concurrency=1
         )
         actors = [host.remote() for _ in range(_pool(there, num_cpus, num_gpus, most))]
-        tenancy = ray.put(_Tenancy(app, clients, timeout, threads))
+        tenancy = ray.put(_Tenancy(app, clients, timeout, threads, sums))
         waiting = [actor.settle.remote(tenancy) for actor in actors]
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PATIENCE_SECONDS)

@@ -114,6 +114,8 @@ class Rounds:
         failed: called with each failure.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
         masks: whether answers travel under masks; run: its name, which these are made for.
+        opens: called with each secure sum before it is looked at: (round, digest of the question,
+            whose it is).
     """
 
     def __init__(
@@ -131,11 +133,12 @@ class Rounds:
         errors: str,
         masks: bool = False,
         run: str = "",
+        opens: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._errors = begins, failed, errors
-        self._masks, self._run = masks, run
+        self._masks, self._run, self._opens = masks, run, opens
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -295,8 +298,8 @@ class Rounds:
             return self._read(client, reply, plan.answer(rows, server_round), max(rows, 1))
 
         place = f"in round {server_round + 1}"
-        if self._masks:
-            answers = self._under_masks(server_round, questions, place, read)
+        if plan.aggregation.adds_up:
+            answers = self._sum(server_round, questions, place, read)
         else:
             answers = self._exchange(questions, place, read, count=True)
         mean = self.strategy.aggregate_query(server_round, answers, query.count)
@@ -313,6 +316,41 @@ class Rounds:
             "generator": time.perf_counter() - answered,
         }
         return RoundFacts(rounds, len(answers), norm, seconds)
+
+    def _sum(
+        self,
+        server_round: int,
+        questions: list[Message],
+        place: str,
+        read: Callable[[int, Message], Answer],
+    ) -> dict[int, Answer]:
+        """Asks for a secure sum. All are asked the same, and told of whom it is to be the sum: the
+        same question to another cohort finds other coins."""
+        [content, *others] = [each.content for each in questions]
+        assert all(each is content for each in others)
+        cohort = sorted(self._clients[each.metadata.dst_node_id] for each in questions)
+        content = messages.for_cohort(content, cohort)
+        for each in questions:
+            each.content = content
+        if self._masks:
+            answers = self._under_masks(server_round, questions, place, read)
+        else:
+            answers = self._exchange(questions, place, read, count=True)
+            answers = self._that_are_there(answers, len(cohort), place)
+        self._opens(server_round, messages.digest_of(questions[0]), sorted(answers))
+        return answers
+
+    def _that_are_there(
+        self, answers: dict[int, Answer], asked: int, place: str
+    ) -> dict[int, Answer]:
+        """The answers that arrived by themselves or in a sum that did: a sum that was lost took its
+        other terms along, and noise that is counted on with them."""
+        there = {client for answer in answers.values() for client in answer.of}
+        lost = [c for c, answer in answers.items() if not answer.arrays and c not in there]
+        failures = [self._fail("unavailable", client) for client in lost]
+        if len(answers) - len(lost) < self._min_success * asked:
+            raise too_few(place, asked, failures, self._errors)
+        return {client: answer for client, answer in answers.items() if client not in lost}
 
     def _under_masks(
         self,
@@ -407,8 +445,9 @@ class Rounds:
             self._note(client, NonPrivateDpEvent())  # it left the client, at a cost of its own
             raise _UnusableError("unplanned")
         self._note(client, answer.event)
-        found = answer.arrays["answer"]
-        if found.shape != shape:
+        if not answer.arrays and not self._masks:
+            return answer  # added to another's
+        if not answer.arrays or (found := answer.arrays["answer"]).shape != shape:
             raise _UnusableError("malformed")
         flat = found.reshape(shape[0], math.prod(shape[1:]))
         norms = np.linalg.norm(flat.astype(np.float64), axis=1)
@@ -447,7 +486,7 @@ class Rounds:
         found, failures = self._send(sent, read, count)
         share, whole = self._min_success if must is None else must, of or len(sent)
         if len(found) < share * whole:
-            raise too_few(place, whole, failures, self._errors)
+            raise too_few(place, whole, failures, self._errors, whole - len(found))
         return found
 
     def _send(

@@ -121,7 +121,7 @@ def _sealed(what: Sent, seal: object) -> None:
 class Local:
     """Every client noises in full, against everybody."""
 
-    leaves = Release
+    leaves, adds_up = Release, False
     arrive_as = (torch.float32, torch.float16)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
@@ -146,7 +146,7 @@ class Secure:
     asked: int
     least: int
     colluders: int
-    leaves = Share
+    leaves, adds_up = Share, True
     arrive_as = (torch.int32,)
 
     @property
@@ -206,7 +206,7 @@ class Trusted:
     """
 
     clip: float
-    leaves = Clipped
+    leaves, adds_up = Clipped, False
     arrive_as = (torch.float32, torch.float64, torch.float16)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:

@@ -58,6 +58,8 @@ class RunDir:
         self._begun = path / "rounds_begun.txt"
         self._metrics = path / "metrics.jsonl"
         self._failures = path / "failures.jsonl"
+        self._sums = path / "sums.jsonl"
+        self._opened: dict[str, str] | None = None
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
@@ -139,6 +141,23 @@ class RunDir:
             return Counter(int(line) for line in _lines(self._begun))
         except (TypeError, ValueError, OverflowError) as error:
             raise FedgenError(str(self._begun), "was altered", "restore it") from error
+
+    def sums(self) -> dict[str, str]:
+        """Of each question that was added up, of whom, the first time: digests."""
+        if self._opened is None:
+            try:
+                self._opened = {str(asked): str(of) for asked, of in _lines(self._sums)}
+            except (TypeError, ValueError) as error:
+                raise FedgenError(str(self._sums), "was altered", "restore it") from error
+        return self._opened
+
+    def opened(self, asked: str, of: str) -> str:
+        """Notes of whom a question was added up, before anything looks at the sum; returns of whom
+        it was the first time."""
+        if asked not in self.sums():
+            _append(self._sums, [asked, of])
+            self.sums()[asked] = of
+        return self.sums()[asked]
 
     def extent(self) -> tuple[int, str]:
         """Bytes of metrics so far, and their digest."""

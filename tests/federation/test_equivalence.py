@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tiny import Train, fingerprint
 
@@ -116,3 +118,39 @@ def test_an_optimizers_state_does_not_travel_in_half_precision(
     for method in ("dpgan_small", "dp_wgan_gp_small"):
         assert cli.run(["account", f"method={method}", "runtime.transport=float16"]) == 2
         assert "runtime.transport" in capsys.readouterr().err
+
+
+SUMS = ["partition=iid", "partition.clients=6", "privacy.aggregation=secure", "rounds=4"]
+OF_SUMS = {
+    "gradients": ["method=dpgan_small", "method.discriminator.width=2", *SUMS],
+    "matrices": ["method=dp_sinkhorn_small", *SUMS],
+    "coins": ["method.routing=per_step", "method.answerers=2", "method.draws=clients", *SUMS],
+}
+
+
+@pytest.mark.parametrize("kind", OF_SUMS.values(), ids=OF_SUMS)
+def test_sums_under_masks_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
+    """The real protocol, and the ideal sum of a simulation."""
+    reference = fingerprint(train(*kind, "log_every=1", name="ideal"))
+    masked = fingerprint(train(*kind, "log_every=1", "runtime.masks=true", name="masked"))
+    for run in (reference, masked):  # bytes differ: masks cost some
+        run["metrics"] = [
+            {k: v for k, v in json.loads(line).items() if k != "bytes"}
+            for line in run["metrics"].splitlines()
+        ]
+    assert masked == reference
+
+
+@pytest.mark.slow
+def test_sums_are_equal_to_the_bit_on_every_runtime(train: Train) -> None:
+    """Added up in the actors, under masks between actors, in Flower's engine."""
+    kind = OF_SUMS["gradients"]
+    reference = fingerprint(train(*kind, name="reference"))
+    for name, overrides in {
+        "two actors": TWO_ACTORS,
+        "masks": [*TWO_ACTORS, "runtime.masks=true"],
+        "flower": ["runtime=flower"],
+    }.items():
+        found = fingerprint(train(*kind, *overrides, name=name))
+        assert found["generator"] == reference["generator"], name
+        assert found["ledgers"] == reference["ledgers"], name
