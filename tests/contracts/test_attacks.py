@@ -84,6 +84,26 @@ def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
     assert not any(point.broken for point in points)
 
 
+SHARES = [
+    *("partition=iid", "partition.clients=4", "privacy.adversary=server"),
+    *("privacy.aggregation=secure", "privacy.least=4", "privacy.colluders=1"),
+    *("method.cohort=4", "method.draws=clients"),
+]
+
+
+@pytest.mark.parametrize("method", [m for m in PROGRAMS if m != "dp_merf_ae_small"])
+def test_secure_sums_without_the_colluders_shares_are_attacked(method: str) -> None:
+    """Three honest shares of four: near what is proven, and not above; with half the noise, above.
+    GS-WGAN's clients answer by one critic each, all of them."""
+    draws = [] if method == "fedavg_gan" else ["method.draws=server"]
+    words = [*SHARES, *draws]
+    points = attacked(method, words, 1.0, 1.0, 400)
+    assert points[0].of == "secure sum of 3 honest shares"
+    assert not any(point.broken for point in points)
+    assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
+    assert any(point.broken for point in attacked(method, words, 1.0, 0.5, 400))
+
+
 def test_a_run_of_several_clients_is_held_against_what_is_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

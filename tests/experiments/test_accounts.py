@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import pytest
 from dp_accounting import NonPrivateDpEvent
-from tiny import make
+from tiny import SETTINGS, make
 
 from fedgen.experiments.accounts import Accounts, amplification
 from fedgen.experiments.settings import Privacy
 from fedgen.federation.rounds import RunState
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.privacy.accounting import epsilon, gaussian_epsilon
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import canonical
@@ -41,6 +44,44 @@ def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
         by, reason = amplification(method.plan, name, views[name])
         assert by is None
         assert "failed" in str(reason)
+
+
+def summing(noise: float = 0.5, least: int = 7, colluders: int = 0) -> Method:
+    known = {"aggregating": "secure", "least": least, "colluders": colluders}
+    facts = PublicFacts(10, None, 10, (1, 8, 8), **known)  # type: ignore[arg-type]
+    return gs_wgan(facts, noise, **{**SETTINGS, "routing": "mean", "batch": 1})
+
+
+def test_what_more_colluders_learn_is_printed() -> None:
+    """Golden values of one Gaussian at δ = 1e-5: 10.0 becomes 11.0 with one colluder more of seven
+    shares, and 35.8 if all others collude."""
+    sigma = 0.49989
+    method = summing(sigma)
+    privacy = Privacy(1e-5, "secure", sigma, Budget(1, 1, 0.0))
+    state = RunState({}, rounds=1, rows=Counter(dict.fromkeys(range(10), 1)))
+    record = Accounts(method, privacy, 10).record(state, None)
+    assert record["views"]["server"]["epsilon"] == pytest.approx(10.0, abs=0.001)
+    assert record["views"]["release"]["epsilon"] == record["views"]["server"]["epsilon"]
+    one, all_others = record["aggregation"]["if_more_collude"]
+    assert (one["colluders"], all_others["colluders"]) == (1, 9)
+    assert one["epsilon"] == pytest.approx(11.01, abs=0.01)
+    assert all_others["epsilon"] == pytest.approx(35.85, abs=0.01)
+    said = statement(record, "x")
+    assert "at least 7 shares" in said and "11.01" in said and "35.85" in said
+
+
+def test_noise_of_clients_without_a_bound_is_not_relied_on() -> None:
+    """Two clients that failed or lied count as colluders beyond those that were counted: the others
+    have the noise of five shares of seven; and without any left, no bound."""
+    state = RunState({}, rounds=1, rows=Counter(dict.fromkeys(range(10), 1)))
+    privacy = Privacy(1e-5, "secure", 0.5, Budget(1, 1, 0.0))
+    for least, lost, left in ((7, 2, 5), (7, 7, 0)):
+        failed = {c: Account(1, 0, {NonPrivateDpEvent(): 1}) for c in range(lost)}
+        record = Accounts(summing(0.5, least), privacy, 10, failed).record(state, None)
+        expected = gaussian_epsilon(1 / (0.5 * math.sqrt(left / least)), 1e-5) if left else None
+        found = record["views"]["server"]["epsilon"]
+        assert found == (expected and pytest.approx(expected))
+        assert record["clients"]["9"]["server"] == found
 
 
 def test_rounds_done_again_may_end_a_run_and_so_show_its_draws() -> None:

@@ -1,0 +1,228 @@
+"""Who makes the noise of a sum: the law of secure sums, their range, and what each client adds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from tiny import COINS
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.method import PublicFacts
+from fedgen.privacy.batches import AllRows, OwnDraw
+from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.mechanisms import (
+    ClientGaussian,
+    JointGaussian,
+    RowGaussian,
+    SumGaussian,
+)
+from fedgen.privacy.noise import grid_of
+from fedgen.privacy.per_example import of_rows
+from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Share, Trusted
+from fedgen.privacy.routing import Routing
+
+ADD_OR_REMOVE = Relation.ADD_OR_REMOVE_ONE
+SIZE = 60_000
+
+
+def share(
+    kind: str, meeting: Aggregation, client: int, sigma: float = 1.5, what: float = 0.0
+) -> tuple[np.ndarray, object]:
+    """What a client adds of each mechanism: a contribution of ``what`` everywhere."""
+    coins, vector = COINS.at(kind, client), torch.full((1, SIZE), what)
+    if kind == "client":
+        own = ClientGaussian(0.5, sigma, ADD_OR_REMOVE, aggregation=meeting)
+        return own.release(SIZE, lambda: vector, coins).arrays["answer"], own
+    if kind == "not drawn":
+        never = ClientGaussian(0.5, sigma, ADD_OR_REMOVE, OwnDraw(1e-9), meeting)
+        return never.release(SIZE, lambda: vector, coins).arrays["answer"], never
+    if kind == "sum":
+        of_sum = SumGaussian(0.5, sigma, AllRows(), 8.0, ADD_OR_REMOVE, Unit.RECORD, meeting)
+        return of_sum.release((SIZE,), [of_rows(vector, 0.5)], coins).arrays["answer"], of_sum
+    if kind == "joint":
+        joint = JointGaussian(0.5, sigma, AllRows(), ADD_OR_REMOVE, Unit.RECORD, meeting)
+        return joint.release(vector, coins).arrays["answer"], joint
+    rows = RowGaussian(
+        0.5,
+        sigma,
+        Routing("mean", 1),
+        True,
+        Unit.CLIENT,
+        ADD_OR_REMOVE,
+        aggregation=meeting,
+    )
+    return rows.release((1, SIZE), [(torch.arange(1), vector)], coins).arrays["answer"], rows
+
+
+@pytest.mark.parametrize("kind", ["client", "not drawn", "sum", "joint", "rows"])
+@pytest.mark.parametrize(("asked", "least", "colluders"), [(5, 4, 1), (3, 3, 0), (2, 2, 1)])
+def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
+    kind: str, asked: int, least: int, colluders: int
+) -> None:
+    """The variance of h shares is within the chi-squared interval of level 1e-6, also of clients
+    that contribute nothing; a share less, or a share of all n or of the square root, is outside."""
+    meeting = Secure(asked, least, colluders)
+    words, mechanism = zip(
+        *(share(kind, meeting, client) for client in range(meeting.honest)), strict=True
+    )
+    noise = mechanism[0].total(list(words), COINS).numpy()
+    statistic = float((noise**2).sum()) / mechanism[0].std ** 2
+    low, high = stats.chi2.interval(1 - 1e-6, noise.size)
+    assert low < statistic < high
+    for wrong in ((least - colluders - 1) / meeting.honest, meeting.honest / asked):
+        assert wrong == 1 or not low < statistic * wrong < high
+
+
+@pytest.mark.parametrize("kind", ["client", "sum", "joint", "rows"])
+def test_n_clients_are_one_client(kind: str) -> None:
+    """The law of what n shares sum to is that of one client's release: Kolmogorov and Smirnov at
+    level 1e-6. Noise for one share less would be found."""
+    alone, _ = share(kind, LOCAL, 0, what=0.002)
+    for clients in (2, 10):
+        meeting = Secure(clients, clients, 0)
+        parts = [share(kind, meeting, c + 1, what=0.002 / clients) for c in range(clients)]
+        total = parts[0][1].total([words for words, _ in parts], COINS).numpy()
+        assert stats.ks_2samp(total.ravel(), alone.ravel()).pvalue > 1e-6
+        off_by_one = total * math.sqrt(clients / (clients - 1))
+        if clients == 2:
+            assert stats.ks_2samp(off_by_one.ravel(), alone.ravel()).pvalue < 1e-6
+
+
+@given(st.floats(-1, 1), st.floats(-1, 1), st.integers(2, 6))
+def test_a_neighbour_moves_the_sum_by_its_contribution_and_no_more(
+    one: float, other: float, clients: int
+) -> None:
+    """Under the same coins, in steps of the grid: rounding comes after the noise, and what one
+    client contributes stretches by one step at most."""
+    meeting = Secure(clients, clients, 0)
+    mechanism = ClientGaussian(0.5, 1.0, ADD_OR_REMOVE, aggregation=meeting)
+    grid = grid_of(meeting.share_std(mechanism.std), 6)
+
+    def total(what: float) -> torch.Tensor:
+        words = [
+            mechanism.release(1, lambda: torch.tensor([what]), COINS.at("m", 0)),
+            *(
+                mechanism.release(1, lambda: torch.zeros(1), COINS.at("m", c))
+                for c in range(1, clients)
+            ),
+        ]
+        return mechanism.total([each.arrays["answer"] for each in words], COINS)
+
+    moved = float((total(one) - total(other)).abs())
+    apart = abs(np.clip(one, -0.5, 0.5) - np.clip(other, -0.5, 0.5))
+    assert abs(moved - apart) <= grid + 1e-5
+
+
+def law_of_shares(means: list[float], std: float, reach: int) -> np.ndarray:
+    """The law of the sum of round(mean + N(0, std^2)), on -reach..reach, by convolution."""
+    steps = np.arange(-reach, reach + 1)
+    found = np.array([1.0])
+    for mean in means:
+        below = stats.norm.cdf((np.append(steps, reach + 1) - 0.5 - mean) / std)
+        found = np.convolve(found, np.diff(below))
+    middle = len(found) // 2
+    return found[middle - reach : middle + reach + 1]
+
+
+def law_of_the_mechanism(mean: float, std: float, count: int, reach: int) -> np.ndarray:
+    """The law of round(mean + N(0, count std^2) + count - 1 uniforms), by quadrature of the
+    uniforms' sum (Irwin and Hall)."""
+    steps, fine = np.arange(-reach, reach + 1), 400
+    uniform = np.full(fine, 1 / fine)
+    sums = np.array([1.0])
+    for _ in range(count - 1):
+        sums = np.convolve(sums, uniform)
+    places = (np.arange(len(sums)) - (len(sums) - 1) / 2) / fine
+    wide = std * math.sqrt(count)
+    upper = stats.norm.cdf((steps[:, None] + 0.5 - mean - places) / wide)
+    lower = stats.norm.cdf((steps[:, None] - 0.5 - mean - places) / wide)
+    return np.asarray((upper - lower) @ sums)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("std", [0.45, 0.6, 0.8])
+def test_the_lemma_of_secure_sums(count: int, std: float) -> None:
+    """Where a share's noise is as narrow as the grid, so that the term that is left shows: the sum
+    of rounded Gaussians is the rounded Gaussian mechanism, but for less than twice the term of the
+    docstring in each probability. At 64 steps, as fedgen has it, the term is e^-40,000."""
+    means = list(np.linspace(0.1, 0.4, count))
+    sum_ = law_of_shares(means, std, 30)
+    mechanism = law_of_the_mechanism(float(np.sum(means)), std, count, 30)
+    term = math.exp(-2 * math.pi**2 * std**2 * (count - 1) / count)
+    apart = np.abs(sum_ - mechanism).max()
+    assert apart <= 2 * term + 1e-5
+    if std == 0.45 and count == 2:
+        assert apart > 0.05 * term  # it does show, and falls as it should
+    share_std = Secure(count, count, 0).share_std(1.0)
+    assert 2**6 <= share_std / grid_of(share_std, 6) < 2**7
+
+
+def test_a_sum_wraps_around_and_comes_back() -> None:
+    """Words are far beyond the ring's end; the sum is not. One near it is refused."""
+    meeting = Secure(4, 4, 0)
+    mechanism = ClientGaussian(1e6, 1e-4, ADD_OR_REMOVE, aggregation=meeting)
+    far = [9e5, -9e5, 8e5, -7e5]
+    words = [
+        mechanism.release(1, lambda w=w: torch.tensor([w]), COINS.at(c)).arrays["answer"]
+        for c, w in enumerate(far)
+    ]
+    total = float(mechanism.total(words, COINS))
+    assert total == pytest.approx(sum(far), abs=8 * mechanism.std)
+    step = mechanism.total([words[0]], COINS) - mechanism.total([words[0] + 1], COINS)
+    with pytest.raises(FedgenError, match="near the end of 32 bits"):
+        end = np.full((1, 1), 2**31 - 5, np.int32)
+        mechanism.total([end], COINS)
+    assert float(step.abs()) < 1e6
+
+
+def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
+    meeting = Secure(100, 67, 0)
+    meeting.check_range(1.0, 1e5)
+    with pytest.raises(FedgenError, match="32 bits cannot hold"):
+        meeting.check_range(1.0, 1e7)
+
+
+@pytest.mark.parametrize(
+    ("clients", "least", "colluders", "said"),
+    [
+        (1, None, 0, "several clients send, and there is one"),
+        (10, 5, 0, "5 of 10 answers"),
+        (10, 11, 0, "11 of 10 answers"),
+        (10, 7, 7, "7 colluders cannot be"),
+    ],
+)
+def test_secure_sums_that_cannot_be_are_refused(
+    clients: int, least: int | None, colluders: int, said: str
+) -> None:
+    facts = PublicFacts(
+        clients, None, 10, (1, 8, 8), aggregating="secure", least=least, colluders=colluders
+    )
+    with pytest.raises(FedgenError, match=said):
+        facts.aggregation(clients)
+
+
+def test_two_thirds_of_those_asked_are_counted_on_by_default() -> None:
+    facts = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", colluders=2)
+    assert facts.aggregation(10) == Secure(10, 7, 2)
+    assert Secure(10, 7, 2).honest == 5
+
+
+def test_a_share_is_made_by_mechanisms_alone() -> None:
+    with pytest.raises(TypeError, match="made by a mechanism"):
+        Share({"answer": np.zeros((1, 5), np.int32)}, None, Unit.CLIENT)  # type: ignore[arg-type]
+
+
+def test_an_aggregators_noise_is_another_for_other_answers() -> None:
+    mechanism = ClientGaussian(1.0, 1.0, ADD_OR_REMOVE, aggregation=Trusted(1.0))
+    one, other = np.full((1, 500), 0.01, np.float32), np.full((1, 500), 0.011, np.float32)
+    noises = [mechanism.total([each], COINS).numpy() - each for each in (one, other)]
+    assert abs(np.corrcoef(noises[0], noises[1])[0, 1]) < 0.2
+    again = mechanism.total([one], Coins.of(7, "seeded")).numpy() - one
+    assert np.array_equal(noises[0], again)
