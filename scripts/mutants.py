@@ -43,6 +43,11 @@ class Mutant:
 
 
 MECHANISMS, TESTS = "fedgen/privacy/mechanisms.py", "tests/privacy/test_mechanisms.py"
+RELEASES, RELEASE_TESTS = "fedgen/privacy/releases.py", "tests/privacy/test_releases.py"
+MASKING, MASKING_TESTS = "fedgen/federation/masking.py", "tests/federation/test_masking.py"
+SUM_TESTS = "tests/federation/test_sums.py"
+ACCOUNTS = "fedgen/experiments/accounts.py"
+ACCOUNT_TESTS = "tests/experiments/test_accounts.py"
 PER_EXAMPLE = "fedgen/privacy/per_example.py"
 PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
@@ -58,6 +63,231 @@ GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wga
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
 MUTANTS = [
+    Mutant(
+        "a-share-of-all-that-are-asked",
+        RELEASES,
+        "return std / math.sqrt(self.honest)",
+        "return std / math.sqrt(self.asked)",
+        f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
+    ),
+    Mutant(
+        "a-share-without-the-root",
+        RELEASES,
+        "return std / math.sqrt(self.honest)",
+        "return std / self.honest",
+        f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
+    ),
+    Mutant(
+        "colluders-forgotten",
+        RELEASES,
+        "return self.least - self.colluders",
+        "return self.least",
+        f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
+    ),
+    Mutant(
+        "colluders-forgotten-under-attack",
+        RELEASES,
+        "return std / math.sqrt(self.honest)",
+        "return std / math.sqrt(4 * self.asked)",
+        "tests/contracts/test_attacks.py"
+        "::test_secure_sums_without_the_colluders_shares_are_attacked[gs_wgan_small]",
+    ),
+    Mutant(
+        "a-grid-too-coarse-for-the-lemma",
+        RELEASES,
+        "_SHARE_BITS = 6",
+        "_SHARE_BITS = -1",
+        f"{RELEASE_TESTS}::test_the_lemma_of_secure_sums",
+    ),
+    Mutant(
+        "sign-lost-in-the-ring",
+        RELEASES,
+        "torch.from_numpy(words.view(np.int32).astype(np.float64))",
+        "torch.from_numpy(words.astype(np.float64))",
+        f"{RELEASE_TESTS}::test_n_clients_are_one_client",
+    ),
+    Mutant(
+        "rounded-before-the-noise",
+        RELEASES,
+        'rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")',
+        'rounded_gaussian((exact.double() / grid).round(), share / grid, coins, "share")',
+        f"{RELEASE_TESTS}::test_rounding_comes_after_the_noise",
+    ),
+    Mutant(
+        "a-sum-past-the-end-of-the-ring",
+        RELEASES,
+        "float(whole.abs().max()) >= 0.9 * _RING / 2",
+        "float(whole.abs().max()) >= 9 * _RING",
+        f"{RELEASE_TESTS}::test_a_sum_wraps_around_and_comes_back",
+    ),
+    Mutant(
+        "nothing-but-zero-where-a-coin-says-no",
+        MECHANISMS,
+        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n        return self.aggregation.sent(exact, self.std,",
+        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n        std = self.std if exact.any() else 1e-9 * self.std\n        return self.aggregation.sent(exact, std,",
+        f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
+    ),
+    Mutant(
+        "a-client-without-rows-contributes",
+        GS_WGAN,
+        "contributes=not removed)",
+        "contributes=True)",
+        f"{SUM_TESTS}::test_a_client_that_is_not_drawn_or_has_no_rows_adds_noise_alone",
+    ),
+    Mutant(
+        "coins-of-clients-amplify-whoever-fails",
+        "fedgen/privacy/batches.py",
+        "        if self.hidden:\n            return PoissonSampledDpEvent(self.rate, gated)",
+        "        if self.rate < 1:\n            return PoissonSampledDpEvent(self.rate, gated)",
+        f"{SUM_TESTS}::test_coins_of_clients_amplify_against_the_server_unless_one_fails",
+    ),
+    Mutant(
+        "noise-of-a-sum-adds-up-again",
+        GS_WGAN,
+        "of_sums = federated and local and facts",
+        "of_sums = federated and facts",
+        f"{SUM_TESTS}::test_the_event_is_that_of_the_sum_and_nothing_adds_up_twice",
+    ),
+    Mutant(
+        "one-cohort-shares-anothers-coins",
+        "fedgen/federation/messages.py",
+        "*([str(cohort).encode()] if cohort else [])",
+        "*([str(cohort).encode()] if cohort == 1 else [])",
+        f"{SUM_TESTS}::test_another_cohort_finds_other_coins",
+    ),
+    Mutant(
+        "a-lost-sum-is-counted-on",
+        "fedgen/federation/rounds.py",
+        "if not answer.arrays and c not in there]",
+        "if not answer.arrays and c in there]",
+        f"{SUM_TESTS}::test_a_sum_that_is_lost_takes_its_terms_along",
+    ),
+    Mutant(
+        "one-question-over-two-cohorts",
+        TRAINING,
+        "if self.run_dir.opened(asked, of) != of:",
+        "if self.run_dir.opened(asked, of) is None:",
+        f"{SUM_TESTS}::test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts",
+    ),
+    Mutant(
+        "fewer-answers-than-the-noise-counts-on",
+        "fedgen/experiments/settings.py",
+        "    if answers < aggregation.least:",
+        "    if answers < 1:",
+        f"{SUM_TESTS}::test_mistakes_are_said_before_anything_runs",
+    ),
+    Mutant(
+        "noise-of-liars-is-relied-on",
+        ACCOUNTS,
+        "if not lost or not isinstance(sums, Secure):",
+        "if not lost or isinstance(sums, Secure):",
+        f"{ACCOUNT_TESTS}::test_noise_of_clients_without_a_bound_is_not_relied_on",
+    ),
+    Mutant(
+        "more-colluders-cost-nothing",
+        ACCOUNTS,
+        "math.sqrt((sums.honest - fewer) / sums.honest)",
+        "math.sqrt(sums.honest / sums.honest)",
+        f"{ACCOUNT_TESTS}::test_what_more_colluders_learn_is_printed",
+    ),
+    Mutant(
+        "a-share-leaves-without-masks",
+        CLIENT,
+        "    if home.masks:\n        words",
+        "    if not home.masks:\n        words",
+        "tests/federation/test_equivalence.py::test_sums_under_masks_are_equal_to_the_bit",
+    ),
+    Mutant(
+        "no-mask-of-its-own",
+        MASKING,
+        "masked = words + stream(self._seed, len(words))",
+        "masked = words.copy()",
+        f"{MASKING_TESTS}::test_masked_words_and_what_pairs_of_keys_leave_are_uniform",
+    ),
+    Mutant(
+        "masks-that-do-not-cancel",
+        MASKING,
+        "(np.add if self.me < other else np.subtract)(masked",
+        "(np.add if self.me != other else np.subtract)(masked",
+        f"{MASKING_TESTS}::test_the_sum_of_those_who_answered_or_nothing",
+    ),
+    Mutant(
+        "masks-of-silent-clients-stay",
+        MASKING,
+        "found = found - mask if other < client else found + mask",
+        "found = found + mask if other < client else found - mask",
+        f"{MASKING_TESTS}::test_the_sum_of_those_who_answered_or_nothing",
+    ),
+    Mutant(
+        "one-mask-for-two-rounds",
+        MASKING,
+        'b"mask" + self.context',
+        'b"mask" + self.context[:0]',
+        f"{MASKING_TESTS}::test_masks_are_those_of_aes",
+    ),
+    Mutant(
+        "both-secrets-of-one-client",
+        MASKING,
+        "or heard & unheard or self.me not in heard",
+        "or self.me not in heard",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "shares-told-twice",
+        MASKING,
+        "if self._told or not self._used",
+        "if not self._used",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "two-vectors-under-one-mask",
+        MASKING,
+        "if self._graph is None or self._used:",
+        "if self._graph is None:",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "less-noise-than-was-counted",
+        MASKING,
+        "if len(heard) < self.sums.least or not",
+        "if not",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "fewer-shares-than-the-threshold",
+        MASKING,
+        "    if len(places) < threshold:\n",
+        "    if len(places) < 1:\n",
+        f"{MASKING_TESTS}::test_shares_below_the_threshold_tell_nothing",
+    ),
+    Mutant(
+        "shares-that-are-the-secret",
+        MASKING,
+        "for _ in range(threshold - 1)]",
+        "for _ in range(0)]",
+        f"{MASKING_TESTS}::test_shares_below_the_threshold_tell_nothing",
+    ),
+    Mutant(
+        "one-client-twice",
+        MASKING,
+        "if len(set(flat)) < len(flat) or any(",
+        "if any(",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "masks-from-32-bits",
+        MASKING,
+        "Cipher(AES256(key), CTR(bytes(16)))",
+        "Cipher(AES256(key[:4] * 8), CTR(key[:8] * 2))",
+        f"{MASKING_TESTS}::test_masks_are_those_of_aes",
+    ),
+    Mutant(
+        "a-ring-that-falls-apart",
+        MASKING,
+        "if run < _RARE and caught < _RARE:",
+        "if caught < _RARE:",
+        f"{MASKING_TESTS}::test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest",
+    ),
     Mutant(
         "noise-adds-up-without-its-root",
         ROUTING,
@@ -155,15 +385,15 @@ MUTANTS = [
     Mutant(
         "noise-that-may-be-missing-adds-up",
         GS_WGAN,
-        "of_sums = federated and facts.sums_are_whole and draw.count_is_fixed",
-        "of_sums = federated and draw.count_is_fixed",
+        "and facts.sums_are_whole and draw.count_is_fixed",
+        "and draw.count_is_fixed",
         f"{GS_WGAN_TESTS}::test_noise_that_may_be_missing_does_not_add_up",
     ),
     Mutant(
         "half-precision-is-not-told",
         "fedgen/experiments/settings.py",
-        "all_answer=all_answer, half=half",
-        "all_answer=all_answer",
+        "        half=half,\n        aggregating",
+        "        aggregating",
         f"{GS_WGAN_TESTS}::test_a_setting_reaches_what_is_proven",
     ),
     Mutant(
@@ -196,9 +426,9 @@ MUTANTS = [
     ),
     Mutant(
         "no-grid",
-        MECHANISMS,
-        "return whole.mul_(grid).to(torch.float32)",
-        "return whole.mul_(grid * (1 + 2**-9)).to(torch.float32)",
+        RELEASES,
+        '    grid = grid_of(std, _GRID_BITS)\n    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")\n    return whole.mul_(grid).to(torch.float32)',
+        '    whole = torch.from_numpy(coins.secret_uniforms(exact.numel(), "release")).view(exact.shape)\n    return (exact + std * torch.special.ndtri(whole)).to(torch.float32)',
         f"{TESTS}::test_what_is_released_lies_on_a_grid_of_the_noise",
     ),
     Mutant(
@@ -275,41 +505,41 @@ MUTANTS = [
     Mutant(
         "noise-halved-in-rows",
         MECHANISMS,
-        "noisy = _noised(total / self.routing.answers_per_row, std, coins)",
-        "noisy = _noised(total / self.routing.answers_per_row, 0.5 * std, coins)",
+        "return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)",
+        "return self.aggregation.sent(exact, self.std / 2, self.event(shape[0]), self.unit, coins)",
         f"{TESTS}::test_noise_has_the_promised_standard_deviation",
     ),
     Mutant(
         "noise-halved-in-rows-under-attack",
         MECHANISMS,
-        "noisy = _noised(total / self.routing.answers_per_row, std, coins)",
-        "noisy = _noised(total / self.routing.answers_per_row, 0.5 * std, coins)",
+        "return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)",
+        "return self.aggregation.sent(exact, self.std / 2, self.event(shape[0]), self.unit, coins)",
         "tests/contracts/test_attacks.py::test_an_attack_comes_near_and_not_above_what_is_proven",
     ),
     Mutant(
         "noise-over-the-root-of-the-batch",
         MECHANISMS,
-        "return _noised(total.div_(self.divisor), std, coins)",
-        "return _noised(total.div_(self.divisor), std / math.sqrt(self.divisor), coins)",
+        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n        return self.aggregation.sent(exact, self.std, self",
+        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n        std = self.std / math.sqrt(self.divisor)\n        return self.aggregation.sent(exact, std, self",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
         "sensitivity-of-a-row-taken-for-c",
         MECHANISMS,
-        "return 2 * self.clip / self.routing.answers_per_row",
-        "return self.clip / self.routing.answers_per_row",
+        "return (1 if whole else 2) * self.clip",
+        "return self.clip",
         f"{TESTS}::test_the_bound_is_met",
     ),
     Mutant(
         "division-by-a-realized-count",
         MECHANISMS,
-        "return _noised(total.div_(self.divisor), std, coins)",
-        "return _noised(total.div_(max(1, int(total.count_nonzero()))), std, coins)",
+        "return total.div_(self.divisor)",
+        "return total.div_(max(1, int(total.count_nonzero())))",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "noise-that-repeats",
-        MECHANISMS,
+        RELEASES,
         'rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")',
         'rounded_gaussian(exact.to(torch.float64) / grid, std / grid, Coins.of(0, "seeded"))',
         f"{TESTS}::test_releases_at_different_places_have_independent_noise",
@@ -334,13 +564,6 @@ MUTANTS = [
         'coins.at("steps", round_, "step", number)',
         'coins.at("steps", round_ + number)',
         "tests/methods/test_dpgan.py::test_steps_are_charged_one_by_one_and_share_no_noise",
-    ),
-    Mutant(
-        "fakes-as-many-as-the-draw-gave-rows",
-        "fedgen/methods/dpgan.py",
-        "latents, labels = self.nets.inputs(self.fakes, here)",
-        "latents, labels = self.nets.inputs(len(self.mechanism.draw(len(shard), here)), here)",
-        "tests/methods/test_dpgan.py::test_one_client_is_algorithm_1_bit_for_bit",
     ),
     Mutant(
         "patches-that-overlap-counted-once",
@@ -496,33 +719,31 @@ MUTANTS = [
     ),
     Mutant(
         "aggregator-believes-what-arrives",
-        MECHANISMS,
-        "total += clip_rows(each, self.clip)",
-        "total += each",
+        RELEASES,
+        "answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]",
+        "answers = list(answers)",
         f"{TESTS}::test_an_aggregator_clips_what_arrives",
     ),
     Mutant(
         "noise-halved-in-an-aggregate",
-        MECHANISMS,
-        "noisy = _noised(total / self.expected, std, coins)",
-        "noisy = _noised(total / self.expected, 0.5 * std, coins)",
+        RELEASES,
+        "return noised(_added(answers), std, coins.salted(told)).double()",
+        "return noised(_added(answers), std / 2, coins.salted(told)).double()",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
         "mean-over-those-who-came",
-        "strategies/model_deltas.py",
-        "self._aggregate.release(cohort, coins)",
-        "type(self._aggregate)(**{**vars(self._aggregate), 'expected': max(1, len(cohort))})"
-        ".release(cohort, coins)",
+        "strategies/cohort.py",
+        "            over = self.cohort.answers_per_row\n",
+        "            over = max(1, len(answers))\n",
         f"{FEDAVG_TESTS}::test_an_empty_cohort_and_a_missing_client_do_not_show",
     ),
     Mutant(
         "clipped-leaves-whoever-is-trusted",
         "fedgen/federation/messages.py",
-        "if not isinstance(release, Clipped if trusting else Release):",
-        "if not isinstance(release, Clipped | Release):",
-        "tests/federation/test_messages.py"
-        "::test_a_clipped_leaves_where_the_aggregator_is_trusted_alone",
+        "if not isinstance(sent, aggregation.leaves):",
+        "if isinstance(sent, Answer):",
+        "tests/federation/test_messages.py::test_what_an_aggregation_takes_leaves_for_it_alone",
     ),
     Mutant(
         "cohort-drawn-once-for-all",
@@ -534,11 +755,8 @@ MUTANTS = [
     Mutant(
         "ledger-charged-after-the-reply",
         CLIENT,
-        "    home.ledger.charge(server_round, asked, query.count, release.event)"
-        "  # before anything leaves\n"
-        "    answer = messages.answer_of(release, home.trusting, home.half)\n",
-        "    answer = messages.answer_of(release, home.trusting, home.half)\n"
-        "    home.ledger.charge(server_round, asked, query.count, release.event)\n",
+        "    home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves\n    answer = messages.answer_of(release, home.aggregation, home.half)\n    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n    return _leaving(home, answer, message)",
+        "    answer = messages.answer_of(release, home.aggregation, home.half)\n    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n    found = _leaving(home, answer, message)\n    home.ledger.charge(server_round, asked, query.count, release.event)\n    return found",
         f"{CLIENT_TESTS}::test_a_charge_comes_before_the_reply",
     ),
     Mutant(

@@ -226,3 +226,15 @@ def test_an_aggregators_noise_is_another_for_other_answers() -> None:
     assert abs(np.corrcoef(noises[0], noises[1])[0, 1]) < 0.2
     again = mechanism.total([one], Coins.of(7, "seeded")).numpy() - one
     assert np.array_equal(noises[0], again)
+
+
+def test_rounding_comes_after_the_noise() -> None:
+    """A contribution of three tenths of a step shows in the mean of four million numbers (z = 9):
+    rounded before the noise it would be lost, or stretch the norm where it is not."""
+    meeting = Secure(2, 2, 0)
+    mechanism = ClientGaussian(1e6, 1e-6, ADD_OR_REMOVE, aggregation=meeting)
+    grid = grid_of(meeting.share_std(mechanism.std), 6)
+    sent = mechanism.release(4_000_000, lambda: torch.full((4_000_000,), 0.3 * grid), COINS)
+    mean = float(mechanism.total([sent.arrays["answer"]], COINS).mean())
+    error = meeting.share_std(mechanism.std) / 2000
+    assert abs(mean - 0.3 * grid) < 4.5 * error < abs(mean)

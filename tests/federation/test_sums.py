@@ -1,0 +1,339 @@
+"""Secure sums in a run: of whom they are, what a client adds, and what is refused before one."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from flwr.app import Message
+from forked import Command
+from tiny import COINS, SETTINGS, SHARD, Train, tiny
+
+from fedgen import cli
+from fedgen.data.datasets import Shard
+from fedgen.federation import messages
+from fedgen.federation.client_app import ClientHome, client_app
+from fedgen.federation.client_store import ClientStore
+from fedgen.federation.failures import Failure, UnansweredError
+from fedgen.federation.flower_compat import identify_process, set_message_id
+from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.messages import Answer
+from fedgen.federation.rounds import Rounds, RunState
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.gs_wgan import gs_wgan
+from fedgen.privacy.events import Relation, RevealedDraw, Unit, canonical
+from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.releases import Secure
+
+SUMS = ["partition=iid", "partition.clients=5", "privacy.aggregation=secure"]
+DPGAN = ["method=dpgan_small", *SUMS]
+
+
+def make(
+    clients: int = 6, noise: float = 1.0, *, all_answer: bool = True, **changed: object
+) -> Method:
+    facts = PublicFacts(clients, None, 10, (1, 8, 8), aggregating="secure", all_answer=all_answer)
+    return gs_wgan(facts, noise, **{**SETTINGS, "routing": "mean", **changed})  # type: ignore[arg-type]
+
+
+# --- what a client adds ---------------------------------------------------------------------------
+
+
+def test_another_cohort_finds_other_coins(tmp_path: Path) -> None:
+    """The same question for a sum with others: under the same coins, the difference of two sums
+    would be what the others sent."""
+    method = make()
+    server, found = method.server.init(COINS), []
+    query = method.server.query(server, 0, COINS)
+    assert query is not None
+    for cohort in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 3]):
+        ledger = Ledger(tmp_path / f"{len(found)}.jsonl", "run", 0, seeded=True)
+        store = ClientStore(tmp_path, in_memory=True)
+        home = ClientHome(
+            0, method.client, SHARD, COINS, store, ledger, 100, aggregation=Secure(4, 4, 0)
+        )
+        grid = InProcessGrid(client_app(lambda _, home=home: home), 1, 60, serialize=False)
+        content = messages.for_cohort(messages.pack_query(0, query), cohort)
+        asked = Message(content, dst_node_id=2, message_type=messages.ASK)
+        [reply] = grid.send_and_receive([asked])
+        found.append(messages.read_answer(reply, Secure(4, 4, 0)).arrays["answer"])
+    assert np.array_equal(found[0], found[2])
+    assert (found[0] != found[1]).mean() > 0.9
+
+
+def test_a_client_that_is_not_drawn_or_has_no_rows_adds_noise_alone() -> None:
+    """Its words have the noise of a share, and nothing else: among 200 releases of each."""
+    never = make(draws="clients", routing="per_step", answerers=1, clients=10**6)
+    nobody = make()
+    for method, shard in ((never, SHARD), (nobody, Shard(SHARD.images[:0], SHARD.labels[:0]))):
+        query = method.server.query(method.server.init(COINS), 0, COINS)
+        assert query is not None
+        words = [
+            method.client.answer({}, query, shard, 0, COINS.at("try", n)).arrays["answer"]
+            for n in range(20)
+        ]
+        extent, sums = method.plan.extents[0], method.plan.aggregation
+        assert isinstance(sums, Secure)
+        values = np.array([method.total([each], 0, COINS).numpy() for each in words])
+        statistic = (values**2).sum() / sums.share_std(extent[0]) ** 2
+        assert abs(statistic / values.size - 1) < 6 * math.sqrt(2 / values.size)
+        mean = np.abs(values.mean(0)).max() / sums.share_std(extent[0])
+        assert mean < 6 / math.sqrt(len(words))
+
+
+def test_all_rows_together_are_one_clients_sum() -> None:
+    """With every row in every batch, ten shards sum to what one client with all rows has: the mean
+    gradient, but for noise."""
+    from functools import partial
+
+    from fedgen.methods.dpgan import dpgan
+    from fedgen.models import cdcgan
+
+    def of(clients: int) -> Method:
+        kind = "secure" if clients > 1 else "trusted"
+        facts = PublicFacts(
+            clients,
+            None,
+            10,
+            (1, 8, 8),
+            aggregating=kind,
+            least=clients,  # type: ignore[arg-type]
+        )
+        return dpgan(
+            facts,
+            1e-3,
+            generator=partial(cdcgan.Generator, width=4),
+            discriminator=partial(cdcgan.Discriminator, width=3),
+            latent=4,
+            batch=60,
+            fakes=6,
+            sampling_rate=1.0,
+            discriminator_steps=2,
+            accuracy_floor=0.6,
+            accuracy_ema=0.9,
+            discriminator_learning_rate=1e-3,
+            generator_learning_rate=1e-3,
+            betas=(0.5, 0.9),
+            clip=0.5,
+            ema=0.0,
+            mode_seeking=0.0,
+            precision="float32",
+            device="cpu",
+        )
+
+    found = []
+    for clients in (1, 10):
+        method = of(clients)
+        query = method.server.query(method.server.init(COINS), 0, COINS)
+        assert query is not None
+        shards = [Shard(SHARD.images[c::clients], SHARD.labels[c::clients]) for c in range(clients)]
+        answers = [
+            method.client.answer({}, query, shard, 0, COINS.at("client", c)).arrays["answer"]
+            for c, shard in enumerate(shards)
+        ]
+        found.append(method.total(answers, 0, COINS) / clients)
+    std = 1e-3 * 0.5 / 60
+    assert float((found[0] - found[1]).abs().max()) < 8 * 2 * std
+    assert float(found[0].norm()) > 100 * std
+
+
+# --- of whom a sum is -----------------------------------------------------------------------------
+
+
+def rounds(method: Method, opens: list[object]) -> Rounds:
+    failed: list[Failure] = []
+    return Rounds(
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        method,
+        RunState({}),
+        clients=6,
+        min_success=0.6,
+        timeout=None,
+        begins=lambda _: None,
+        failed=failed.append,
+        errors="{client}",
+        opens=lambda *what: opens.append(what),
+    )
+
+
+def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
+    """An actor sends one sum for its clients. If that message is lost, none of them answered: the
+    noise of all of them is missing."""
+    event = GaussianDpEvent(1.0)
+    words = {"answer": np.zeros((1, 3), np.int32)}
+    here = {
+        c: Answer(words if c == 0 else {}, event, Unit.CLIENT, (0, 1) if c == 0 else ())
+        for c in (0, 1)
+    }
+    there = {
+        c: Answer(words if c == 2 else {}, event, Unit.CLIENT, (2, 3, 4, 5) if c == 2 else ())
+        for c in (2, 3, 4, 5)
+    }
+    play = rounds(make(), [])
+    assert set(play._that_are_there({**here, **there}, 6, "now")) == set(range(6))
+    cut = {c: answer for c, answer in {**here, **there}.items() if c != 0}
+    assert set(play._that_are_there(cut, 6, "now")) == {2, 3, 4, 5}
+    cut = {c: answer for c, answer in {**here, **there}.items() if c != 2}
+    with pytest.raises(UnansweredError, match=r"3 of 6|4 of 6"):
+        play._that_are_there(cut, 6, "now")
+
+
+def test_words_are_added_up_on_the_way() -> None:
+    """Nothing else of the replies changes, and failures and other shapes stay by themselves."""
+    identify_process(run_id=1)
+    question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
+    set_message_id(question, "1")
+    rng, replies, total = np.random.default_rng(0), [], np.zeros((2, 5), np.uint32)
+    for client in range(4):
+        words = rng.integers(0, 2**32, (2, 5), dtype=np.uint32)
+        total += words
+        answer = Answer({"answer": words.view(np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
+        replies.append((client, Message(messages.pack_answer(answer), reply_to=question)))
+    odd = Answer({"answer": np.zeros((1, 5), np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
+    replies.append((4, Message(messages.pack_answer(odd), reply_to=question)))
+    found = [messages.read_answer(each, Secure(5, 5, 0)) for each in messages.added_up(replies)]
+    assert [bool(each.arrays) for each in found] == [True, False, False, False, True]
+    assert found[0].of == (0, 1, 2, 3) and found[4].of == (4,)
+    assert np.array_equal(found[0].arrays["answer"].view(np.uint32), total)
+    assert all(each.event == GaussianDpEvent(2.0) for each in found)
+
+
+@pytest.mark.slow
+def test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts(tmp_path: Path) -> None:
+    """Killed after a round that all answered, and gone on with one client silent: the two sums
+    under the same coins would differ by what that client sent."""
+    run = tmp_path / "run"
+    words = [*DPGAN, "rounds=6", "runtime.checkpoint_every=4", "runtime.min_success=0.8"]
+    settings = tiny("dpgan_small", *words, f"run_dir={run}")
+    dies = ["runtime.faults.server_dies=2"]
+    assert Command(["train", *words[:1], *settings, *words[1:], *dies]).wait() == -signal.SIGKILL
+    lines = (run / "sums.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    asked, _ = json.loads(lines[0])
+    (run / "sums.jsonl").write_text(json.dumps([asked, "other clients"]) + "\n" + lines[1] + "\n")
+    assert cli.run(["train", f"resume={run}"]) == 2
+    (run / "sums.jsonl").write_text("\n".join(lines) + "\n")
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert len((run / "sums.jsonl").read_text().splitlines()) == 6
+
+
+def test_dropouts_under_masks_do_not_end_a_run(train: Train) -> None:
+    """At each stage of the protocol; the noise counts on four of five."""
+    words = ["runtime.masks=true", "runtime.min_success=0.8", "privacy.least=4", "rounds=8"]
+    faults = ["runtime.faults.returns_error=0.01", "runtime.faults.nan=0.01", "seed=5"]
+    run = train(*DPGAN, *words, *faults)
+    failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
+    assert failures
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["rounds"] == 8
+    assert 0 < record["views"]["server"]["epsilon"] <= 10
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def test_the_event_is_that_of_the_sum_and_nothing_adds_up_twice() -> None:
+    """All answer, and a client is removed as a whole: one Gaussian a row, against everybody."""
+    plan = make(clients=9, noise=3.0).plan
+    assert plan.relation is Relation.ADD_OR_REMOVE_ONE and plan.release is None
+    assert canonical(plan.server(12)) == {GaussianDpEvent(3.0): 12}
+    assert plan.extents[0][0] == pytest.approx(3.0)  # sensitivity C
+    drawn = make(clients=9, noise=3.0, routing="per_step", answerers=4).plan
+    assert drawn.relation is Relation.REPLACE_ONE and drawn.release is not None
+    assert canonical(drawn.server(12)) == {GaussianDpEvent(3.0): 12}
+    [(event, count)] = canonical(drawn.release(2)).items()
+    assert (event.source_dataset_size, event.sample_size, count) == (9, 4, 2)
+    assert event.event.noise_multiplier == pytest.approx(3.0 / math.sqrt(6))
+    assert drawn.extents[0][0] == pytest.approx(6.0)  # sensitivity 2C
+    assert drawn.aggregation == Secure(4, 3, 0)
+
+
+def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
+    words = {"draws": "clients", "routing": "per_step", "answerers": 3}
+    plan = make(clients=9, noise=3.0, **words).plan
+    [(event, count)] = canonical(plan.server(12)).items()
+    assert isinstance(event, PoissonSampledDpEvent)
+    assert (event.sampling_probability, count) == (3 / 9, 2)
+    assert event.event.noise_multiplier == pytest.approx(3.0 / math.sqrt(6))
+    assert plan.amplified_by["server"] and plan.release is None
+    assert plan.aggregation == Secure(9, 6, 0)  # all of them send
+    plan = make(clients=9, noise=3.0, all_answer=False, **words).plan
+    assert all(isinstance(event, RevealedDraw) for event in canonical(plan.server(12)))
+    assert plan.amplified_by["server"] is None
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["method=dpgan_small", "privacy.aggregation=secure"], "privacy.aggregation", "one"),
+        ([*DPGAN, "privacy.least=2"], "privacy.least", "2 of 5"),
+        ([*DPGAN, "privacy.least=6"], "privacy.least", "6 of 5"),
+        ([*DPGAN, "privacy.colluders=4"], "privacy.least", "4 colluders"),
+        ([*DPGAN, "privacy.colluders=-1"], "privacy.colluders", "whole number"),
+        ([*DPGAN, "privacy.aggregation=maybe"], "privacy.aggregation", "local or secure"),
+        ([*DPGAN, "runtime.min_success=0.5"], "runtime.min_success", "2.5 of 5"),
+        ([*DPGAN, "privacy.unit=client"], "privacy.unit", "cannot be client"),
+        ([*DPGAN, "privacy.target_epsilon=null", "privacy.noise_multiplier=1e-9"],
+         "privacy.aggregation", "32 bits"),
+        (["method=gs_wgan_small", *SUMS, "method.routing=per_sample"],
+         "privacy.aggregation", "every row"),
+        (["method=gs_wgan_small", *SUMS, "method.routing=mean", "runtime.transport=float16"],
+         "runtime.transport", "float16"),
+        (["method=gs_wgan_small", *SUMS, "method.routing=mean", "privacy.unit=record"],
+         "privacy.unit", "record"),
+        (["method=gs_wgan_small", "method.draws=clients"], "method.draws", "coin"),
+        (["method=fedavg_gan", *SUMS, "method.cohort=2"], "privacy.aggregation", "draws=clients"),
+        (["method=dp_merf_small", "partition=iid", "partition.clients=5", "runtime.masks=true"],
+         "runtime.masks", "secure sum"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_before_anything_runs(
+    words: list[str], key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["account", *words]) == 2
+    told = capsys.readouterr().err
+    assert key in told and said in told and len(told.splitlines()) == 1
+
+
+def test_account_shows_whoever_makes_the_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["account", *DPGAN, "rounds=5"]) == 0
+    told = capsys.readouterr().out
+    assert "by each client (local): ε = 10.00 (server)" in told
+    assert "by all clients together (secure): ε = 10.00 (server)" in told
+    assert "by an aggregator (trusted): ε = ∞ (server), 10.00 (release)" in told
+    fedavg = ["method=fedavg_gan", *SUMS[:2], "method.cohort=2", "privacy.adversary=release"]
+    assert cli.run(["account", *fedavg, "rounds=5"]) == 0
+    assert "secure): not here" in capsys.readouterr().out
+
+
+def test_client_level_protects_a_client_with_any_rows(train: Train) -> None:
+    run = train("method=dp_merf_small", *SUMS, "privacy.unit=client", "rounds=3")
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["unit"] == "client" and record["aggregation"]["kind"] == "secure"
+    assert record["views"]["server"]["epsilon"] == pytest.approx(10, abs=0.01)
+    assert "all images of one client" in (run / "public" / "PRIVACY.md").read_text()
+
+
+def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
+    from fedgen.methods.dp_merf import Client, Features
+    from fedgen.privacy.mechanisms import ClientGaussian
+    from fedgen.privacy.releases import Trusted
+
+    own = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=Trusted(1.0))
+    client = Client(Features(40, 5.0, 64, "cpu"), own, 10)
+    query = messages.Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(3)})
+    for rows in (0, 1, 7, 60):
+        shard = Shard(SHARD.images[:rows], SHARD.labels[:rows])
+        found = client.answer({}, query, shard, 0, COINS).arrays["answer"]
+        assert np.linalg.norm(found.astype(float)) <= 1
+        assert rows == 0 or np.linalg.norm(found) > 0.1
