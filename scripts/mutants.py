@@ -123,8 +123,11 @@ MUTANTS = [
     Mutant(
         "nothing-but-zero-where-a-coin-says-no",
         MECHANISMS,
-        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n        return self.aggregation.sent(exact, self.std,",
-        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n        std = self.std if exact.any() else 1e-9 * self.std\n        return self.aggregation.sent(exact, std,",
+        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n"
+        "        return self.aggregation.sent(exact, self.std,",
+        "            exact = clip_rows(raw, self.clip) / self.draw.rate\n"
+        "        std = self.std if exact.any() else 1e-9 * self.std\n"
+        "        return self.aggregation.sent(exact, std,",
         f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
     ),
     Mutant(
@@ -427,8 +430,13 @@ MUTANTS = [
     Mutant(
         "no-grid",
         RELEASES,
-        '    grid = grid_of(std, _GRID_BITS)\n    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")\n    return whole.mul_(grid).to(torch.float32)',
-        '    whole = torch.from_numpy(coins.secret_uniforms(exact.numel(), "release")).view(exact.shape)\n    return (exact + std * torch.special.ndtri(whole)).to(torch.float32)',
+        "    grid = grid_of(std, _GRID_BITS)\n"
+        "    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "
+        '"release")\n'
+        "    return whole.mul_(grid).to(torch.float32)",
+        "    whole = torch.from_numpy(coins.secret_uniforms(exact.numel(), "
+        '"release")).view(exact.shape)\n'
+        "    return (exact + std * torch.special.ndtri(whole)).to(torch.float32)",
         f"{TESTS}::test_what_is_released_lies_on_a_grid_of_the_noise",
     ),
     Mutant(
@@ -519,8 +527,11 @@ MUTANTS = [
     Mutant(
         "noise-over-the-root-of-the-batch",
         MECHANISMS,
-        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n        return self.aggregation.sent(exact, self.std, self",
-        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n        std = self.std / math.sqrt(self.divisor)\n        return self.aggregation.sent(exact, std, self",
+        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n"
+        "        return self.aggregation.sent(exact, self.std, self",
+        "exact = self._exact(math.prod(shape), sums).view(1, *shape)\n"
+        "        std = self.std / math.sqrt(self.divisor)\n"
+        "        return self.aggregation.sent(exact, std, self",
         f"{TESTS}::test_each_mechanism_noises_as_promised",
     ),
     Mutant(
@@ -755,8 +766,16 @@ MUTANTS = [
     Mutant(
         "ledger-charged-after-the-reply",
         CLIENT,
-        "    home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves\n    answer = messages.answer_of(release, home.aggregation, home.half)\n    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n    return _leaving(home, answer, message)",
-        "    answer = messages.answer_of(release, home.aggregation, home.half)\n    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n    found = _leaving(home, answer, message)\n    home.ledger.charge(server_round, asked, query.count, release.event)\n    return found",
+        "    home.ledger.charge(server_round, asked, query.count, release.event)  # "
+        "before anything leaves\n"
+        "    answer = messages.answer_of(release, home.aggregation, home.half)\n"
+        "    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n"
+        "    return _leaving(home, answer, message)",
+        "    answer = messages.answer_of(release, home.aggregation, home.half)\n"
+        "    home.store.commit(home.number, messages.ASK, server_round, {}, answer)\n"
+        "    found = _leaving(home, answer, message)\n"
+        "    home.ledger.charge(server_round, asked, query.count, release.event)\n"
+        "    return found",
         f"{CLIENT_TESTS}::test_a_charge_comes_before_the_reply",
     ),
     Mutant(
