@@ -170,8 +170,7 @@ def summary(path: Path) -> str:
     if record["without_bound"]:
         lines.append(but_for(record).strip())
     lines += [
-        f"if {each['colluders']} clients collude with the server: ε "
-        f"{epsilon_in_words(each['epsilon'])}"
+        f"colluders beside the server: {each['colluders']}: ε {epsilon_in_words(each['epsilon'])}"
         for each in record["aggregation"].get("if_more_collude", [])
     ]
     if record["noise"] == "seeded":
