@@ -129,6 +129,32 @@ class TestEveryMethod:
         assert math.isfinite(results["rounds_per_second"])
 
 
+@pytest.mark.parametrize("kind", ["local", "secure", "trusted"])
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_whoever_makes_the_noise_of_a_sum(train: Train, method: str, kind: str) -> None:
+    """Each method under each aggregation: within its budget, against the adversary that it has."""
+    own = ["method.draws=clients"] if trusting(method) else []
+    who = "release" if kind == "trusted" else "server"
+    settings = [f"privacy.aggregation={kind}", f"privacy.adversary={who}", "rounds=2"]
+    words = [*PARTITIONS["several"], *own, *settings, "privacy.target_epsilon=3"]
+    if method == "dp_merf_ae_small":
+        words.append("rounds=4")
+    run = train(f"method={method}", *words)
+    privacy = record(run, "privacy")
+    assert privacy["aggregation"]["kind"] == kind
+    assert 0 < privacy["views"]["release"]["epsilon"] <= 3
+    if kind == "trusted":
+        assert privacy["views"]["server"]["epsilon"] is None
+        assert "trust" in privacy["views"]["server"]["reason"]
+    else:
+        assert 0 < privacy["views"]["server"]["epsilon"] <= 3
+    said = (run / "public" / "PRIVACY.md").read_text()
+    assert ("Who made the noise" in said) == (kind != "local")
+    more = privacy["aggregation"].get("if_more_collude", [])
+    assert [each["epsilon"] > 3 * 0.99 for each in more] == [True] * len(more)
+    assert len(more) == (2 if kind == "secure" else 0)
+
+
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in PROGRAMS])
 def test_every_setting_of_a_program_runs(train: Train, method: str) -> None:
     privacy = record(train(f"method={method}", "rounds=2"), "privacy")
