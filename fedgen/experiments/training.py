@@ -102,6 +102,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     """
     new = config.resume is None
     if new:
+        _check_masks(config, play)
         ready = settings.setup(config)
         run_dir, name = new_run(ready)
         if ready.privacy.noise == "seeded":  # who has which labels is private
@@ -109,6 +110,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     else:
         run_dir, before, identity = opened(Path(config.resume), "resume")
         config = moved(before, config)
+        _check_masks(config, play)
         ready, name = settings.setup(config), identity["run"]
         check_same_run(run_dir, ready, identity)
     with run_dir.locked("run_dir" if new else "resume"):
@@ -132,6 +134,17 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 shutil.rmtree(run_dir.path)
                 close(training.spent, name, [])
             raise
+
+
+def _check_masks(config: DictConfig, play: Play | None) -> None:
+    """Raises FedgenError where a client's messages of one round may reach several processes: the
+    secrets behind its masks do not leave the one that made them."""
+    if config.runtime.masks and (play is not None or config.names.runtime == "flower"):
+        raise FedgenError(
+            "runtime.masks",
+            "Flower's engine moves clients between processes, and masks stay in one",
+            "take runtime=ray or in_process, or set it to false: the sum is the same",
+        )
 
 
 @dataclass(frozen=True)

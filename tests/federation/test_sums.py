@@ -313,6 +313,15 @@ def test_mistakes_are_said_before_anything_runs(
     assert key in told and said in told and len(told.splitlines()) == 1
 
 
+def test_masks_stay_in_the_process_that_made_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*DPGAN, "runtime=flower", "runtime.masks=true", f"run_dir={tmp_path / 'run'}"]
+    assert cli.run(["train", *words]) == 2
+    assert "runtime.masks" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_account_shows_whoever_makes_the_noise(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", *DPGAN, "rounds=5"]) == 0
     told = capsys.readouterr().out
