@@ -14,7 +14,15 @@ from fedgen.experiments.settings import Privacy
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
-from fedgen.privacy.events import Spend, canonical, in_words, to_json, with_noise
+from fedgen.privacy.events import (
+    RevealedDraw,
+    Spend,
+    canonical,
+    in_words,
+    to_json,
+    with_draws_seen,
+    with_noise,
+)
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.releases import Secure
 from fedgen.reporting.run_dir import or_null
@@ -46,7 +54,7 @@ class Accounts:
 
     ledgers: what they came to, of the clients that told; until the end of a run, none.
     begun: how often each round was begun. unanswered: whether a client was asked and did not
-        answer, or a draw was made anew.
+        answer, or a draw was made anew. masks: whether answers travelled under masks.
     """
 
     method: Method
@@ -55,6 +63,7 @@ class Accounts:
     ledgers: dict[int, Account] = field(default_factory=dict)
     begun: Counter[int] = field(default_factory=Counter)
     unanswered: Callable[[], bool] = lambda: False
+    masks: bool = False
     _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
@@ -63,9 +72,14 @@ class Accounts:
         spends = {}
         for client in range(self.clients):
             rows = state.rows[client]
-            seen = larger(self.planned(rows), state.spends.get(client, {}))
+            planned = self.planned(rows)
             told = self.ledgers.get(client)
-            spends[client] = larger(seen, told.spend) if told else seen
+            found = [state.spends.get(client, {}), *([told.spend] if told else [])]
+            if any(isinstance(event, RevealedDraw) for event in planned):
+                found = [with_draws_seen(each) for each in found]  # those of before the gap too
+            for each in found:
+                planned = larger(planned, each)
+            spends[client] = planned
             if self.method.plan.before is not None:
                 spends[client] = {**spends[client], **canonical(self.method.plan.before)}
         return spends
@@ -223,7 +237,7 @@ class Accounts:
                 "formula": claim.formula,
                 "source": claim.source,
             },
-            "aggregation": self._aggregation(spends, lost),
+            "aggregation": self._aggregation(self.spends(state), lost),
             "without_bound": sorted(lost),
             "clients": clients,
         }
@@ -235,16 +249,19 @@ class Accounts:
         found: dict[str, Any] = {"kind": type(sums).__name__.lower()}
         if not isinstance(sums, Secure):
             return found
+        own_alone = sums.honest - 1
+        # masks: as many as the threshold have the secrets of each client (``masking.Graph``)
+        one_more = own_alone if self.masks and sums.colluders >= sums.least // 2 else 1
+        shares = {sums.colluders + 1: min(one_more + len(lost), own_alone)}
+        shares[sums.asked - 1] = own_alone
         more = []
-        for fewer in sorted({1, sums.honest - 1} - {0, sums.honest}):
+        for colluders, fewer in shares.items() if own_alone else ():
             bounded = [_less(s, sums, fewer) for c, s in spends.items() if c not in lost]
             each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
             worst = max(each, key=lambda one: one.or_infinity)
-            all_others = fewer == sums.honest - 1
-            colluders = sums.asked - 1 if all_others else sums.colluders + fewer
             more.append({"colluders": colluders, "epsilon": or_null(worst.value)})
-        shares = {"asked": sums.asked, "least": sums.least, "colluders": sums.colluders}
-        return {**found, **shares, "if_more_collude": more}
+        facts = {"asked": sums.asked, "least": sums.least, "colluders": sums.colluders}
+        return {**found, **facts, "masks": self.masks, "if_more_collude": more}
 
     def _view(self, name: str, found: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
         amplified, reason = amplification(self.method.plan, name, found)

@@ -92,10 +92,15 @@ class Setup:
     privacy: Privacy
     at_noise: Callable[[float | None], Method]
     program: Callable[[], ClientProgram]
-    with_gaps: Callable[[], Method]
+    with_gaps: Callable[[], tuple[Method, Callable[[], ClientProgram]]]
     aggregated: Callable[[Kind], Method]
     faults: Faults
     canaries: Canaries | None
+
+    def with_draws_shown(self) -> Setup:
+        """The same, as it is accounted if a missing answer may have shown a draw."""
+        method, program = self.with_gaps()
+        return replace(self, method=method, program=program)
 
     def held_out(self, count: int) -> Shard | None:
         """The first ``count`` rows that nobody trains on, if there are any."""
@@ -137,7 +142,7 @@ def setup(config: DictConfig) -> Setup:
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
     if half and make(None).plan.exact:
-        problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
+        problem = f"float16 would spoil what {config.names.method} answers"
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
@@ -146,12 +151,12 @@ def setup(config: DictConfig) -> Setup:
     coins = coins.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):
-        plan = make(None).plan
+        plan = make(noise).plan
         here = Coins.of(config.seed, "seeded").at("audit")  # the same in every process of a run
         held, shards, canaries = plant(
             held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
-    gaps = partial(_method, made, replace(facts, unanswered=True), config, noise)
+    shown = partial(_method, made, replace(facts, unanswered=True), config)
     return Setup(
         config,
         branch,
@@ -162,7 +167,7 @@ def setup(config: DictConfig) -> Setup:
         privacy,
         at_noise=make,
         program=partial(_program, make, noise),
-        with_gaps=gaps,
+        with_gaps=lambda: (shown(noise), partial(_program, shown, noise)),
         aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
         faults=faults(config),
         canaries=canaries,

@@ -272,6 +272,9 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
 
 def _keys(home: ClientHome, message: Message) -> RecordDict:
     server_round = messages.read_place(message)
+    done = home.store.done(home.number, messages.ASK)
+    if server_round <= max(home.answered, -1 if done is None else done):
+        raise PastRoundError  # a second sum over others would show what this client sent
     assert home.masks and isinstance(home.aggregation, Secure)
     context = f"{home.run}/{server_round}".encode()
     home.masker = Masker(home.number, home.aggregation, context)
@@ -308,9 +311,9 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
 def _ask(home: ClientHome, message: Message) -> RecordDict:
     server_round = messages.read_place(message)
     done = home.store.done(home.number, messages.ASK)
-    if done == server_round:
-        return _leaving(home, home.store.answer(home.number), message)
-    if done is not None and server_round < done:
+    if done == server_round and not home.masks:
+        return messages.pack_answer(home.store.answer(home.number))
+    if done is not None and server_round <= done:
         raise PastRoundError
     if home.coins.mode == "secure" and server_round <= home.answered:
         raise PastRoundError  # a state that was restored does not take an answer back

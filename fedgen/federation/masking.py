@@ -14,7 +14,9 @@ answered, and what the silent ones left in their neighbours' words. Words that a
 hidden: their own mask is revealed by nobody.
 
 A client reveals one secret of each neighbour, once, and only of a set of answers that its noise
-counts on (``Secure.least``). Keys are new for each question: masks serve once.
+counts on (``Secure.least``). Keys are new for each question, masks serve once, and a client that
+masked words in a round announces no other keys for it (``client_app``): the difference of two sums
+over other clients would be what one of them sent.
 
 **What is hidden.** As long as fewer than ``threshold`` of those around each client collude with the
 server, it learns no secret of an honest client but the one that is revealed; then the words of the
@@ -26,7 +28,9 @@ are silent or colluding. The degree keeps that, and ``threshold`` colluders in o
 below 2^-60 a round (``_degree``), as long as clients drop out and collude whoever their neighbours
 are.
 
-Not covered: a server that forges keys, or tells clients different lists.
+Not covered: a server that forges keys, or tells clients different lists. A client that announces
+another's keys or no keys, deals broken seals or reveals wrong shares can void rounds, or make a sum
+useless; it learns nothing by it.
 """
 
 from __future__ import annotations
@@ -106,28 +110,30 @@ def graph(keys: Mapping[int, bytes], sums: Secure) -> Graph:
     def place(client: int) -> bytes:
         return hashlib.sha256(told + client.to_bytes(8, "big")).digest()
 
-    degree = min(_degree(sums.asked, sums.least, sums.colluders), len(keys) - 1)
+    degree = _degree(len(keys), sums.least, sums.colluders)
     half = (degree + 1) // 2
     threshold = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
     return Graph(tuple(sorted(keys, key=place)), degree, threshold)
 
 
 @lru_cache(maxsize=64)
-def _degree(asked: int, least: int, colluders: int) -> int:
+def _degree(count: int, least: int, colluders: int) -> int:
     """The least even degree that keeps the graph whole and colluders few in each neighbourhood,
     each but for probability ``_RARE``; all others, if there are too few for that.
 
-    Of ``asked`` clients ``asked - least`` may be silent and ``colluders`` collude. A run of half
-    the degree of these begins at a given place with at most (their share)^half, drawn without
-    replacement; there are ``asked`` places.
+    Of ``count`` clients that announced keys ``count - least`` may be silent from then on and
+    ``colluders`` collude, whoever announced none; one colluder more is allowed for, since what that
+    would cost is printed. A run of half the degree of these begins at a given place with at most
+    (their share)^half, drawn without replacement; there are ``count`` places.
     """
-    bad = asked - least + colluders
-    for degree in range(2, asked - 1, 2):
-        run = (math.comb(bad, degree // 2) / math.comb(asked, degree // 2)) * asked
-        caught = asked * float(hypergeom.sf(degree // 2, asked - 1, colluders, degree))
+    colluders += 1
+    bad = count - least + colluders
+    for degree in range(2, count - 1, 2):
+        run = (math.comb(bad, degree // 2) / math.comb(count, degree // 2)) * count
+        caught = count * float(hypergeom.sf(degree // 2, count - 1, colluders, degree))
         if run < _RARE and caught < _RARE:
             return degree
-    return asked - 1
+    return count - 1
 
 
 @dataclass

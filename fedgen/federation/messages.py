@@ -261,8 +261,9 @@ def answer_of(sent: Sent, aggregation: Aggregation, half: bool = False) -> Answe
 
     Args:
         half: rounds to half precision, and what is out of its range to the end of that: of a
-            Release this is post-processing, and a trusted aggregator clips what arrives. A Share is
-            never rounded: its words are a ring's.
+            Release this is post-processing. What has no noise yet may be rounded only where the
+            aggregator clips it again as the sensitivity counts (``Plan.exact``), and a Share never:
+            its words are a ring's.
 
     Raises:
         TypeError: for anything else.
@@ -286,9 +287,11 @@ def pack_answer(answer: Answer) -> RecordDict:
 
 def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
     """Replies of some clients to one question, with the words of a secure sum in one of them: what
-    a process that is home to many clients sends on. All else stays as it is."""
+    a process that is home to many clients sends on. All else stays as it is, but for a reply that
+    is there twice: what a client sent counts once."""
     alike: dict[tuple[int, ...], list[tuple[int, Message]]] = {}
-    for client, reply in replies:
+    once = {reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}
+    for client, reply in once.values():
         if not reply.has_error() and _ARRAYS in reply.content.array_records:
             sent = reply.content.array_records[_ARRAYS]["answer"]
             if sent.dtype == "int32":
@@ -305,7 +308,7 @@ def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
         facts = first.content.config_records[_FACTS]
         first.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
         first.content[_ARRAYS] = pack_arrays({"answer": total.view(np.int32)})
-    return [reply for _, reply in replies]
+    return [reply for _, reply in once.values()]
 
 
 @lru_cache(maxsize=1024)

@@ -31,7 +31,7 @@ from fedgen.federation.messages import Answer
 from fedgen.federation.nodes import seconds_for
 from fedgen.method import Method, Query, Tensors
 from fedgen.privacy.budget import Budget
-from fedgen.privacy.events import Spend, canonical
+from fedgen.privacy.events import Spend, canonical, with_draws_seen
 from fedgen.privacy.ledger import Account
 from fedgen.privacy.releases import Secure
 
@@ -219,7 +219,7 @@ class Rounds:
             except ValueError as error:
                 raise _UnusableError("malformed") from error
             most = max(account.spend.values(), default=0)
-            if not self._of_plan.issuperset(account.spend) or most > self._most_rows:
+            if not self._is_planned(account.spend) or most > self._most_rows:
                 return replace(account, spend={NonPrivateDpEvent(): 1})
             return account
 
@@ -337,7 +337,9 @@ class Rounds:
         else:
             answers = self._exchange(questions, place, read, count=True)
             answers = self._that_are_there(answers, len(cohort), place)
-        self._opens(server_round, messages.digest_of(questions[0]), sorted(answers))
+        own = {client for client, answer in answers.items() if answer.arrays and not answer.of}
+        whose = own.union(*(answer.of for answer in answers.values()))
+        self._opens(server_round, messages.digest_of(questions[0]), sorted(whose))
         return answers
 
     def _that_are_there(
@@ -345,7 +347,12 @@ class Rounds:
     ) -> dict[int, Answer]:
         """The answers that arrived by themselves or in a sum that did: a sum that was lost took its
         other terms along, and noise that is counted on with them."""
-        there = {client for answer in answers.values() for client in answer.of}
+        parts = Counter(client for answer in answers.values() for client in answer.of)
+        if any(count > 1 for count in parts.values()):
+            raise UnansweredError(
+                "runtime", f"{place} a client is in two parts of the sum", "go on with resume="
+            )
+        there = set(parts)
         lost = [c for c, answer in answers.items() if not answer.arrays and c not in there]
         failures = [self._fail("unavailable", client) for client in lost]
         if len(answers) - len(lost) < self._min_success * asked:
@@ -414,6 +421,10 @@ class Rounds:
             self._planned_rows.add(rows)
             self._of_plan |= set(canonical(self.method.plan.server(rows)) if rows else ())
 
+    def _is_planned(self, spend: Spend) -> bool:
+        """Whether all of it is of the plan: before a gap showed draws, too."""
+        return any(self._of_plan.issuperset(each) for each in (spend, with_draws_seen(spend)))
+
     def _note(self, client: int, event: DpEvent) -> None:
         if event not in self._canonical:
             self._canonical[event] = canonical(event)
@@ -441,7 +452,7 @@ class Rounds:
         except (ValueError, ArithmeticError, TypeError) as error:
             raise _UnusableError("malformed") from error
         counts = spend.values()
-        if not self._of_plan.issuperset(spend) or not 0 < min(counts) <= max(counts) <= most:
+        if not self._is_planned(spend) or not 0 < min(counts) <= max(counts) <= most:
             self._note(client, NonPrivateDpEvent())  # it left the client, at a cost of its own
             raise _UnusableError("unplanned")
         self._note(client, answer.event)

@@ -335,6 +335,8 @@ def _plan(mechanism: Mechanism, size: int, meeting: Aggregation) -> Plan:
         if private
         else None,
         asking_rounds=1,
+        # what is rounded before the noise may move by more than the noise was made for
+        exact=isinstance(meeting, Trusted) and mechanism.unit is Unit.RECORD,
         aggregation=meeting if private else LOCAL,
         extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian | ClientGaussian) else (),
     )

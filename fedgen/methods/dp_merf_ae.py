@@ -348,6 +348,8 @@ def _plan(client: Client, steps: int, meeting: Aggregation) -> Plan:
         if private
         else None,
         asking_rounds=steps + 1,
+        # what is rounded before the noise may move by more than the noise was made for
+        exact=isinstance(meeting, Trusted),
         aggregation=meeting if private else LOCAL,
         extents=tuple(
             each.extent

@@ -362,5 +362,7 @@ def _plan(
         if private
         else None,
         aggregation=meeting if private else LOCAL,
+        # what is rounded before the noise may move by more than the noise was made for
+        exact=isinstance(meeting, Trusted),
         extents=(mechanism.extent,) if isinstance(mechanism, JointGaussian) else (),
     )

@@ -244,7 +244,9 @@ class Critics:
 
     def prepare(self, number: int, shard: Shard, coins: Coins) -> State:
         """Warm start of a group: each critic against a throw-away generator of its own, fed by its
-        own rows alone (paper, section 5.1)."""
+        own rows alone (paper, section 5.1). Without rows there is nothing to learn."""
+        if not len(shard):
+            return {}
         group, nets = self.groups[number], self.nets
         members = range(group[0].start, group[-1].stop)
         critics, subsets = self.fresh(members, coins), self.subsets(members, shard, coins)
@@ -290,7 +292,9 @@ class Critics:
     def train(
         self, state: State, broadcast: Mapping[str, Tensor], shard: Shard, round_: int, coins: Coins
     ) -> State:
-        """The critics whose turn it is (or that the round draws) descend."""
+        """The critics whose turn it is (or that the round draws) descend; without rows, none."""
+        if not len(shard):
+            return {}
         pool = broadcast["images"].to(self.nets.device) / 255  # (classes, fakes per label, ...)
 
         def pool_fakes(labels: Tensor, coins: Coins) -> Tensor:

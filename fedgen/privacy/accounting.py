@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +36,14 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from scipy.stats import binom
 
-from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Spend, canonical
+from fedgen.privacy.events import (
+    Contribution,
+    Relation,
+    RevealedDraw,
+    Spend,
+    canonical,
+    with_draws_seen,
+)
 from fedgen.privacy.secret_draws import ORDERS, largest_loss, subset_draw_pmf, subset_draw_rdp
 
 # dp_accounting warns of each fractional order at which a series does not converge; it leaves it out
@@ -129,8 +137,12 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     if Contribution in kinds:
         return Epsilon(None, TRUSTED, None)
     if RevealedDraw in kinds:
-        if len(leaves) > 1:
-            raise ValueError("no common accountant for draws that are seen and anything else")
+        leaves = tuple(with_draws_seen(dict(leaves)).items())
+        if len(leaves) > 1:  # as if all of them took the record each time
+            always = Counter[DpEvent]()
+            for event, count in leaves:
+                always[_gaussian(event)] += count
+            return _epsilon(_leaves(always), delta, relation)
         [(event, count)] = leaves
         found = revealed_epsilon(event.probability, event.event.noise_multiplier, count, delta)
         return Epsilon(found, "mixture of exact Gaussians over the number of visits", None)

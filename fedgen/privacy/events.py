@@ -157,6 +157,16 @@ def with_noise(spend: Spend, factor: float) -> Spend:
     return dict(found)
 
 
+def with_draws_seen(spend: Spend) -> Spend:
+    """The spend if the adversary saw what Poisson draws took: it costs no less."""
+    found: Counter[DpEvent] = Counter()
+    for event, count in spend.items():
+        if isinstance(event, PoissonSampledDpEvent):
+            event = RevealedDraw(event.sampling_probability, event.event)
+        found[event] += count
+    return dict(found)
+
+
 def to_json(event: DpEvent) -> dict[str, Any]:
     """The event as plain data; equal events have equal texts, whole numbers or not."""
     match event:

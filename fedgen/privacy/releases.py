@@ -32,8 +32,8 @@ the exact Gaussian mechanism with std s: rounding comes after the noise, and str
 (Kairouz, Liu, Steinke 2021 round before it, and pay for that.)
 
 What is assumed: nothing but the sum leaves the aggregation, one sum a question
-(``fedgen/federation``); the honest follow the protocol; one set of clients is added up for one
-question, and a question that is asked again finds other coins or the same answer.
+(``fedgen/federation``); the honest follow the protocol; what a client answered to one question is
+in one sum alone: a question that is asked again, or of others, finds other coins.
 """
 
 from __future__ import annotations

@@ -83,10 +83,14 @@ def sums(record: dict[str, Any]) -> list[str]:
         f"- The bound holds if at most {found['colluders']} clients tell others what they added"
         + (f"; {more}" if more else "")
         + ". A client that reads what is published, knowing its own share, counts as one.\n"
-        "- In this run the sum was made in a simulation, which had every client's part: that "
-        "nobody else has them is what secure aggregation is for.\n"
-        "- A server that follows the protocol is what the bound is about. One that forges keys, "
-        "tells clients different lists, or runs clients of its own is not covered.\n"
+        + (
+            "- Answers travelled under masks, whose sum alone can be undone.\n"
+            if found["masks"]
+            else "- In this run the sum was made in a simulation, which had every client's part: "
+            "that nobody else has them is what secure aggregation is for.\n"
+        )
+        + "- A server that follows the protocol is what the bound is about. One that forges "
+        "keys, tells clients different lists, or runs clients of its own is not covered.\n"
         "- A client may send any number: the sum's use is not protected, and one that leaves its "
         "noise out counts as a colluder.\n"
         "- Who answers, who fails and how fast is seen, and not counted."

@@ -70,6 +70,24 @@ def test_what_more_colluders_learn_is_printed() -> None:
     assert "at least 7 shares" in said and "11.01" in said and "35.85" in said
 
 
+def test_colluders_and_clients_without_a_bound_add_up() -> None:
+    """Shares are subtracted, not noise divided twice; under masks, one colluder more than half of
+    those that are counted on has the secrets of all."""
+    state = RunState({}, rounds=1, rows=Counter(dict.fromkeys(range(10), 1)))
+    privacy = Privacy(1e-5, "secure", 3.0, Budget(1, 1, 0.0))
+    failed = {c: Account(1, 0, {NonPrivateDpEvent(): 1}) for c in range(4)}
+    record = Accounts(summing(3.0, 8), privacy, 10, failed).record(state, None)
+    [one, _] = record["aggregation"]["if_more_collude"]
+    assert one["epsilon"] == pytest.approx(gaussian_epsilon(math.sqrt(8 / 3) / 3, 1e-5))
+    for masks, shares in ((False, 3), (True, 1)):
+        accounts = Accounts(summing(4.0, 9, 5), privacy, 10, masks=masks)
+        one, others = accounts.record(state, None)["aggregation"]["if_more_collude"]
+        assert one["colluders"] == 6
+        expected = gaussian_epsilon(math.sqrt(4 / shares) / 4, 1e-5)
+        assert one["epsilon"] == pytest.approx(expected)
+        assert others["epsilon"] == pytest.approx(gaussian_epsilon(math.sqrt(4) / 4, 1e-5))
+
+
 def test_noise_of_clients_without_a_bound_is_not_relied_on() -> None:
     """Two clients that failed or lied count as colluders beyond those that were counted: the others
     have the noise of five shares of seven; and without any left, no bound."""

@@ -108,7 +108,7 @@ def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
 ) -> None:
     """Recomputed by logarithms of binomials, and by exact tails."""
     degree = masking._degree(asked, least, colluders)
-    bad, half = asked - least + colluders, degree // 2
+    bad, half = asked - least + colluders + 1, degree // 2
 
     def choose(n: int, k: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
@@ -123,6 +123,29 @@ def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
         for k in range(half + 1, min(colluders, degree) + 1)
     )
     assert asked * caught * 2**60 < ways
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "colluders"),
+    [(300, 200, 100), (500, 334, 150), (1000, 667, 200), (1000, 600, 50), (10, 8, 4), (10, 9, 5)],
+)
+def test_however_few_announce_keys_colluders_are_below_the_threshold(
+    asked: int, least: int, colluders: int
+) -> None:
+    """The honest may stay away, and the colluders all be there: in no neighbourhood, but for 2^-60,
+    are there as many as the threshold."""
+    sums = Secure(asked, least, colluders)
+    for count in {least, (least + asked) // 2, asked}:
+        net = graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
+        if net.degree == count - 1:
+            assert net.threshold > colluders
+            continue
+        ways = math.comb(count - 1, net.degree)
+        caught = sum(
+            math.comb(colluders, k) * math.comb(count - 1 - colluders, net.degree - k)
+            for k in range(net.threshold, min(colluders, net.degree) + 1)
+        )
+        assert count * caught * 2**60 < ways
 
 
 def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:

@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from tiny import COINS, SETTINGS, SHARD, Train, tiny
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
 from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
+from fedgen.federation import client_app as client_app_module
 from fedgen.federation import messages
 from fedgen.federation.client_app import ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.failures import Failure, UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
 from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.masking import KEY_BYTES, Masker
 from fedgen.federation.messages import Answer
 from fedgen.federation.rounds import Rounds, RunState
 from fedgen.method import Method, PublicFacts
@@ -189,16 +191,22 @@ def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
 def test_words_are_added_up_on_the_way() -> None:
     """Nothing else of the replies changes, and failures and other shapes stay by themselves."""
     identify_process(run_id=1)
-    question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
-    set_message_id(question, "1")
+
+    def question(name: str) -> Message:
+        asked = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
+        set_message_id(asked, name)
+        return asked
+
     rng, replies, total = np.random.default_rng(0), [], np.zeros((2, 5), np.uint32)
     for client in range(4):
         words = rng.integers(0, 2**32, (2, 5), dtype=np.uint32)
         total += words
         answer = Answer({"answer": words.view(np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
-        replies.append((client, Message(messages.pack_answer(answer), reply_to=question)))
+        reply = Message(messages.pack_answer(answer), reply_to=question(str(client)))
+        replies.append((client, reply))
     odd = Answer({"answer": np.zeros((1, 5), np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
-    replies.append((4, Message(messages.pack_answer(odd), reply_to=question)))
+    replies.append((4, Message(messages.pack_answer(odd), reply_to=question("4"))))
+    replies.append(replies[1])  # once more: it counts once
     found = [messages.read_answer(each, Secure(5, 5, 0)) for each in messages.added_up(replies)]
     assert [bool(each.arrays) for each in found] == [True, False, False, False, True]
     assert found[0].of == (0, 1, 2, 3) and found[4].of == (4,)
@@ -230,6 +238,70 @@ def test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts(
     (run / "sums.jsonl").write_text("\n".join(lines) + "\n")
     assert cli.run(["train", f"resume={run}"]) == 0
     assert len((run / "sums.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: Path) -> None:
+    """A second sum over other clients would differ from the first by what one of them sent."""
+    method, sums = make(), Secure(4, 4, 0)
+    ledger = Ledger(tmp_path / "l.jsonl", "run", 0, seeded=True)
+    store = ClientStore(tmp_path, in_memory=True)
+    home = ClientHome(
+        0, method.client, SHARD, COINS, store, ledger, 100, aggregation=sums, masks=True, run="r"
+    )
+    grid = InProcessGrid(client_app(lambda _: home), 1, 60, serialize=False)
+    others = {c: Masker(c, sums, b"r/0") for c in (1, 2, 3)}
+
+    def ask(kind: str, content: object) -> Message:
+        [reply] = grid.send_and_receive([Message(content, dst_node_id=2, message_type=kind)])  # type: ignore[call-overload]
+        return reply
+
+    announced = ask(messages.KEYS, messages.pack_place(0))
+    keys = messages.read_texts(announced, KEY_BYTES)
+    keys |= {c: each.announce() for c, each in others.items()}
+    assert not ask(messages.SHARES, messages.pack_texts(0, keys)).has_error()
+    query = method.server.query(method.server.init(COINS), 0, COINS)
+    assert query is not None
+    inbox = {c: each.deal(keys)[0] for c, each in others.items()}
+    content = messages.with_texts(messages.pack_query(0, query), inbox)
+    assert not ask(messages.ASK, content).has_error()
+    assert ask(messages.ASK, content).has_error()
+    assert ask(messages.KEYS, messages.pack_place(0)).has_error()
+    assert not ask(messages.KEYS, messages.pack_place(1)).has_error()
+
+
+def test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draws may have shown: rounds before and after count as seen, and clients say so."""
+    run = tmp_path / "run"
+    draws = ["method.draws=clients", "method.routing=per_step", "method.answerers=3"]
+    words = ["method=gs_wgan_small", *SUMS, *draws, "rounds=6", "runtime.checkpoint_every=2"]
+    settings = ["train", *tiny("gs_wgan_small", *draws), *words, f"run_dir={run}"]
+    whole = client_app_module._ask
+
+    def silent(home: ClientHome, message: Message) -> RecordDict:
+        if (home.number, messages.read_place(message)) == (1, 3):
+            raise RuntimeError("silent")
+        return whole(home, message)
+
+    with monkeypatch.context() as once:
+        once.setitem(client_app_module._VERBS, messages.ASK, silent)
+        assert cli.run(settings) == 2
+    assert cli.run(["train", f"resume={run}"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["without_bound"] == []
+    kinds = {e["event"] for c in record["clients"].values() for e, _ in c["events"]}
+    assert kinds == {"revealed_draw"}
+    assert record["views"]["server"]["amplified_by"] is None
+
+
+def test_a_client_without_rows_learns_and_contributes_nothing() -> None:
+    """The neighbour of a client that is removed as a whole, in each of its calls."""
+    program, none = make(warm_start=2).client, Shard(SHARD.images[:0], SHARD.labels[:0])
+    assert program.prepare(0, none, COINS) == {}
+    method = make()
+    images = method.server.broadcast(method.server.init(COINS), 0, COINS)
+    assert program.train({}, images, none, 0, COINS) == {}
 
 
 def test_dropouts_under_masks_do_not_end_a_run(train: Train) -> None:
@@ -300,6 +372,9 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
         (["method=gs_wgan_small", *SUMS, "method.routing=mean", "privacy.unit=record"],
          "privacy.unit", "record"),
         (["method=gs_wgan_small", "method.draws=clients"], "method.draws", "coin"),
+        (["method=dp_merf_small", *SUMS[:2], "privacy.aggregation=trusted",
+          "privacy.adversary=release", "runtime.transport=float16"],
+         "runtime.transport", "float16"),
         (["method=fedavg_gan", *SUMS, "method.cohort=2"], "privacy.aggregation", "draws=clients"),
         (["method=dp_merf_small", "partition=iid", "partition.clients=5", "runtime.masks=true"],
          "runtime.masks", "secure sum"),
