@@ -15,7 +15,7 @@ from tiny import COINS, SETTINGS, SHARD, Train, tiny
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
-from fedgen.experiments import training
+from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.federation import client_app as client_app_module
 from fedgen.federation import messages
@@ -429,3 +429,12 @@ def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
         found = client.answer({}, query, shard, 0, COINS).arrays["answer"]
         assert np.linalg.norm(found.astype(float)) <= 1
         assert rows == 0 or np.linalg.norm(found) > 0.1
+
+
+def test_canaries_of_a_run_are_its_neighbours() -> None:
+    """Where a client is removed as a whole, one that is not among the canaries has no rows."""
+    words = [*tiny("gs_wgan_small"), *SUMS, "method.routing=mean", "audit.canaries=4"]
+    ready = settings.setup(compose("audit", ["method=gs_wgan_small", *words]))
+    assert ready.canaries is not None
+    absent = int((~ready.canaries.present).sum())
+    assert 0 < absent == sum(len(shard) == 0 for shard in ready.shards)
