@@ -99,13 +99,6 @@ MUTANTS = [
         f"{SUM_TESTS}::test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer",
     ),
     Mutant(
-        "clients-hide-draws-that-a-gap-showed",
-        TRAINING,
-        "            ready = ready.with_draws_shown()\n        training",
-        "            ready = replace(ready, method=ready.with_gaps()[0])\n        training",
-        f"{SUM_TESTS}::test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer",
-    ),
-    Mutant(
         "a-reply-that-is-there-twice-counts-twice",
         "fedgen/federation/messages.py",
         "once = {reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}",

@@ -76,7 +76,7 @@ class Accounts:
             told = self.ledgers.get(client)
             found = [state.spends.get(client, {}), *([told.spend] if told else [])]
             if any(isinstance(event, RevealedDraw) for event in planned):
-                found = [with_draws_seen(each) for each in found]  # those of before the gap too
+                found = [with_draws_seen(each) for each in found]  # clients do not know of a gap
             for each in found:
                 planned = larger(planned, each)
             spends[client] = planned

@@ -92,15 +92,10 @@ class Setup:
     privacy: Privacy
     at_noise: Callable[[float | None], Method]
     program: Callable[[], ClientProgram]
-    with_gaps: Callable[[], tuple[Method, Callable[[], ClientProgram]]]
+    with_gaps: Callable[[], Method]
     aggregated: Callable[[Kind], Method]
     faults: Faults
     canaries: Canaries | None
-
-    def with_draws_shown(self) -> Setup:
-        """The same, as it is accounted if a missing answer may have shown a draw."""
-        method, program = self.with_gaps()
-        return replace(self, method=method, program=program)
 
     def held_out(self, count: int) -> Shard | None:
         """The first ``count`` rows that nobody trains on, if there are any."""
@@ -156,7 +151,6 @@ def setup(config: DictConfig) -> Setup:
         held, shards, canaries = plant(
             held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
-    shown = partial(_method, made, replace(facts, unanswered=True), config)
     return Setup(
         config,
         branch,
@@ -167,7 +161,7 @@ def setup(config: DictConfig) -> Setup:
         privacy,
         at_noise=make,
         program=partial(_program, make, noise),
-        with_gaps=lambda: (shown(noise), partial(_program, shown, noise)),
+        with_gaps=partial(_method, made, replace(facts, unanswered=True), config, noise),
         aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
         faults=faults(config),
         canaries=canaries,

@@ -122,7 +122,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             if made and run_dir.begun():  # drawn anew, perhaps until all who are drawn answer
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
-            ready = ready.with_draws_shown()
+            ready = replace(ready, method=ready.with_gaps())
         training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)
@@ -158,8 +158,6 @@ class SiteOf:
         run_dir, config, identity = opened(Path(self.path), "run_dir")
         ready = settings.setup(config)
         check_same_noise(ready, identity, "run_dir")
-        if run_dir.unanswered.exists():
-            ready = ready.with_draws_shown()
         return site(ready, run_dir, identity["run"])
 
 
