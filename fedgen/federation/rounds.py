@@ -422,8 +422,8 @@ class Rounds:
             self._of_plan |= set(canonical(self.method.plan.server(rows)) if rows else ())
 
     def _is_planned(self, spend: Spend) -> bool:
-        """Whether all of it is of the plan, draws that a gap may have shown included: clients do not
-        know of one."""
+        """Whether all of it is of the plan, draws that a gap may have shown included: clients do
+        not know of one."""
         return any(self._of_plan.issuperset(each) for each in (spend, with_draws_seen(spend)))
 
     def _note(self, client: int, event: DpEvent) -> None:
