@@ -146,7 +146,7 @@ class PublicFacts:
     unanswered: bool = False
     half: bool = False
     aggregating: Kind | None = None
-    least: int | None = None
+    least: int | Literal["all"] | None = None
     colluders: int = 0
     unit: Unit | None = None
 
@@ -175,6 +175,7 @@ class PublicFacts:
                 "take local: it is the same noise, or partition=iid or by_writer",
             )
         least = -(-2 * asked // 3) if self.least is None else self.least
+        least = asked if least == "all" else least
         if not max(asked / 2, self.colluders) < least <= asked:
             raise FedgenError(
                 "privacy.least",

@@ -348,7 +348,7 @@ def check(config: DictConfig) -> None:
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
     _whole(config, "privacy.colluders", 0, 10**9)
-    if config.privacy.least is not None:
+    if config.privacy.least not in (None, "all"):
         _whole(config, "privacy.least", 1, 10**9)
     for key in ("held_out", "evaluate_every"):
         _whole(config, key, 0, 10**9)

@@ -358,6 +358,7 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
         (["method=dpgan_small", "privacy.aggregation=secure"], "privacy.aggregation", "one"),
         ([*DPGAN, "privacy.least=2"], "privacy.least", "2 of 5"),
         ([*DPGAN, "privacy.least=6"], "privacy.least", "6 of 5"),
+        ([*DPGAN, "privacy.least=most"], "privacy.least", "whole number"),
         ([*DPGAN, "privacy.colluders=4"], "privacy.least", "4 colluders"),
         ([*DPGAN, "privacy.colluders=-1"], "privacy.colluders", "whole number"),
         ([*DPGAN, "privacy.aggregation=maybe"], "privacy.aggregation", "local or secure"),

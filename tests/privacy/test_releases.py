@@ -212,6 +212,8 @@ def test_two_thirds_of_those_asked_are_counted_on_by_default() -> None:
     facts = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", colluders=2)
     assert facts.aggregation(10) == Secure(10, 7, 2)
     assert Secure(10, 7, 2).honest == 5
+    whole = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", least="all")
+    assert whole.aggregation(10) == Secure(10, 10, 0)
 
 
 def test_a_share_is_made_by_mechanisms_alone() -> None:
