@@ -316,10 +316,19 @@ def test_nothing_costs_nothing_and_no_noise_has_no_bound() -> None:
     assert epsilon({NonPrivateDpEvent(): 1}, 1e-5, REPLACE).value is None
 
 
-def test_kinds_without_a_common_accountant_are_refused() -> None:
+def test_draws_that_are_seen_and_others_are_bounded_together() -> None:
+    """The others count as seen too; and of different kinds, as if each had taken the record."""
+    gate = GaussianDpEvent(2.0)
+    mixed = {RevealedDraw(0.1, gate): 3, PoissonSampledDpEvent(0.1, gate): 4}
+    seen = epsilon({RevealedDraw(0.1, gate): 7}, 1e-5, ADD_OR_REMOVE)
+    assert epsilon(mixed, 1e-5, ADD_OR_REMOVE) == seen
+    assert (
+        seen.or_infinity
+        > epsilon({PoissonSampledDpEvent(0.1, gate): 7}, 1e-5, ADD_OR_REMOVE).or_infinity
+    )
     spend = {RevealedDraw(0.1, GaussianDpEvent(1.0)): 3, **draws(10, 1.0, 1)}
-    with pytest.raises(ValueError, match="no common accountant"):
-        epsilon(spend, 1e-5, REPLACE)
+    always = epsilon({GaussianDpEvent(1.0): 4}, 1e-5, REPLACE)
+    assert epsilon(spend, 1e-5, REPLACE) == always
 
 
 def test_draws_cost_no_more_than_if_they_were_seen() -> None:
