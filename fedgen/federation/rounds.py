@@ -497,8 +497,9 @@ class Rounds:
         sent = list(asked)
         found, failures = self._send(sent, read, count)
         share, whole = self._min_success if must is None else must, of or len(sent)
-        if len(found) < share * whole:
-            raise too_few(place, whole, failures, self._errors, whole - len(found))
+        answered = len(sent) - len(failures)  # a client may be sent several
+        if answered < share * whole:
+            raise too_few(place, whole, failures, self._errors, whole - answered)
         return found
 
     def _send(
