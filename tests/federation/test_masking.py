@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import ECB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -172,6 +175,9 @@ def test_masks_are_those_of_aes() -> None:
     """A known answer: no test of sums sees a weak generator. AES-256-CTR of zeros under zeros."""
     known = "dc95c078a2408989ad48a21492842087"
     assert stream(bytes(32), 4).tobytes().hex() == known
+    key = bytes(range(32))
+    block = Cipher(AES256(key), ECB()).encryptor().update((1).to_bytes(16, "big"))
+    assert stream(key, 8)[4:].tobytes() == block
     pair = cohort(FIVE)
     keys = {c: each.announce() for c, each in pair.items()}
     for each in pair.values():

@@ -15,6 +15,7 @@ from tiny import COINS
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.method import PublicFacts
+from fedgen.privacy import releases
 from fedgen.privacy.batches import AllRows, OwnDraw
 from fedgen.privacy.events import Relation, Unit
 from fedgen.privacy.mechanisms import (
@@ -70,7 +71,7 @@ def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
     that contribute nothing; a share less, or a share of all n or of the square root, is outside."""
     meeting = Secure(asked, least, colluders)
     words, mechanism = zip(
-        *(share(kind, meeting, client) for client in range(meeting.honest)), strict=True
+        *(share(kind, meeting, client) for client in range(least - colluders)), strict=True
     )
     noise = mechanism[0].total(list(words), COINS).numpy()
     statistic = float((noise**2).sum()) / mechanism[0].std ** 2
@@ -161,7 +162,7 @@ def test_the_lemma_of_secure_sums(count: int, std: float) -> None:
     if std == 0.45 and count == 2:
         assert apart > 0.05 * term  # it does show, and falls as it should
     share_std = Secure(count, count, 0).share_std(1.0)
-    assert 2**6 <= share_std / grid_of(share_std, 6) < 2**7
+    assert 2**6 <= share_std / grid_of(share_std, releases._SHARE_BITS) < 2**7
 
 
 def test_a_sum_wraps_around_and_comes_back() -> None:
