@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 import uuid
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,7 +92,10 @@ def data_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that leaves no process behind, wherever it moved to: each inherits a mark."""
+    """A test that leaves no process behind, wherever it moved to: each inherits a mark. The server
+    of ``forked`` commands stays for all tests, and so begins without one."""
+    importlib.import_module("forked")  # it says what the server imports
+    forkserver.ensure_running()  # type: ignore[attr-defined]
     mark = uuid.uuid4().hex
     monkeypatch.setenv("FEDGEN_TEST", mark)
     yield
