@@ -10,13 +10,12 @@ by all together. After n_D steps the server takes one of the generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from dp_accounting import DpEvent
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -54,9 +53,9 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent, total
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
-from fedgen.privacy.releases import LOCAL, Aggregation, Local, Release, Sent, Trusted
+from fedgen.privacy.releases import Local, Release, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
@@ -389,11 +388,7 @@ def method_of(
 ) -> Method:
     """The method whose discriminator descends along sums over rows: by clients' own steps, or, of
     several clients together, by the server's. ``source``: of the epsilon that is claimed."""
-    nets, meeting = server.nets, facts.aggregation(facts.clients)
-    local = isinstance(meeting, Local)
-
-    def total(answers: Sequence[NDArray[Any]], round_: int, coins: Coins) -> Tensor:
-        return LOCAL.total(answers, 0.0, coins) if local else mechanism.total(answers, coins)
+    nets, local = server.nets, isinstance(facts.aggregation(facts.clients), Local)
 
     client = Client(nets, mechanism, descent_, of_rows, steps=local)
     server = server if local else replace(server, descent=descent_)
@@ -410,11 +405,11 @@ def method_of(
             server.recognize,
             server.shown,
         ),
-        plan(mechanism, size, sampling_rate, source, meeting),
+        plan(mechanism, size, sampling_rate, source),
         Routing("mean", facts.clients),
         0,
         lambda: worst_case(nets, facts.shape, local),
-        total,
+        total(mechanism),
     )
 
 
@@ -454,13 +449,11 @@ def worst_case(nets: Networks, shape: tuple[int, int, int], steps: bool) -> Wors
     )
 
 
-def plan(
-    mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str, meeting: Aggregation
-) -> Plan:
+def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str) -> Plan:
     """A step is one sampled Gaussian, against everybody: clients draw their batches in secret.
     Where the aggregator makes the noise, against all others."""
     private = isinstance(mechanism, SumGaussian)
-    trusted = private and isinstance(meeting, Trusted)
+    trusted = isinstance(mechanism.aggregation, Trusted)
 
     def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
@@ -489,6 +482,6 @@ def plan(
         if private
         else None,
         exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
-        aggregation=meeting if private else LOCAL,
+        aggregation=mechanism.aggregation,
         extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian) else (),
     )

@@ -1,7 +1,7 @@
 """The contract between a method and everything else.
 
 A method is a record of functions: state goes in, state comes out. Public parameters are frozen
-inside of them; private facts are arguments and leave a client in a Release alone.
+inside of them; private facts are arguments, and leave a client as what ``releases`` seals alone.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Plan:
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
     before: what was spent on what the run begins with, by each client. None: nothing.
-    exact: whether half precision spoils answers: an optimizer's state, or a sum without noise.
+    exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
     longest: an L2 norm that no row of an honest answer exceeds; infinity where the method knows
         none, and where an aggregator clips what arrives, or sees sums alone.

@@ -47,13 +47,13 @@ def masked_round(
     dealt = {c: each.deal(keys) for c, each in maskers.items() if c not in gone[0]}
     moved = sum(map(len, keys.values())) * (1 + len(keys))
     moved += 2 * sum(len(text) for each in dealt.values() for text in each.values())
-    masked, total = {}, np.zeros(len(words[0]), np.uint32)
+    answered, total = set(), np.zeros(len(words[0]), np.uint32)
     for client in dealt:
         if client not in gone[1]:
             inbox = {o: each[client] for o, each in dealt.items() if client in each}
-            masked[client] = True
+            answered.add(client)
             total += maskers[client].mask(words[client], inbox)
-    answered, silent = set(masked), set(dealt) - set(masked)
+    silent = set(dealt) - answered
     try:
         told = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
         moved += sum(len(share) for each in told.values() for share in each.values())

@@ -79,9 +79,9 @@ MUTANTS = [
     ),
     Mutant(
         "rounded-to-half-before-the-noise",
-        "fedgen/methods/dp_merf.py",
-        "exact=isinstance(meeting, Trusted) and mechanism.unit is Unit.RECORD",
-        "exact=False",
+        "fedgen/experiments/settings.py",
+        "if plan.trusted and plan.unit is Unit.RECORD and",
+        "if plan.trusted and not plan.unit and",
         f"{SUM_TESTS}::test_mistakes_are_said_before_anything_runs",
     ),
     Mutant(
@@ -223,9 +223,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-lost-sum-is-counted-on",
-        "fedgen/federation/rounds.py",
-        "if not answer.arrays and c not in there]",
-        "if not answer.arrays and c in there]",
+        "fedgen/federation/sums.py",
+        "if not answer.arrays and c not in parts]",
+        "if not answer.arrays and c in parts]",
         f"{SUM_TESTS}::test_a_sum_that_is_lost_takes_its_terms_along",
     ),
     Mutant(

@@ -137,11 +137,11 @@ def setup(config: DictConfig) -> Setup:
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
     if half and make(None).plan.exact:
-        problem = f"float16 would spoil what {config.names.method} answers"
+        problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
-    _check_sum(config, make(noise).plan)
+    _check_meeting(config, make(noise).plan)
     branch = branch_of(config, held, noise)
     coins = coins.at("branch", branch)
     canaries = None
@@ -168,9 +168,15 @@ def setup(config: DictConfig) -> Setup:
     )
 
 
-def _check_sum(config: DictConfig, plan: Plan) -> None:
-    """Raises FedgenError for answers that a secure sum cannot take in."""
+def _check_meeting(config: DictConfig, plan: Plan) -> None:
+    """Raises FedgenError for answers that their aggregation cannot take in."""
     aggregation = plan.aggregation
+    # what a client sends as a whole is clipped again; of a sum over rows, one row would move what
+    # is rounded by more than the noise was made for
+    if plan.trusted and plan.unit is Unit.RECORD and config.runtime.transport == "float16":
+        raise FedgenError(
+            "runtime.transport", "float16 would round a sum before its noise", "set it to float32"
+        )
     if not isinstance(aggregation, Secure):
         if config.runtime.masks:
             raise FedgenError(
@@ -347,6 +353,9 @@ def check(config: DictConfig) -> None:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
+    if not isinstance(config.runtime.masks, bool):
+        problem = f"must be true or false, got {config.runtime.masks!r}"
+        raise FedgenError("runtime.masks", problem, "mend it")
     _whole(config, "privacy.colluders", 0, 10**9)
     if config.privacy.least not in (None, "all"):
         _whole(config, "privacy.least", 1, 10**9)
@@ -551,7 +560,7 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
     delta, rounds = config.privacy.delta, config.rounds
     plan = method(None).plan
-    trusted = method(1.0).plan.trusted
+    trusted = method(1.0).plan.trusted  # without noise, nobody is trusted with it
     all_rows = plan.rows_per_round * plan.asked(rounds)
     if trusted:
         all_rows = UNLIMITED  # in mode secure rounds done again count too, and need not end a run

@@ -24,7 +24,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
-from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, MaskingError
+from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, MaskingError, context_of
 from fedgen.federation.messages import Answer
 from fedgen.files import digest
 from fedgen.method import ClientProgram
@@ -275,25 +275,27 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
     done = home.store.done(home.number, messages.ASK)
     if server_round <= max(home.answered, -1 if done is None else done):
         raise PastRoundError  # a second sum over others would show what this client sent
-    assert home.masks and isinstance(home.aggregation, Secure)
-    context = f"{home.run}/{server_round}".encode()
-    home.masker = Masker(home.number, home.aggregation, context)
+    if not home.masks or not isinstance(home.aggregation, Secure):
+        raise MaskingError("nothing is masked here")
+    home.masker = Masker(home.number, home.aggregation, context_of(home.run, server_round))
     return messages.pack_texts(server_round, {home.number: home.masker.announce()})
 
 
 def _shares(home: ClientHome, message: Message) -> RecordDict:
     keys = messages.read_texts(message, KEY_BYTES)
-    return messages.pack_texts(messages.read_place(message), _masker(home).deal(keys))
+    return messages.pack_texts(messages.read_place(message), _masker(home, message).deal(keys))
 
 
 def _reveal(home: ClientHome, message: Message) -> RecordDict:
-    found = _masker(home).reveal(*messages.read_lists(message))
+    found = _masker(home, message).reveal(*messages.read_lists(message))
     return messages.pack_texts(messages.read_place(message), found)
 
 
-def _masker(home: ClientHome) -> Masker:
-    if home.masker is None:
-        raise MaskingError("no keys were announced")
+def _masker(home: ClientHome, message: Message) -> Masker:
+    """The secrets that keys were announced of for the round of a message."""
+    context = context_of(home.run, messages.read_place(message))
+    if home.masker is None or home.masker.context != context:
+        raise MaskingError("no keys were announced for this round")
     return home.masker
 
 
@@ -303,7 +305,7 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
     if home.masks:
         words = answer.arrays["answer"]
         sealed = messages.read_texts(message, SEALED_BYTES)
-        masked = _masker(home).mask(words.reshape(-1).view(np.uint32), sealed)
+        masked = _masker(home, message).mask(words.reshape(-1).view(np.uint32), sealed)
         answer = replace(answer, arrays={"answer": masked.view(np.int32).reshape(words.shape)})
     return messages.pack_answer(answer)
 

@@ -72,6 +72,11 @@ _RARE = 2.0**-60
 _NONCE = bytes(12)  # a key seals one text
 
 
+def context_of(run: str, server_round: int) -> bytes:
+    """What masks are for."""
+    return f"{run}/{server_round}".encode()
+
+
 class MaskingError(Exception):
     """A message that the protocol does not allow: nothing is said."""
 
@@ -151,7 +156,6 @@ class Masker:
     _seed: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     _keys: dict[int, bytes] = field(default_factory=dict, repr=False)
     _graph: Graph | None = None
-    _own: tuple[bytes, bytes] = (b"", b"")
     _held: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _used: bool = False
     _told: bool = False

@@ -1,7 +1,7 @@
 """Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
 
-Only an empty acknowledgement, a client's number, its ledger's sum and a Release can be packed into
-a reply; where clients trust an aggregator, a Clipped.
+Only an empty acknowledgement, a client's number, its ledger's sum, keys and sealed shares of masks,
+and what its aggregation takes (a Release; a Share; a Clipped) can be packed into a reply.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ def answer_of(sent: Sent, aggregation: Aggregation, half: bool = False) -> Answe
 
     Args:
         half: rounds to half precision, and what is out of its range to the end of that: of a
-            Release this is post-processing. What has no noise yet may be rounded only where the
-            aggregator clips it again as the sensitivity counts (``Plan.exact``), and a Share never:
-            its words are a ring's.
+            Release this is post-processing. A Clipped may be rounded where the aggregator clips it
+            again as the sensitivity counts, at client level alone, and a Share never: its words
+            are a ring's.
 
     Raises:
         TypeError: for anything else.

@@ -19,16 +19,10 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.failures import Failure, UnansweredError, kind_of, too_few
-from fedgen.federation.masking import (
-    KEY_BYTES,
-    SEALED_BYTES,
-    SHARE_BYTES,
-    MaskingError,
-    unmasked,
-)
+from fedgen.federation.failures import Failure, kind_of, too_few
 from fedgen.federation.messages import Answer
 from fedgen.federation.nodes import seconds_for
+from fedgen.federation.sums import that_are_there, under_masks, whose
 from fedgen.method import Method, Query, Tensors
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical, with_draws_seen
@@ -170,7 +164,11 @@ class Rounds:
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
             for node in nodes
         ]
-        found = self._exchange(asked, "the greeting", _partition, must=1.0)
+
+        def partition(client: int, reply: Message) -> int:
+            return messages.read_partition(reply)
+
+        found = self._exchange(asked, "the greeting", partition, must=1.0)
         if sorted(found.values()) != list(range(self._count)):
             raise FedgenError(
                 "partition.clients",
@@ -214,10 +212,7 @@ class Rounds:
         asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
 
         def read(client: int, reply: Message) -> Account:
-            try:
-                account = messages.read_account(reply)
-            except ValueError as error:
-                raise _UnusableError("malformed") from error
+            account = messages.read_account(reply)
             most = max(account.spend.values(), default=0)
             if not self._is_planned(account.spend) or most > self._most_rows:
                 return replace(account, spend={NonPrivateDpEvent(): 1})
@@ -332,88 +327,25 @@ class Rounds:
         content = messages.for_cohort(content, cohort)
         for each in questions:
             each.content = content
-        if self._masks:
-            answers = self._under_masks(server_round, questions, place, read)
-        else:
-            answers = self._exchange(questions, place, read, count=True)
-            answers = self._that_are_there(answers, len(cohort), place)
-        own = {client for client, answer in answers.items() if answer.arrays and not answer.of}
-        whose = own.union(*(answer.of for answer in answers.values()))
-        self._opens(server_round, messages.digest_of(questions[0]), sorted(whose))
-        return answers
-
-    def _that_are_there(
-        self, answers: dict[int, Answer], asked: int, place: str
-    ) -> dict[int, Answer]:
-        """The answers that arrived by themselves or in a sum that did: a sum that was lost took its
-        other terms along, and noise that is counted on with them."""
-        parts = Counter(client for answer in answers.values() for client in answer.of)
-        if any(count > 1 for count in parts.values()):
-            raise UnansweredError(
-                "runtime", f"{place} a client is in two parts of the sum", "go on with resume="
-            )
-        there = set(parts)
-        lost = [c for c, answer in answers.items() if not answer.arrays and c not in there]
-        failures = [self._fail("unavailable", client) for client in lost]
-        if len(answers) - len(lost) < self._min_success * asked:
-            raise too_few(place, asked, failures, self._errors)
-        return {client: answer for client, answer in answers.items() if client not in lost}
-
-    def _under_masks(
-        self,
-        server_round: int,
-        questions: list[Message],
-        place: str,
-        read: Callable[[int, Message], Answer],
-    ) -> dict[int, Answer]:
-        """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all
-        of them with the first."""
-        sums, whole = self.method.plan.aggregation, len(questions)
-        assert isinstance(sums, Secure)
-        asked = {self._clients[each.metadata.dst_node_id]: each for each in questions}
-
-        def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
-            return lambda client, reply: _texts(reply, length)
 
         def exchange(
-            kind: str, content: Mapping[int, RecordDict], read: Callable[[int, Message], T]
+            kind: str, asked: Mapping[int, RecordDict], read: Callable[[int, Message], T]
         ) -> dict[int, T]:
-            sent = [self._message(each, kind, client) for client, each in content.items()]
-            return self._exchange(sent, place, read, count=True, of=whole)
+            sent = [self._message(each, kind, client) for client, each in asked.items()]
+            return self._exchange(sent, place, read, count=True, of=len(cohort))
 
-        hello = messages.pack_place(server_round)
-        announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(KEY_BYTES))
-        keys = {c: each[c] for c, each in announced.items() if c in each}
-        book = messages.pack_texts(server_round, keys)
-        dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), texts(SEALED_BYTES))
-        answers = exchange(
-            messages.ASK,
-            {
-                client: messages.with_texts(
-                    asked[client].content,
-                    {other: each[client] for other, each in dealt.items() if client in each},
-                )
-                for client in dealt
-            },
-            read,
-        )
-        answered, silent = set(answers), set(dealt) - set(answers)
-        lists = messages.pack_lists(server_round, sorted(answered), sorted(silent))
-        told = exchange(messages.REVEAL, dict.fromkeys(answers, lists), texts(SHARE_BYTES))
-        first, shape = min(answers), answers[min(answers)].arrays["answer"].shape
-        total = np.zeros(math.prod(shape), np.uint32)
-        for answer in answers.values():
-            total += answer.arrays["answer"].reshape(-1).view(np.uint32)
-        context = f"{self._run}/{server_round}".encode()
-        try:
-            words = unmasked(total, keys, answered, silent, told, sums, context)
-        except MaskingError as error:
-            raise UnansweredError(
-                "runtime", f"{place} the sum cannot be unmasked: {error}", "go on with resume="
-            ) from error
-        found = {client: replace(each, arrays={}) for client, each in answers.items()}
-        whole_sum = words.view(np.int32).reshape(shape)
-        return {**found, first: replace(answers[first], arrays={"answer": whole_sum})}
+        asked = dict.fromkeys(cohort, content)
+        if self._masks:
+            sums, run = self.method.plan.aggregation, self._run
+            assert isinstance(sums, Secure)
+            answers = under_masks(server_round, asked, sums, run, exchange, read)
+        else:
+            answers, lost = that_are_there(exchange(messages.ASK, asked, read))
+            failures = [self._fail("unavailable", client) for client in lost]
+            if len(answers) < self._min_success * len(cohort):
+                raise too_few(place, len(cohort), failures, self._errors)
+        self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
+        return answers
 
     def _plan_for(self, rows: int) -> None:
         """Has the plan's events for so many rows count as planned."""
@@ -553,10 +485,12 @@ class Rounds:
                     continue
                 try:
                     if count:
-                        self.state.received[client] += _size(reply)
+                        self.state.received[client] += messages.count_bytes(reply)
                     found[client] = read(client, reply)
                 except _UnusableError as error:
                     failures.append(self._fail(str(error), client))
+                except ValueError:  # it is not what was asked for, or Flower cannot count it
+                    failures.append(self._fail("malformed", client))
         self._over.append(over)
         return found, failures
 
@@ -576,26 +510,5 @@ class Rounds:
         self._failed(failure)
 
 
-def _size(reply: Message) -> int:
-    try:
-        return messages.count_bytes(reply)
-    except ValueError as error:  # Flower's own count of values that it has no size for
-        raise _UnusableError("malformed") from error
-
-
-def _texts(reply: Message, length: int) -> dict[int, bytes]:
-    try:
-        return messages.read_texts(reply, length)
-    except ValueError as error:
-        raise _UnusableError("malformed") from error
-
-
 def _acknowledged(client: int, reply: Message) -> None:
     """There is nothing to read."""
-
-
-def _partition(client: int, reply: Message) -> int:
-    try:
-        return messages.read_partition(reply)
-    except ValueError as error:
-        raise _UnusableError("malformed") from error

@@ -57,9 +57,9 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import ClientGaussian, PlainClient, PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import ClientGaussian, PlainClient, PlainSum, SumGaussian, total
 from fedgen.privacy.per_example import ClippedSum, of_rows
-from fedgen.privacy.releases import LOCAL, Aggregation, Sent, Trusted
+from fedgen.privacy.releases import Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -119,6 +119,26 @@ class Client:
             return whole.noised(size, sums, here)
 
         return mechanism.release(size, mean, here)
+
+
+def embedding_sum(
+    facts: PublicFacts, noise_multiplier: float | None, rows: int, features: int
+) -> SumGaussian | PlainSum:
+    """What embeddings of all rows are added up by: each is 1 long, and no entry of it longer than
+    sqrt(2 / features). ``rows``: see ``dp_merf``."""
+    share = rows / facts.clients
+    if noise_multiplier is None:
+        return PlainSum(AllRows(), share, Unit.RECORD)
+    return SumGaussian(
+        1.0,
+        noise_multiplier,
+        AllRows(),
+        share,
+        RELATION,
+        Unit.RECORD,
+        facts.aggregation(facts.clients),
+        peak=math.sqrt(2 / features),
+    )
 
 
 def embedding_sums(
@@ -255,25 +275,14 @@ def dp_merf(
         raise FedgenError("method.features", problem, "take an even number")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
-    share, meeting = rows / facts.clients, facts.aggregation(facts.clients)
     mechanism: Mechanism
-    if facts.unit is Unit.CLIENT:
+    if facts.unit is not Unit.CLIENT:
+        mechanism = embedding_sum(facts, noise_multiplier, rows, features)
+    elif noise_multiplier is None:
         mechanism = PlainClient()
-        if noise_multiplier is not None:
-            mechanism = ClientGaussian(1.0, noise_multiplier, RELATION, aggregation=meeting)
     else:
-        mechanism = PlainSum(AllRows(), share, Unit.RECORD)
-        if noise_multiplier is not None:
-            mechanism = SumGaussian(
-                1.0,
-                noise_multiplier,
-                AllRows(),
-                share,
-                RELATION,
-                Unit.RECORD,
-                meeting,
-                peak=math.sqrt(2 / features),
-            )
+        meeting = facts.aggregation(facts.clients)
+        mechanism = ClientGaussian(1.0, noise_multiplier, RELATION, aggregation=meeting)
     client = Client(embed, mechanism, facts.classes)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return Method(
@@ -289,11 +298,11 @@ def dp_merf(
             server.shown,
             server.alone,
         ),
-        _plan(mechanism, facts.classes * features, meeting),
+        _plan(mechanism, facts.classes * features),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(facts.shape),
-        lambda answers, round_, coins: mechanism.total(answers, coins),
+        total(mechanism),
     )
 
 
@@ -305,10 +314,10 @@ def _worst_case(shape: tuple[int, int, int]) -> WorstCase:
     return WorstCase(query, ({}, row), ({}, none))
 
 
-def _plan(mechanism: Mechanism, size: int, meeting: Aggregation) -> Plan:
+def _plan(mechanism: Mechanism, size: int) -> Plan:
     """One Gaussian, against everybody; where the aggregator makes it, against all others."""
     private = isinstance(mechanism, SumGaussian | ClientGaussian)
-    trusted = private and isinstance(meeting, Trusted)
+    trusted = isinstance(mechanism.aggregation, Trusted)
 
     def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
@@ -335,8 +344,6 @@ def _plan(mechanism: Mechanism, size: int, meeting: Aggregation) -> Plan:
         if private
         else None,
         asking_rounds=1,
-        # what is rounded before the noise may move by more than the noise was made for
-        exact=isinstance(meeting, Trusted) and mechanism.unit is Unit.RECORD,
-        aggregation=meeting if private else LOCAL,
+        aggregation=mechanism.aggregation,
         extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian | ClientGaussian) else (),
     )

@@ -39,7 +39,7 @@ from fedgen.method import (
     State,
     WorstCase,
 )
-from fedgen.methods.dp_merf import RELATION, Features, embedding_sums
+from fedgen.methods.dp_merf import RELATION, Features, embedding_sum, embedding_sums
 from fedgen.methods.dp_merf import Server as EmbeddingServer
 from fedgen.models.functional import (
     Tensors,
@@ -52,11 +52,11 @@ from fedgen.models.functional import (
     unflat,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
-from fedgen.privacy.batches import AllRows, PoissonBatches
+from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Unit, repeat
-from fedgen.privacy.mechanisms import Answers, PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import Answers, PlainSum, SumGaussian, total
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
-from fedgen.privacy.releases import LOCAL, Aggregation, Sent, Trusted
+from fedgen.privacy.releases import Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 Sums = SumGaussian | PlainSum
@@ -126,7 +126,7 @@ class Client:
     def total(self, answers: Answers, round_: int, coins: Coins) -> Tensor:
         """The sum of what clients answered, in double precision."""
         mechanism = self.steps if round_ < self.rounds else self.embedding
-        return mechanism.total(answers, coins)
+        return total(mechanism)(answers, round_, coins)
 
 
 @dataclass(frozen=True)
@@ -242,23 +242,14 @@ def dp_merf_ae(
         )
     coder = Coder(template(autoencoder(code=code, shape=facts.shape)), device)
     embed = Features(features, bandwidth, code, device)
-    batches, share = PoissonBatches(sampling_rate), rows / facts.clients
-    meeting = facts.aggregation(facts.clients)
-    steps: Sums = PlainSum(batches, batch / facts.clients, Unit.RECORD)
-    embedding: Sums = PlainSum(AllRows(), share, Unit.RECORD)
+    each = batch / facts.clients
+    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
+    steps: Sums = PlainSum(batches, each, Unit.RECORD)
+    louder = None
     if noise_multiplier is not None:
-        each = batch / facts.clients
         steps = SumGaussian(clip, noise_multiplier, batches, each, RELATION, Unit.RECORD, meeting)
-        embedding = SumGaussian(
-            1.0,
-            noise_multiplier * embedding_noise,
-            AllRows(),
-            share,
-            RELATION,
-            Unit.RECORD,
-            meeting,
-            peak=math.sqrt(2 / features),
-        )
+        louder = noise_multiplier * embedding_noise
+    embedding = embedding_sum(facts, louder, rows, features)
     net = template(generator(latent=latent, classes=facts.classes, code=code))
     codes = EmbeddingServer(
         net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema
@@ -286,7 +277,7 @@ def dp_merf_ae(
             codes.shown,
             codes.alone,
         ),
-        _plan(client, autoencoder_steps, meeting),
+        _plan(client, autoencoder_steps),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(coder, facts.shape),
@@ -310,11 +301,11 @@ def _worst_case(coder: Coder, shape: tuple[int, int, int]) -> WorstCase:
     )
 
 
-def _plan(client: Client, steps: int, meeting: Aggregation) -> Plan:
+def _plan(client: Client, steps: int) -> Plan:
     """Sampled Gaussians, then one without a draw, against everybody; where the aggregator makes the
     noise, against all others."""
     private = isinstance(client.steps, SumGaussian)
-    trusted = private and isinstance(meeting, Trusted)
+    trusted = isinstance(client.steps.aggregation, Trusted)
 
     def event(answered: int) -> DpEvent:
         # as if all were steps, and one the embedding too: a step that is done again after a resume
@@ -348,9 +339,7 @@ def _plan(client: Client, steps: int, meeting: Aggregation) -> Plan:
         if private
         else None,
         asking_rounds=steps + 1,
-        # what is rounded before the noise may move by more than the noise was made for
-        exact=isinstance(meeting, Trusted),
-        aggregation=meeting if private else LOCAL,
+        aggregation=client.steps.aggregation,
         extents=tuple(
             each.extent
             for each in (client.steps, client.embedding)

@@ -55,9 +55,9 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import JointGaussian, PlainMatrix
+from fedgen.privacy.mechanisms import JointGaussian, PlainMatrix, total
 from fedgen.privacy.per_example import clip_rows
-from fedgen.privacy.releases import LOCAL, Aggregation, Local, Sent, Trusted
+from fedgen.privacy.releases import Local, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -297,11 +297,11 @@ def dp_sinkhorn(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(mechanism, shape, sampling_rate, meeting),
+        _plan(mechanism, shape, sampling_rate),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_case(server, facts.shape),
-        lambda answers, round_, coins: mechanism.total(answers, coins),
+        total(mechanism),
     )
 
 
@@ -324,12 +324,11 @@ def _plan(
     mechanism: JointGaussian | PlainMatrix,
     shape: tuple[int, ...],
     sampling_rate: float,
-    meeting: Aggregation,
 ) -> Plan:
     """A step is one sampled Gaussian, against everybody: clients draw their batches in secret.
     Where the aggregator makes the noise, against all others."""
     private, drawn = isinstance(mechanism, JointGaussian), sampling_rate < 1
-    trusted = private and isinstance(meeting, Trusted)
+    trusted = isinstance(mechanism.aggregation, Trusted)
 
     def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), -(-answered // shape[0]))
@@ -345,7 +344,7 @@ def _plan(
         rows_per_round=shape[0],
         answer=lambda rows, _: (rows, *shape[1:]),
         longest=mechanism.longest(math.prod(shape[1:]))
-        if isinstance(mechanism, JointGaussian) and isinstance(meeting, Local)
+        if isinstance(mechanism, JointGaussian) and isinstance(mechanism.aggregation, Local)
         else math.inf,
         server=(lambda answered: repeat(Contribution(), -(-answered // shape[0])))
         if trusted
@@ -361,8 +360,6 @@ def _plan(
         )
         if private
         else None,
-        aggregation=meeting if private else LOCAL,
-        # what is rounded before the noise may move by more than the noise was made for
-        exact=isinstance(meeting, Trusted),
+        aggregation=mechanism.aggregation,
         extents=(mechanism.extent,) if isinstance(mechanism, JointGaussian) else (),
     )

@@ -59,8 +59,8 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import OwnDraw
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import ClientGaussian, PlainClient
-from fedgen.privacy.releases import LOCAL, Aggregation, Local, Secure, Sent, Trusted
+from fedgen.privacy.mechanisms import ClientGaussian, PlainClient, total
+from fedgen.privacy.releases import Local, Secure, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -269,11 +269,11 @@ def fedavg_gan(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(mechanism, nets.size(), rate, by_server, facts, meeting),
+        _plan(mechanism, nets.size(), rate, by_server, facts),
         asked,
         0,
         lambda: _worst_case(nets, facts.shape),
-        lambda answers, round_, coins: mechanism.total(answers, coins),
+        total(mechanism),
     )
 
 
@@ -283,7 +283,6 @@ def _plan(
     rate: float,
     by_server: bool,
     facts: PublicFacts,
-    meeting: Aggregation,
 ) -> Plan:
     """What a run promises. For whoever sees the noised sum of a round and not the cohort, it is one
     release that the draw of the cohort gates: a Poisson draw of one Gaussian (DP-FedAvg, McMahan et
@@ -298,9 +297,11 @@ def _plan(
     """
     noise = mechanism.noise_multiplier if isinstance(mechanism, ClientGaussian) else None
     private, drawn, hidden = noise is not None, rate < 1, facts.draws_are_hidden
-    trusted = private and isinstance(meeting, Trusted)
+    trusted = isinstance(mechanism.aggregation, Trusted)
     gate = GaussianDpEvent(noise or math.inf)
-    gated = OwnDraw(rate, hidden).event(gate)
+    published = trusted or (private and by_server)
+    # where each noises by itself, noise that is missing shows how many were drawn
+    gated = OwnDraw(rate, hidden and trusted).event(gate)
 
     def server(answered: int) -> DpEvent:
         return repeat(Contribution() if trusted else mechanism.event(), answered)
@@ -323,11 +324,11 @@ def _plan(
         rows_per_round=1,
         answer=lambda *_: (1, size),
         longest=mechanism.longest(size)
-        if isinstance(mechanism, ClientGaussian) and isinstance(meeting, Local)
+        if isinstance(mechanism, ClientGaussian) and isinstance(mechanism.aggregation, Local)
         else math.inf,
         server=server,
-        release=(lambda rounds: repeat(gated, rounds)) if trusted else None,
-        seen=(lambda visits: repeat(gate, visits)) if trusted else None,
+        release=(lambda rounds: repeat(gated, rounds)) if published else None,
+        seen=(lambda visits: repeat(gate, visits)) if published else None,
         amplified_by={"server": None if trusted else by, "release": by},
         reasons={"server": TRUSTING if trusted else reason, "release": reason},
         claim=Claim(
@@ -339,7 +340,7 @@ def _plan(
         )
         if private
         else None,
-        aggregation=meeting if private else LOCAL,
+        aggregation=mechanism.aggregation,
         extents=(mechanism.extent,) if isinstance(mechanism, ClientGaussian) else (),
     )
 

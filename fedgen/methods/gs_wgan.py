@@ -67,8 +67,8 @@ from fedgen.models.functional import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import OwnDraw
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import Mechanism, NoMechanism, RowGaussian
-from fedgen.privacy.releases import LOCAL, Aggregation, Local, Secure, Sent, Trusted
+from fedgen.privacy.mechanisms import Mechanism, NoMechanism, RowGaussian, total
+from fedgen.privacy.releases import Local, Secure, Sent, Trusted
 from fedgen.privacy.routing import Mode, Routing, Sampling
 
 Adam = tuple[float, tuple[float, float]]
@@ -641,11 +641,11 @@ def gs_wgan(
             server.recognize,
             lambda *_: {},
         ),
-        _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts, meeting),
+        _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,
         None if federated and on_query else min(critics_per_step, facts.clients),
         lambda: client.worst_case(rows, facts.shape, relation),
-        lambda answers, round_, coins: mechanism.total(answers, coins),
+        total(mechanism),
     )
 
 
@@ -682,7 +682,6 @@ def _plan(
     draw: Routing,
     on_query: bool,
     facts: PublicFacts,
-    meeting: Aggregation,
 ) -> Plan:
     """What a run promises to spend at most. ``draw``: of clients, or of the one client's critics.
 
@@ -697,8 +696,8 @@ def _plan(
     federated = facts.clients > 1
     hidden = not on_query and (facts.draws_are_hidden or not federated)
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
-    local, own = isinstance(meeting, Local), mechanism.draw
-    trusted = noise is not None and isinstance(meeting, Trusted)
+    meeting, own = mechanism.aggregation, mechanism.draw
+    local, trusted = isinstance(meeting, Local), isinstance(meeting, Trusted)
     of_sums = federated and local and facts.sums_are_whole and draw.count_is_fixed
     by_clients = own.rate < 1
 
@@ -778,7 +777,7 @@ def _plan(
             "answered row",
             "GS-WGAN (Chen et al. 2020), theorem 4.1 and appendix A",
         ),
-        aggregation=meeting if noise is not None else LOCAL,
+        aggregation=meeting,
         extents=(mechanism.extent,) if isinstance(mechanism, RowGaussian) else (),
     )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,23 @@ from fedgen.privacy.releases import LOCAL, SEAL, Aggregation, Release, Sent, noi
 from fedgen.privacy.routing import Routing
 
 Answers = Sequence[NDArray[Any]]
+
+
+class Summed(Protocol):
+    """A mechanism whose answers several clients add up."""
+
+    @property
+    def aggregation(self) -> Aggregation: ...
+
+    @property
+    def std(self) -> float: ...
+
+
+def total(mechanism: Summed) -> Callable[[Answers, int, Coins], Tensor]:
+    """(answers, round, coins) -> the sum of what clients sent, in double precision."""
+    return lambda answers, round_, coins: mechanism.aggregation.total(answers, mechanism.std, coins)
+
+
 _UNLIKELY = 200.0  # nats
 
 
@@ -110,17 +127,13 @@ class RowGaussian:
         Raises:
             ValueError: if a row is not answered as often as the sensitivity assumes.
         """
-        total = torch.zeros(shape, dtype=torch.float64)
+        summed = torch.zeros(shape, dtype=torch.float64)
         if self.draw.drawn(coins) and contributes:
-            total, counts = _clipped_sum(shape, answers, self.clip)
+            summed, counts = _clipped_sum(shape, answers, self.clip)
             if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
                 raise ValueError("every row needs the number of answers its sensitivity assumes")
-        exact = total / self.routing.answers_per_row / self.draw.rate
+        exact = summed / self.routing.answers_per_row / self.draw.rate
         return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)
-
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """The sum of what several clients sent, in double precision."""
-        return self.aggregation.total(answers, self.std, coins)
 
 
 @dataclass(frozen=True)
@@ -171,10 +184,6 @@ class JointGaussian:
         clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
         return self.aggregation.sent(clipped, self.std, self.event(), self.unit, coins)
 
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """See ``RowGaussian.total``."""
-        return self.aggregation.total(answers, self.std, coins)
-
 
 @dataclass(frozen=True)
 class PlainMatrix:
@@ -182,6 +191,7 @@ class PlainMatrix:
 
     batches: Batches
     unit: Unit
+    aggregation, std = LOCAL, 0.0
 
     def event(self) -> DpEvent:
         """No bound."""
@@ -196,10 +206,6 @@ class PlainMatrix:
         del coins
         raw = matrix.detach().to("cpu", torch.float32).numpy()
         return Release({"answer": raw}, self.event(), self.unit, SEAL)
-
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """The sum."""
-        return LOCAL.total(answers, 0.0, coins)
 
 
 @dataclass(frozen=True)
@@ -278,10 +284,6 @@ class SumGaussian:
         exact = self._exact(math.prod(shape), sums).view(1, *shape)
         return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
 
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """See ``RowGaussian.total``."""
-        return self.aggregation.total(answers, self.std, coins)
-
 
 @dataclass(frozen=True)
 class PlainSum:
@@ -290,6 +292,7 @@ class PlainSum:
     batches: Batches
     divisor: float
     unit: Unit
+    aggregation, std = LOCAL, 0.0
 
     def event(self) -> DpEvent:
         """No bound."""
@@ -309,10 +312,6 @@ class PlainSum:
         """The raw sum; see ``SumGaussian.release``."""
         gradients = self.noised(math.prod(shape), sums, coins).view(1, *shape).cpu().numpy()
         return Release({"answer": gradients}, self.event(), self.unit, SEAL)
-
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """The sum."""
-        return LOCAL.total(answers, 0.0, coins)
 
 
 def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
@@ -402,10 +401,6 @@ class ClientGaussian:
             exact = clip_rows(raw, self.clip) / self.draw.rate
         return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
 
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """See ``RowGaussian.total``."""
-        return self.aggregation.total(answers, self.std, coins)
-
 
 @dataclass(frozen=True)
 class PlainClient:
@@ -413,6 +408,7 @@ class PlainClient:
 
     draw: OwnDraw = ALWAYS
     unit = Unit.CLIENT
+    aggregation, std = LOCAL, 0.0
 
     def event(self) -> DpEvent:
         """No bound."""
@@ -424,10 +420,6 @@ class PlainClient:
         if self.draw.drawn(coins):
             raw = vector().detach().to("cpu", torch.float32).view(1, size) / self.draw.rate
         return Release({"answer": raw.numpy()}, self.event(), self.unit, SEAL)
-
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """The sum."""
-        return LOCAL.total(answers, 0.0, coins)
 
 
 def _longest(clip: float, std: float, size: int) -> float:
@@ -469,6 +461,7 @@ class NoMechanism:
     unit: Unit
     draw: OwnDraw = ALWAYS
     relation = Relation.REPLACE_ONE
+    aggregation, std = LOCAL, 0.0
 
     def event(self, rows: int) -> DpEvent:
         """No bound."""
@@ -482,15 +475,11 @@ class NoMechanism:
         contributes: bool = True,
     ) -> Sent:
         """The mean of the raw answers to each row; see ``RowGaussian.release``."""
-        total = torch.zeros(shape, dtype=torch.float64)
+        summed = torch.zeros(shape, dtype=torch.float64)
         if self.draw.drawn(coins) and contributes:
-            total, _ = _clipped_sum(shape, answers, math.inf)
-        mean = (total / self.routing.answers_per_row / self.draw.rate).float()
+            summed, _ = _clipped_sum(shape, answers, math.inf)
+        mean = (summed / self.routing.answers_per_row / self.draw.rate).float()
         return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, SEAL)
-
-    def total(self, answers: Answers, coins: Coins) -> Tensor:
-        """The sum."""
-        return LOCAL.total(answers, 0.0, coins)
 
 
 def _clipped_sum(

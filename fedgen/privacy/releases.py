@@ -65,56 +65,36 @@ _RING = 2**32
 _TAIL = 8  # standard deviations of a sum's noise that the ring has room for
 _MANY = 8  # times the rows that were promised, which it has room for
 
-Arrays = Mapping[str, NDArray[Any]]
-
 
 @dataclass(frozen=True)
-class Release:
-    """Sanitized arrays and the privacy event that they cost. Made by the privacy room alone."""
+class _Sealed:
+    """Arrays, and the privacy event that they cost. Made by the privacy room alone."""
 
-    arrays: Arrays
+    arrays: Mapping[str, NDArray[Any]]
     event: DpEvent
     unit: Unit
     _seal: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _sealed(self, self._seal)
+        if self._seal is not SEAL:
+            raise TypeError(f"a {type(self).__name__} is made by a mechanism, nothing else")
 
 
-@dataclass(frozen=True)
-class Share:
+class Release(_Sealed):
+    """Sanitized, for anybody."""
+
+
+class Share(_Sealed):
     """A bounded contribution with a share of the noise, as int32 words of a ring, for a secure sum
-    and for nobody else: one share hides little. ``event``: of the sum."""
-
-    arrays: Arrays
-    event: DpEvent
-    unit: Unit
-    _seal: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _sealed(self, self._seal)
+    and for nobody else: one share hides little. Its event is the sum's."""
 
 
-@dataclass(frozen=True)
-class Clipped:
-    """A bounded contribution without noise: for an aggregator with the mechanism inside, and for
+class Clipped(_Sealed):
+    """A bounded contribution without noise, for an aggregator with the mechanism inside, and for
     nobody else."""
-
-    arrays: Arrays
-    event: DpEvent
-    unit: Unit
-    _seal: object = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _sealed(self, self._seal)
 
 
 Sent = Release | Share | Clipped
-
-
-def _sealed(what: Sent, seal: object) -> None:
-    if seal is not SEAL:
-        raise TypeError(f"a {type(what).__name__} is made by a mechanism, nothing else")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def sums(record: dict[str, Any]) -> list[str]:
     if found["kind"] == "local":
         return []
     more = "; ".join(
-        f"if {each['colluders']} of the {found['asked']} do, ε against them is "
+        f"with {each['colluders']} of the {found['asked']} doing so, ε against them is "
         f"{epsilon_in_words(each['epsilon'])}"
         for each in found["if_more_collude"]
     )

@@ -21,12 +21,13 @@ from fedgen.federation import client_app as client_app_module
 from fedgen.federation import messages
 from fedgen.federation.client_app import ClientHome, client_app
 from fedgen.federation.client_store import ClientStore
-from fedgen.federation.failures import Failure, UnansweredError
+from fedgen.federation.failures import UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.federation.masking import KEY_BYTES, Masker
 from fedgen.federation.messages import Answer
-from fedgen.federation.rounds import Rounds, RunState
+from fedgen.federation.rounds import Rounds
+from fedgen.federation.sums import that_are_there, whose
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.privacy.events import Relation, RevealedDraw, Unit, canonical
@@ -149,23 +150,6 @@ def test_all_rows_together_are_one_clients_sum() -> None:
 # --- of whom a sum is -----------------------------------------------------------------------------
 
 
-def rounds(method: Method, opens: list[object]) -> Rounds:
-    failed: list[Failure] = []
-    return Rounds(
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        method,
-        RunState({}),
-        clients=6,
-        min_success=0.6,
-        timeout=None,
-        begins=lambda _: None,
-        failed=failed.append,
-        errors="{client}",
-        opens=lambda *what: opens.append(what),
-    )
-
-
 def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
     """An actor sends one sum for its clients. If that message is lost, none of them answered: the
     noise of all of them is missing."""
@@ -179,13 +163,16 @@ def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
         c: Answer(words if c == 2 else {}, event, Unit.CLIENT, (2, 3, 4, 5) if c == 2 else ())
         for c in (2, 3, 4, 5)
     }
-    play = rounds(make(), [])
-    assert set(play._that_are_there({**here, **there}, 6, "now")) == set(range(6))
-    cut = {c: answer for c, answer in {**here, **there}.items() if c != 0}
-    assert set(play._that_are_there(cut, 6, "now")) == {2, 3, 4, 5}
-    cut = {c: answer for c, answer in {**here, **there}.items() if c != 2}
-    with pytest.raises(UnansweredError, match=r"3 of 6|4 of 6"):
-        play._that_are_there(cut, 6, "now")
+    whole = {**here, **there}
+    found, lost = that_are_there(whole)
+    assert set(found) == set(range(6)) == set(whose(found)) and not lost
+    found, lost = that_are_there({c: answer for c, answer in whole.items() if c != 0})
+    assert set(found) == {2, 3, 4, 5} == set(whose(found)) and lost == [1]
+    found, lost = that_are_there({c: answer for c, answer in whole.items() if c != 2})
+    assert set(found) == {0, 1} and lost == [3, 4, 5]
+    twice = {**whole, **{5: Answer(words, event, Unit.CLIENT, (5, 0))}}
+    with pytest.raises(UnansweredError, match="two parts"):
+        that_are_there(twice)
 
 
 def test_words_are_added_up_on_the_way() -> None:
@@ -376,6 +363,9 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
         (["method=dp_merf_small", *SUMS[:2], "privacy.aggregation=trusted",
           "privacy.adversary=release", "runtime.transport=float16"],
          "runtime.transport", "float16"),
+        (["method=gs_wgan_small", "privacy.aggregation=trusted", "privacy.adversary=release",
+          "runtime.transport=float16"], "runtime.transport", "before its noise"),
+        ([*DPGAN, "runtime.masks=maybe"], "runtime.masks", "true or false"),
         (["method=fedavg_gan", *SUMS, "method.cohort=2"], "privacy.aggregation", "draws=clients"),
         (["method=dp_merf_small", "partition=iid", "partition.clients=5", "runtime.masks=true"],
          "runtime.masks", "secure sum"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from strategies.parameter_updates import ParameterUpdates
 CLIENTS, COHORT, CLIP, RATE = 20, 5, 0.1, 0.05
 
 
+FACTS = PublicFacts(CLIENTS, None, 10, (1, 8, 8))
+
+
 def make(noise: float | None, clients: int = CLIENTS, **changed: object) -> Method:
     all_answer = bool(changed.pop("all_answer", True))
     settings = {
@@ -51,7 +55,7 @@ def make(noise: float | None, clients: int = CLIENTS, **changed: object) -> Meth
         "ema": 0.9,
         "device": "cpu",
     }
-    facts = PublicFacts(clients, None, 10, (1, 8, 8), all_answer)
+    facts = replace(changed.pop("facts", FACTS), clients=clients, all_answer=all_answer)  # type: ignore[type-var]
     return fedavg_gan(facts, noise, **{**settings, **changed})  # type: ignore[arg-type]
 
 
@@ -192,6 +196,17 @@ def test_a_run_that_goes_on_without_clients_is_not_amplified() -> None:
     [event] = canonical(plan.release(10))
     assert isinstance(event, RevealedDraw)
     assert plan.amplified_by["release"] is None
+
+
+def test_what_is_published_of_noisy_clients_does_not_tell_how_often_one_was_drawn() -> None:
+    """Where each noises by itself, noise that is missing shows the draws: they count as seen, for
+    any client alike, whatever the busiest one's visits were."""
+    facts = replace(FACTS, aggregating="local")
+    plan = make(2.0, facts=facts).plan
+    assert plan.release is not None and plan.seen is not None
+    assert canonical(plan.release(9)) == {RevealedDraw(COHORT / CLIENTS, GaussianDpEvent(2.0)): 9}
+    assert canonical(plan.seen(4)) == canonical(plan.server(4)) == {GaussianDpEvent(2.0): 4}
+    assert plan.amplified_by == {"server": None, "release": None}
 
 
 def test_one_client_and_too_large_a_cohort_are_refused() -> None:

@@ -26,6 +26,7 @@ from fedgen.privacy.mechanisms import (
     RowGaussian,
     SumGaussian,
 )
+from fedgen.privacy.mechanisms import total as total_of
 from fedgen.privacy.per_example import ClippedSum, clip_rows, of_rows
 from fedgen.privacy.releases import LOCAL, Aggregation, Clipped, Release, Trusted
 from fedgen.privacy.routing import Routing
@@ -178,7 +179,7 @@ def test_what_is_released_lies_on_a_grid_of_the_noise(
         (1.4 * sigma, gaussian(0.7, sigma).release((3, 4), all_rows(given_rows), coins)),
         (1.4 * sigma, matrix.release(given_rows, coins)),
         (1.4 * sigma / 3, summing.release((4,), [of_rows(given_rows, 0.7)], coins)),
-        (0.7 * sigma, trusted.total([vector], coins).numpy()),
+        (0.7 * sigma, total_of(trusted)([vector], 0, coins).numpy()),
     ):
         release = found if isinstance(found, np.ndarray) else found.arrays["answer"]
         steps = release.astype(np.float64) / 2.0 ** math.floor(math.log2(std) - 10)
@@ -312,7 +313,7 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     of_client = ClientGaussian(0.5, 1.5, relation, OwnDraw(0.1), meeting)
     found = of_client.release(*shape, lambda: torch.zeros(shape), coins).arrays["answer"]
     if kind == "trusted":
-        found = of_client.total([found], coins).numpy()
+        found = total_of(of_client)([found], 0, coins).numpy()
     return found, 1.5 * diameter / 0.1
 
 
@@ -391,7 +392,7 @@ def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
     """Clients that do not keep to the clip norm move the sum by no more than those that do."""
     quiet = of_clients(0.5, 1e-9, Trusted(0.5))
     other = np.full((1, 5), 0.1, np.float32)
-    with_it, without = (quiet.total(cohort, COINS) for cohort in ([other, vector], [other]))
+    with_it, without = (total_of(quiet)(cohort, 0, COINS) for cohort in ([other, vector], [other]))
     assert float((with_it - without).norm()) <= 0.5 + 1e-6
 
 

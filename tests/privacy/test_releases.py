@@ -24,6 +24,7 @@ from fedgen.privacy.mechanisms import (
     RowGaussian,
     SumGaussian,
 )
+from fedgen.privacy.mechanisms import total as total_of
 from fedgen.privacy.noise import grid_of
 from fedgen.privacy.per_example import of_rows
 from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Share, Trusted
@@ -73,7 +74,7 @@ def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
     words, mechanism = zip(
         *(share(kind, meeting, client) for client in range(least - colluders)), strict=True
     )
-    noise = mechanism[0].total(list(words), COINS).numpy()
+    noise = total_of(mechanism[0])(list(words), 0, COINS).numpy()
     statistic = float((noise**2).sum()) / mechanism[0].std ** 2
     low, high = stats.chi2.interval(1 - 1e-6, noise.size)
     assert low < statistic < high
@@ -89,7 +90,7 @@ def test_n_clients_are_one_client(kind: str) -> None:
     for clients in (2, 10):
         meeting = Secure(clients, clients, 0)
         parts = [share(kind, meeting, c + 1, what=0.002 / clients) for c in range(clients)]
-        total = parts[0][1].total([words for words, _ in parts], COINS).numpy()
+        total = total_of(parts[0][1])([words for words, _ in parts], 0, COINS).numpy()
         assert stats.ks_2samp(total.ravel(), alone.ravel()).pvalue > 1e-6
         off_by_one = total * math.sqrt(clients / (clients - 1))
         if clients == 2:
@@ -114,7 +115,7 @@ def test_a_neighbour_moves_the_sum_by_its_contribution_and_no_more(
                 for c in range(1, clients)
             ),
         ]
-        return mechanism.total([each.arrays["answer"] for each in words], COINS)
+        return total_of(mechanism)([each.arrays["answer"] for each in words], 0, COINS)
 
     moved = float((total(one) - total(other)).abs())
     apart = abs(np.clip(one, -0.5, 0.5) - np.clip(other, -0.5, 0.5))
@@ -174,12 +175,12 @@ def test_a_sum_wraps_around_and_comes_back() -> None:
         mechanism.release(1, lambda w=w: torch.tensor([w]), COINS.at(c)).arrays["answer"]
         for c, w in enumerate(far)
     ]
-    total = float(mechanism.total(words, COINS))
+    total = float(total_of(mechanism)(words, 0, COINS))
     assert total == pytest.approx(sum(far), abs=8 * mechanism.std)
-    step = mechanism.total([words[0]], COINS) - mechanism.total([words[0] + 1], COINS)
+    step = total_of(mechanism)([words[0]], 0, COINS) - total_of(mechanism)([words[0] + 1], 0, COINS)
     with pytest.raises(FedgenError, match="near the end of 32 bits"):
         end = np.full((1, 1), 2**31 - 5, np.int32)
-        mechanism.total([end], COINS)
+        total_of(mechanism)([end], 0, COINS)
     assert float(step.abs()) < 1e6
 
 
@@ -225,9 +226,9 @@ def test_a_share_is_made_by_mechanisms_alone() -> None:
 def test_an_aggregators_noise_is_another_for_other_answers() -> None:
     mechanism = ClientGaussian(1.0, 1.0, ADD_OR_REMOVE, aggregation=Trusted(1.0))
     one, other = np.full((1, 500), 0.01, np.float32), np.full((1, 500), 0.011, np.float32)
-    noises = [mechanism.total([each], COINS).numpy() - each for each in (one, other)]
+    noises = [total_of(mechanism)([each], 0, COINS).numpy() - each for each in (one, other)]
     assert abs(np.corrcoef(noises[0], noises[1])[0, 1]) < 0.2
-    again = mechanism.total([one], Coins.of(7, "seeded")).numpy() - one
+    again = total_of(mechanism)([one], 0, Coins.of(7, "seeded")).numpy() - one
     assert np.array_equal(noises[0], again)
 
 
@@ -238,6 +239,6 @@ def test_rounding_comes_after_the_noise() -> None:
     mechanism = ClientGaussian(1e6, 1e-6, ADD_OR_REMOVE, aggregation=meeting)
     grid = grid_of(meeting.share_std(mechanism.std), 6)
     sent = mechanism.release(4_000_000, lambda: torch.full((4_000_000,), 0.3 * grid), COINS)
-    mean = float(mechanism.total([sent.arrays["answer"]], COINS).mean())
+    mean = float(total_of(mechanism)([sent.arrays["answer"]], 0, COINS).mean())
     error = meeting.share_std(mechanism.std) / 2000
     assert abs(mean - 0.3 * grid) < 4.5 * error < abs(mean)

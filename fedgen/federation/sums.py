@@ -1,0 +1,107 @@
+"""Secure sums as the server asks for them: one question, one sum, and of whom it is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+from flwr.app import Message, RecordDict
+
+from fedgen.federation import messages
+from fedgen.federation.failures import UnansweredError
+from fedgen.federation.masking import (
+    KEY_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
+    MaskingError,
+    context_of,
+    unmasked,
+)
+from fedgen.federation.messages import Answer
+from fedgen.privacy.releases import Secure
+
+T = TypeVar("T")
+
+
+class Exchange(Protocol):
+    """(kind of message, client -> content, (client, reply) -> what is made of it) -> by client, of
+    those that answered; raises FedgenError if they are too few of the cohort."""
+
+    def __call__(
+        self, kind: str, asked: Mapping[int, RecordDict], read: Callable[[int, Message], T], /
+    ) -> dict[int, T]: ...
+
+
+def whose(answers: Mapping[int, Answer]) -> list[int]:
+    """Of whom the sum of some answers is: each by itself, or in a part that was added up."""
+    own = {client for client, answer in answers.items() if answer.arrays and not answer.of}
+    return sorted(own.union(*(answer.of for answer in answers.values())))
+
+
+def that_are_there(answers: Mapping[int, Answer]) -> tuple[dict[int, Answer], list[int]]:
+    """The answers that arrived by themselves or in a part that did, and the clients of the others:
+    a part that was lost took its terms along, and noise that is counted on with them.
+
+    Raises:
+        UnansweredError: if a client is in two parts: it would count twice.
+    """
+    parts = Counter(client for answer in answers.values() for client in answer.of)
+    if any(count > 1 for count in parts.values()):
+        raise UnansweredError("runtime", "a client is in two parts of a sum", "go on with resume=")
+    lost = [c for c, answer in answers.items() if not answer.arrays and c not in parts]
+    return {c: answer for c, answer in answers.items() if c not in lost}, lost
+
+
+def under_masks(
+    server_round: int,
+    asked: Mapping[int, RecordDict],
+    sums: Secure,
+    run: str,
+    exchange: Exchange,
+    read: Callable[[int, Message], Answer],
+) -> dict[int, Answer]:
+    """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
+    them with the first.
+
+    Raises:
+        UnansweredError: if too few answer or help.
+    """
+
+    def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
+        return lambda client, reply: messages.read_texts(reply, length)
+
+    hello = messages.pack_place(server_round)
+    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(KEY_BYTES))
+    keys = {client: each[client] for client, each in announced.items() if client in each}
+    book = messages.pack_texts(server_round, keys)
+    dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), texts(SEALED_BYTES))
+    inboxes = {
+        client: {other: each[client] for other, each in dealt.items() if client in each}
+        for client in dealt
+    }
+    questions = {c: messages.with_texts(asked[c], inbox) for c, inbox in inboxes.items()}
+    answers = exchange(messages.ASK, questions, read)
+    answered, silent = set(answers), set(dealt) - set(answers)
+    lists = messages.pack_lists(server_round, sorted(answered), sorted(silent))
+    told = exchange(messages.REVEAL, dict.fromkeys(answers, lists), texts(SHARE_BYTES))
+    first = min(answers)
+    shape = answers[first].arrays["answer"].shape
+    total = np.zeros(math.prod(shape), np.uint32)
+    for answer in answers.values():
+        total += answer.arrays["answer"].reshape(-1).view(np.uint32)
+    try:
+        context = context_of(run, server_round)
+        words = unmasked(total, keys, answered, silent, told, sums, context)
+    except MaskingError as error:
+        raise UnansweredError(
+            "runtime",
+            f"the sum of round {server_round + 1} cannot be unmasked: {error}",
+            "go on with resume=",
+        ) from error
+    found = {client: replace(each, arrays={}) for client, each in answers.items()}
+    whole = replace(answers[first], arrays={"answer": words.view(np.int32).reshape(shape)})
+    return {**found, first: whole}
