@@ -353,9 +353,6 @@ def check(config: DictConfig) -> None:
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
-    if not isinstance(config.runtime.masks, bool):
-        problem = f"must be true or false, got {config.runtime.masks!r}"
-        raise FedgenError("runtime.masks", problem, "mend it")
     _whole(config, "privacy.colluders", 0, 10**9)
     if config.privacy.least not in (None, "all"):
         _whole(config, "privacy.least", 1, 10**9)
