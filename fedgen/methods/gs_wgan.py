@@ -698,8 +698,9 @@ def _plan(
     noise = mechanism.noise_multiplier if isinstance(mechanism, RowGaussian) else None
     meeting, own = mechanism.aggregation, mechanism.draw
     local, trusted = isinstance(meeting, Local), isinstance(meeting, Trusted)
-    of_sums = federated and local and facts.sums_are_whole and draw.count_is_fixed
     by_clients = own.rate < 1
+    of_sums = federated and local and facts.sums_are_whole and draw.count_is_fixed
+    of_sums = of_sums and not by_clients  # their own bound holds for everybody
 
     def server(answered: int) -> DpEvent:
         if trusted:

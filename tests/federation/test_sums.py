@@ -331,6 +331,9 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
     assert event.event.noise_multiplier == pytest.approx(3.0 / math.sqrt(6))
     assert plan.amplified_by["server"] and plan.release is None
     assert plan.aggregation == Secure(9, 6, 0)  # all of them send
+    facts = PublicFacts(9, None, 10, (1, 8, 8))
+    alone = gs_wgan(facts, 3.0, **{**SETTINGS, **words}).plan  # type: ignore[arg-type]
+    assert alone.amplified_by == plan.amplified_by and alone.release is None
     plan = make(clients=9, noise=3.0, all_answer=False, **words).plan
     assert all(isinstance(event, RevealedDraw) for event in canonical(plan.server(12)))
     assert plan.amplified_by["server"] is None
