@@ -139,6 +139,7 @@ class _Host:
         self._done: SimpleQueue[Message] = SimpleQueue()
         self._waiting = self._given_up = 0
         self._tenancy: _Tenancy | None = None
+        self._held: list[Message] = []
 
     def settle(self, tenancy: _Tenancy) -> None:
         """Tells an actor, new or started again, whose home it is; once is enough."""
@@ -150,7 +151,8 @@ class _Host:
 
     def work(self, new: list[Message]) -> list[Message] | None:
         """Takes messages in; returns the replies that are there when all are, or time is up; None
-        from an actor that was started again and is not settled."""
+        from an actor that was started again and is not settled. What is to be added up waits for
+        all: if the actor dies before, all of it is done again."""
         if self._tenancy is None:
             return None
         for message in new:
@@ -172,9 +174,13 @@ class _Host:
                     self._waiting -= 1
                 break
             self._waiting -= 1
-        if self._tenancy.sums:
-            return added_up([(client_of(r.metadata.src_node_id), r) for r in replies])
-        return replies
+        if not self._tenancy.sums:
+            return replies
+        self._held += replies
+        if self._waiting:
+            return []
+        held, self._held = self._held, []
+        return added_up([(client_of(each.metadata.src_node_id), each) for each in held])
 
     def _start_thread(self) -> None:
         assert self._tenancy is not None

@@ -144,14 +144,20 @@ def test_sums_under_masks_are_equal_to_the_bit(train: Train, kind: list[str]) ->
 
 @pytest.mark.slow
 def test_sums_are_equal_to_the_bit_on_every_runtime(train: Train) -> None:
-    """Added up in the actors, under masks between actors, in Flower's engine."""
-    kind = OF_SUMS["gradients"]
+    """Added up in the actors, of which some die; under masks between actors; in Flower's engine."""
+    kind, sent = OF_SUMS["gradients"], {}
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
+        "alone": [],
         "two actors": TWO_ACTORS,
+        "deaths": [*TWO_ACTORS, "runtime.faults.dies=0.1"],
         "masks": [*TWO_ACTORS, "runtime.masks=true"],
         "flower": ["runtime=flower"],
     }.items():
-        found = fingerprint(train(*kind, *overrides, name=name))
+        run = train(*kind, *overrides, name=name)
+        sent[name] = json.loads((run / "results.json").read_text())["bytes"]["up"]
+        assert name != "deaths" or list(run.glob("clients/*/died.*"))
+        found = fingerprint(run)
         assert found["generator"] == reference["generator"], name
         assert found["ledgers"] == reference["ledgers"], name
+    assert sent["two actors"] < sent["alone"] / 2  # two sums of three answers each
