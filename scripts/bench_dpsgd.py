@@ -68,6 +68,13 @@ def fedgen(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
     return lambda: clipped_sum(module, weights, (images, labels), losses, 1.0)
 
 
+def fedgen_single(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
+    """The engine, with norms and sums in single precision."""
+    weights = {name: value.detach() for name, value in module.named_parameters()}
+    given = (images, labels)
+    return lambda: clipped_sum(module, weights, given, losses, 1.0, precision="float32")
+
+
 def torch_func(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
     """vmap of grad, 64 examples at a time."""
     weights = {name: value.detach() for name, value in module.named_parameters()}
@@ -117,7 +124,7 @@ def opacus_ghost(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
     return step
 
 
-METHODS = (plain, fedgen, opacus_hooks, opacus_ghost, torch_func)
+METHODS = (plain, fedgen, fedgen_single, opacus_hooks, opacus_ghost, torch_func)
 
 
 def measure(

@@ -421,9 +421,16 @@ MUTANTS = [
     Mutant(
         "what-cancels-is-not-looked-at",
         PER_EXAMPLE,
-        "return _squares(self.one_by_one()) + _cancelling(self.lengths(), self.y)",
+        "return _squares(self.one_by_one()) + _cancelling(self.lengths())",
         "return _squares(self.one_by_one())",
         f"{PER_EXAMPLE_TESTS}::test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip",
+    ),
+    Mutant(
+        "products-in-single-precision",
+        PER_EXAMPLE,
+        'multiplied = _double if precision == "float64" else _single',
+        "multiplied = _single",
+        f"{PER_EXAMPLE_TESTS}::test_positions_that_cancel_move_a_sum_by_at_most_the_clip",
     ),
     Mutant(
         "sums-in-single-precision",

@@ -88,7 +88,7 @@ class Discriminator:
             (images, labels),
             lambda logits: F.softplus(sign * logits),
             self.clip,
-            precision=self.precision,
+            precision=self.precision if real or self.precision != "float64" else "float32",
         )
 
 
@@ -130,8 +130,8 @@ def dpgan(
         clip: C, of each example's gradient.
         ema: decay of the average of the generator that is published; 0 publishes the last one.
         mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
-        precision: of the discriminator's forward and backward pass; norms, sums and noise are
-            single or better.
+        precision: of the discriminator's gradients of real rows (see ``clipped_sum``); noise is
+            exact.
 
     Raises:
         FedgenError: for a sampling rate or an accuracy that is none, or fakes without pairs.

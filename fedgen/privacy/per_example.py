@@ -10,8 +10,8 @@ weight is a product of what went into the layer and of the gradient of what came
 3. what came back is scaled by each example's clipping factor, and one weight gradient for the whole
    batch is the clipped sum ("book-keeping", Bu, Wang, Zha, Karypis 2023).
 
-So a clipped step costs a plain one and the norms. What goes in and what comes back may be
-rounded to a lower precision: norms and sums are then of the same rounded tensors, and the bound
+So a clipped step costs a plain one and the norms. What goes in and what comes back are in single
+precision, or rounded to a lower one: norms and sums are of the same rounded tensors, and the bound
 holds for them.
 ``by_vmap`` is the general path, for any module and for losses with gradients of their own inside;
 ``by_opacus`` is a reference.
@@ -41,8 +41,9 @@ Weights = Mapping[str, Tensor]
 Pair = tuple[int, int]
 Losses = Callable[[Tensor], Tensor]
 """A module's output for n examples -> each example's own loss (n,)."""
-Precision = Literal["float32", "tf32", "bfloat16"]
-"""Of the forward and the backward pass. tf32 is float32 on a CPU."""
+Precision = Literal["float64", "float32", "tf32", "bfloat16"]
+"""float64: norms and sums in double precision, forward and backward pass in single. The others are
+of the passes, with norms and sums in single; tf32 is float32 on a CPU."""
 
 _SEAL = object()
 _LONGEST = 1e30
@@ -50,7 +51,7 @@ _LONGEST = 1e30
 _ROUNDING = 1 - 8e-6
 # and of sums more (see ``clipped_sum``)
 _OF_SUMS = 1 - 2.0**-10
-_CANCELS = 64  # in units of a product's rounding
+_CANCELS = 2.0**-17  # 64 times the rounding of a product in single precision
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -112,25 +113,37 @@ def clipped_sum(
     losses: Losses,
     clip: float,
     at_once: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision = "float64",
 ) -> ClippedSum:
-    """The sum over examples of their clipped gradients, in double precision.
+    """The sum over examples of their clipped gradients.
 
-    Products of ``at_once`` examples are summed in single precision, and those sums in double. For
-    what single precision makes of a sum when one example more is in it, 2^-10 of the clip norm are
-    kept free. That is measured, not proven: a sum of n products is off by at most n 2^-24 times
-    their absolute values in all (Higham 2002, section 3.1), and with 64 examples of 49 positions
-    that bound says little. Kernels add in blocks, and what was found is 1e-5 of the clip norm at
-    most, for examples that all agree, for random ones, and for one whose gradient cancels among
-    others (``_cancelling``; ``tests/privacy/test_per_example.py``). Examples
-    after the one more move to other places, so that over very many chunks this could add up: a
-    mechanism has batches summed in parts that do not depend on each other (``SumGaussian``).
+    **What rounding makes of one example more.** 2^-10 of the clip norm are kept free for it. An
+    example counts as at least 2^-8.5 of its products' absolute values in all (``_cancelling``), so
+    that these, scaled, come to at most 2^8.5 clip norms. Products of single precision are exact in
+    double; a sum of k of them, in whatever order, is off by at most k 2^-53 / (1 - k 2^-53) times
+    their absolute values (Higham 2002, section 3.1). So no norm is too short by more than 2^-30 of
+    itself for k up to 2^30 (what is lost is less than what ``_cancelling`` adds), and a sum over n
+    examples of t products each is off by at most t n^2 2^(8.5-53) clip norms: by 2^-14 for 128
+    examples of 65,536 positions. Both of the sums
+    that are compared are off by that at most, and all is within the 2^-10.
+
+    With any other ``precision`` products are added in single, where this bound says little:
+    kernels add in blocks, and what was found is 1e-5 of the clip norm at most, for examples that
+    all agree, for random ones, and for one whose gradient cancels among others
+    (``tests/privacy/test_per_example.py``). That is measured and not proven.
+
+    In either case an example's own tensors are taken to be the same whatever examples are computed
+    beside it. Kernels may add in another order for another number of examples: their values differ
+    by 1e-7 of themselves then, which the free 2^-10 covers as long as the network is well
+    conditioned. And examples after the one more move to other places, so that over very many chunks
+    rounding could add up: a mechanism has batches summed in parts that do not depend on each other
+    (``SumGaussian``).
 
     Args:
         module: called with ``weights`` in place of its own, on ``inputs``, (n, ...) each.
         clip: L2 bound of each example's gradient over all weights; infinity: no clipping.
         at_once: examples in memory at a time; None: as many as are fastest, 64 on a CPU.
-        precision: of what the gradients are products of; norms and sums are single or better.
+        precision: see ``Precision``.
 
     Raises:
         FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
@@ -170,7 +183,11 @@ def by_vmap(
     clip: float,
     at_once: int = 64,
 ) -> ClippedSum:
-    """``clipped_sum`` for any ``loss(weights, *example) -> ()``, with all gradients in memory."""
+    """``clipped_sum`` for any ``loss(weights, *example) -> ()``, with all gradients in memory.
+
+    A sum of n clipped gradients in single precision is off by at most n^2 2^-24 clip norms, two of
+    64 and 65 by less than the 2^-10 that are kept free.
+    """
     total = _nothing(weights)
     norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
     for start in range(0, len(inputs[0]), at_once):
@@ -244,11 +261,11 @@ class _Product:
         if positions == 1 == self.y.shape[1]:
             return self.lengths().square()
         if positions * (self.width + q) >= self.width * q:
-            return _squares(self.one_by_one()) + _cancelling(self.lengths(), self.y)
+            return _squares(self.one_by_one()) + _cancelling(self.lengths())
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
         from_x, from_y = (each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
         found = (x * y).double().sum((1, 2, 3))
-        return found + _cancelling((from_x * from_y).sqrt(), self.y)
+        return found + _cancelling((from_x * from_y).sqrt())
 
     def lengths(self) -> Tensor:
         """Of each example (n,), no less than its products' absolute values in all."""
@@ -303,7 +320,7 @@ class _Table:
             return _squares(self.back)
         same = self.index[:, :, None] == self.index[:, None, :]
         found = (self.back @ self.back.transpose(1, 2) * same).double().sum((1, 2))
-        return found + _cancelling(self.lengths(), self.back)
+        return found + _cancelling(self.lengths())
 
     def lengths(self) -> Tensor:
         """See ``_Product.lengths``."""
@@ -332,16 +349,16 @@ def _square(uses: list[_Use]) -> Tensor:
     whole, lengths = uses[0].one_by_one(), uses[0].lengths()
     for use in uses[1:]:
         whole, lengths = whole + use.one_by_one(), lengths + use.lengths()
-    return _squares(whole) + _cancelling(lengths, whole)
+    return _squares(whole) + _cancelling(lengths)
 
 
-def _cancelling(lengths: Tensor, of: Tensor) -> Tensor:
+def _cancelling(lengths: Tensor) -> Tensor:
     """What is added to squared norms (n,) of sums of products whose absolute values come to
     ``lengths`` in all. What cancels leaves its rounding, in the norm and in the sum over a batch
     alike, where it would swallow other examples: one whose products are much longer than what is
     left of them counts as longer than that. Where they are 15 times as long, as in convolutions of
     images, that is a thousandth of its norm."""
-    return _CANCELS * torch.finfo(of.dtype).eps * lengths.square()
+    return _CANCELS * lengths.square()
 
 
 # --- the layers that are known --------------------------------------------------------------------
@@ -580,8 +597,9 @@ def _forward_and_back(
     with _computing_in(precision, inputs[0].device.type):
         backs = torch.autograd.grad(whole, [out for _, _, out, _ in seen], materialize_grads=True)
     uses: dict[str, list[_Use]] = defaultdict(list)
+    multiplied = _double if precision == "float64" else _single
     for (layer, given, _, _), back in zip(seen, backs, strict=True):
-        found = _KNOWN[type(layer)](layer, _single(given), _single(back))
+        found = _KNOWN[type(layer)](layer, multiplied(given), multiplied(back))
         for part, name in layers[layer].items():
             uses[name].append(found[part])
     return uses
@@ -589,6 +607,11 @@ def _forward_and_back(
 
 def _single(found: Tensor) -> Tensor:
     return found.float() if found.dtype == torch.bfloat16 else found
+
+
+def _double(found: Tensor) -> Tensor:
+    """But for indices."""
+    return found.double() if found.is_floating_point() else found
 
 
 @contextlib.contextmanager
