@@ -408,7 +408,7 @@ def method_of(
         plan(mechanism, size, sampling_rate, source),
         Routing("mean", facts.clients),
         0,
-        lambda: worst_case(nets, facts.shape, local),
+        lambda: [worst_case(nets, facts.shape, local)],
         total(mechanism),
     )
 

@@ -107,12 +107,16 @@ class WorstCase:
 
     first, second: a client's state (which may be any function of its rows) and its rows.
     read: answer -> the part that tells most, rows first.
+    round: in which it is asked, where rounds differ. event: what an answer to it costs then; None:
+        as the plan's first.
     """
 
     query: Query
     first: tuple[State, Shard]
     second: tuple[State, Shard]
     read: Callable[[Tensor], Tensor] = lambda answer: answer
+    round: int = 0
+    event: DpEvent | None = None
 
 
 Kind = Literal["local", "secure", "trusted"]
@@ -267,7 +271,7 @@ class Method:
     cohort: the draw that routes a query's rows to clients.
     trained_per_round: clients that a public rotation trains each round; None trains those that the
         round asks.
-    worst_case: what an audit plays.
+    worst_cases: what an audit plays, of each kind of question.
     total: (answers to one question, round, coins) -> their sum, in double precision, with what
         noise the aggregator adds.
     """
@@ -277,5 +281,5 @@ class Method:
     plan: Plan
     cohort: Routing
     trained_per_round: int | None
-    worst_case: Callable[[], WorstCase]
+    worst_cases: Callable[[], Sequence[WorstCase]]
     total: Callable[[Sequence[NDArray[Any]], int, Coins], Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from fedgen.method import Method, Plan, ServerProgram, State, WorstCase
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
 from fedgen.privacy.calibration import least_noise
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Spend, canonical
 from fedgen.privacy.releases import Local, Release, Secure, Sent
 from fedgen.reporting.figures import lower_bounds
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
@@ -67,9 +67,14 @@ def audit(config: DictConfig) -> str:
     ready = settings.setup(config)
     found: list[Point] = []
     lines, noises = [], {}
-    for number, sight in enumerate(sights(ready.method) if chosen.releases else []):
-        noise = chosen.noise_multiplier or _telling_noise(ready, sight)
+    kinds = range(len(ready.method.worst_cases()))
+    attacks = [(sight, kind) for sight in sights(ready.method) for kind in kinds]
+    for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
+        noise = chosen.noise_multiplier or _telling_noise(ready, sight, kind)
         method = ready.at_noise(noise)
+        worst = method.worst_cases()[kind]
+        if len(kinds) > 1:
+            sight = replace(sight, name=f"{sight.name}, {next(iter(worst.query.rows))}")
         trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
         with RunProgress() as progress:
 
@@ -79,7 +84,7 @@ def audit(config: DictConfig) -> str:
             points = attack(
                 method,
                 method.plan,
-                method.worst_case(),
+                worst,
                 sight,
                 releases=trials,
                 confidence=chosen.confidence,
@@ -136,14 +141,14 @@ def audit(config: DictConfig) -> str:
     return text
 
 
-def _telling_noise(ready: Setup, sight: Sight) -> float:
+def _telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
     """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
     much more never."""
 
     def at(noise: float) -> float:
-        plan = ready.at_noise(noise).plan
-        spend = canonical(sight.event(plan, plan.rows_per_round))
-        return epsilon(spend, ready.config.privacy.delta, plan.relation).or_infinity
+        method = ready.at_noise(noise)
+        spend = _cost(method.plan, method.worst_cases()[kind], sight, 1)
+        return epsilon(spend, ready.config.privacy.delta, method.plan.relation).or_infinity
 
     return least_noise(at, _TELLING)
 
@@ -219,6 +224,13 @@ def counted(plan: Plan, rows: int, trusted: bool) -> DpEvent:
     return _of_draws(plan, rows) if trusted else plan.server(rows)
 
 
+def _cost(plan: Plan, worst: WorstCase, sight: Sight, count: int) -> Spend:
+    """Of so many answers to a question."""
+    if worst.event is not None:
+        return canonical(worst.event, count)
+    return canonical(sight.event(plan, count * worst.query.count))
+
+
 def _of_sums(plan: Plan, rows: int) -> DpEvent:
     assert plan.seen is not None
     return plan.seen(rows)
@@ -267,7 +279,7 @@ def attack(
     for count in together:
         trials = releases // count
         summed = scores[:, : trials * count].reshape(2, trials, count).sum(2)
-        spend = canonical(sight.event(plan, count * worst.query.count))
+        spend = _cost(plan, worst, sight, count)
         gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
         bound = gaussian_lower_bound if gaussian else lower_bound
         proven = epsilon(spend, delta, plan.relation).value
@@ -296,8 +308,8 @@ def _summed(
         query, here = worst.query.take(rows), coins.at("client", client)
         answers[client] = method.client.answer(own[0], query, own[1], trial, here)
     if not isinstance(method.plan.aggregation, Local):
-        found = method.total([each.arrays["answer"] for each in answers.values()], trial, coins)
-        return worst.read(found).numpy()
+        arrived = [each.arrays["answer"] for each in answers.values()]
+        return worst.read(method.total(arrived, worst.round, coins.at("total", trial))).numpy()
     total: NDArray[np.float64] | None = None
     for client, answer in answers.items():
         assert isinstance(answer, Release)
@@ -318,7 +330,7 @@ def _released(
         here = coins.at("aggregate", trial)
         drawn = method.cohort.draw(worst.query.count, here.secret("cohort"))
         alone = answer.arrays["answer"] if 0 in drawn else np.zeros(found.shape, np.float32)
-        found = method.total([alone], trial, here)
+        found = method.total([alone], worst.round, here)
     read: NDArray[Any] = worst.read(found).numpy()
     return read
 

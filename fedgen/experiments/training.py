@@ -63,7 +63,9 @@ from fedgen.reporting.words import statement
 
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
-_WARM_START_CHECKPOINT_SECONDS = 30.0
+_WARM_START_SHORT = 100  # a sequence of so many questions is kept after each
+_CHECKPOINT_SECONDS = 30.0
+_SHORT = 100  # a sequence of so many questions is kept after each
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
@@ -321,7 +323,9 @@ class Training:
             due = _due(state, facts, self.config.runtime.checkpoint_every)
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
             # what clients said once is not asked again
-            if (due or state.rounds == self.method.plan.asking_rounds) and not last:
+            asking = self.method.plan.asking_rounds or 0
+            due |= state.rounds == asking or state.rounds < asking <= _SHORT
+            if due and not last:
                 keep()
             self._die_if_told_to(state, facts)
             if not last:

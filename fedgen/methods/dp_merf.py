@@ -21,29 +21,17 @@ embeddings, whose norm is at most 1 whatever rows it has: it weighs as much as a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import (
-    TRUSTING,
-    Claim,
-    ClientProgram,
-    Method,
-    Plan,
-    PublicFacts,
-    Query,
-    ServerProgram,
-    State,
-    WorstCase,
-)
+from fedgen.method import Method, PublicFacts, Query, ServerProgram, WorstCase
 from fedgen.models.functional import (
     Tensors,
     generator_start,
@@ -54,16 +42,9 @@ from fedgen.models.functional import (
     template,
     trainable,
 )
-from fedgen.privacy.accounting import claimed_by_rdp
-from fedgen.privacy.batches import AllRows
-from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import ClientGaussian, PlainClient, PlainSum, SumGaussian, total
 from fedgen.privacy.per_example import ClippedSum, of_rows
-from fedgen.privacy.releases import Sent, Trusted
 from fedgen.privacy.routing import Routing
-
-RELATION = Relation.ADD_OR_REMOVE_ONE
-_AT_ONCE = 2048  # rows whose features are in memory
+from fedgen.sequence import Asked, Sums, SumSequence
 
 
 @dataclass(frozen=True)
@@ -88,73 +69,24 @@ class Features:
         return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
 
 
-Mechanism = SumGaussian | PlainSum | ClientGaussian | PlainClient
-
-
-@dataclass(frozen=True)
-class Client:
-    """Embeds its rows, once."""
-
-    features: Features
-    mechanism: Mechanism
-    classes: int
-
-    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
-        """The noised embedding (classes * features,)."""
-        del state
-        here, size = coins.at("embedding", round_), self.classes * self.features.count
-        frequencies = self.features.frequencies(query.shared["seed"])
-
-        def features(images: Tensor) -> Tensor:
-            return self.features(frequencies, images)
-
-        mechanism, device = self.mechanism, self.features.device
-        if isinstance(mechanism, SumGaussian | PlainSum):
-            sums = embedding_sums(mechanism, features, shard, self.classes, device, here)
-            return mechanism.release((size,), sums, here)
-
-        def mean() -> Tensor:
-            whole = PlainSum(AllRows(), max(len(shard), 1), Unit.CLIENT)
-            sums = embedding_sums(whole, features, shard, self.classes, device, here)
-            return whole.noised(size, sums, here)
-
-        return mechanism.release(size, mean, here)
-
-
-def embedding_sum(
-    facts: PublicFacts, noise_multiplier: float | None, rows: int, features: int
-) -> SumGaussian | PlainSum:
-    """What embeddings of all rows are added up by: each is 1 long, and no entry of it longer than
-    sqrt(2 / features). ``rows``: see ``dp_merf``."""
-    share = rows / facts.clients
-    if noise_multiplier is None:
-        return PlainSum(AllRows(), share, Unit.RECORD)
-    return SumGaussian(
-        1.0,
-        noise_multiplier,
-        AllRows(),
-        share,
-        RELATION,
-        Unit.RECORD,
-        facts.aggregation(facts.clients),
-        peak=math.sqrt(2 / features),
-    )
-
-
-def embedding_sums(
-    mechanism: SumGaussian | PlainSum,
-    features: Callable[[Tensor], Tensor],
-    shard: Shard,
+def embedding(
+    sums: Sums,
+    features: Features,
     classes: int,
-    device: str,
-    coins: Coins,
-) -> Iterator[ClippedSum]:
-    """The features of all rows, images (n, ...) -> (n, count), summed in the blocks of their
-    labels."""
-    private = shard.on(device)
-    for some in mechanism.parts(len(shard), coins, _AT_ONCE):
-        images, labels = private.rows(torch.from_numpy(some))
-        yield of_rows(features(images), 1.0, labels, classes)
+    of: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+) -> Asked:
+    """The features of all rows, summed in the blocks of their labels: each row's are 1 long, and no
+    entry of them longer than sqrt(2 / features).
+
+    ``of``: (what the question holds, images (n, ...)) -> what there are features of.
+    """
+
+    def contribution(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        found = features(features.frequencies(shared["seed"]), of(shared, images))
+        return of_rows(found, 1.0, labels, classes)
+
+    mechanism = sums.mechanism(peak=math.sqrt(2 / features.count))
+    return Asked("embedding", classes * features.count, mechanism, contribution)
 
 
 @dataclass(frozen=True)
@@ -275,18 +207,11 @@ def dp_merf(
         raise FedgenError("method.features", problem, "take an even number")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
-    mechanism: Mechanism
-    if facts.unit is not Unit.CLIENT:
-        mechanism = embedding_sum(facts, noise_multiplier, rows, features)
-    elif noise_multiplier is None:
-        mechanism = PlainClient()
-    else:
-        meeting = facts.aggregation(facts.clients)
-        mechanism = ClientGaussian(1.0, noise_multiplier, RELATION, aggregation=meeting)
-    client = Client(embed, mechanism, facts.classes)
+    sums = Sums(facts, noise_multiplier, rows)
+    sequence = SumSequence((embedding(sums, embed, facts.classes, lambda _, x: x),), device)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
+        sequence.client,
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -298,52 +223,16 @@ def dp_merf(
             server.shown,
             server.alone,
         ),
-        _plan(mechanism, facts.classes * features),
+        sequence.plan("none", None, ("RDP of one Gaussian", "DP-MERF (2021)")),
         Routing("mean", facts.clients),
         0,
-        lambda: _worst_case(facts.shape),
-        total(mechanism),
+        lambda: [_worst_case(sequence, facts.shape)],
+        sequence.total,
     )
 
 
-def _worst_case(shape: tuple[int, int, int]) -> WorstCase:
+def _worst_case(sequence: SumSequence, shape: tuple[int, int, int]) -> WorstCase:
     """A black row against none: its features are all in the cosines, 1 each before scaling."""
     row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
     none = Shard(row.images[:0], row.labels[:0])
-    query = Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(0)})
-    return WorstCase(query, ({}, row), ({}, none))
-
-
-def _plan(mechanism: Mechanism, size: int) -> Plan:
-    """One Gaussian, against everybody; where the aggregator makes it, against all others."""
-    private = isinstance(mechanism, SumGaussian | ClientGaussian)
-    trusted = isinstance(mechanism.aggregation, Trusted)
-
-    def event(answered: int) -> DpEvent:
-        return repeat(mechanism.event(), answered)
-
-    reason = "one release over all rows: there is no draw"
-    if not private:
-        reason = "nothing is noised"
-    return Plan(
-        unit=mechanism.unit,
-        relation=RELATION,
-        sampler="none",
-        rows_per_round=1,
-        answer=lambda *_: (1, size),
-        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
-        release=(lambda _: event(1)) if trusted else None,
-        seen=event if trusted else None,
-        amplified_by={"server": None, "release": None},
-        reasons={"server": TRUSTING if trusted else reason, "release": reason},
-        claim=Claim(
-            lambda _, delta: claimed_by_rdp(event(1), delta, RELATION),
-            "RDP of one Gaussian",
-            "DP-MERF (2021)",
-        )
-        if private
-        else None,
-        asking_rounds=1,
-        aggregation=mechanism.aggregation,
-        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian | ClientGaussian) else (),
-    )
+    return sequence.worst_case("embedding", {"seed": torch.tensor(0)}, ({}, row), ({}, none))

@@ -16,30 +16,18 @@ single release, can do with ``embedding_noise`` times as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from dp_accounting import ComposedDpEvent, DpEvent
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import (
-    TRUSTING,
-    Claim,
-    ClientProgram,
-    Method,
-    Plan,
-    PublicFacts,
-    Query,
-    ServerProgram,
-    State,
-    WorstCase,
-)
-from fedgen.methods.dp_merf import RELATION, Features, embedding_sum, embedding_sums
+from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.methods.dp_merf import Features, embedding
 from fedgen.methods.dp_merf import Server as EmbeddingServer
 from fedgen.models.functional import (
     Tensors,
@@ -51,15 +39,11 @@ from fedgen.models.functional import (
     template,
     unflat,
 )
-from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import Contribution, Unit, repeat
-from fedgen.privacy.mechanisms import Answers, PlainSum, SumGaussian, total
+from fedgen.privacy.events import Unit
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
-from fedgen.privacy.releases import Sent, Trusted
 from fedgen.privacy.routing import Routing
-
-Sums = SumGaussian | PlainSum
+from fedgen.sequence import Asked, Sums, SumSequence
 
 
 @dataclass(frozen=True)
@@ -86,50 +70,6 @@ class Coder:
 
 
 @dataclass(frozen=True)
-class Client:
-    """Steps of the autoencoder, then the embedding."""
-
-    coder: Coder
-    features: Features
-    steps: Sums
-    embedding: Sums
-    rounds: int
-    clip: float
-    classes: int
-
-    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
-        """The noised gradient (weights,), or the noised embedding (classes * features,)."""
-        del state
-        weights = {n: v.to(self.coder.device) for n, v in part(query.shared, "coder").items()}
-        if "seed" in query.shared:
-            here, size = coins.at("embedding", round_), self.classes * self.features.count
-            frequencies = self.features.frequencies(query.shared["seed"])
-            sums = embedding_sums(
-                self.embedding,
-                lambda images: self.features(frequencies, self.coder.encode(weights, images)),
-                shard,
-                self.classes,
-                self.coder.device,
-                here,
-            )
-            return self.embedding.release((size,), sums, here)
-        here = coins.at("autoencoder", round_)
-
-        def gradients() -> Iterator[ClippedSum]:
-            private, about = shard.on(self.coder.device), examples_at_once(self.coder.device)
-            for batch in self.steps.parts(len(shard), here, about):
-                inputs = (private.rows(torch.from_numpy(batch))[0],)
-                yield clipped_sum(self.coder.network, weights, inputs, lambda far: far, self.clip)
-
-        return self.steps.release((self.coder.size,), gradients(), here)
-
-    def total(self, answers: Answers, round_: int, coins: Coins) -> Tensor:
-        """The sum of what clients answered, in double precision."""
-        mechanism = self.steps if round_ < self.rounds else self.embedding
-        return total(mechanism)(answers, round_, coins)
-
-
-@dataclass(frozen=True)
 class Server:
     """Autoencoder, embedding and a generator of codes: post-processing."""
 
@@ -148,7 +88,7 @@ class Server:
         """The autoencoder, to take a step; at last with the embedding's seed."""
         weights = join(coder=part(state, "coder"))
         if round_ < self.steps:
-            return Query({"step": torch.zeros(1)}, weights)
+            return Query({"autoencoder": torch.zeros(1)}, weights)
         asked = self.codes.query(state, round_, coins)
         return asked and Query(asked.rows, {**asked.shared, **weights})
 
@@ -242,30 +182,38 @@ def dp_merf_ae(
         )
     coder = Coder(template(autoencoder(code=code, shape=facts.shape)), device)
     embed = Features(features, bandwidth, code, device)
-    each = batch / facts.clients
-    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
-    steps: Sums = PlainSum(batches, each, Unit.RECORD)
-    louder = None
-    if noise_multiplier is not None:
-        steps = SumGaussian(clip, noise_multiplier, batches, each, RELATION, Unit.RECORD, meeting)
-        louder = noise_multiplier * embedding_noise
-    embedding = embedding_sum(facts, louder, rows, features)
+    louder = None if noise_multiplier is None else noise_multiplier * embedding_noise
+    batches = PoissonBatches(sampling_rate)
+    norm = clip if noise_multiplier is not None else math.inf
+
+    def gradients(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        del labels
+        return clipped_sum(coder.network, part(shared, "coder"), (images,), lambda far: far, norm)
+
+    def codes_of(shared: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        return coder.encode(part(shared, "coder"), images)
+
+    sequence = SumSequence(
+        (
+            Asked(
+                "autoencoder",
+                coder.size,
+                Sums(facts, noise_multiplier, batch).mechanism(clip=clip, batches=batches),
+                gradients,
+                autoencoder_steps,
+                examples_at_once(device),
+            ),
+            embedding(Sums(facts, louder, rows), embed, facts.classes, codes_of),
+        ),
+        device,
+    )
     net = template(generator(latent=latent, classes=facts.classes, code=code))
     codes = EmbeddingServer(
         net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema
     )
-    client = Client(
-        coder,
-        embed,
-        steps,
-        embedding,
-        autoencoder_steps,
-        clip if noise_multiplier is not None else math.inf,
-        facts.classes,
-    )
     server = Server(coder, codes, autoencoder_steps, (autoencoder_learning_rate, autoencoder_betas))
     return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
+        sequence.client,
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -277,72 +225,38 @@ def dp_merf_ae(
             codes.shown,
             codes.alone,
         ),
-        _plan(client, autoencoder_steps),
+        sequence.plan(
+            "poisson, then none",
+            "secret Poisson batches of the autoencoder's steps",
+            ("RDP of Poisson subsampling, and of one Gaussian", "DP-MERF (2021)"),
+        ),
         Routing("mean", facts.clients),
         0,
-        lambda: _worst_case(coder, facts.shape),
-        client.total,
+        lambda: _worst_cases(coder, sequence, facts.shape),
+        sequence.total,
     )
 
 
-def _worst_case(coder: Coder, shape: tuple[int, int, int]) -> WorstCase:
-    """A black row against none, by an autoencoder that says grey whatever it is given: only the
-    biases of its last layer move, by more than any clip norm."""
+def _worst_cases(
+    coder: Coder, sequence: SumSequence, shape: tuple[int, int, int]
+) -> list[WorstCase]:
+    """A black row against none. By an autoencoder that says grey whatever it is given, only the
+    biases of its last layer move, by more than any clip norm; the embedding is of one code."""
     fresh = initial(coder.network, Coins.of(0, "seeded").public("autoencoder"))
     weights = {name: torch.zeros_like(value) for name, value in fresh.items()}
     channels = weights["image.bias"].numel()
     before = sum(weights[name].numel() for name in sorted(weights) if name < "image.bias")
     row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
-    return WorstCase(
-        Query({"step": torch.zeros(1)}, join(coder=weights)),
-        ({}, row),
-        ({}, Shard(row.images[:0], row.labels[:0])),
-        lambda answer: answer[:, before : before + channels],
-    )
-
-
-def _plan(client: Client, steps: int) -> Plan:
-    """Sampled Gaussians, then one without a draw, against everybody; where the aggregator makes the
-    noise, against all others."""
-    private = isinstance(client.steps, SumGaussian)
-    trusted = isinstance(client.steps.aggregation, Trusted)
-
-    def event(answered: int) -> DpEvent:
-        # as if all were steps, and one the embedding too: a step that is done again after a resume
-        # takes the place of the embedding in a client's rows
-        taken = repeat(client.steps.event(), answered)
-        if answered <= steps:
-            return taken
-        return ComposedDpEvent([taken, client.embedding.event()])
-
-    reason = None if private else "nothing is clipped and nothing is noised"
-    by = "secret Poisson batches of the autoencoder's steps" if private else None
-    return Plan(
-        unit=Unit.RECORD,
-        relation=RELATION,
-        sampler="poisson, then none",
-        rows_per_round=1,
-        answer=lambda _, round_: (
-            1,
-            client.coder.size if round_ < steps else client.classes * client.features.count,
+    first: tuple[State, Shard] = {}, row
+    second: tuple[State, Shard] = {}, Shard(row.images[:0], row.labels[:0])
+    coded = {**join(coder=weights), "seed": torch.tensor(0)}
+    return [
+        sequence.worst_case(
+            "autoencoder",
+            join(coder=weights),
+            first,
+            second,
+            lambda answer: answer[:, before : before + channels],
         ),
-        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
-        release=(lambda rounds: event(min(rounds, steps + 1))) if trusted else None,
-        seen=event if trusted else None,
-        amplified_by={"server": None if trusted else by, "release": by},
-        reasons={"server": TRUSTING if trusted else reason, "release": reason},
-        claim=Claim(
-            lambda rounds, delta: claimed_by_rdp(event(min(rounds, steps + 1)), delta, RELATION),
-            "RDP of Poisson subsampling, and of one Gaussian",
-            "DP-MERF (2021)",
-        )
-        if private
-        else None,
-        asking_rounds=steps + 1,
-        aggregation=client.steps.aggregation,
-        extents=tuple(
-            each.extent
-            for each in (client.steps, client.embedding)
-            if isinstance(each, SumGaussian)
-        ),
-    )
+        sequence.worst_case("embedding", coded, first, second),
+    ]

@@ -300,7 +300,7 @@ def dp_sinkhorn(
         _plan(mechanism, shape, sampling_rate),
         Routing("mean", facts.clients),
         0,
-        lambda: _worst_case(server, facts.shape),
+        lambda: [_worst_case(server, facts.shape)],
         total(mechanism),
     )
 

@@ -272,7 +272,7 @@ def fedavg_gan(
         _plan(mechanism, nets.size(), rate, by_server, facts),
         asked,
         0,
-        lambda: _worst_case(nets, facts.shape),
+        lambda: [_worst_case(nets, facts.shape)],
         total(mechanism),
     )
 

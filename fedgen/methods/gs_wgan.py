@@ -644,7 +644,7 @@ def gs_wgan(
         _plan(mechanism, rows, answer, cohort if federated else inside, on_query, facts),
         cohort,
         None if federated and on_query else min(critics_per_step, facts.clients),
-        lambda: client.worst_case(rows, facts.shape, relation),
+        lambda: [client.worst_case(rows, facts.shape, relation)],
         total(mechanism),
     )
 

@@ -77,7 +77,7 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
             ]
         )
         total = total + flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
-    found_moment = method.worst_case().read(answered(method, SHARD))[0]
+    found_moment = method.worst_cases()[0].read(answered(method, SHARD))[0]
     assert len(batch) > 1
     assert torch.allclose(
         found_moment, 0.5 * total / BATCH, atol=1e-6 + noise * CLIP / BATCH / 1000

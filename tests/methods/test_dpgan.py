@@ -150,7 +150,7 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
         total = total + clipped(image, label, 1.0)
     query = method.server.query(start, 0, COINS)
     release = method.client.answer({}, query, SHARD, 0, COINS)
-    found = method.worst_case().read(torch.from_numpy(release.arrays["answer"]))
+    found = method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
     assert torch.allclose(
         found[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6 + noise * CLIP / BATCH / 1000
     )
@@ -167,9 +167,9 @@ def test_steps_are_charged_one_by_one_and_share_no_noise() -> None:
     found = []
     for first in range(4):
         answer = method.client.answer({}, query.take([0]), SHARD, first, COINS).arrays["answer"]
-        found.append(method.worst_case().read(torch.from_numpy(answer))[0])
+        found.append(method.worst_cases()[0].read(torch.from_numpy(answer))[0])
     two = method.client.answer({}, query.take([0, 1]), SHARD, 0, COINS).arrays["answer"]
-    m = method.worst_case().read(torch.from_numpy(two))[0]
+    m = method.worst_cases()[0].read(torch.from_numpy(two))[0]
     found.append(m - RATES[1][0] * found[0])  # what the second of the two steps added
     close = torch.corrcoef(torch.stack(found)).fill_diagonal_(0).abs()
     assert float(close.max()) < 0.1
@@ -238,7 +238,7 @@ def first_moment(method: Method, shard: Shard, round_: int = 0) -> Tensor:
     """What a client's answer tells of the noised sum of its first step."""
     query = method.server.query(method.server.init(COINS), round_, COINS).take([0])
     release = method.client.answer({}, query, shard, round_, COINS)
-    return method.worst_case().read(torch.from_numpy(release.arrays["answer"]))
+    return method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
 
 
 def test_an_empty_batch_is_released_and_charged() -> None:
