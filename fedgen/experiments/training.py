@@ -63,8 +63,7 @@ from fedgen.reporting.words import statement
 
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
-_WARM_START_SHORT = 100  # a sequence of so many questions is kept after each
-_CHECKPOINT_SECONDS = 30.0
+_WARM_START_CHECKPOINT_SECONDS = 30.0
 _SHORT = 100  # a sequence of so many questions is kept after each
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
