@@ -130,6 +130,10 @@ class SumSequence:
         """What is asked in a round; the last sum in those after."""
         return self._by_round[min(round_, self.rounds - 1)]
 
+    def repeats(self, name: str) -> int:
+        """How often a sum is asked for."""
+        return sum(each.name == name for each in self._by_round)
+
     def question(self, round_: int, shared: Mapping[str, Tensor]) -> Query:
         """The question of a round, with what clients need to answer it."""
         return Query({self.at(round_).name: torch.zeros(1)}, shared)

@@ -228,6 +228,49 @@ def of_rows(rows: Tensor, clip: float, blocks: Tensor | None = None, count: int 
     return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 
+def of_moments(
+    rows: Tensor,
+    clip: float,
+    blocks: Tensor | None = None,
+    count: int = 1,
+    beside: Tensor | None = None,
+) -> ClippedSum:
+    """The sum over rows v (n, d) of v v^T, the whole of it clipped to Frobenius norm ``clip``: its
+    upper triangle, entries off the diagonal times sqrt(2), so that lengths are Frobenius norms
+    (count, d (d + 1) / 2). In double precision.
+
+    blocks: as ``of_rows``. beside: t (n, q), so that v t^T is summed as well, clipped together with
+        v v^T and behind it (count, d q more).
+    """
+    private = rows.double()
+    other = private.new_zeros(len(rows), 0) if beside is None else beside.double()
+    lengths = _norms(private)
+    norms = lengths * (lengths.square() + _norms(other).square()).sqrt()
+    factors = clipping_factors(norms, clip)
+    scaled = _scaled(private, factors)
+    used = torch.where((factors != 0)[:, None], torch.cat([private, other], 1), 0.0)
+    down, right = torch.triu_indices(rows.shape[1], rows.shape[1], device=rows.device)
+    weight = torch.where(down == right, 1.0, math.sqrt(2)).double()
+    found = []
+    for block in range(count):
+        mine = slice(None) if blocks is None else (blocks == block).to(rows.device)
+        product = scaled[mine].T @ used[mine]
+        square, rest = product.split([rows.shape[1], other.shape[1]], 1)
+        found.append(torch.cat([square[down, right] * weight, rest.flatten()]))
+    return ClippedSum({"rows": torch.stack(found)}, norms, clip, _SEAL)
+
+
+def from_moments(found: Tensor, side: int) -> Tensor:
+    """The matrices (..., side, side) that upper triangles as ``of_moments`` has them stand for.
+    Noise of one size in all entries is twice as large, squared, on the diagonal."""
+    down, right = torch.triu_indices(side, side, device=found.device)
+    half = found / torch.where(down == right, 1.0, math.sqrt(2)).to(found)
+    whole = found.new_zeros(*found.shape[:-1], side, side)
+    whole[..., down, right] = half
+    whole[..., right, down] = half
+    return whole
+
+
 def _add(total: dict[str, Tensor], found: Mapping[str, Tensor], factors: Tensor) -> None:
     """Adds what was found for each example, scaled; nothing of those whose factor is zero."""
     used = factors != 0  # zero times infinity is not zero

@@ -1,0 +1,649 @@
+"""A private mixture of Gaussians, and a private teacher that labels what it draws.
+
+Everything that is learnt is a sum over rows of clipped contributions, asked for once or a few
+times, with noise of its own; each question is made of the answers before it:
+
+    levels     histogram of grey levels; mean square of pixels, which gives all clip norms
+    means      each label's count and mean, in the m x m lowest cosines of a channel
+    second     second moment within labels; its leading d eigenvectors are the coordinates
+    clusters   k-means within each label, ``steps`` times: each cluster's count and sum
+    spread     each label's covariance around its clusters' centres
+    teacher    ridge regression of the label on wavelet scattering (``scattering.py``), in a space
+               that is computed from samples: (sum z z^T, sum z t^T)
+
+A sample is a centre, Gaussian noise by its label's covariance, and the grey level of the same rank
+among those that were published; it may be warped (a prior written by hand, no data). All that is
+published is shrunk by what noise is known to be in it, never by private counts. With a teacher, an
+image is served under the label that the teacher gives it.
+
+A release's contribution has norm 1 at most, so that a row more or less moves it by 1: a label's or
+cluster's count and sum together, a moment by its Frobenius norm. With shares s_i of the budget and
+noise multiplier sigma of it all, release i has sigma / sqrt(s_i), and k repeats sqrt(k) times that:
+the squared ratios of sensitivity to noise add up to 1 / sigma^2 (``fedgen.sequence.Sums``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.models.functional import Tensors, join, part
+from fedgen.models.scattering import Scattering
+from fedgen.models.warps import Warps
+from fedgen.privacy.per_example import ClippedSum, clip_rows, from_moments, of_moments, of_rows
+from fedgen.privacy.routing import Routing
+from fedgen.sequence import Asked, Sums, SumSequence, std_of_mean
+
+LEVELS = 64  # of grey, in the histogram
+_COUNT = 0.5  # what a row adds to a count, beside a vector of length 1
+_JOINT = math.hypot(1, _COUNT)
+_CONSTANT = 0.3  # beside a row's place in the teacher's space, of length 1
+_AT_ONCE = 2000  # images
+_TABLE = 1024  # places in a table of grey levels
+
+
+# --- what a row contributes -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What rows contribute to each sum: functions of what the question holds, of images (n, c, h,
+    w) in [0, 1] and of labels (n,)."""
+
+    shape: tuple[int, int, int]
+    classes: int
+    cosines: Tensor
+    clusters: int
+    scattering: Scattering
+
+    def levels(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """Shares of its pixels at each level, channel by channel, and its mean square: both at most
+        1 long."""
+        del shared, labels
+        channels = self.shape[0]
+        level = (images * (LEVELS - 1e-3)).long().flatten(2)
+        level += torch.arange(channels, device=images.device)[:, None] * LEVELS
+        shares = images.new_zeros(len(images), channels * LEVELS)
+        ones = torch.ones_like(level, dtype=images.dtype).flatten(1)
+        shares.scatter_add_(1, level.flatten(1), ones)
+        square = images.square().flatten(1).mean(1, keepdim=True)
+        both = torch.cat([shares / images[0].numel(), square], 1) if len(images) else shares
+        return of_rows(_padded(both, channels * LEVELS + 1) / math.sqrt(2), 1.0)
+
+    def means(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """Its cosines, and one more, in the block of its label."""
+        return _counted(self.waves(images), float(shared["bound"]), labels, self.classes)
+
+    def second(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """The square of what sets it apart from its label's mean."""
+        apart, bound = self.waves(images) - shared["means"][labels], float(shared["bound"])
+        return of_moments(clip_rows(apart, bound) / bound, 1.0)
+
+    def clustered(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """Its coordinates, and one more, in the block of its label's nearest cluster."""
+        place = self.coordinates(shared, images, labels)
+        blocks = labels * self.clusters + _nearest(place, shared["centres"], labels)
+        return _counted(place, float(shared["bound"]), blocks, self.classes * self.clusters)
+
+    def spread(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """The square of what sets it apart from its cluster's centre, in the block of its label."""
+        place, bound = self.coordinates(shared, images, labels), float(shared["bound"])
+        apart = place - shared["centres"][labels, _nearest(place, shared["centres"], labels)]
+        return of_moments(clip_rows(apart, bound) / bound, 1.0, labels, self.classes)
+
+    def taught(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """What ridge regression is made of."""
+        place = projected(shared, self.scattering(images))
+        right = F.one_hot(labels, self.classes).to(place) - 1 / self.classes
+        return of_moments(place, _ridge_norm(self.classes), beside=right)
+
+    def waves(self, images: Tensor) -> Tensor:
+        """Images -> the lowest cosines of each channel (n, c * m * m)."""
+        return (images.flatten(2) @ self.cosines.to(images)).flatten(1)
+
+    def coordinates(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        """Images -> their places around their label's mean (n, d)."""
+        return (self.waves(images) - shared["means"][labels]) @ shared["basis"]
+
+
+def _counted(rows: Tensor, bound: float, blocks: Tensor, count: int) -> ClippedSum:
+    """Rows (n, d), each at most 1 long, behind a number that counts them; 1 long in all."""
+    number = torch.full_like(rows[:, :1], _COUNT)
+    return of_rows(
+        torch.cat([number, clip_rows(rows, bound) / bound], 1) / _JOINT, 1.0, blocks, count
+    )
+
+
+def _nearest(places: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+    """Of each place (n, d) the nearest of its label's centres (labels, k, d)."""
+    found = torch.zeros(len(places), dtype=torch.long, device=places.device)
+    for label, own in enumerate(centres):
+        mine = labels == label
+        found[mine] = (own.square().sum(1) - 2 * places[mine] @ own.T).argmin(1)
+    return found
+
+
+def _padded(rows: Tensor, width: int) -> Tensor:
+    """Rows as they are; of no rows, none of this width."""
+    return rows if len(rows) else rows.new_zeros(0, width)
+
+
+def _ridge_norm(classes: int) -> float:
+    """Of (z z^T, z t^T): z is 1 long with a constant beside it, t a label less the mean label."""
+    length = 1 + _CONSTANT**2
+    return math.sqrt(length**2 + length * (1 - 1 / classes))
+
+
+def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
+    """Features (n, f) -> their places in the teacher's space, of length 1, and a constant
+    (n, s + 1)."""
+    place = F.normalize((features - space["mean"]) @ space["directions"], dim=1)
+    return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
+
+
+def cosines(side: tuple[int, int], count: int) -> Tensor:
+    """The ``count`` lowest cosines along each side, orthonormal (h * w, count^2)."""
+    lines = []
+    for length in side:
+        place = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
+        wave = torch.cos(place[:, None] * torch.arange(count, dtype=torch.float64))
+        lines.append(F.normalize(wave, dim=0))
+    return torch.einsum("hi,wj->hwij", *lines).reshape(-1, count**2).float()
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is asked for: what noise leaves of it decides, before anything is asked.
+
+    cosines: m, along each side. coordinates: d. clusters: k, of each label.
+    """
+
+    cosines: int
+    coordinates: int
+    clusters: int
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """What was published so far, and what is drawn from it.
+
+    stds: of the noise in each number of the mean answers, by name; known to everybody.
+    """
+
+    shape: tuple[int, int, int]
+    classes: int
+    sizes: Sizes
+    stds: Mapping[str, float]
+    sequence: SumSequence
+    contributions: Contributions
+    warps: Warps | None
+    space: tuple[int, int, float]
+    device: str
+
+    def init(self, coins: Coins) -> Tensors:
+        """Nothing is known; the seeds of what is drawn in public."""
+        found = {
+            name: torch.randint(0, 2**62, (), generator=coins.public(name))
+            for name in ("centres.seed", "samples.seed")
+        }
+        return found
+
+    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
+        """The next sum, with what of the answers before it is made of."""
+        del coins
+        if round_ >= self.sequence.rounds:
+            return None
+        wanted = {
+            "levels": (),
+            "means": ("bound",),
+            "second": ("bound", "means"),
+            "clusters": ("bound", "means", "basis", "centres"),
+            "spread": ("bound", "means", "basis", "centres"),
+            "teacher": ("mean", "directions"),
+        }[self.sequence.at(round_).name]
+        return self.sequence.question(round_, {name: state[name] for name in wanted})
+
+    def update(
+        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+    ) -> Tensors:
+        """What a sum tells."""
+        del coins
+        name, found = self.sequence.at(round_).name, answers.flatten().double()
+        learn = {
+            "levels": self._levels,
+            "means": self._means,
+            "second": self._second,
+            "clusters": self._clusters,
+            "spread": self._spread,
+            "teacher": self._teacher,
+        }[name]
+        told = learn(state, found, self.stds[name])
+        state = {**state, **{key: value.float() for key, value in told.items()}}
+        if round_ + 1 < self.sequence.rounds and self.sequence.at(round_ + 1).name == "teacher":
+            state = {**state, **self._space(state)}
+        return state
+
+    def _levels(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        found = found * math.sqrt(2)
+        shares = found[:-1].view(self.shape[0], LEVELS).clamp(min=0)
+        shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-12)
+        power = found[-1].clamp(1e-3, 1.0) * math.prod(self.shape)
+        return {"levels": shares, "power": power, "bound": 1.1 * power.sqrt()}
+
+    def _means(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        bound, noise = state["bound"].double(), std * _JOINT
+        counts, sums = _counts_and_sums(found.view(self.classes, -1), bound)
+        known = counts.clamp(min=2 * noise / _COUNT)
+        together = sums.sum(0) / counts.sum().clamp(min=noise)
+        apart = sums / known[:, None] - together
+        of_noise = ((noise * bound / known).square()).mean()
+        varies = apart.square().mean(0)
+        apart = apart * (1 - of_noise / varies.clamp(min=1e-12)).clamp(min=0)
+        means = together + apart
+        shares = known / known.sum()
+        between = (shares[:, None] * means.square()).sum()
+        within = (state["power"].double() / counts.sum().clamp(min=0.1) - between).clamp(
+            min=0.05 * state["power"].double()
+        )
+        return {"means": means, "counts": known, "bound": 1.25 * within.sqrt()}
+
+    def _second(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        side, bound = state["means"].shape[1], state["bound"].double()
+        rows = state["counts"].double().sum()
+        values, vectors = torch.linalg.eigh(from_moments(found, side) * bound.square() / rows)
+        count = self.sizes.coordinates
+        values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
+        # the largest eigenvalue of noise alone (Wigner)
+        edge = std * bound.square() / rows * math.sqrt(2 * side)
+        variances = torch.maximum(values - 0.7 * edge, 0.1 * torch.maximum(values, 0.1 * edge))
+        source = torch.Generator().manual_seed(int(state["centres.seed"]))
+        drawn = torch.randn(
+            self.classes, self.sizes.clusters, count, generator=source, dtype=torch.float64
+        )
+        return {
+            "basis": vectors,
+            "variances": variances,
+            "centres": 0.7 * drawn * variances.sqrt(),
+            "shares": torch.full((self.classes, self.sizes.clusters), 1 / self.sizes.clusters),
+            "bound": 1.3 * variances.sum().sqrt(),
+            "step": torch.zeros(()),
+        }
+
+    def _clusters(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        bound, variances = state["bound"].double(), state["variances"].double()
+        sizes, noise = (self.classes, self.sizes.clusters), std * _JOINT
+        counts, sums = _counts_and_sums(found.view(sizes[0] * sizes[1], -1), bound)
+        counts, sums = counts.view(sizes), sums.view(*sizes, -1)
+        known = counts.clamp(min=noise / _COUNT)
+        of_noise = (noise * bound / known).square()[..., None]
+        centres = sums / known[..., None] * (variances / (variances + 2 * of_noise))
+        big = counts >= 3 * noise / _COUNT
+        big |= counts == counts.max(1, keepdim=True).values
+        shares = counts.clamp(min=1e-9) * big
+        shares = shares / shares.sum(1, keepdim=True)
+        step = int(state["step"]) + 1
+        told = {"centres": centres, "shares": shares, "step": torch.tensor(float(step))}
+        if step < self.sequence.repeats("clusters"):
+            # what is noise begins anew beside a big one
+            source = torch.Generator().manual_seed(int(state["centres.seed"]) + step)
+            for label, cluster in (~big).nonzero().tolist():
+                beside = int(torch.multinomial(shares[label].float(), 1, generator=source))
+                moved = torch.randn(len(variances), generator=source).double() * variances.sqrt()
+                centres[label, cluster] = centres[label, beside] + 0.3 * moved
+            return told
+        weights = state["counts"].double() / state["counts"].double().sum()
+        between = (weights[:, None] * shares * centres.square().sum(2)).sum()
+        within = (variances.sum() - between).clamp(min=0.2 * variances.sum())
+        centres[~big] = 1e3 * bound  # nobody is near
+        return {**told, "bound": 1.3 * within.sqrt()}
+
+    def _spread(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        side, bound = len(state["variances"]), state["bound"].double()
+        counts = state["counts"].double()
+        sums = from_moments(found.view(self.classes, -1), side) * bound.square()
+        noise = std * bound.square() / math.sqrt(2)  # off the diagonal
+        pooled = sums.sum(0) / counts.sum()
+        variances = pooled.diagonal().clamp(
+            min=1e-3 * float(pooled.diagonal().max().clamp(min=1e-6))
+        )
+        # entries of a covariance as they are expected to be: correlations near 0.3
+        expected = 0.09 * torch.outer(variances, variances)
+        own = expected / (expected + self.classes * (noise / counts.sum()).square())
+        pooled = own * pooled
+        pooled.diagonal().copy_(variances)
+        roots = []
+        for label in range(self.classes):
+            mine = sums[label] / counts[label]
+            ratio = (mine.trace() / variances.sum()).clamp(0.3, 3)
+            both = 1 + torch.eye(side, dtype=torch.float64)
+            weight = expected / (expected + (noise / counts[label]).square() * both)
+            prior = pooled * ratio
+            values, vectors = torch.linalg.eigh(prior + weight * (mine - prior))
+            roots.append(vectors * values.clamp(min=0).sqrt() @ vectors.T)
+        told = {"roots": torch.stack(roots)}
+        found_tables = self._tables({**state, **{"roots": told["roots"].float()}})
+        return {**told, **found_tables}
+
+    def _tables(self, state: Mapping[str, Tensor]) -> Tensors:
+        """From the values of pixels as they are drawn to the grey levels of the same rank."""
+        source = torch.Generator().manual_seed(int(state["samples.seed"]))
+        labels = torch.arange(_AT_ONCE) % self.classes
+        raw = self._raw(state, labels, source).transpose(0, 1).flatten(1)
+        ranks = (torch.arange(_TABLE) + 0.5) / _TABLE
+        inside = raw.sort(1).values
+        drawn = inside[:, (ranks * inside.shape[1]).long()]
+        meant = []
+        for shares in state["levels"]:
+            reached = shares.cumsum(0) / shares.sum()
+            at = torch.searchsorted(reached, ranks).clamp(max=LEVELS - 1)
+            before = torch.cat([reached.new_zeros(1), reached])[at]
+            within = ((ranks - before) / (reached[at] - before).clamp(min=1e-9)).clamp(0, 1)
+            meant.append(torch.where(at == 0, 0.0, (at + within) / LEVELS))
+        return {"drawn": drawn, "meant": torch.stack(meant)}
+
+    def _space(self, state: Mapping[str, Tensor]) -> Tensors:
+        """The teacher's space: leading directions of samples' features. Nothing private is in it
+        but what was published."""
+        count, dimensions, power = self.space
+        source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
+        labels = torch.arange(count) % self.classes
+        drawn = self._draw(state, labels, source, warped=False)
+        features = self.contributions.scattering(drawn)
+        mean = features.mean(0)
+        apart = features - mean
+        start = torch.randn(apart.shape[1], dimensions + 20, generator=source).to(apart)
+        for _ in range(3):  # subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4)
+            start = torch.linalg.qr(apart.T @ (apart @ start)).Q
+        small = apart @ start
+        values, vectors = torch.linalg.eigh(small.T @ small / count)
+        values, vectors = values.flip(0)[:dimensions], vectors.flip(1)[:, :dimensions]
+        scaled = vectors * (values.clamp(min=1e-9) / values[0]).pow(-power)
+        return {"mean": mean.cpu(), "directions": (start @ scaled).cpu()}
+
+    def _teacher(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        side = self.space[1] + 1
+        square, rest = found.split([side * (side + 1) // 2, side * self.classes])
+        values, vectors = torch.linalg.eigh(from_moments(square, side))
+        floor = 0.5 * std * math.sqrt(2 * side) + 1e-9
+        kept = (values + floor).clamp(min=floor)
+        weights = vectors @ ((vectors.T @ rest.view(side, self.classes)) / kept[:, None])
+        return {"weights": weights}
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    def generator(self, state: Mapping[str, Tensor]) -> Tensors:
+        """All that samples are drawn from."""
+        names = ("means", "basis", "centres", "shares", "roots", "drawn", "meant")
+        taught = ("mean", "directions", "weights")
+        found = {name: state[name] for name in names if name in state}
+        return found | join(teacher={name: state[name] for name in taught if name in state})
+
+    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
+        """Images, one per label."""
+        if "roots" not in weights:
+            return torch.full((len(labels), *self.shape), 0.5)
+        source = coins.public("samples")
+        teacher = part(weights, "teacher")
+        if "weights" not in teacher:
+            parts = labels.split(_AT_ONCE)
+            return torch.cat([self._draw(weights, some, source) for some in parts])
+        return self._taught(weights, teacher, labels, source)
+
+    def _taught(
+        self,
+        weights: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        labels: Tensor,
+        source: torch.Generator,
+    ) -> Tensor:
+        """As many images of each label as are wanted, by the teacher's labels. Of a label that it
+        hardly gives, images that were drawn for it."""
+        images = torch.zeros(len(labels), *self.shape)
+        places = [(labels == label).nonzero().flatten() for label in range(self.classes)]
+        done = [0] * self.classes
+        for _ in range(20):
+            left = [len(place) - have for place, have in zip(places, done, strict=True)]
+            if not any(left):
+                break
+            ahead = min(1.0, _AT_ONCE / sum(left))
+            tried = torch.cat([torch.full((math.ceil(n * ahead),), c) for c, n in enumerate(left)])
+            drawn = self._draw(weights, tried, source)
+            given = self._labels(teacher, drawn)
+            for label in range(self.classes):
+                mine = drawn[given == label][: len(places[label]) - done[label]]
+                images[places[label][done[label] : done[label] + len(mine)]] = mine
+                done[label] += len(mine)
+        for label, (place, have) in enumerate(zip(places, done, strict=True)):
+            rest = place[have:]
+            if len(rest):
+                images[rest] = self._draw(weights, torch.full((len(rest),), label), source)
+        return images
+
+    def _labels(self, teacher: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The teacher's."""
+        there = {name: value.to(self.device) for name, value in teacher.items()}
+        place = projected(there, self.contributions.scattering(images))
+        return (place @ there["weights"]).argmax(1).cpu()
+
+    def _raw(
+        self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
+    ) -> Tensor:
+        """Pixels (n, c, h, w) as the mixture has them, in any range."""
+        which = torch.multinomial(weights["shares"][labels], 1, generator=source).flatten()
+        noise = torch.randn(len(labels), weights["basis"].shape[1], generator=source)
+        place = weights["centres"][labels, which]
+        place = place + torch.einsum("nij,nj->ni", weights["roots"][labels], noise)
+        waves = weights["means"][labels] + place @ weights["basis"].T
+        channels, *_ = self.shape
+        pixels = waves.view(len(labels), channels, -1) @ self.contributions.cosines.T
+        return pixels.view(len(labels), *self.shape)
+
+    def _draw(
+        self,
+        weights: Mapping[str, Tensor],
+        labels: Tensor,
+        source: torch.Generator,
+        warped: bool = True,
+    ) -> Tensor:
+        """Images in [0, 1], at their grey levels."""
+        raw = self._raw(weights, labels, source)
+        found = torch.stack(
+            [
+                _interpolated(raw[:, channel], drawn, meant)
+                for channel, (drawn, meant) in enumerate(
+                    zip(weights["drawn"], weights["meant"], strict=True)
+                )
+            ],
+            1,
+        )
+        return self.warps(found, source) if warped and self.warps else found
+
+    def recognize(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    ) -> Tensor:
+        """By how near an image is to what its label's mixture draws."""
+        del coins
+        if "roots" not in state:
+            return torch.zeros(len(images))
+        place = self.contributions.coordinates(state, images, labels)
+        centres = state["centres"][labels, _nearest(place, state["centres"], labels)]
+        return -(place - centres).square().sum(1)
+
+
+def _counts_and_sums(found: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``_counted`` rows were, summed: (blocks, 1 + d) -> counts (blocks,), sums."""
+    found = found * _JOINT
+    return found[:, 0] / _COUNT, found[:, 1:] * bound
+
+
+def _interpolated(values: Tensor, given: Tensor, meant: Tensor) -> Tensor:
+    """The piecewise linear function with these values (``given`` ascends)."""
+    at = torch.searchsorted(given, values.contiguous()).clamp(1, len(given) - 1)
+    low, high = given[at - 1], given[at]
+    share = ((values - low) / (high - low).clamp(min=1e-9)).clamp(0, 1)
+    return meant[at - 1] + share * (meant[at] - meant[at - 1])
+
+
+# --- the method -----------------------------------------------------------------------------------
+
+WARPS: Mapping[str, Warps | None] = {
+    "none": None,
+    "digits": Warps(1.0, rotation=12, scale=0.12, shear=0.15, shift=0.054, elastic=0.043),
+    "things": Warps(0.5, rotation=3, scale=0.06, shear=0.05, shift=0.025, elastic=0.0143),
+}
+"""Written characters may lean and waver; what is photographed upright hardly does."""
+
+
+def mixture(
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    *,
+    rows: int,
+    shares: Mapping[str, float],
+    steps: int,
+    teacher: Literal["none", "ridge"],
+    teacher_share: float,
+    space: int,
+    space_samples: int,
+    warps: Literal["none", "digits", "things"],
+    device: str,
+) -> Method:
+    """The mixture for these public parameters.
+
+    Args:
+        noise_multiplier: of all releases together, as of one Gaussian; None: no noise.
+        rows: a public number near that of all clients' rows; each divides by its equal share.
+        shares: of levels, means, second, clusters and spread, of what the mixture may spend.
+        steps: of k-means.
+        teacher: who labels samples: nobody, or ridge regression.
+        teacher_share: of the whole budget, where there is a teacher.
+        space: dimensions of the teacher's space; space_samples: that it is computed from.
+        warps: how samples are warped, a prior that no row is asked for.
+
+    Raises:
+        FedgenError: for shares that do not sum to one.
+    """
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        problem = f"sum to {sum(shares.values()):g}, not to one"
+        raise FedgenError("method.shares", problem, "mend them")
+    taught = teacher != "none"
+    left = 1 - teacher_share if taught else 1.0
+    sums = Sums(facts, noise_multiplier, rows)
+    mechanisms = {
+        name: sums.mechanism(left * share, steps if name == "clusters" else 1)
+        for name, share in shares.items()
+    }
+    if taught:
+        norm = _ridge_norm(facts.classes)
+        mechanisms["teacher"] = sums.mechanism(teacher_share, clip=norm)
+    stds = {name: std_of_mean(each, facts.clients) for name, each in mechanisms.items()}
+    sizes = _sizes(facts, stds)
+    features = Scattering(facts.shape, device)
+    space = min(space, features.count, space_samples)
+    waves, count = facts.shape[0] * sizes.cosines**2, sizes.coordinates
+    made = Contributions(
+        facts.shape,
+        facts.classes,
+        cosines((facts.shape[1], facts.shape[2]), sizes.cosines),
+        sizes.clusters,
+        features,
+    )
+    asked = [
+        Asked("levels", facts.shape[0] * LEVELS + 1, mechanisms["levels"], made.levels),
+        Asked("means", facts.classes * (1 + waves), mechanisms["means"], made.means),
+        Asked("second", waves * (waves + 1) // 2, mechanisms["second"], made.second),
+        Asked(
+            "clusters",
+            facts.classes * sizes.clusters * (1 + count),
+            mechanisms["clusters"],
+            made.clustered,
+            steps,
+        ),
+        Asked(
+            "spread", facts.classes * count * (count + 1) // 2, mechanisms["spread"], made.spread
+        ),
+    ]
+    if taught:
+        size = (space + 1) * (space + 2) // 2 + (space + 1) * facts.classes
+        asked.append(Asked("teacher", size, mechanisms["teacher"], made.taught))
+    sequence = SumSequence(tuple(asked), device)
+    server = Server(
+        facts.shape,
+        facts.classes,
+        sizes,
+        stds,
+        sequence,
+        made,
+        WARPS[warps],
+        (space_samples, space, 0.4),
+        device,
+    )
+    return Method(
+        sequence.client,
+        ServerProgram(
+            server.init,
+            lambda *_: {},
+            server.query,
+            server.update,
+            server.generator,
+            server.sample,
+            server.recognize,
+            lambda *_: {},
+        ),
+        sequence.plan("none", None, None),
+        Routing("mean", facts.clients),
+        0,
+        lambda: _worst_cases(sequence, sizes, facts, space, features.count),
+        sequence.total,
+    )
+
+
+def _sizes(facts: PublicFacts, stds: Mapping[str, float]) -> Sizes:
+    """From what noise there is, in shares of all rows: cosines whose moments' noise has a largest
+    eigenvalue below 0.75 % of the bound; coordinates by its cube root, 160 of MNIST's 60,000 rows
+    at epsilon 10; clusters so small that an average one is twelve times its count's noise."""
+    channels, *sides = facts.shape
+    least = 1e-12
+    most = (0.0075 / max(stds["second"], least)) ** 2 / 2
+    waves = min(*sides, 24, max(8, int(math.sqrt(most / channels))))
+    of_all = channels * waves**2
+    count = min(of_all, 160, max(8, round(160 * (2.95e-5 / max(stds["spread"], least)) ** (1 / 3))))
+    noise = max(stds["clusters"], least) * _JOINT / _COUNT
+    return Sizes(waves, count, min(64, max(1, int(1 / (12 * facts.classes * noise)))))
+
+
+def _worst_cases(
+    sequence: SumSequence, sizes: Sizes, facts: PublicFacts, space: int, features: int
+) -> list[WorstCase]:
+    """A white row against none, by questions that let it have its whole length."""
+    row = Shard(
+        torch.full((1, *facts.shape), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+    )
+    first: tuple[State, Shard] = {}, row
+    second: tuple[State, Shard] = {}, Shard(row.images[:0], row.labels[:0])
+    waves = facts.shape[0] * sizes.cosines**2
+    shared = {
+        "bound": torch.ones(()),
+        "means": torch.zeros(facts.classes, waves),
+        "basis": torch.eye(waves)[:, : sizes.coordinates],
+        "centres": torch.zeros(facts.classes, sizes.clusters, sizes.coordinates),
+        "mean": torch.zeros(features),
+        "directions": torch.ones(features, space),
+    }
+    return [sequence.worst_case(each.name, shared, first, second) for each in sequence.asked]
