@@ -219,6 +219,7 @@ class Plan:
     rows_per_round: rows of a query that one round takes.
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
+    length: rounds of a run, where the method has a number of its own; None: as many as are wanted.
     before: what was spent on what the run begins with, by each client. None: nothing.
     exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
@@ -248,6 +249,7 @@ class Plan:
     reasons: Mapping[str, str | None]
     claim: Claim | None
     asking_rounds: int | None = None
+    length: int | None = None
     before: DpEvent | None = None
     exact: bool = False
     longest: float = math.inf

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.files import digest
 from fedgen.method import TRUSTING, Claim, ClientProgram, Plan, PublicFacts, Query, State, WorstCase
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows, Batches
@@ -45,10 +46,23 @@ contribute, each clipped to the mechanism's norm."""
 
 
 @dataclass(frozen=True)
+class Features:
+    """What contributions are made of in place of images, where it is the same in all repeats: a
+    client's process keeps it.
+
+    names: of what it follows from in a question. of: (what the question holds, images) -> (n, ...).
+    """
+
+    names: tuple[str, ...]
+    of: Callable[[Mapping[str, Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class Asked:
     """A sum that is asked for ``repeats`` times in a row.
 
-    name: what questions call it. size: of the sum. at_once: rows in memory.
+    name: what questions call it. size: of the sum. at_once: rows in memory. features: what its
+        contributions are made of; None: images.
     """
 
     name: str
@@ -57,6 +71,7 @@ class Asked:
     contribution: Contribute
     repeats: int = 1
     at_once: int = 2048
+    features: Features | None = None
 
     @property
     def private(self) -> bool:
@@ -149,9 +164,23 @@ class SumSequence:
         here, private = coins.at(asked.name, round_), shard.on(self.device)
         shared = {name: value.to(self.device) for name, value in query.shared.items()}
 
+        def rows(some: Tensor) -> tuple[Tensor, Tensor]:
+            return private.rows(some)
+
+        if (features := asked.features) is not None:
+            parts = torch.split(torch.arange(len(shard)), asked.at_once)
+            seals = [digest(query.shared[name].numpy().tobytes()) for name in features.names]
+            made = private.kept(
+                " ".join(seals),
+                lambda: torch.cat([features.of(shared, private.rows(some)[0]) for some in parts]),
+            )
+
+            def rows(some: Tensor) -> tuple[Tensor, Tensor]:
+                return made[some.to(made.device)], private.labels[some.to(made.device)]
+
         def sums(of: OfRows) -> Iterator[ClippedSum]:
             for some in of.parts(len(shard), here, asked.at_once):
-                yield asked.contribution(shared, *private.rows(torch.from_numpy(some)))
+                yield asked.contribution(shared, *rows(torch.from_numpy(some)))
 
         def mean() -> Tensor:
             whole = PlainSum(ALL_ROWS, max(len(shard), 1), Unit.CLIENT)
@@ -197,7 +226,13 @@ class SumSequence:
     def _starts(self) -> list[int]:
         return [sum(before.repeats for before in self.asked[:n]) for n in range(len(self.asked))]
 
-    def plan(self, sampler: str, draws: str | None, paper: tuple[str, str] | None) -> Plan:
+    def plan(
+        self,
+        sampler: str,
+        draws: str | None,
+        paper: tuple[str, str] | None,
+        length: int | None = None,
+    ) -> Plan:
         """Of these releases: against everybody, or where an aggregator makes the noise, against all
         others.
 
@@ -205,6 +240,7 @@ class SumSequence:
             sampler: the draws that gate data, in words. draws: how they amplify; None: there are
                 none.
             paper: the formula and the source of a claim; None: nobody made one.
+            length: see ``Plan``.
         """
         first = self.asked[0].mechanism
         private = all(each.private for each in self.asked)
@@ -233,6 +269,7 @@ class SumSequence:
             reasons={"server": TRUSTING if trusted else reason, "release": reason},
             claim=claim,
             asking_rounds=self.rounds,
+            length=length,
             aggregation=first.aggregation,
             extents=tuple(
                 each.mechanism.extent

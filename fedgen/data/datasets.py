@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +54,17 @@ class Shard:
             images, labels = (each.to(device) for each in (self.images, self.labels))
             self._elsewhere[device] = self if images is self.images else Shard(images, labels)
         return self._elsewhere[device]
+
+    def kept(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """What follows from the rows and from ``key``, made once: the last such is kept."""
+        if self._last.get("key") != key:
+            self._last.update(key=key, found=make())
+        found: Tensor = self._last["found"]
+        return found
+
+    @cached_property
+    def _last(self) -> dict[str, Any]:
+        return {}
 
     @cached_property
     def _elsewhere(self) -> dict[str, Shard]:

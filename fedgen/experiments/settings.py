@@ -136,6 +136,8 @@ def setup(config: DictConfig) -> Setup:
     )
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
+    if length := make(None).plan.length:
+        config.rounds = length
     if half and make(None).plan.exact:
         problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
         raise FedgenError("runtime.transport", problem, "set it to float32")

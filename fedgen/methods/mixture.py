@@ -8,8 +8,9 @@ times, with noise of its own; each question is made of the answers before it:
     second     second moment within labels; its leading d eigenvectors are the coordinates
     clusters   k-means within each label, ``steps`` times: each cluster's count and sum
     spread     each label's covariance around its clusters' centres
-    teacher    ridge regression of the label on wavelet scattering (``scattering.py``), in a space
-               that is computed from samples: (sum z z^T, sum z t^T)
+    teacher    the label from wavelet scattering (``scattering.py``), in a space that is computed
+               from samples. By ridge regression, once: (sum z z^T, sum z t^T); or by descent of
+               softmax regression, ``teacher_steps`` times: the gradients of all rows
 
 A sample is a centre, Gaussian noise by its label's covariance, and the grey level of the same rank
 among those that were published; it may be warped (a prior written by hand, no data). All that is
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgen.coins import Coins
@@ -40,15 +41,24 @@ from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, Wors
 from fedgen.models.functional import Tensors, join, part
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
-from fedgen.privacy.per_example import ClippedSum, clip_rows, from_moments, of_moments, of_rows
+from fedgen.privacy.per_example import (
+    ClippedSum,
+    clip_rows,
+    clipped_sum,
+    from_moments,
+    of_moments,
+    of_rows,
+)
 from fedgen.privacy.routing import Routing
-from fedgen.sequence import Asked, Sums, SumSequence, std_of_mean
+from fedgen.sequence import Asked, Features, Sums, SumSequence, std_of_mean
 
 LEVELS = 64  # of grey, in the histogram
 _COUNT = 0.5  # what a row adds to a count, beside a vector of length 1
 _JOINT = math.hypot(1, _COUNT)
 _CONSTANT = 0.3  # beside a row's place in the teacher's space, of length 1
 _AT_ONCE = 2000  # images
+# softmax regression by descent: scale of scores, clip norm, learning rate, momentum
+_SCALE, _GRADIENT, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
 _TABLE = 1024  # places in a table of grey levels
 
 
@@ -102,10 +112,21 @@ class Contributions:
         return of_moments(clip_rows(apart, bound) / bound, 1.0, labels, self.classes)
 
     def taught(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-        """What ridge regression is made of."""
+        """What ridge regression is made of (z z^T, z t^T)."""
         place = projected(shared, self.scattering(images))
         right = F.one_hot(labels, self.classes).to(place) - 1 / self.classes
         return of_moments(place, _ridge_norm(self.classes), beside=right)
+
+    def descended(self, shared: Mapping[str, Tensor], places: Tensor, labels: Tensor) -> ClippedSum:
+        """The gradient of softmax regression, where places in the teacher's space are given."""
+        module = _Softmax(places.shape[1], self.classes)
+        weights = {"linear.weight": shared["weights"].T}
+        inputs, at_once = (places, labels), max(len(places), 1)
+        return clipped_sum(module, weights, inputs, lambda losses: losses, _GRADIENT, at_once)
+
+    def placed(self, shared: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """Images -> their places in the teacher's space."""
+        return projected(shared, self.scattering(images))
 
     def waves(self, images: Tensor) -> Tensor:
         """Images -> the lowest cosines of each channel (n, c * m * m)."""
@@ -114,6 +135,19 @@ class Contributions:
     def coordinates(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """Images -> their places around their label's mean (n, d)."""
         return (self.waves(images) - shared["means"][labels]) @ shared["basis"]
+
+
+class _Softmax(nn.Module):
+    """Places (n, s), labels (n,) -> the cross entropy of each label (n,), over ``_SCALE``."""
+
+    def __init__(self, size: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, classes, bias=False)
+
+    def forward(self, places: Tensor, labels: Tensor) -> Tensor:
+        """See the class."""
+        scores = _SCALE * self.linear(places)
+        return F.cross_entropy(scores, labels, reduction="none") / _SCALE
 
 
 def _counted(rows: Tensor, bound: float, blocks: Tensor, count: int) -> ClippedSum:
@@ -198,11 +232,10 @@ class Server:
 
     def init(self, coins: Coins) -> Tensors:
         """Nothing is known; the seeds of what is drawn in public."""
-        found = {
+        return {
             name: torch.randint(0, 2**62, (), generator=coins.public(name))
             for name in ("centres.seed", "samples.seed")
         }
-        return found
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
         """The next sum, with what of the answers before it is made of."""
@@ -215,7 +248,8 @@ class Server:
             "second": ("bound", "means"),
             "clusters": ("bound", "means", "basis", "centres"),
             "spread": ("bound", "means", "basis", "centres"),
-            "teacher": ("mean", "directions"),
+            "ridge": ("mean", "directions"),
+            "descent": ("mean", "directions", "weights"),
         }[self.sequence.at(round_).name]
         return self.sequence.question(round_, {name: state[name] for name in wanted})
 
@@ -231,11 +265,12 @@ class Server:
             "second": self._second,
             "clusters": self._clusters,
             "spread": self._spread,
-            "teacher": self._teacher,
+            "ridge": self._ridge,
+            "descent": self._descent,
         }[name]
         told = learn(state, found, self.stds[name])
         state = {**state, **{key: value.float() for key, value in told.items()}}
-        if round_ + 1 < self.sequence.rounds and self.sequence.at(round_ + 1).name == "teacher":
+        if name == "spread" and round_ + 1 < self.sequence.rounds:
             state = {**state, **self._space(state)}
         return state
 
@@ -336,7 +371,7 @@ class Server:
             prior = pooled * ratio
             values, vectors = torch.linalg.eigh(prior + weight * (mine - prior))
             roots.append(vectors * values.clamp(min=0).sqrt() @ vectors.T)
-        told = {"roots": torch.stack(roots)}
+        told = {"roots": torch.stack(roots), "step": torch.zeros(())}
         found_tables = self._tables({**state, **{"roots": told["roots"].float()}})
         return {**told, **found_tables}
 
@@ -374,16 +409,40 @@ class Server:
         values, vectors = torch.linalg.eigh(small.T @ small / count)
         values, vectors = values.flip(0)[:dimensions], vectors.flip(1)[:, :dimensions]
         scaled = vectors * (values.clamp(min=1e-9) / values[0]).pow(-power)
-        return {"mean": mean.cpu(), "directions": (start @ scaled).cpu()}
+        space = {"mean": mean.cpu(), "directions": (start @ scaled).cpu()}
+        there = {name: value.to(features) for name, value in space.items()}
+        places = projected(there, features).double().cpu()
+        square, rest = places.T @ places / count, places.T @ self._right(labels) / count
+        small = 1e-4 * torch.eye(len(square), dtype=torch.float64)
+        weights = torch.linalg.solve(square + small, rest).float()
+        still = torch.zeros_like(weights)
+        return {**space, "weights": weights, "velocity": still, "average": still}
 
-    def _teacher(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+    def _right(self, labels: Tensor) -> Tensor:
+        """What ridge regression is to say of labels."""
+        return F.one_hot(labels, self.classes).double() - 1 / self.classes
+
+    def _ridge(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        """Towards the weights that samples give, where noise is all that there is."""
         side = self.space[1] + 1
-        square, rest = found.split([side * (side + 1) // 2, side * self.classes])
+        square, rest = found[: side * (side + 1) // 2], found[side * (side + 1) // 2 :]
         values, vectors = torch.linalg.eigh(from_moments(square, side))
         floor = 0.5 * std * math.sqrt(2 * side) + 1e-9
+        wanted = rest.view(side, self.classes) + floor * state["weights"].double()
         kept = (values + floor).clamp(min=floor)
-        weights = vectors @ ((vectors.T @ rest.view(side, self.classes)) / kept[:, None])
-        return {"weights": weights}
+        return {"weights": vectors @ ((vectors.T @ wanted) / kept[:, None])}
+
+    def _descent(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+        """A step; in the end the mean of the second half of them."""
+        gradient = found.view(self.classes, -1).T
+        velocity = _MOMENTUM * state["velocity"].double() + gradient
+        weights = state["weights"].double() - _RATE * velocity
+        steps, step = self.sequence.repeats("descent"), int(state["step"]) + 1
+        average, half = state["average"].double(), steps // 2
+        if step > half:
+            average = average + weights / (steps - half)
+        told = {"velocity": velocity, "average": average, "step": torch.tensor(float(step))}
+        return {**told, "weights": average if step == steps else weights}
 
     # --- samples ----------------------------------------------------------------------------------
 
@@ -401,7 +460,7 @@ class Server:
         source = coins.public("samples")
         teacher = part(weights, "teacher")
         if "weights" not in teacher:
-            parts = labels.split(_AT_ONCE)
+            parts = torch.split(labels, _AT_ONCE)
             return torch.cat([self._draw(weights, some, source) for some in parts])
         return self._taught(weights, teacher, labels, source)
 
@@ -517,8 +576,9 @@ def mixture(
     rows: int,
     shares: Mapping[str, float],
     steps: int,
-    teacher: Literal["none", "ridge"],
+    teacher: Literal["none", "ridge", "descent"],
     teacher_share: float,
+    teacher_steps: int,
     space: int,
     space_samples: int,
     warps: Literal["none", "digits", "things"],
@@ -531,8 +591,8 @@ def mixture(
         rows: a public number near that of all clients' rows; each divides by its equal share.
         shares: of levels, means, second, clusters and spread, of what the mixture may spend.
         steps: of k-means.
-        teacher: who labels samples: nobody, or ridge regression.
-        teacher_share: of the whole budget, where there is a teacher.
+        teacher: who labels samples: nobody, ridge regression, or softmax regression by descent.
+        teacher_share: of the whole budget, where there is a teacher. teacher_steps: of descent.
         space: dimensions of the teacher's space; space_samples: that it is computed from.
         warps: how samples are warped, a prior that no row is asked for.
 
@@ -549,9 +609,10 @@ def mixture(
         name: sums.mechanism(left * share, steps if name == "clusters" else 1)
         for name, share in shares.items()
     }
-    if taught:
-        norm = _ridge_norm(facts.classes)
-        mechanisms["teacher"] = sums.mechanism(teacher_share, clip=norm)
+    if teacher == "ridge":
+        mechanisms["ridge"] = sums.mechanism(teacher_share, clip=_ridge_norm(facts.classes))
+    if teacher == "descent":
+        mechanisms["descent"] = sums.mechanism(teacher_share, teacher_steps, clip=_GRADIENT)
     stds = {name: std_of_mean(each, facts.clients) for name, each in mechanisms.items()}
     sizes = _sizes(facts, stds)
     features = Scattering(facts.shape, device)
@@ -579,9 +640,15 @@ def mixture(
             "spread", facts.classes * count * (count + 1) // 2, mechanisms["spread"], made.spread
         ),
     ]
-    if taught:
-        size = (space + 1) * (space + 2) // 2 + (space + 1) * facts.classes
-        asked.append(Asked("teacher", size, mechanisms["teacher"], made.taught))
+    right, square = (space + 1) * facts.classes, (space + 1) * (space + 2) // 2
+    if teacher == "ridge":
+        asked.append(Asked("ridge", square + right, mechanisms["ridge"], made.taught))
+    if teacher == "descent":
+        places = Features(("mean", "directions"), made.placed)
+        descent = Asked(
+            "descent", right, mechanisms["descent"], made.descended, teacher_steps, features=places
+        )
+        asked.append(descent)
     sequence = SumSequence(tuple(asked), device)
     server = Server(
         facts.shape,
@@ -606,7 +673,7 @@ def mixture(
             server.recognize,
             lambda *_: {},
         ),
-        sequence.plan("none", None, None),
+        sequence.plan("none", None, None, sequence.rounds),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_cases(sequence, sizes, facts, space, features.count),
@@ -645,5 +712,6 @@ def _worst_cases(
         "centres": torch.zeros(facts.classes, sizes.clusters, sizes.coordinates),
         "mean": torch.zeros(features),
         "directions": torch.ones(features, space),
+        "weights": torch.zeros(space + 1, facts.classes),
     }
     return [sequence.worst_case(each.name, shared, first, second) for each in sequence.asked]

@@ -4,9 +4,9 @@
     order 1   |x * psi_1| * low,  |x * psi_2| * low          8 orientations each
     order 2   ||x * psi_1| * psi_2| * low                    64 pairs of orientations
 
-psi_1 and psi_2 are Morlet wavelets, an octave apart; low is a Gaussian, and what it leaves is taken
-at each ``stride``-th pixel. Each of the four groups is scaled to length one, image by image, so that
-contrast does not count. (Tramer, Boneh 2021 learn private classifiers on such features.)
+psi_1 and psi_2 are Morlet wavelets, an octave apart; low is a Gaussian, and what it leaves is
+taken at each ``stride``-th pixel. Each of the four groups is scaled to length one, image by image,
+so that contrast does not count. (Tramer, Boneh 2021 learn private classifiers on such features.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scattering:
     @property
     def stride(self) -> int:
         """Pixels between two places: the least power of two, from 2, that leaves 8 along a side."""
-        return max(2, 2 ** math.ceil(math.log2(max(self.shape[1:]) / _CELLS)))
+        return max(2, 1 << math.ceil(math.log2(max(self.shape[1:]) / _CELLS)))
 
     @property
     def count(self) -> int:
@@ -52,7 +52,7 @@ class Scattering:
         if not len(images):
             return torch.zeros(0, self.count, device=self.device)
         with torch.no_grad():
-            parts = images.to(self.device, torch.float32).split(_AT_ONCE)
+            parts = torch.split(images.to(self.device, torch.float32), _AT_ONCE)
             return torch.cat([self._of(part) for part in parts])
 
     def _of(self, images: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ def _modulus(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
 
 
 def _morlets(size: int, sigma: float, frequency: float) -> Tensor:
-    """Morlet wavelets (2 * orientations, 1, size, size): Gaussians of width ``sigma``, twice as long
-    across, times a wave; less what would answer to a constant."""
+    """Morlet wavelets (2 * orientations, 1, size, size): Gaussians of width ``sigma``, twice as
+    long across, times a wave; less what would answer to a constant."""
     axis = torch.arange(size, dtype=torch.float64) - size // 2
     down, right = torch.meshgrid(axis, axis, indexing="ij")
     found = []

@@ -255,7 +255,7 @@ def of_moments(
     for block in range(count):
         mine = slice(None) if blocks is None else (blocks == block).to(rows.device)
         product = scaled[mine].T @ used[mine]
-        square, rest = product.split([rows.shape[1], other.shape[1]], 1)
+        square, rest = product[:, : rows.shape[1]], product[:, rows.shape[1] :]
         found.append(torch.cat([square[down, right] * weight, rest.flatten()]))
     return ClippedSum({"rows": torch.stack(found)}, norms, clip, _SEAL)
 
