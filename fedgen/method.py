@@ -82,6 +82,7 @@ class ServerProgram:
     update: (state, answers (the strategy's mean), round, coins) -> state.
     generator: state -> what may be published: the weights that ``sample`` reads.
     sample: (generator, labels (n,), coins) -> images (n, channels, height, width) in [0, 1].
+    classify: (generator, images) -> labels (n,), where a private classifier is published with it.
     recognize: (state, images, labels, coins) -> (n,): how much the server takes images for rows
         that trained; larger is likelier. What an audit of a run guesses by.
     shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
@@ -98,6 +99,7 @@ class ServerProgram:
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
     shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
     alone: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: state
+    classify: Callable[[Tensors, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ class Method:
     trained_per_round: clients that a public rotation trains each round; None trains those that the
         round asks.
     worst_cases: what an audit plays, of each kind of question.
+    settled: settings that were left open (null) and follow from the noise, as numbers.
     total: (answers to one question, round, coins) -> their sum, in double precision, with what
         noise the aggregator adds.
     """
@@ -285,3 +288,4 @@ class Method:
     trained_per_round: int | None
     worst_cases: Callable[[], Sequence[WorstCase]]
     total: Callable[[Sequence[NDArray[Any]], int, Coins], Tensor]
+    settled: Mapping[str, int] = field(default_factory=dict)

@@ -143,6 +143,10 @@ def setup(config: DictConfig) -> Setup:
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
+    if settled := make(noise).settled:
+        config.method.update(settled)
+        made = build(config.method, "method", without=("strategy",))
+        make = partial(_method, made, facts, config)
     _check_meeting(config, make(noise).plan)
     branch = branch_of(config, held, noise)
     coins = coins.at("branch", branch)

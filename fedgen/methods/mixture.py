@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -185,7 +185,7 @@ def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
 
 
-def cosines(side: tuple[int, int], count: int) -> Tensor:
+def lowest_cosines(side: tuple[int, int], count: int) -> Tensor:
     """The ``count`` lowest cosines along each side, orthonormal (h * w, count^2)."""
     lines = []
     for length in side:
@@ -232,10 +232,40 @@ class Server:
 
     def init(self, coins: Coins) -> Tensors:
         """Nothing is known; the seeds of what is drawn in public."""
-        return {
+        channels, labels = self.shape[0], self.classes
+        waves, count = channels * self.sizes.cosines**2, self.sizes.coordinates
+        clusters, tables = self.sizes.clusters, (channels, _TABLE)
+        shapes: dict[str, tuple[int, ...]] = {
+            "levels": (channels, LEVELS),
+            "power": (),
+            "bound": (),
+            "step": (),
+            "counts": (labels,),
+            "means": (labels, waves),
+            "basis": (waves, count),
+            "variances": (count,),
+            "centres": (labels, clusters, count),
+            "shares": (labels, clusters),
+            "roots": (labels, count, count),
+            "drawn": tables,
+            "meant": tables,
+        }
+        if self.teaches:
+            size = self.space[1]
+            weights = (size + 1, labels)
+            shapes |= {"mean": (self.contributions.scattering.count,)}
+            shapes |= {"directions": (*shapes["mean"], size)}
+            shapes |= dict.fromkeys(("weights", "velocity", "average"), weights)
+        seeds = {
             name: torch.randint(0, 2**62, (), generator=coins.public(name))
             for name in ("centres.seed", "samples.seed")
         }
+        return {name: torch.zeros(shape) for name, shape in shapes.items()} | seeds
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.sequence.repeats("ridge") or self.sequence.repeats("descent"))
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
         """The next sum, with what of the answers before it is made of."""
@@ -449,17 +479,18 @@ class Server:
     def generator(self, state: Mapping[str, Tensor]) -> Tensors:
         """All that samples are drawn from."""
         names = ("means", "basis", "centres", "shares", "roots", "drawn", "meant")
-        taught = ("mean", "directions", "weights")
-        found = {name: state[name] for name in names if name in state}
-        return found | join(teacher={name: state[name] for name in taught if name in state})
+        taught = ("mean", "directions", "weights") if self.teaches else ()
+        found = {name: state[name] for name in names}
+        return found | join(teacher={name: state[name] for name in taught})
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Images, one per label."""
-        if "roots" not in weights:
+        if not weights["drawn"].any():  # not all is known yet
             return torch.full((len(labels), *self.shape), 0.5)
+        weights = {name: value.cpu() for name, value in weights.items()}
         source = coins.public("samples")
         teacher = part(weights, "teacher")
-        if "weights" not in teacher:
+        if not teacher or not teacher["weights"].any():
             parts = torch.split(labels, _AT_ONCE)
             return torch.cat([self._draw(weights, some, source) for some in parts])
         return self._taught(weights, teacher, labels, source)
@@ -483,7 +514,7 @@ class Server:
             ahead = min(1.0, _AT_ONCE / sum(left))
             tried = torch.cat([torch.full((math.ceil(n * ahead),), c) for c, n in enumerate(left)])
             drawn = self._draw(weights, tried, source)
-            given = self._labels(teacher, drawn)
+            given = self._given(teacher, drawn)
             for label in range(self.classes):
                 mine = drawn[given == label][: len(places[label]) - done[label]]
                 images[places[label][done[label] : done[label] + len(mine)]] = mine
@@ -494,8 +525,12 @@ class Server:
                 images[rest] = self._draw(weights, torch.full((len(rest),), label), source)
         return images
 
-    def _labels(self, teacher: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """The teacher's."""
+    def classify(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The teacher's labels (n,)."""
+        parts = torch.split(images, _AT_ONCE)
+        return torch.cat([self._given(part(weights, "teacher"), some) for some in parts])
+
+    def _given(self, teacher: Mapping[str, Tensor], images: Tensor) -> Tensor:
         there = {name: value.to(self.device) for name, value in teacher.items()}
         place = projected(there, self.contributions.scattering(images))
         return (place @ there["weights"]).argmax(1).cpu()
@@ -538,8 +573,6 @@ class Server:
     ) -> Tensor:
         """By how near an image is to what its label's mixture draws."""
         del coins
-        if "roots" not in state:
-            return torch.zeros(len(images))
         place = self.contributions.coordinates(state, images, labels)
         centres = state["centres"][labels, _nearest(place, state["centres"], labels)]
         return -(place - centres).square().sum(1)
@@ -576,6 +609,9 @@ def mixture(
     rows: int,
     shares: Mapping[str, float],
     steps: int,
+    cosines: int | None,
+    coordinates: int | None,
+    clusters: int | None,
     teacher: Literal["none", "ridge", "descent"],
     teacher_share: float,
     teacher_steps: int,
@@ -591,6 +627,7 @@ def mixture(
         rows: a public number near that of all clients' rows; each divides by its equal share.
         shares: of levels, means, second, clusters and spread, of what the mixture may spend.
         steps: of k-means.
+        cosines, coordinates, clusters: m, d and k; None: by a rule (``_sizes``), from the noise.
         teacher: who labels samples: nobody, ridge regression, or softmax regression by descent.
         teacher_share: of the whole budget, where there is a teacher. teacher_steps: of descent.
         space: dimensions of the teacher's space; space_samples: that it is computed from.
@@ -614,14 +651,20 @@ def mixture(
     if teacher == "descent":
         mechanisms["descent"] = sums.mechanism(teacher_share, teacher_steps, clip=_GRADIENT)
     stds = {name: std_of_mean(each, facts.clients) for name, each in mechanisms.items()}
-    sizes = _sizes(facts, stds)
+    by_rule = _sizes(facts, stds)
+    sizes = Sizes(
+        cosines or by_rule.cosines,
+        coordinates or by_rule.coordinates,
+        clusters or by_rule.clusters,
+    )
+    _check(sizes, facts)
     features = Scattering(facts.shape, device)
     space = min(space, features.count, space_samples)
     waves, count = facts.shape[0] * sizes.cosines**2, sizes.coordinates
     made = Contributions(
         facts.shape,
         facts.classes,
-        cosines((facts.shape[1], facts.shape[2]), sizes.cosines),
+        lowest_cosines((facts.shape[1], facts.shape[2]), sizes.cosines),
         sizes.clusters,
         features,
     )
@@ -672,13 +715,26 @@ def mixture(
             server.sample,
             server.recognize,
             lambda *_: {},
+            classify=server.classify if taught else None,
         ),
         sequence.plan("none", None, None, sequence.rounds),
         Routing("mean", facts.clients),
         0,
         lambda: _worst_cases(sequence, sizes, facts, space, features.count),
         sequence.total,
+        asdict(sizes),
     )
+
+
+def _check(sizes: Sizes, facts: PublicFacts) -> None:
+    """Raises FedgenError for sizes that the images do not have."""
+    if sizes.cosines > min(facts.shape[1:]):
+        problem = f"{sizes.cosines} are more than {min(facts.shape[1:])} pixels have"
+        raise FedgenError("method.cosines", problem, "lower it, or set it to null")
+    waves = facts.shape[0] * sizes.cosines**2
+    if sizes.coordinates > waves:
+        problem = f"{sizes.coordinates} are more than there are cosines ({waves})"
+        raise FedgenError("method.coordinates", problem, "lower it, or set it to null")
 
 
 def _sizes(facts: PublicFacts, stds: Mapping[str, float]) -> Sizes:
