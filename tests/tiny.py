@@ -87,6 +87,11 @@ OTHER_METHODS = [
     "method.autoencoder.width=2",
     "method.autoencoder_steps=1",
     "method.companion.begins=1",
+    "method.teacher_steps=2",
+    "method.space=8",
+    "method.space_samples=40",
+    "method.coordinates=6",
+    "method.clusters=2",
     "method.companion.classifier.width=2",
     "method.cohort=2",
 ]

@@ -59,6 +59,7 @@ _CONSTANT = 0.3  # beside a row's place in the teacher's space, of length 1
 _AT_ONCE = 2000  # images
 # softmax regression by descent: scale of scores, clip norm, learning rate, momentum
 _SCALE, _GRADIENT, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
+_NONE = 1e-9  # a share of rows
 _TABLE = 1024  # places in a table of grey levels
 
 
@@ -314,8 +315,8 @@ class Server:
     def _means(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
         bound, noise = state["bound"].double(), std * _JOINT
         counts, sums = _counts_and_sums(found.view(self.classes, -1), bound)
-        known = counts.clamp(min=2 * noise / _COUNT)
-        together = sums.sum(0) / counts.sum().clamp(min=noise)
+        known = counts.clamp(min=max(2 * noise / _COUNT, _NONE))
+        together = sums.sum(0) / counts.sum().clamp(min=max(noise, _NONE))
         apart = sums / known[:, None] - together
         of_noise = ((noise * bound / known).square()).mean()
         varies = apart.square().mean(0)
@@ -355,10 +356,10 @@ class Server:
         sizes, noise = (self.classes, self.sizes.clusters), std * _JOINT
         counts, sums = _counts_and_sums(found.view(sizes[0] * sizes[1], -1), bound)
         counts, sums = counts.view(sizes), sums.view(*sizes, -1)
-        known = counts.clamp(min=noise / _COUNT)
+        known = counts.clamp(min=max(noise / _COUNT, _NONE))
         of_noise = (noise * bound / known).square()[..., None]
         centres = sums / known[..., None] * (variances / (variances + 2 * of_noise))
-        big = counts >= 3 * noise / _COUNT
+        big = counts > 3 * noise / _COUNT
         big |= counts == counts.max(1, keepdim=True).values
         shares = counts.clamp(min=1e-9) * big
         shares = shares / shares.sum(1, keepdim=True)
@@ -639,6 +640,9 @@ def mixture(
     if abs(sum(shares.values()) - 1) > 1e-6:
         problem = f"sum to {sum(shares.values()):g}, not to one"
         raise FedgenError("method.shares", problem, "mend them")
+    if not 0 < teacher_share < 1:
+        problem = f"is a share, got {teacher_share:g}"
+        raise FedgenError("method.teacher_share", problem, "take one between 0 and 1")
     taught = teacher != "none"
     left = 1 - teacher_share if taught else 1.0
     sums = Sums(facts, noise_multiplier, rows)

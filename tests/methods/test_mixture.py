@@ -1,0 +1,326 @@
+"""The private mixture: what each sum is bounded by, what all of them cost, and what they teach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import ComposedDpEvent, GaussianDpEvent
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import setup
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.mixture import mixture, projected
+from fedgen.models.scattering import Scattering
+from fedgen.models.warps import Warps
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, Unit, canonical
+from fedgen.privacy.per_example import from_moments, of_moments
+from fedgen.privacy.releases import Clipped, Release
+
+SHARES = {"levels": 0.02, "means": 0.15, "second": 0.15, "clusters": 0.48, "spread": 0.2}
+SETTINGS: dict[str, Any] = {
+    "rows": 200,
+    "shares": SHARES,
+    "steps": 2,
+    "cosines": 4,
+    "coordinates": 5,
+    "clusters": 2,
+    "teacher": "ridge",
+    "teacher_share": 0.5,
+    "teacher_steps": 3,
+    "space": 6,
+    "space_samples": 40,
+    "warps": "none",
+    "device": "cpu",
+}
+SHAPE = 1, 8, 8
+COINS = Coins.of(3, "seeded")
+
+
+def make(
+    noise: float | None = None,
+    clients: int = 1,
+    unit: Unit | None = None,
+    shape: tuple[int, int, int] = SHAPE,
+    classes: int = 2,
+    **changed: Any,
+) -> Method:
+    facts = PublicFacts(clients, None, classes, shape, unit=unit)
+    return mixture(facts, noise, **{**SETTINGS, **changed})
+
+
+def shard(rows: int, shape: tuple[int, int, int] = SHAPE, classes: int = 2, seed: int = 0) -> Shard:
+    """Of each label a gradient of its own, and noise."""
+    source = torch.Generator().manual_seed(seed)
+    labels = torch.arange(rows) % classes
+    slope = torch.linspace(0, 1, shape[2])
+    kinds = torch.stack([slope.roll(3 * label) for label in range(classes)])
+    bright = 120 * kinds[labels][:, None, None] + 60
+    noise = 20 * torch.randn(rows, *shape, generator=source)
+    return Shard((bright + noise).clamp(0, 255).to(torch.uint8), labels)
+
+
+def run(method: Method, shards: list[Shard], coins: Coins = COINS) -> dict[str, Tensor]:
+    """All rounds, in this process."""
+    state = dict(method.server.init(coins))
+    for round_ in range(method.plan.length or 0):
+        query = method.server.query(state, round_, coins)
+        assert query is not None
+        sent = [
+            method.client.answer({}, query, each, round_, coins.at("client", number))
+            for number, each in enumerate(shards)
+        ]
+        assert all(isinstance(each, Release | Clipped) for each in sent)
+        total = method.total([each.arrays["answer"] for each in sent], round_, coins)
+        mean = (total / len(shards)).float()
+        state = dict(method.server.update(state, mean, round_, coins))
+    assert method.server.query(state, method.plan.length or 0, coins) is None
+    return state
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("teacher", ["none", "ridge", "descent"])
+def test_all_sums_together_cost_one_gaussian(teacher: str) -> None:
+    """Squared ratios of sensitivity to noise add up to that of the whole: against dp_accounting."""
+    plan = make(0.5, teacher=teacher).plan
+    rounds = {"none": 6, "ridge": 7, "descent": 9}[teacher]
+    assert plan.asking_rounds == plan.length == rounds
+    spend = canonical(plan.server(rounds))
+    leaves = [leaf for leaf, count in spend.items() for _ in range(count)]
+    assert all(isinstance(leaf, GaussianDpEvent) for leaf in leaves)
+    assert len(leaves) == rounds
+    assert sum(1 / leaf.noise_multiplier**2 for leaf in leaves) == pytest.approx(4, rel=1e-9)
+    found = epsilon(spend, 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    alone = epsilon({GaussianDpEvent(0.5): 1}, 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    assert found == pytest.approx(alone, rel=1e-6)
+    by_pld = PLDAccountant().compose(ComposedDpEvent(leaves)).get_epsilon(1e-5)
+    assert found == pytest.approx(by_pld, rel=2e-3)
+    assert canonical(plan.server(3)).items() <= spend.items()
+
+
+def test_the_noise_is_that_of_one_gaussian_at_the_target() -> None:
+    """mu(10) = 2.0004 and mu(1) = 0.26805 at delta 1e-5 (Balle, Wang 2018)."""
+    for target, mu in ((10, 2.0004), (1, 0.26805)):
+        words = ["method=mixture_small", f"privacy.target_epsilon={target}"]
+        ready = setup(compose("config", words))
+        assert 1 / (ready.privacy.noise_multiplier or 0) == pytest.approx(mu, rel=1e-3)
+        assert ready.config.rounds == ready.privacy.budget.rounds == 7
+
+
+# --- what a row contributes -----------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 30.0]), st.booleans())
+def test_a_row_moves_every_sum_by_at_most_its_clip(seed: int, size: float, white: bool) -> None:
+    """Whatever the server asks by, and whatever the row is: exactly, in double precision."""
+    source = torch.Generator().manual_seed(seed)
+    method = make(1.0, teacher="ridge")
+    rows = shard(6, seed=seed)
+    images = torch.full_like(rows.images, 255) if white else rows.images
+    for worst in [*method.worst_cases(), *make(1.0, teacher="descent").worst_cases()[-1:]]:
+        named = next(iter(worst.query.rows))
+        program = make(1.0, teacher="descent" if named == "descent" else "ridge")
+        shared = {
+            name: size * torch.randn(value.shape, generator=source)
+            for name, value in worst.query.shared.items()
+        } | {"bound": torch.tensor(size)}
+        asked = next(a for a in sequence_of(program) if a.name == named)
+        given_rows = images.float() / 255, rows.labels
+        if asked.features is not None:
+            given_rows = asked.features.of(shared, given_rows[0]), rows.labels
+        whole = asked.contribution(shared, *given_rows).flat()
+        fewer = asked.contribution(shared, given_rows[0][1:], given_rows[1][1:]).flat()
+        assert whole.shape == (asked.size,)
+        assert float((whole - fewer).norm()) <= getattr(asked.mechanism, "clip")  # noqa: B009
+
+
+def sequence_of(method: Method) -> Any:
+    """The sums behind a client program."""
+    return method.client.answer.__self__.asked  # type: ignore[attr-defined]
+
+
+def test_moments_are_those_of_the_rows() -> None:
+    torch.manual_seed(0)
+    rows, beside = torch.randn(50, 7), torch.randn(50, 3)
+    found = of_moments(rows, math.inf, torch.arange(50) % 2, 2, beside).gradients["rows"]
+    for block in (0, 1):
+        mine, right = rows[block::2].double(), beside[block::2].double()
+        assert torch.allclose(from_moments(found[block, :28], 7), mine.T @ mine)
+        assert torch.allclose(found[block, 28:].view(7, 3), mine.T @ right)
+    one = of_moments(rows[:1], math.inf).flat()
+    assert float(one.norm()) == pytest.approx(float(rows[0].double().square().sum()))
+
+
+def test_rows_that_are_not_finite_count_nothing_in_moments() -> None:
+    rows = torch.randn(4, 3)
+    rows[1], rows[2, 0] = math.nan, math.inf
+    found = of_moments(rows, 1.0).flat()
+    assert torch.equal(found, of_moments(rows[[0, 3]], 1.0).flat())
+
+
+# --- what it learns -------------------------------------------------------------------------------
+
+
+def drawn(method: Method, state: dict[str, Tensor], count: int = 400) -> tuple[Tensor, Tensor]:
+    labels = torch.arange(count) % 2
+    return method.server.sample(method.server.generator(state), labels, COINS), labels
+
+
+def test_samples_are_like_the_rows() -> None:
+    """Means and covariances of pixels by label, and grey levels, without noise."""
+    rows = shard(400)
+    method = make(cosines=8, coordinates=20, teacher="none")
+    state = run(method, [rows])
+    images, labels = drawn(method, state, 2000)
+    real = rows.images.float() / 255
+    assert 0 <= float(images.min()) <= float(images.max()) <= 1
+    for label in (0, 1):
+        mine, theirs = images[labels == label], real[rows.labels == label]
+        assert float((mine.mean(0) - theirs.mean(0)).abs().max()) < 0.06
+        assert float(mine.var(0).sum() / theirs.var(0).sum()) == pytest.approx(1, abs=0.5)
+    share = [float(np.quantile(each.numpy(), 0.5)) for each in (images, real)]
+    assert share[0] == pytest.approx(share[1], abs=0.03)
+
+
+def test_clients_together_are_one_client() -> None:
+    """Without noise n clients' means are those of all rows."""
+    rows = shard(200)
+    parts = [Shard(rows.images[n::4], rows.labels[n::4]) for n in range(4)]
+    one, four = run(make(), [rows]), run(make(clients=4), parts)
+    for name in ("levels", "means", "variances", "bound", "counts"):
+        assert torch.allclose(one[name], four[name], rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("teacher", ["ridge", "descent"])
+def test_the_teacher_tells_labels_apart_and_labels_samples(teacher: str) -> None:
+    rows = shard(200, seed=1)
+    method = make(teacher=teacher, teacher_steps=20)
+    state = run(method, [rows])
+    weights = method.server.generator(state)
+    assert method.server.classify is not None
+    given_labels = method.server.classify(weights, rows.images.float() / 255)
+    assert float((given_labels == rows.labels).float().mean()) > 0.95
+    images, labels = drawn(method, state)
+    assert float((method.server.classify(weights, images) == labels).float().mean()) > 0.95
+
+
+def test_descent_is_softmax_regression() -> None:
+    """Steps with momentum along the gradient of the mean cross entropy, each row's clipped; the
+    mean of the second half."""
+    rows = shard(40)
+    method = make(teacher="descent", teacher_steps=4, rows=40)
+    state = dict(method.server.init(COINS))
+    for round_ in range(6):
+        query = method.server.query(state, round_, COINS)
+        assert query is not None
+        answer = method.client.answer({}, query, rows, round_, COINS)
+        mean = method.total([answer.arrays["answer"]], round_, COINS).float()
+        state = dict(method.server.update(state, mean, round_, COINS))
+    features = Scattering(SHAPE, "cpu")(rows.images.float() / 255)
+    places = projected(state, features).double()
+    weights, velocity, kept = state["weights"].double(), torch.zeros_like(state["weights"]), []
+    for _ in range(4):
+        slopes = torch.softmax(15 * places @ weights, 1) - F.one_hot(rows.labels, 2)
+        norms = slopes.norm(dim=1) * places.norm(dim=1)
+        slopes = slopes * (0.7 / norms).clamp(max=1)[:, None]
+        velocity = 0.9 * velocity + places.T @ slopes / 40
+        weights = weights - 8 * velocity
+        kept.append(weights)
+    state = run(method, [rows])
+    expected = (kept[2] + kept[3]) / 2
+    assert torch.allclose(state["weights"].double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
+    """Of a hundred rows at epsilon 1 nothing is left but what labels have in common."""
+    method = make(3.7, rows=100)
+    state = run(method, [shard(100)])
+    assert all(
+        bool(value.isfinite().all()) for value in state.values() if value.is_floating_point()
+    )
+    images, _ = drawn(method, state, 50)
+    assert bool(images.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes", "rows"),
+    [((3, 16, 16), 5, 60), ((1, 9, 13), 36, 40), ((1, 8, 8), 2, 1), ((3, 64, 64), 2, 6)],
+)
+def test_images_of_any_shape(shape: tuple[int, int, int], classes: int, rows: int) -> None:
+    """Colour, rectangles, labels without rows, one row."""
+    method = make(1.0, shape=shape, classes=classes, rows=rows, cosines=None, coordinates=None)
+    state = run(method, [shard(rows, shape, classes)])
+    images, _ = drawn(method, state, 10)
+    assert images.shape == (10, *shape)
+    assert bool(images.isfinite().all())
+
+
+def test_at_client_level_a_client_counts_once() -> None:
+    """Its contribution is the mean over its rows, clipped as a whole."""
+    method = make(1.0, clients=3, unit=Unit.CLIENT)
+    state = run(method, [shard(n) for n in (0, 1, 40)])
+    assert method.plan.unit is Unit.CLIENT
+    assert all(
+        bool(value.isfinite().all()) for value in state.values() if value.is_floating_point()
+    )
+
+
+def test_warps_move_images_and_keep_their_shape() -> None:
+    source = torch.Generator().manual_seed(0)
+    images = shard(100).images.float() / 255
+    still = Warps(1.0, 0, 0, 0, 0, 0)(images, source)
+    assert torch.allclose(still, images, atol=1e-5)
+    half = Warps(0.5, 20, 0.2, 0.1, 0.1, 0.05)(images, source)
+    moved = (half - images).abs().flatten(1).amax(1) > 1e-3
+    assert 30 <= int(moved.sum()) <= 70  # fails once in 10^4
+    assert half.shape == images.shape
+
+
+def test_features_are_of_length_one_and_of_no_contrast() -> None:
+    images = shard(10).images.float() / 255
+    features = Scattering(SHAPE, "cpu")
+    found = features(images)
+    assert found.shape == (10, features.count)
+    assert torch.allclose(found.norm(dim=1), torch.ones(10), atol=1e-5)
+    assert torch.allclose(features(images / 2), found, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["method.shares.means=0.5"], "method.shares"),
+        (["method.cosines=9"], "method.cosines"),
+        (["method.cosines=4", "method.coordinates=17"], "method.coordinates"),
+        (["method.teacher=oracle"], "method.teacher"),
+        (["method.warps=faces"], "method.warps"),
+        (["method.teacher_share=1.5"], "method.teacher_share"),
+        (["method.steps=0"], "method.steps"),
+        (["method.shares.means=-1"], "method.shares"),
+    ],
+)
+def test_settings_that_cannot_be(
+    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["account", "method=mixture_small", *words]) == 2
+    assert f"fedgen: {key}" in capsys.readouterr().err
+
+
+def test_shares_are_checked_whoever_asks() -> None:
+    with pytest.raises(FedgenError, match="not to one"):
+        make(shares={**SHARES, "means": 0.3})
