@@ -98,6 +98,9 @@ OTHER_METHODS = [
 _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]
 
 
+_NO = object()
+
+
 def tiny(method: str, *more: str) -> list[str]:
     """``TINY`` and more for any method: what it has no setting for is left out."""
     config = _chosen(method)
@@ -106,7 +109,7 @@ def tiny(method: str, *more: str) -> list[str]:
         word
         for word in [*own, *TINY, *OTHER_METHODS, *more]
         if not word.startswith("method.")
-        or OmegaConf.select(config, word.split("=")[0]) is not None
+        or OmegaConf.select(config, word.split("=")[0], default=_NO) is not _NO
     ]
 
 

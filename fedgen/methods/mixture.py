@@ -337,7 +337,8 @@ class Server:
         values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
         # the largest eigenvalue of noise alone (Wigner)
         edge = std * bound.square() / rows * math.sqrt(2 * side)
-        variances = torch.maximum(values - 0.7 * edge, 0.1 * torch.maximum(values, 0.1 * edge))
+        least = 0.1 * torch.maximum(values, 0.1 * edge).clamp(min=_NONE)
+        variances = torch.maximum(values - 0.7 * edge, least)
         source = torch.Generator().manual_seed(int(state["centres.seed"]))
         drawn = torch.randn(
             self.classes, self.sizes.clusters, count, generator=source, dtype=torch.float64
