@@ -102,8 +102,10 @@ class Sums:
         clip: float = 1.0,
         batches: Batches = ALL_ROWS,
         peak: float = 1.0,
+        of_client: float = 1.0,
     ) -> OfRows | OfClients:
-        """Of contributions of norm ``clip`` at most; ``peak``: of one's entries, over ``clip``."""
+        """Of contributions of norm ``clip`` at most; ``peak``: of one's entries, over ``clip``;
+        ``of_client``: what a client's mean of them is clipped to, over ``clip``."""
         meeting = self.facts.aggregation(self.facts.clients)
         if self.noise_multiplier is None:
             if self.facts.unit is Unit.CLIENT:
@@ -111,7 +113,7 @@ class Sums:
             return PlainSum(batches, self.rows / self.facts.clients, Unit.RECORD)
         noise = self.noise_multiplier * (repeats / share) ** 0.5
         if self.facts.unit is Unit.CLIENT:
-            return ClientGaussian(clip, noise, RELATION, aggregation=meeting)
+            return ClientGaussian(clip * of_client, noise, RELATION, aggregation=meeting)
         each = self.rows / self.facts.clients
         return SumGaussian(clip, noise, batches, each, RELATION, Unit.RECORD, meeting, peak)
 

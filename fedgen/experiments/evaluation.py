@@ -44,7 +44,7 @@ from fedgen.reporting.run_dir import RunDir
 
 Rows = tuple[Images, Labels]
 JUDGED = (
-    *("gen2real", "real2real", "real2gen", "judged", "judged_by"),
+    *("gen2real", "real2real", "real2gen", "classifier", "judged", "judged_by"),
     *("inception_score", "fcd", "precision", "recall", "fid", "memorization", "membership"),
 )
 """What of a run's results is its evaluation's."""
@@ -162,6 +162,10 @@ def judge_run(
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins = ready.coins.at("evaluation")
         found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
+    if (classify := ready.method.server.classify) is not None:
+        images = torch.from_numpy(ready.dataset.test_images).float() / 255
+        right = classify(generator, images).numpy() == ready.dataset.test_labels
+        found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
     shutil.rmtree(pictures, ignore_errors=True)
     if fresh.exists():
         fresh.rename(pictures)

@@ -647,14 +647,23 @@ def mixture(
     taught = teacher != "none"
     left = 1 - teacher_share if taught else 1.0
     sums = Sums(facts, noise_multiplier, rows)
+    # a client's rows lie in many blocks and point to many sides, so that their mean is shorter
+    blocks = min(1.0, 1.5 / math.sqrt(facts.classes))
+    of_client = {"levels": 1.0, "means": blocks, "second": 0.5, "clusters": blocks}
+    of_client |= {"spread": 0.5 * blocks}
     mechanisms = {
-        name: sums.mechanism(left * share, steps if name == "clusters" else 1)
+        name: sums.mechanism(
+            left * share, steps if name == "clusters" else 1, of_client=of_client[name]
+        )
         for name, share in shares.items()
     }
     if teacher == "ridge":
-        mechanisms["ridge"] = sums.mechanism(teacher_share, clip=_ridge_norm(facts.classes))
+        norm = _ridge_norm(facts.classes)
+        mechanisms["ridge"] = sums.mechanism(teacher_share, clip=norm, of_client=0.5)
     if teacher == "descent":
-        mechanisms["descent"] = sums.mechanism(teacher_share, teacher_steps, clip=_GRADIENT)
+        mechanisms["descent"] = sums.mechanism(
+            teacher_share, teacher_steps, clip=_GRADIENT, of_client=0.5
+        )
     stds = {name: std_of_mean(each, facts.clients) for name, each in mechanisms.items()}
     by_rule = _sizes(facts, stds)
     sizes = Sizes(

@@ -224,6 +224,11 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     average, calibrated = averages(results)
     if average is not None:
         rows.append(("gen2real average", f"{average:.1%}, calibrated {calibrated:.1%}"))
+    if "classifier" in results:
+        told = results["classifier"]
+        rows.append(
+            ("the private classifier beside it", f"{told['mean']:.1%} of {told['n']:,} real rows")
+        )
     if "inception_score" in results:
         scores, distances = results["inception_score"], results["fcd"]
         rows += [
