@@ -43,7 +43,7 @@ usage: fedgen <command> [key=value ...]
 settings (defaults in brackets):
   method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
          dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_sinkhorn|dp_sinkhorn_small|
-         dp_gan_dpac|dp_gan_dpac_small|fedavg_gan
+         dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small
                                                  [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH

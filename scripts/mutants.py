@@ -53,6 +53,8 @@ PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
 DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
 FEDAVG_TESTS = "tests/methods/test_fedavg_gan.py"
+SEQUENCE = "fedgen/sequence.py"
+MIXTURE, MIXTURE_TESTS = "fedgen/methods/mixture.py", "tests/methods/test_mixture.py"
 NOISE, NOISE_TESTS = "fedgen/privacy/noise.py", "tests/privacy/test_noise.py"
 TRAINING = "fedgen/experiments/training.py"
 INCIDENTS = "tests/federation/test_draws_and_incidents.py"
@@ -726,9 +728,9 @@ MUTANTS = [
     ),
     Mutant(
         "embedding-of-codes-not-counted",
-        "fedgen/methods/dp_merf_ae.py",
-        "return ComposedDpEvent([taken, client.embedding.event()])",
-        "return taken",
+        SEQUENCE,
+        "return events[0] if len(events) == 1 else ComposedDpEvent(events)",
+        "return events[0]",
         "tests/methods/test_dp_merf_ae.py::test_both_kinds_of_rounds_are_paid_for",
     ),
     Mutant(
@@ -756,15 +758,57 @@ MUTANTS = [
     Mutant(
         "embedding-asked-again-after-a-kill",
         "fedgen/experiments/training.py",
-        "(due or state.rounds == self.method.plan.asking_rounds)",
-        "due",
+        "due |= state.rounds == asking or state.rounds < asking <= _SHORT",
+        "due |= False",
         f"{DP_MERF_TESTS}::test_a_run_for_release_that_is_killed_later_asks_no_second_time",
     ),
     Mutant(
+        "repeats-of-a-sum-are-charged-once",
+        SEQUENCE,
+        "max(0, min(each.repeats, answered - start))",
+        "max(0, min(1, answered - start))",
+        f"{MIXTURE_TESTS}::test_all_sums_together_cost_one_gaussian",
+    ),
+    Mutant(
+        "repeats-of-a-sum-share-one-noise",
+        SEQUENCE,
+        "(repeats / share) ** 0.5",
+        "(1 / share) ** 0.5",
+        f"{MIXTURE_TESTS}::test_all_sums_together_cost_one_gaussian",
+    ),
+    Mutant(
+        "moments-weigh-entries-off-the-diagonal-twice",
+        PER_EXAMPLE,
+        "weight = torch.where(down == right, 1.0, math.sqrt(2)).double()",
+        "weight = torch.where(down == right, 1.0, 2.0).double()",
+        f"{MIXTURE_TESTS}::test_a_row_moves_every_sum_by_at_most_its_clip",
+    ),
+    Mutant(
+        "moments-beside-are-not-clipped-with-the-others",
+        PER_EXAMPLE,
+        "norms = lengths * (lengths.square() + _norms(other).square()).sqrt()",
+        "norms = lengths.square()",
+        f"{MIXTURE_TESTS}::test_a_row_moves_every_sum_by_at_most_its_clip",
+    ),
+    Mutant(
+        "shares-are-not-of-the-whole-budget",
+        MIXTURE,
+        "left * share, steps if",
+        "share, steps if",
+        f"{MIXTURE_TESTS}::test_all_sums_together_cost_one_gaussian",
+    ),
+    Mutant(
+        "noise-is-taken-for-spread",
+        MIXTURE,
+        "(noise / counts[label]).square() * both",
+        "0 * both",
+        f"{MIXTURE_TESTS}::test_noise_is_shrunk_away_where_it_is_all_there_is",
+    ),
+    Mutant(
         "embeddings-share-their-noise",
-        "fedgen/methods/dp_merf.py",
-        'coins.at("embedding", round_)',
-        "coins",
+        SEQUENCE,
+        "here, private = coins.at(asked.name, round_), shard.on(self.device)",
+        "here, private = coins, shard.on(self.device)",
         f"{DP_MERF_TESTS}::test_noise_has_the_promised_scale_and_is_another_in_each_round",
     ),
     Mutant(

@@ -415,8 +415,10 @@ def minus_log_d(logits: Tensor) -> Tensor:
     return F.softplus(-logits)
 
 
-@pytest.mark.parametrize("width", [8, 64])
-def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(width: int) -> None:
+@pytest.mark.parametrize(("width", "precision"), [(8, "float32"), (64, "float32"), (8, "float64")])
+def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(
+    width: int, precision: Precision
+) -> None:
     """A discriminator that a server made so: what comes back to the first layer is large at all
     positions, and of the white image's it nearly cancels; of the others' it does not."""
     module = Discriminator(10, (1, 28, 28), width)
@@ -434,7 +436,9 @@ def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(width: int
         more[place] = 1
         others = torch.arange(64) != place
         first, second = (
-            clipped_sum(module, weights, (some, labels[: len(some)]), minus_log_d, 1.0).flat()
+            clipped_sum(
+                module, weights, (some, labels[: len(some)]), minus_log_d, 1.0, None, precision
+            ).flat()
             for some in (more, more[others])
         )
         assert float((first - second).norm()) <= 1
