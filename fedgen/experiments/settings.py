@@ -528,6 +528,9 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
     if words and value not in words and (hint in literals or isinstance(value, str)):
         others = [] if hint in literals else ["a number"]
         raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(others + words)}")
+    kinds = {hint, *typing.get_args(hint)}
+    if isinstance(value, str) and not words and kinds & {int, float}:
+        raise FedgenError(key, f"must be a number, got {value!r}", "mend it")
     if isinstance(value, DictConfig):
         for name, inner in value.items():
             if not str(name).startswith("_"):
@@ -549,6 +552,8 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
             )
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
             raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
+        if int in kinds and float not in kinds and value != int(value):
+            raise FedgenError(key, f"must be a whole number, got {value:g}", "round it")
         if decay and value >= 1:
             raise FedgenError(key, f"must be below 1, got {value:g}", "lower it")
 

@@ -21,6 +21,10 @@ A release's contribution has norm 1 at most, so that a row more or less moves it
 cluster's count and sum together, a moment by its Frobenius norm. With shares s_i of the budget and
 noise multiplier sigma of it all, release i has sigma / sqrt(s_i), and k repeats sqrt(k) times that:
 the squared ratios of sensitivity to noise add up to 1 / sigma^2 (``fedgen.sequence.Sums``).
+
+Whatever the server asks by, a row's contribution is at most that long. That the other rows'
+contributions stay the same to the last bit, whatever row is beside them, is taken for granted of
+features in single precision: a server that follows the protocol gains nothing there.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ from fedgen.privacy.per_example import (
 from fedgen.privacy.routing import Routing
 from fedgen.sequence import Asked, Features, Sums, SumSequence, std_of_mean
 
+_SUMS = ("levels", "means", "second", "clusters", "spread")
 LEVELS = 64  # of grey, in the histogram
 _COUNT = 0.5  # what a row adds to a count, beside a vector of length 1
 _JOINT = math.hypot(1, _COUNT)
@@ -59,6 +64,7 @@ _CONSTANT = 0.3  # beside a row's place in the teacher's space, of length 1
 _AT_ONCE = 2000  # images
 # softmax regression by descent: scale of scores, clip norm, learning rate, momentum
 _SCALE, _GRADIENT, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
+_LONGEST = 1e3  # of its weights
 _NONE = 1e-9  # a share of rows
 _TABLE = 1024  # places in a table of grey levels
 
@@ -120,8 +126,9 @@ class Contributions:
 
     def descended(self, shared: Mapping[str, Tensor], places: Tensor, labels: Tensor) -> ClippedSum:
         """The gradient of softmax regression, where places in the teacher's space are given."""
-        module = _Softmax(places.shape[1], self.classes)
-        weights = {"linear.weight": shared["weights"].T}
+        module = _Softmax(places.shape[1], self.classes).double()
+        # a server's weights cannot be so long that what rounding leaves of scores counts
+        weights = {"linear.weight": clip_rows(shared["weights"][None], _LONGEST)[0].T.double()}
         inputs, at_once = (places, labels), max(len(places), 1)
         return clipped_sum(module, weights, inputs, lambda losses: losses, _GRADIENT, at_once)
 
@@ -182,7 +189,9 @@ def _ridge_norm(classes: int) -> float:
 def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     """Features (n, f) -> their places in the teacher's space, of length 1, and a constant
     (n, s + 1)."""
-    place = F.normalize((features - space["mean"]) @ space["directions"], dim=1)
+    # in double precision: a row's place is to be the same whatever rows are beside it
+    apart = features.double() - space["mean"].double()
+    place = F.normalize(apart @ space["directions"].double(), dim=1)
     return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
 
 
@@ -448,7 +457,7 @@ class Server:
         small = 1e-4 * torch.eye(len(square), dtype=torch.float64)
         weights = torch.linalg.solve(square + small, rest).float()
         still = torch.zeros_like(weights)
-        return {**space, "weights": weights, "velocity": still, "average": still}
+        return {**space, "weights": weights, "velocity": still, "average": still.clone()}
 
     def _right(self, labels: Tensor) -> Tensor:
         """What ridge regression is to say of labels."""
@@ -535,7 +544,7 @@ class Server:
     def _given(self, teacher: Mapping[str, Tensor], images: Tensor) -> Tensor:
         there = {name: value.to(self.device) for name, value in teacher.items()}
         place = projected(there, self.contributions.scattering(images))
-        return (place @ there["weights"]).argmax(1).cpu()
+        return (place @ there["weights"].double()).argmax(1).cpu()
 
     def _raw(
         self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
@@ -638,9 +647,12 @@ def mixture(
     Raises:
         FedgenError: for shares that do not sum to one.
     """
-    if abs(sum(shares.values()) - 1) > 1e-6:
-        problem = f"sum to {sum(shares.values()):g}, not to one"
-        raise FedgenError("method.shares", problem, "mend them")
+    if set(shares) != set(_SUMS) or abs(sum(shares.values()) - 1) > 1e-6:
+        problem = f"{', '.join(shares)} sum to {sum(shares.values()):g}"
+        raise FedgenError("method.shares", problem, f"give {', '.join(_SUMS)}, one in all")
+    if space_samples < 2 * facts.classes:
+        problem = f"{space_samples} are too few for {facts.classes} labels"
+        raise FedgenError("method.space_samples", problem, f"take {2 * facts.classes} or more")
     if not 0 < teacher_share < 1:
         problem = f"is a share, got {teacher_share:g}"
         raise FedgenError("method.teacher_share", problem, "take one between 0 and 1")

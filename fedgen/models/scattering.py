@@ -38,7 +38,7 @@ class Scattering:
     @property
     def stride(self) -> int:
         """Pixels between two places: the least power of two, from 2, that leaves 8 along a side."""
-        return max(2, 1 << math.ceil(math.log2(max(self.shape[1:]) / _CELLS)))
+        return max(2, 1 << max(0, math.ceil(math.log2(max(self.shape[1:]) / _CELLS))))
 
     @property
     def count(self) -> int:

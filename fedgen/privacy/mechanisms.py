@@ -56,6 +56,7 @@ def total(mechanism: Summed) -> Callable[[Answers, int, Coins], Tensor]:
 
 
 _UNLIKELY = 200.0  # nats
+_MOST_PARTS = 10_000  # of a batch
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,8 @@ class PlainSum:
 def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
     """A batch in a public number of parts. A row's part is a coin of its own, as its place in the
     batch is: given the coins of all others, a row more changes no other part."""
-    batch, number = batches.draw(rows, coins), max(1, round(divisor / about))
+    batch = batches.draw(rows, coins)
+    number = min(max(1, round(divisor / about)), _MOST_PARTS)
     if number == 1:
         return [batch]
     part = coins.secret_bits(rows, "part")[batch] % np.uint64(number)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 from tiny import CASES, METHODS, PARTITIONS, PROGRAMS, Train, adversary, tiny, trusting
@@ -105,6 +106,15 @@ class TestEveryMethod:
         assert privacy["views"]["server"]["epsilon"] is None
         assert "no" in privacy["views"]["server"]["reason"]
         assert "no bound" in (run / "public" / "PRIVACY.md").read_text()
+
+    def test_its_generator_is_handed_out(
+        self, ordinary: Callable[[str, str], Path], method: str, clients: str, tmp_path: Path
+    ) -> None:
+        """Whoever has ``public`` alone draws samples."""
+        out, public = tmp_path / "samples.npz", ordinary(method, clients) / "public"
+        assert cli.run(["sample", f"run={public}", "n=20", f"out={out}"]) == 0
+        with np.load(out) as found:
+            assert found["images"].shape == (20, 1, 8, 8)
 
     def test_it_leaves_what_a_run_leaves(
         self, ordinary: Callable[[str, str], Path], method: str, clients: str

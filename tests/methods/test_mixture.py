@@ -247,6 +247,22 @@ def test_descent_is_softmax_regression() -> None:
     assert torch.allclose(state["weights"].double(), expected, rtol=0.02, atol=0.02)
 
 
+def test_weights_of_a_hostile_server_do_not_move_other_rows() -> None:
+    """Scores that cancel exactly, times 2^30: in single precision a row more changed what others
+    contribute, by 25 clip norms in all."""
+    torch.manual_seed(0)
+    method = make(1.0, teacher="descent", classes=3, space=12, rows=2000)
+    asked = sequence_of(method)[-1]
+    places = F.normalize(torch.randn(1001, 6), dim=1).repeat(1, 2) / math.sqrt(2)
+    places = torch.cat([places, torch.full((1001, 1), 0.3)], 1).double()
+    half = torch.randn(6, 3) * 2.0**30
+    shared = {"weights": torch.cat([half, -half, torch.zeros(1, 3)])}
+    labels = torch.arange(1001) % 3
+    whole = asked.contribution(shared, places, labels).flat()
+    fewer = asked.contribution(shared, places[1:], labels[1:]).flat()
+    assert float((whole - fewer).norm()) <= 0.7
+
+
 def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
     """Of a hundred rows at epsilon 1 covariances stay what eigenvalues beyond the noise allow."""
     state = run(make(3.7, rows=100), [shard(100)])
@@ -259,13 +275,23 @@ def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "classes", "rows"),
-    [((3, 16, 16), 5, 60), ((1, 9, 13), 36, 40), ((1, 8, 8), 2, 1), ((3, 64, 64), 2, 6)],
+    [
+        ((3, 16, 16), 5, 60),
+        ((1, 9, 13), 36, 40),
+        ((1, 8, 8), 2, 1),
+        ((3, 64, 64), 2, 6),
+        ((1, 2, 2), 2, 30),
+        ((1, 8, 8), 1, 30),
+    ],
 )
 def test_images_of_any_shape(shape: tuple[int, int, int], classes: int, rows: int) -> None:
-    """Colour, rectangles, labels without rows, one row."""
-    method = make(1.0, shape=shape, classes=classes, rows=rows, cosines=None, coordinates=None)
+    """Colour, rectangles, labels without rows, one row, four pixels, one label."""
+    changed: dict[str, Any] = {"cosines": None, "coordinates": None, "space_samples": 80}
+    method = make(1.0, shape=shape, classes=classes, rows=rows, **changed)
     state = run(method, [shard(rows, shape, classes)])
-    images, _ = drawn(method, state, 10)
+    assert len({value.data_ptr() for value in state.values()}) == len(state)  # each is saved
+    labels = torch.zeros(10, dtype=torch.long)
+    images = method.server.sample(method.server.generator(state), labels, COINS)
     assert images.shape == (10, *shape)
     assert bool(images.isfinite().all())
 
@@ -311,6 +337,10 @@ def test_features_are_of_length_one_and_of_no_contrast() -> None:
         (["method.teacher_share=1.5"], "method.teacher_share"),
         (["method.steps=0"], "method.steps"),
         (["method.shares.means=-1"], "method.shares"),
+        (["+method.shares.foo=0.1", "method.shares.means=0.05"], "method.shares"),
+        (["method.clusters=1.5"], "method.clusters"),
+        (["method.clusters=foo"], "method.clusters"),
+        (["method.space_samples=1"], "method.space_samples"),
     ],
 )
 def test_settings_that_cannot_be(
@@ -321,5 +351,5 @@ def test_settings_that_cannot_be(
 
 
 def test_shares_are_checked_whoever_asks() -> None:
-    with pytest.raises(FedgenError, match="not to one"):
+    with pytest.raises(FedgenError, match="sum to 1.15"):
         make(shares={**SHARES, "means": 0.3})
