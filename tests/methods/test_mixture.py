@@ -351,5 +351,5 @@ def test_settings_that_cannot_be(
 
 
 def test_shares_are_checked_whoever_asks() -> None:
-    with pytest.raises(FedgenError, match="sum to 1.15"):
+    with pytest.raises(FedgenError, match="one in all"):
         make(shares={**SHARES, "means": 0.3})
