@@ -157,7 +157,7 @@ def judge_run(
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
     fresh = run_dir.path / "evaluation.new"  # an evaluation that fails leaves the last one
     shutil.rmtree(fresh, ignore_errors=True)
-    if chosen.samples:
+    if chosen.samples and settings.least_samples(chosen):
         samples = judged_samples(ready, generator, chosen.samples)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins = ready.coins.at("evaluation")

@@ -513,19 +513,19 @@ class Server:
         labels: Tensor,
         source: torch.Generator,
     ) -> Tensor:
-        """As many images of each label as are wanted, by the teacher's labels. Of a label that it
-        hardly gives, images that were drawn for it."""
+        """As many images of each label as are wanted, by the teacher's labels; of what is missing
+        when four times as many are drawn, images that were drawn for it."""
         images = torch.zeros(len(labels), *self.shape)
         places = [(labels == label).nonzero().flatten() for label in range(self.classes)]
-        done = [0] * self.classes
-        for _ in range(20):
+        done, all_drawn = [0] * self.classes, 0
+        while all_drawn < 4 * len(labels):
             left = [len(place) - have for place, have in zip(places, done, strict=True)]
             if not any(left):
                 break
             ahead = min(1.0, _AT_ONCE / sum(left))
             tried = torch.cat([torch.full((math.ceil(n * ahead),), c) for c, n in enumerate(left)])
             drawn = self._draw(weights, tried, source)
-            given = self._given(teacher, drawn)
+            given, all_drawn = self._given(teacher, drawn), all_drawn + len(tried)
             for label in range(self.classes):
                 mine = drawn[given == label][: len(places[label]) - done[label]]
                 images[places[label][done[label] : done[label] + len(mine)]] = mine
