@@ -411,12 +411,14 @@ def test_client_level_protects_a_client_with_any_rows(train: Train) -> None:
 
 
 def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
-    from fedgen.methods.dp_merf import Client, Features
-    from fedgen.privacy.mechanisms import ClientGaussian
-    from fedgen.privacy.releases import Trusted
+    from fedgen.method import PublicFacts
+    from fedgen.methods.dp_merf import Features, embedding
+    from fedgen.sequence import Sums, SumSequence
 
-    own = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=Trusted(1.0))
-    client = Client(Features(40, 5.0, 64, "cpu"), own, 10)
+    facts = PublicFacts(4, None, 10, (1, 8, 8), aggregating="trusted", unit=Unit.CLIENT)
+    of_rows = Features(40, 5.0, 64, "cpu")
+    asked = embedding(Sums(facts, 1.0, 60), of_rows, 10, lambda _, images: images)
+    client = SumSequence((asked,), "cpu").client
     query = messages.Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(3)})
     for rows in (0, 1, 7, 60):
         shard = Shard(SHARD.images[:rows], SHARD.labels[:rows])

@@ -30,7 +30,7 @@ from fedgen.models import cdcgan
 from fedgen.models.functional import adam_start, adam_step, part
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Unit, canonical
-from fedgen.privacy.per_example import clipped_sum
+from fedgen.privacy.per_example import Precision, clipped_sum
 from strategies.parameter_updates import ParameterUpdates
 
 BATCH, RATE, CLIP, RATES = 5, 0.2, 0.3, (1e-2, (0.5, 0.999))
@@ -54,7 +54,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "clip": CLIP,
         "ema": 0.0,
         "mode_seeking": 0.0,
-        "precision": "float32",
+        "precision": "float64",
         "device": "cpu",
     }
     return dpgan(PublicFacts(clients, None, 10, (1, 8, 8)), noise, **{**settings, **changed})  # type: ignore[arg-type]
@@ -86,7 +86,9 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
 
     def clipped(images: Tensor, labels: Tensor, sign: float) -> Tensor:
         loss = lambda logits: F.softplus(sign * logits)  # noqa: E731
-        found = clipped_sum(nets.discriminator, phi, (images, labels), loss, CLIP).gradients
+        kind: Precision = "float64" if sign < 0 else "float32"  # real rows alone need a bound
+        inputs = images, labels
+        found = clipped_sum(nets.discriminator, phi, inputs, loss, CLIP, precision=kind).gradients
         return torch.cat([found[name].flatten() for name in sorted(phi)])
 
     for t in range(rounds):
