@@ -165,6 +165,8 @@ def test_moments_are_those_of_the_rows() -> None:
         assert torch.allclose(found[block, 28:].view(7, 3), mine.T @ right)
     one = of_moments(rows[:1], math.inf).flat()
     assert float(one.norm()) == pytest.approx(float(rows[0].double().square().sum()))
+    clipped = of_moments(rows[:1], 0.5, beside=beside[:1]).flat()  # both together
+    assert 0.499 < float(clipped.norm()) <= 0.5
 
 
 def test_rows_that_are_not_finite_count_nothing_in_moments() -> None:
