@@ -222,7 +222,7 @@ def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> 
     clock = Clock()
     clock.timed("round", rounds.Rounds, "_round")
     clock.timed("sum", dpgan, "clipped_sum")
-    clock.timed("noise", mechanisms, "_noised")
+    clock.timed("noise", mechanisms, "noised")
     clock.timed("adam", adversarial, "adam_step")
     clock.timed("fakes", Networks, "generate")
     clock.timed("ledger", Ledger, "charge")
