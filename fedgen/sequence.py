@@ -1,15 +1,16 @@
 """Methods that ask for one sum after another: each a sum over rows of clipped contributions with
 noise, each question made of what was published before.
 
-A ``Sequence`` is the plan of these releases. All clients answer all of it; they have no state, and
-nothing is drawn but the batches of a sum that has such. So a run can go on between any two, and
+A ``SumSequence`` is the plan of these releases. All clients answer all of it; they have no state,
+and nothing is drawn but the batches of a sum that has such. So a run can go on between any two, and
 every release costs what its own mechanism says, whoever asks for it and when: a client answers the
 sum that a question names, and charges that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,18 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.files import digest
-from fedgen.method import TRUSTING, Claim, ClientProgram, Plan, PublicFacts, Query, State, WorstCase
+from fedgen.method import (
+    TRUSTING,
+    Claim,
+    ClientProgram,
+    Method,
+    Plan,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    WorstCase,
+)
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import AllRows, Batches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
@@ -34,6 +46,7 @@ from fedgen.privacy.mechanisms import (
 )
 from fedgen.privacy.per_example import ClippedSum
 from fedgen.privacy.releases import Secure, Sent, Trusted
+from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
 ALL_ROWS = AllRows()
@@ -46,7 +59,7 @@ contribute, each clipped to the mechanism's norm."""
 
 
 @dataclass(frozen=True)
-class Features:
+class Prepared:
     """What contributions are made of in place of images, where it is the same in all repeats: a
     client's process keeps it.
 
@@ -61,8 +74,8 @@ class Features:
 class Asked:
     """A sum that is asked for ``repeats`` times in a row.
 
-    name: what questions call it. size: of the sum. at_once: rows in memory. features: what its
-        contributions are made of; None: images.
+    name: what questions call it. size: of the sum. at_once: rows in memory. prepared: what
+        its contributions are made of; None: images.
     """
 
     name: str
@@ -71,7 +84,7 @@ class Asked:
     contribution: Contribute
     repeats: int = 1
     at_once: int = 2048
-    features: Features | None = None
+    prepared: Prepared | None = None
 
     @property
     def private(self) -> bool:
@@ -106,14 +119,16 @@ class Sums:
     ) -> OfRows | OfClients:
         """Of contributions of norm ``clip`` at most; ``peak``: of one's entries, over ``clip``;
         ``of_client``: what a client's mean of them is clipped to, over ``clip``."""
-        meeting = self.facts.aggregation(self.facts.clients)
+        # an aggregator that is trusted clips again what a client sends as a whole
+        most = clip * of_client if self.facts.unit is Unit.CLIENT else math.inf
+        meeting = self.facts.aggregation(self.facts.clients, most)
         if self.noise_multiplier is None:
             if self.facts.unit is Unit.CLIENT:
                 return PlainClient()
             return PlainSum(batches, self.rows / self.facts.clients, Unit.RECORD)
         noise = self.noise_multiplier * (repeats / share) ** 0.5
         if self.facts.unit is Unit.CLIENT:
-            return ClientGaussian(clip * of_client, noise, RELATION, aggregation=meeting)
+            return ClientGaussian(most, noise, RELATION, aggregation=meeting)
         each = self.rows / self.facts.clients
         return SumGaussian(clip, noise, batches, each, RELATION, Unit.RECORD, meeting, peak)
 
@@ -169,12 +184,12 @@ class SumSequence:
         def rows(some: Tensor) -> tuple[Tensor, Tensor]:
             return private.rows(some)
 
-        if (features := asked.features) is not None:
+        if (prepared := asked.prepared) is not None:
             parts = torch.split(torch.arange(len(shard)), asked.at_once)
-            seals = [digest(query.shared[name].numpy().tobytes()) for name in features.names]
+            seals = [digest(query.shared[name].numpy().tobytes()) for name in prepared.names]
             made = private.kept(
                 " ".join(seals),
-                lambda: torch.cat([features.of(shared, private.rows(some)[0]) for some in parts]),
+                lambda: torch.cat([prepared.of(shared, private.rows(some)[0]) for some in parts]),
             )
 
             def rows(some: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +206,26 @@ class SumSequence:
         if isinstance(asked.mechanism, ClientGaussian | PlainClient):
             return asked.mechanism.release(asked.size, mean, here)
         return asked.mechanism.release((asked.size,), sums(asked.mechanism), here)
+
+    def method(
+        self,
+        server: ServerProgram,
+        plan: Plan,
+        clients: int,
+        worst_cases: Callable[[], Sequence[WorstCase]],
+        settled: Mapping[str, int] | None = None,
+    ) -> Method:
+        """Of a server that asks for this sequence, all clients each time."""
+        return Method(
+            self.client,
+            server,
+            plan,
+            Routing("mean", clients),
+            0,
+            worst_cases,
+            self.total,
+            settled or {},
+        )
 
     def worst_case(
         self,

@@ -763,6 +763,20 @@ MUTANTS = [
         f"{DP_MERF_TESTS}::test_a_run_for_release_that_is_killed_later_asks_no_second_time",
     ),
     Mutant(
+        "clipped-again-in-half-precision",
+        RELEASES,
+        "each.astype(np.promote_types(each.dtype, np.float32))",
+        "each",
+        f"{RELEASE_TESTS}::test_what_arrives_in_half_precision_is_in_the_ball_all_the_same",
+    ),
+    Mutant(
+        "what-clients-send-whole-is-not-clipped-again",
+        SEQUENCE,
+        "meeting = self.facts.aggregation(self.facts.clients, most)",
+        "meeting = self.facts.aggregation(self.facts.clients)",
+        f"{SUM_TESTS}::test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has",
+    ),
+    Mutant(
         "repeats-of-a-sum-are-charged-once",
         SEQUENCE,
         "max(0, min(each.repeats, answered - start))",

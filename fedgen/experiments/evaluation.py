@@ -162,10 +162,10 @@ def judge_run(
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins = ready.coins.at("evaluation")
         found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
-    if (classify := ready.method.server.classify) is not None:
-        images = torch.from_numpy(ready.dataset.test_images).float() / 255
-        right = classify(generator, images).numpy() == ready.dataset.test_labels
-        found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
+        if (classify := ready.method.server.classify) is not None:
+            images = torch.from_numpy(ready.dataset.test_images).float() / 255
+            right = classify(generator, images).numpy() == ready.dataset.test_labels
+            found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
     shutil.rmtree(pictures, ignore_errors=True)
     if fresh.exists():
         fresh.rename(pictures)

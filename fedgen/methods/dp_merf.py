@@ -43,7 +43,6 @@ from fedgen.models.functional import (
     trainable,
 )
 from fedgen.privacy.per_example import ClippedSum, of_rows
-from fedgen.privacy.routing import Routing
 from fedgen.sequence import Asked, Sums, SumSequence
 
 
@@ -210,8 +209,7 @@ def dp_merf(
     sums = Sums(facts, noise_multiplier, rows)
     sequence = SumSequence((embedding(sums, embed, facts.classes, lambda _, x: x),), device)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
-    return Method(
-        sequence.client,
+    return sequence.method(
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -224,10 +222,8 @@ def dp_merf(
             server.alone,
         ),
         sequence.plan("none", None, ("RDP of one Gaussian", "DP-MERF (2021)")),
-        Routing("mean", facts.clients),
-        0,
+        facts.clients,
         lambda: [_worst_case(sequence, facts.shape)],
-        sequence.total,
     )
 
 

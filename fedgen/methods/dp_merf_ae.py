@@ -42,7 +42,6 @@ from fedgen.models.functional import (
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Unit
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
-from fedgen.privacy.routing import Routing
 from fedgen.sequence import Asked, Sums, SumSequence
 
 
@@ -212,8 +211,7 @@ def dp_merf_ae(
         net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema
     )
     server = Server(coder, codes, autoencoder_steps, (autoencoder_learning_rate, autoencoder_betas))
-    return Method(
-        sequence.client,
+    return sequence.method(
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -230,10 +228,8 @@ def dp_merf_ae(
             "secret Poisson batches of the autoencoder's steps",
             ("RDP of Poisson subsampling, and of one Gaussian", "DP-MERF (2021)"),
         ),
-        Routing("mean", facts.clients),
-        0,
+        facts.clients,
         lambda: _worst_cases(coder, sequence, facts.shape),
-        sequence.total,
     )
 
 

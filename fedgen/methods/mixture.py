@@ -8,9 +8,7 @@ times, with noise of its own; each question is made of the answers before it:
     second     second moment within labels; its leading d eigenvectors are the coordinates
     clusters   k-means within each label, ``steps`` times: each cluster's count and sum
     spread     each label's covariance around its clusters' centres
-    teacher    the label from wavelet scattering (``scattering.py``), in a space that is computed
-               from samples. By ridge regression, once: (sum z z^T, sum z t^T); or by descent of
-               softmax regression, ``teacher_steps`` times: the gradients of all rows
+    teacher    a classifier on wavelet features (``teacher.py``), if one is asked for
 
 A sample is a centre, Gaussian noise by its label's covariance, and the grey level of the same rank
 among those that were published; it may be warped (a prior written by hand, no data). All that is
@@ -22,49 +20,41 @@ cluster's count and sum together, a moment by its Frobenius norm. With shares s_
 noise multiplier sigma of it all, release i has sigma / sqrt(s_i), and k repeats sqrt(k) times that:
 the squared ratios of sensitivity to noise add up to 1 / sigma^2 (``fedgen.sequence.Sums``).
 
-Whatever the server asks by, a row's contribution is at most that long. That the other rows'
-contributions stay the same to the last bit, whatever row is beside them, is taken for granted of
-features in single precision: a server that follows the protocol gains nothing there.
+Whatever the server asks by, a row's contribution is at most that long. That the other rows' cosines
+and wavelet features, in single precision, stay the same to the last bit whatever row is beside
+them, is taken for granted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.methods.teacher import Space, Teacher, descent, ridge
 from fedgen.models.functional import Tensors, join, part
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
-from fedgen.privacy.per_example import (
-    ClippedSum,
-    clip_rows,
-    clipped_sum,
-    from_moments,
-    of_moments,
-    of_rows,
-)
-from fedgen.privacy.routing import Routing
-from fedgen.sequence import Asked, Features, Sums, SumSequence, std_of_mean
+from fedgen.privacy.per_example import ClippedSum, clip_rows, from_moments, of_moments, of_rows
+from fedgen.sequence import Asked, Sums, SumSequence, std_of_mean
+
+Learn = Callable[[Mapping[str, Tensor], Tensor], Tensors]
+"""(what is known, an answer) -> what it tells."""
 
 _SUMS = ("levels", "means", "second", "clusters", "spread")
 LEVELS = 64  # of grey, in the histogram
 _COUNT = 0.5  # what a row adds to a count, beside a vector of length 1
 _JOINT = math.hypot(1, _COUNT)
-_CONSTANT = 0.3  # beside a row's place in the teacher's space, of length 1
 _AT_ONCE = 2000  # images
-# softmax regression by descent: scale of scores, clip norm, learning rate, momentum
-_SCALE, _GRADIENT, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
-_LONGEST = 1e3  # of its weights
 _NONE = 1e-9  # a share of rows
 _TABLE = 1024  # places in a table of grey levels
 
@@ -81,7 +71,6 @@ class Contributions:
     classes: int
     cosines: Tensor
     clusters: int
-    scattering: Scattering
 
     def levels(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
         """Shares of its pixels at each level, channel by channel, and its mean square: both at most
@@ -118,24 +107,6 @@ class Contributions:
         apart = place - shared["centres"][labels, _nearest(place, shared["centres"], labels)]
         return of_moments(clip_rows(apart, bound) / bound, 1.0, labels, self.classes)
 
-    def taught(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-        """What ridge regression is made of (z z^T, z t^T)."""
-        place = projected(shared, self.scattering(images))
-        right = F.one_hot(labels, self.classes).to(place) - 1 / self.classes
-        return of_moments(place, _ridge_norm(self.classes), beside=right)
-
-    def descended(self, shared: Mapping[str, Tensor], places: Tensor, labels: Tensor) -> ClippedSum:
-        """The gradient of softmax regression, where places in the teacher's space are given."""
-        module = _Softmax(places.shape[1], self.classes).double()
-        # a server's weights cannot be so long that what rounding leaves of scores counts
-        weights = {"linear.weight": clip_rows(shared["weights"][None], _LONGEST)[0].T.double()}
-        inputs, at_once = (places, labels), max(len(places), 1)
-        return clipped_sum(module, weights, inputs, lambda losses: losses, _GRADIENT, at_once)
-
-    def placed(self, shared: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Images -> their places in the teacher's space."""
-        return projected(shared, self.scattering(images))
-
     def waves(self, images: Tensor) -> Tensor:
         """Images -> the lowest cosines of each channel (n, c * m * m)."""
         return (images.flatten(2) @ self.cosines.to(images)).flatten(1)
@@ -143,19 +114,6 @@ class Contributions:
     def coordinates(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """Images -> their places around their label's mean (n, d)."""
         return (self.waves(images) - shared["means"][labels]) @ shared["basis"]
-
-
-class _Softmax(nn.Module):
-    """Places (n, s), labels (n,) -> the cross entropy of each label (n,), over ``_SCALE``."""
-
-    def __init__(self, size: int, classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, classes, bias=False)
-
-    def forward(self, places: Tensor, labels: Tensor) -> Tensor:
-        """See the class."""
-        scores = _SCALE * self.linear(places)
-        return F.cross_entropy(scores, labels, reduction="none") / _SCALE
 
 
 def _counted(rows: Tensor, bound: float, blocks: Tensor, count: int) -> ClippedSum:
@@ -178,21 +136,6 @@ def _nearest(places: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
 def _padded(rows: Tensor, width: int) -> Tensor:
     """Rows as they are; of no rows, none of this width."""
     return rows if len(rows) else rows.new_zeros(0, width)
-
-
-def _ridge_norm(classes: int) -> float:
-    """Of (z z^T, z t^T): z is 1 long with a constant beside it, t a label less the mean label."""
-    length = 1 + _CONSTANT**2
-    return math.sqrt(length**2 + length * (1 - 1 / classes))
-
-
-def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
-    """Features (n, f) -> their places in the teacher's space, of length 1, and a constant
-    (n, s + 1)."""
-    # in double precision: a row's place is to be the same whatever rows are beside it
-    apart = features.double() - space["mean"].double()
-    place = F.normalize(apart @ space["directions"].double(), dim=1)
-    return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
 
 
 def lowest_cosines(side: tuple[int, int], count: int) -> Tensor:
@@ -237,8 +180,7 @@ class Server:
     sequence: SumSequence
     contributions: Contributions
     warps: Warps | None
-    space: tuple[int, int, float]
-    device: str
+    teacher: Teacher | None
 
     def init(self, coins: Coins) -> Tensors:
         """Nothing is known; the seeds of what is drawn in public."""
@@ -260,69 +202,55 @@ class Server:
             "drawn": tables,
             "meant": tables,
         }
-        if self.teaches:
-            size = self.space[1]
-            weights = (size + 1, labels)
-            shapes |= {"mean": (self.contributions.scattering.count,)}
-            shapes |= {"directions": (*shapes["mean"], size)}
-            shapes |= dict.fromkeys(("weights", "velocity", "average"), weights)
+        if self.teacher is not None:
+            shapes |= self.teacher.space.shapes()
         seeds = {
             name: torch.randint(0, 2**62, (), generator=coins.public(name))
             for name in ("centres.seed", "samples.seed")
         }
         return {name: torch.zeros(shape) for name, shape in shapes.items()} | seeds
 
-    @property
-    def teaches(self) -> bool:
-        """Whether there is a teacher."""
-        return bool(self.sequence.repeats("ridge") or self.sequence.repeats("descent"))
-
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
         """The next sum, with what of the answers before it is made of."""
         del coins
         if round_ >= self.sequence.rounds:
             return None
-        wanted = {
-            "levels": (),
-            "means": ("bound",),
-            "second": ("bound", "means"),
-            "clusters": ("bound", "means", "basis", "centres"),
-            "spread": ("bound", "means", "basis", "centres"),
-            "ridge": ("mean", "directions"),
-            "descent": ("mean", "directions", "weights"),
-        }[self.sequence.at(round_).name]
-        return self.sequence.question(round_, {name: state[name] for name in wanted})
+        needs, _ = self._sums[self.sequence.at(round_).name]
+        return self.sequence.question(round_, {name: state[name] for name in needs})
 
     def update(
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
     ) -> Tensors:
         """What a sum tells."""
         del coins
-        name, found = self.sequence.at(round_).name, answers.flatten().double()
-        learn = {
-            "levels": self._levels,
-            "means": self._means,
-            "second": self._second,
-            "clusters": self._clusters,
-            "spread": self._spread,
-            "ridge": self._ridge,
-            "descent": self._descent,
-        }[name]
-        told = learn(state, found, self.stds[name])
-        state = {**state, **{key: value.float() for key, value in told.items()}}
-        if name == "spread" and round_ + 1 < self.sequence.rounds:
-            state = {**state, **self._space(state)}
-        return state
+        _, learn = self._sums[self.sequence.at(round_).name]
+        told = learn(state, answers.flatten().double())
+        return {**state, **{name: value.float() for name, value in told.items()}}
 
-    def _levels(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+    @property
+    def _sums(self) -> dict[str, tuple[tuple[str, ...], Learn]]:
+        """Of each sum: what its question holds, and what its answer tells."""
+        places = ("bound", "means", "basis", "centres")
+        teacher = self.teacher
+        return {
+            "levels": ((), self._levels),
+            "means": (("bound",), self._means),
+            "second": (("bound", "means"), self._second),
+            "clusters": (places, self._clusters),
+            "spread": (places, self._spread),
+            **({teacher.asked.name: (teacher.needs, teacher.learn)} if teacher else {}),
+        }
+
+    def _levels(self, state: Mapping[str, Tensor], found: Tensor) -> Tensors:
+        del state
         found = found * math.sqrt(2)
         shares = found[:-1].view(self.shape[0], LEVELS).clamp(min=0)
         shares = shares / shares.sum(1, keepdim=True).clamp(min=1e-12)
         power = found[-1].clamp(1e-3, 1.0) * math.prod(self.shape)
         return {"levels": shares, "power": power, "bound": 1.1 * power.sqrt()}
 
-    def _means(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
-        bound, noise = state["bound"].double(), std * _JOINT
+    def _means(self, state: Mapping[str, Tensor], found: Tensor) -> Tensors:
+        bound, noise = state["bound"].double(), self.stds["means"] * _JOINT
         counts, sums = _counts_and_sums(found.view(self.classes, -1), bound)
         known = counts.clamp(min=max(2 * noise / _COUNT, _NONE))
         together = sums.sum(0) / counts.sum().clamp(min=max(noise, _NONE))
@@ -338,14 +266,14 @@ class Server:
         )
         return {"means": means, "counts": known, "bound": 1.25 * within.sqrt()}
 
-    def _second(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+    def _second(self, state: Mapping[str, Tensor], found: Tensor) -> Tensors:
         side, bound = state["means"].shape[1], state["bound"].double()
         rows = state["counts"].double().sum()
         values, vectors = torch.linalg.eigh(from_moments(found, side) * bound.square() / rows)
         count = self.sizes.coordinates
         values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
         # the largest eigenvalue of noise alone (Wigner)
-        edge = std * bound.square() / rows * math.sqrt(2 * side)
+        edge = self.stds["second"] * bound.square() / rows * math.sqrt(2 * side)
         least = 0.1 * torch.maximum(values, 0.1 * edge).clamp(min=_NONE)
         variances = torch.maximum(values - 0.7 * edge, least)
         source = torch.Generator().manual_seed(int(state["centres.seed"]))
@@ -361,9 +289,9 @@ class Server:
             "step": torch.zeros(()),
         }
 
-    def _clusters(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+    def _clusters(self, state: Mapping[str, Tensor], found: Tensor) -> Tensors:
         bound, variances = state["bound"].double(), state["variances"].double()
-        sizes, noise = (self.classes, self.sizes.clusters), std * _JOINT
+        sizes, noise = (self.classes, self.sizes.clusters), self.stds["clusters"] * _JOINT
         counts, sums = _counts_and_sums(found.view(sizes[0] * sizes[1], -1), bound)
         counts, sums = counts.view(sizes), sums.view(*sizes, -1)
         known = counts.clamp(min=max(noise / _COUNT, _NONE))
@@ -389,11 +317,11 @@ class Server:
         centres[~big] = 1e3 * bound  # nobody is near
         return {**told, "bound": 1.3 * within.sqrt()}
 
-    def _spread(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
+    def _spread(self, state: Mapping[str, Tensor], found: Tensor) -> Tensors:
         side, bound = len(state["variances"]), state["bound"].double()
         counts = state["counts"].double()
         sums = from_moments(found.view(self.classes, -1), side) * bound.square()
-        noise = std * bound.square() / math.sqrt(2)  # off the diagonal
+        noise = self.stds["spread"] * bound.square() / math.sqrt(2)  # off the diagonal
         pooled = sums.sum(0) / counts.sum()
         variances = pooled.diagonal().clamp(
             min=1e-3 * float(pooled.diagonal().max().clamp(min=1e-6))
@@ -412,9 +340,14 @@ class Server:
             prior = pooled * ratio
             values, vectors = torch.linalg.eigh(prior + weight * (mine - prior))
             roots.append(vectors * values.clamp(min=0).sqrt() @ vectors.T)
-        told = {"roots": torch.stack(roots), "step": torch.zeros(())}
-        found_tables = self._tables({**state, **{"roots": told["roots"].float()}})
-        return {**told, **found_tables}
+        told = {"roots": torch.stack(roots).float(), "step": torch.zeros(())}
+        told |= self._tables({**state, **told})
+        if self.teacher is not None:
+            source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
+            labels = torch.arange(self.teacher.space.samples) % self.classes
+            drawn = self._draw({**state, **told}, labels, source, warped=False)
+            told |= self.teacher.space.made(drawn, labels, source)
+        return told
 
     def _tables(self, state: Mapping[str, Tensor]) -> Tensors:
         """From the values of pixels as they are drawn to the grey levels of the same rank."""
@@ -433,64 +366,12 @@ class Server:
             meant.append(torch.where(at == 0, 0.0, (at + within) / LEVELS))
         return {"drawn": drawn, "meant": torch.stack(meant)}
 
-    def _space(self, state: Mapping[str, Tensor]) -> Tensors:
-        """The teacher's space: leading directions of samples' features. Nothing private is in it
-        but what was published."""
-        count, dimensions, power = self.space
-        source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
-        labels = torch.arange(count) % self.classes
-        drawn = self._draw(state, labels, source, warped=False)
-        features = self.contributions.scattering(drawn)
-        mean = features.mean(0)
-        apart = features - mean
-        start = torch.randn(apart.shape[1], dimensions + 20, generator=source).to(apart)
-        for _ in range(3):  # subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4)
-            start = torch.linalg.qr(apart.T @ (apart @ start)).Q
-        small = apart @ start
-        values, vectors = torch.linalg.eigh(small.T @ small / count)
-        values, vectors = values.flip(0)[:dimensions], vectors.flip(1)[:, :dimensions]
-        scaled = vectors * (values.clamp(min=1e-9) / values[0]).pow(-power)
-        space = {"mean": mean.cpu(), "directions": (start @ scaled).cpu()}
-        there = {name: value.to(features) for name, value in space.items()}
-        places = projected(there, features).double().cpu()
-        square, rest = places.T @ places / count, places.T @ self._right(labels) / count
-        small = 1e-4 * torch.eye(len(square), dtype=torch.float64)
-        weights = torch.linalg.solve(square + small, rest).float()
-        still = torch.zeros_like(weights)
-        return {**space, "weights": weights, "velocity": still, "average": still.clone()}
-
-    def _right(self, labels: Tensor) -> Tensor:
-        """What ridge regression is to say of labels."""
-        return F.one_hot(labels, self.classes).double() - 1 / self.classes
-
-    def _ridge(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
-        """Towards the weights that samples give, where noise is all that there is."""
-        side = self.space[1] + 1
-        square, rest = found[: side * (side + 1) // 2], found[side * (side + 1) // 2 :]
-        values, vectors = torch.linalg.eigh(from_moments(square, side))
-        floor = 0.5 * std * math.sqrt(2 * side) + 1e-9
-        wanted = rest.view(side, self.classes) + floor * state["weights"].double()
-        kept = (values + floor).clamp(min=floor)
-        return {"weights": vectors @ ((vectors.T @ wanted) / kept[:, None])}
-
-    def _descent(self, state: Mapping[str, Tensor], found: Tensor, std: float) -> Tensors:
-        """A step; in the end the mean of the second half of them."""
-        gradient = found.view(self.classes, -1).T
-        velocity = _MOMENTUM * state["velocity"].double() + gradient
-        weights = state["weights"].double() - _RATE * velocity
-        steps, step = self.sequence.repeats("descent"), int(state["step"]) + 1
-        average, half = state["average"].double(), steps // 2
-        if step > half:
-            average = average + weights / (steps - half)
-        told = {"velocity": velocity, "average": average, "step": torch.tensor(float(step))}
-        return {**told, "weights": average if step == steps else weights}
-
     # --- samples ----------------------------------------------------------------------------------
 
     def generator(self, state: Mapping[str, Tensor]) -> Tensors:
         """All that samples are drawn from."""
         names = ("means", "basis", "centres", "shares", "roots", "drawn", "meant")
-        taught = ("mean", "directions", "weights") if self.teaches else ()
+        taught = ("mean", "directions", "weights") if self.teacher else ()
         found = {name: state[name] for name in names}
         return found | join(teacher={name: state[name] for name in taught})
 
@@ -500,16 +381,15 @@ class Server:
             return torch.full((len(labels), *self.shape), 0.5)
         weights = {name: value.cpu() for name, value in weights.items()}
         source = coins.public("samples")
-        teacher = part(weights, "teacher")
-        if not teacher or not teacher["weights"].any():
+        if self.teacher is None:
             parts = torch.split(labels, _AT_ONCE)
             return torch.cat([self._draw(weights, some, source) for some in parts])
-        return self._taught(weights, teacher, labels, source)
+        return self._taught(self.teacher, weights, labels, source)
 
     def _taught(
         self,
+        teacher: Teacher,
         weights: Mapping[str, Tensor],
-        teacher: Mapping[str, Tensor],
         labels: Tensor,
         source: torch.Generator,
     ) -> Tensor:
@@ -517,7 +397,7 @@ class Server:
         when four times as many are drawn, images that were drawn for it."""
         images = torch.zeros(len(labels), *self.shape)
         places = [(labels == label).nonzero().flatten() for label in range(self.classes)]
-        done, all_drawn = [0] * self.classes, 0
+        known, done, all_drawn = part(weights, "teacher"), [0] * self.classes, 0
         while all_drawn < 4 * len(labels):
             left = [len(place) - have for place, have in zip(places, done, strict=True)]
             if not any(left):
@@ -525,7 +405,7 @@ class Server:
             ahead = min(1.0, _AT_ONCE / sum(left))
             tried = torch.cat([torch.full((math.ceil(n * ahead),), c) for c, n in enumerate(left)])
             drawn = self._draw(weights, tried, source)
-            given, all_drawn = self._given(teacher, drawn), all_drawn + len(tried)
+            given, all_drawn = teacher.labels(known, drawn), all_drawn + len(tried)
             for label in range(self.classes):
                 mine = drawn[given == label][: len(places[label]) - done[label]]
                 images[places[label][done[label] : done[label] + len(mine)]] = mine
@@ -538,13 +418,8 @@ class Server:
 
     def classify(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The teacher's labels (n,)."""
-        parts = torch.split(images, _AT_ONCE)
-        return torch.cat([self._given(part(weights, "teacher"), some) for some in parts])
-
-    def _given(self, teacher: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        there = {name: value.to(self.device) for name, value in teacher.items()}
-        place = projected(there, self.contributions.scattering(images))
-        return (place @ there["weights"].double()).argmax(1).cpu()
+        assert self.teacher is not None
+        return self.teacher.labels(part(weights, "teacher"), images)
 
     def _raw(
         self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
@@ -656,8 +531,7 @@ def mixture(
     if not 0 < teacher_share < 1:
         problem = f"is a share, got {teacher_share:g}"
         raise FedgenError("method.teacher_share", problem, "take one between 0 and 1")
-    taught = teacher != "none"
-    left = 1 - teacher_share if taught else 1.0
+    left = 1.0 if teacher == "none" else 1 - teacher_share
     sums = Sums(facts, noise_multiplier, rows)
     # a client's rows lie in many blocks and point to many sides, so that their mean is shorter
     blocks = min(1.0, 1.5 / math.sqrt(facts.classes))
@@ -669,13 +543,14 @@ def mixture(
         )
         for name, share in shares.items()
     }
-    if teacher == "ridge":
-        norm = _ridge_norm(facts.classes)
-        mechanisms["ridge"] = sums.mechanism(teacher_share, clip=norm, of_client=0.5)
-    if teacher == "descent":
-        mechanisms["descent"] = sums.mechanism(
-            teacher_share, teacher_steps, clip=_GRADIENT, of_client=0.5
-        )
+    features = Scattering(facts.shape, device)
+    size = min(space, features.count, space_samples)
+    made_of = Space(features, facts.classes, size, space_samples)
+    teachers: dict[str, Callable[[], Teacher]] = {
+        "ridge": lambda: ridge(sums, made_of, teacher_share, device),
+        "descent": lambda: descent(sums, made_of, teacher_share, teacher_steps, device),
+    }
+    who = teachers[teacher]() if teacher in teachers else None
     stds = {name: std_of_mean(each, facts.clients) for name, each in mechanisms.items()}
     by_rule = _sizes(facts, stds)
     sizes = Sizes(
@@ -684,15 +559,12 @@ def mixture(
         clusters or by_rule.clusters,
     )
     _check(sizes, facts)
-    features = Scattering(facts.shape, device)
-    space = min(space, features.count, space_samples)
     waves, count = facts.shape[0] * sizes.cosines**2, sizes.coordinates
     made = Contributions(
         facts.shape,
         facts.classes,
         lowest_cosines((facts.shape[1], facts.shape[2]), sizes.cosines),
         sizes.clusters,
-        features,
     )
     asked = [
         Asked("levels", facts.shape[0] * LEVELS + 1, mechanisms["levels"], made.levels),
@@ -709,16 +581,7 @@ def mixture(
             "spread", facts.classes * count * (count + 1) // 2, mechanisms["spread"], made.spread
         ),
     ]
-    right, square = (space + 1) * facts.classes, (space + 1) * (space + 2) // 2
-    if teacher == "ridge":
-        asked.append(Asked("ridge", square + right, mechanisms["ridge"], made.taught))
-    if teacher == "descent":
-        places = Features(("mean", "directions"), made.placed)
-        descent = Asked(
-            "descent", right, mechanisms["descent"], made.descended, teacher_steps, features=places
-        )
-        asked.append(descent)
-    sequence = SumSequence(tuple(asked), device)
+    sequence = SumSequence((*asked, *([who.asked] if who else [])), device)
     server = Server(
         facts.shape,
         facts.classes,
@@ -727,11 +590,9 @@ def mixture(
         sequence,
         made,
         WARPS[warps],
-        (space_samples, space, 0.4),
-        device,
+        who,
     )
-    return Method(
-        sequence.client,
+    return sequence.method(
         ServerProgram(
             server.init,
             lambda *_: {},
@@ -741,13 +602,11 @@ def mixture(
             server.sample,
             server.recognize,
             lambda *_: {},
-            classify=server.classify if taught else None,
+            classify=server.classify if who else None,
         ),
         sequence.plan("none", None, None, sequence.rounds),
-        Routing("mean", facts.clients),
-        0,
-        lambda: _worst_cases(sequence, sizes, facts, space, features.count),
-        sequence.total,
+        facts.clients,
+        lambda: _worst_cases(sequence, sizes, facts, made_of),
         asdict(sizes),
     )
 
@@ -778,7 +637,7 @@ def _sizes(facts: PublicFacts, stds: Mapping[str, float]) -> Sizes:
 
 
 def _worst_cases(
-    sequence: SumSequence, sizes: Sizes, facts: PublicFacts, space: int, features: int
+    sequence: SumSequence, sizes: Sizes, facts: PublicFacts, space: Space
 ) -> list[WorstCase]:
     """A white row against none, by questions that let it have its whole length."""
     row = Shard(
@@ -792,8 +651,8 @@ def _worst_cases(
         "means": torch.zeros(facts.classes, waves),
         "basis": torch.eye(waves)[:, : sizes.coordinates],
         "centres": torch.zeros(facts.classes, sizes.clusters, sizes.coordinates),
-        "mean": torch.zeros(features),
-        "directions": torch.ones(features, space),
-        "weights": torch.zeros(space + 1, facts.classes),
+        "mean": torch.zeros(space.scattering.count),
+        "directions": torch.ones(space.scattering.count, space.size),
+        "weights": torch.zeros(space.size + 1, facts.classes),
     }
     return [sequence.worst_case(each.name, shared, first, second) for each in sequence.asked]

@@ -200,7 +200,9 @@ class Trusted:
         done again may bring other answers, which must not share the noise of the first."""
         told = digest(*(each.tobytes() for each in answers))
         if not math.isinf(self.clip):
-            answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]
+            # in half precision what is clipped would be rounded to beyond it
+            wide = [each.astype(np.promote_types(each.dtype, np.float32)) for each in answers]
+            answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in wide]
         return noised(_added(answers), std, coins.salted(told)).double()
 
 

@@ -413,11 +413,13 @@ def test_client_level_protects_a_client_with_any_rows(train: Train) -> None:
 def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
     from fedgen.method import PublicFacts
     from fedgen.methods.dp_merf import Features, embedding
+    from fedgen.privacy.releases import Trusted
     from fedgen.sequence import Sums, SumSequence
 
     facts = PublicFacts(4, None, 10, (1, 8, 8), aggregating="trusted", unit=Unit.CLIENT)
     of_rows = Features(40, 5.0, 64, "cpu")
     asked = embedding(Sums(facts, 1.0, 60), of_rows, 10, lambda _, images: images)
+    assert asked.mechanism.aggregation == Trusted(1.0)  # which clips again
     client = SumSequence((asked,), "cpu").client
     query = messages.Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(3)})
     for rows in (0, 1, 7, 60):

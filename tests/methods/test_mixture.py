@@ -22,7 +22,8 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import setup
 from fedgen.method import Method, PublicFacts
-from fedgen.methods.mixture import mixture, projected
+from fedgen.methods.mixture import mixture
+from fedgen.methods.teacher import projected
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
 from fedgen.privacy.accounting import epsilon
@@ -142,8 +143,8 @@ def test_a_row_moves_every_sum_by_at_most_its_clip(seed: int, size: float, white
         } | {"bound": torch.tensor(size)}
         asked = next(a for a in sequence_of(program) if a.name == named)
         given_rows = images.float() / 255, rows.labels
-        if asked.features is not None:
-            given_rows = asked.features.of(shared, given_rows[0]), rows.labels
+        if asked.prepared is not None:
+            given_rows = asked.prepared.of(shared, given_rows[0]), rows.labels
         whole = asked.contribution(shared, *given_rows).flat()
         fewer = asked.contribution(shared, given_rows[0][1:], given_rows[1][1:]).flat()
         assert whole.shape == (asked.size,)
