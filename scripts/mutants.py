@@ -859,7 +859,7 @@ MUTANTS = [
     Mutant(
         "aggregator-believes-what-arrives",
         RELEASES,
-        "answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]",
+        "answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in wide]",
         "answers = list(answers)",
         f"{TESTS}::test_an_aggregator_clips_what_arrives",
     ),
