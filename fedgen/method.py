@@ -213,6 +213,10 @@ class Claim:
     source: str
 
 
+_SHORT = 100
+"""Questions of a plan that is short."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The spend promised before a run.
@@ -257,6 +261,17 @@ class Plan:
     longest: float = math.inf
     aggregation: Aggregation = LOCAL
     extents: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def short(self) -> bool:
+        """Whether it asks so seldom that a run is kept after each answer."""
+        return self.asking_rounds is not None and self.asking_rounds <= _SHORT
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether a round that is done again, in mode ``secure`` too, takes the answers that were
+        charged for it: nothing is left for others, and a run could not end without them."""
+        return self.short and self.aggregation.opens_one
 
     @property
     def trusted(self) -> bool:

@@ -864,6 +864,22 @@ MUTANTS = [
         f"{TESTS}::test_an_aggregator_clips_what_arrives",
     ),
     Mutant(
+        "a-held-answer-to-any-question",
+        "fedgen/federation/client_store.py",
+        'if told["asked"] != asked:',
+        'if not told["asked"]:',
+        "tests/federation/test_client_app.py"
+        "::test_what_was_charged_is_sent_again_by_a_client_that_died",
+    ),
+    Mutant(
+        "a-held-answer-is-never-charged",
+        "fedgen/federation/client_app.py",
+        "charged = answer is not None and home.ledger.last == asked",
+        "charged = answer is not None",
+        "tests/federation/test_client_app.py"
+        "::test_what_was_held_and_not_charged_is_charged_when_it_leaves",
+    ),
+    Mutant(
         "noise-halved-in-an-aggregate",
         RELEASES,
         "return noised(_added(answers), std, coins.salted(told)).double()",

@@ -64,7 +64,6 @@ from fedgen.reporting.words import statement
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
-_SHORT = 100  # a sequence of so many questions is kept after each
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
@@ -184,6 +183,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
         limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
         aggregation=ready.method.plan.aggregation,
+        holds=ready.privacy.noise == "secure" and ready.method.plan.sends_again,
         half=runtime.transport == "float16",
         masks=runtime.masks,
         mods=(faulty,) if ready.faults.total else (),
@@ -323,7 +323,7 @@ class Training:
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
             # what clients said once is not asked again
             asking = self.method.plan.asking_rounds or 0
-            due |= state.rounds == asking or state.rounds < asking <= _SHORT
+            due |= state.rounds == asking or (state.rounds < asking and self.method.plan.short)
             if due and not last:
                 keep()
             self._die_if_told_to(state, facts)
@@ -352,9 +352,12 @@ class Training:
 
     def _restore(self) -> RunState:
         """The state of the last checkpoint, or a fresh one. In ``secure`` mode, what was released
-        after it stays spent: done again, it is released anew."""
+        after it stays spent: done again, it is released anew, or where a plan says so is sent
+        again."""
         found = checkpoint.load(self.run_dir.checkpoints)
         fresh = self.method.server.init(self.ready.coins.at("server"))
+        ledgers = self._own_ledgers()
+        self._check_no_answer_is_lost(found[0] if found else RunState(fresh), ledgers)
         if found is None:
             self.run_dir.cut()
             state = RunState(_started(fresh, self.config.start))
@@ -368,15 +371,30 @@ class Training:
         for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps
             spend = state.spends.get(client, {})
             state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
-        for client, account in self._own_ledgers().items():
+        for client, account in ledgers.items():
             if self._over:
                 self.accounts.ledgers[client] = account
-            elif self.ready.privacy.noise == "secure":
+            elif self.ready.privacy.noise == "secure" and not self.method.plan.sends_again:
                 state.spends[client] = larger(state.spends.get(client, {}), account.spend)
                 state.rows[client] = max(state.rows[client], account.rows)
                 state.asks[client] = max(state.asks[client], account.releases)
         self._board = _board(self.run_dir, state.rounds)
         return state
+
+    def _check_no_answer_is_lost(self, kept: RunState, ledgers: Mapping[int, Account]) -> None:
+        """Raises FedgenError if a client was charged for a sum that is in no checkpoint, of a plan
+        that has no other in its place."""
+        plan = self.method.plan
+        if plan.asking_rounds is None or plan.sends_again or self.ready.privacy.noise == "seeded":
+            return
+        for client, account in ledgers.items():
+            if account.releases > kept.asks[client]:
+                raise FedgenError(
+                    "resume",
+                    f"client {client} was charged for an answer to round {kept.rounds + 1} that "
+                    "was lost, and no other is planned for",
+                    "start a new run: what this one spent stays spent",
+                )
 
     def _own_ledgers(self) -> dict[int, Account]:
         """What clients' ledgers come to, of those that are here: one whose private computation

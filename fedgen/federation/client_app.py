@@ -67,6 +67,8 @@ class Site:
     rows: each client's budget for the run, which it enforces itself.
     limits: how often each event of the plan may be charged, where releases differ in cost.
     aggregation: who makes the noise of what clients answer.
+    holds: whether an answer is written down before it is charged, and sent again by a run that
+        goes on (``Plan.sends_again``).
     half: whether answers travel in half precision.
     masks: whether answers travel under masks (``masking.py``); a simulation's sums need none.
     in_memory, cache_bytes: see ``ClientStore``.
@@ -88,6 +90,7 @@ class Site:
     threads: int
     limits: Spend = field(default_factory=dict)
     aggregation: Aggregation = LOCAL
+    holds: bool = False
     half: bool = False
     masks: bool = False
     spent: Outside | None = None
@@ -108,6 +111,7 @@ class ClientHome:
     rows: int
     limits: Spend = field(default_factory=dict)
     aggregation: Aggregation = LOCAL
+    holds: bool = False
     half: bool = False
     answered: int = -1
     masker: Masker | None = None
@@ -152,6 +156,7 @@ class Homes:
             site.rows,
             site.limits,
             site.aggregation,
+            site.holds,
             site.half,
             masks=site.masks,
             run=site.run,
@@ -328,25 +333,30 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     place = str(home.coins.place)
     told = _ANSWERS, _here(), place, history, messages.digest_of(message)
     asked = digest(*(each.encode() for each in told))
-    repeat = home.ledger.is_repeat(server_round, asked)
+    answer = home.store.held(home.number, asked) if home.holds else None
+    charged = answer is not None and home.ledger.last == asked
+    repeat = charged or home.ledger.is_repeat(server_round, asked)
     if not repeat and home.ledger.rows + query.count > home.rows:
         raise BudgetError
     if home.ledger.is_second(server_round, asked) and not home.program.draws_anew:
         raise PastRoundError
-    state = home.store.state(home.number)
     home.answered = server_round
-    coins = home.coins.salted(asked)
-    release = _privately(
-        home,
-        server_round,
-        lambda: home.program.answer(state, query, home.shard, server_round, coins),
-    )
+    if answer is None:
+        state, coins = home.store.state(home.number), home.coins.salted(asked)
+        release = _privately(
+            home,
+            server_round,
+            lambda: home.program.answer(state, query, home.shard, server_round, coins),
+        )
+        answer = messages.answer_of(release, home.aggregation, home.half)
     if not repeat and home.limits:
-        after = total([home.ledger.account().spend, canonical(release.event)])
+        after = total([home.ledger.account().spend, canonical(answer.event)])
         if any(count > home.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError
-    home.ledger.charge(server_round, asked, query.count, release.event)  # before anything leaves
-    answer = messages.answer_of(release, home.aggregation, home.half)
+    if home.holds:
+        home.store.hold(home.number, asked, answer)
+    if not charged:  # before anything leaves
+        home.ledger.charge(server_round, asked, query.count, answer.event)
     home.store.commit(home.number, messages.ASK, server_round, {}, answer)
     return _leaving(home, answer, message)
 

@@ -20,14 +20,16 @@ from typing import Any
 import safetensors.torch
 import torch
 from dp_accounting import DpEvent
+from safetensors import SafetensorError
 
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
-from fedgen.files import digest, read_json, write_whole
+from fedgen.files import as_json, digest, read_json, write_whole
 from fedgen.method import State, Tensors
 from fedgen.privacy.events import Unit, from_json, to_json
 
 _MANIFEST = "manifest.json"
+_HELD = "answer.held"
 _ANSWER = "answer"  # the arrays of the last Release: a part like any other, hidden from the program
 _REMEDY = "restore the run directory from a copy, or start a new run"
 
@@ -88,6 +90,38 @@ class ClientStore:
         arrays = {name: value.numpy() for name, value in self._part(client, entry, _ANSWER).items()}
         return Answer(arrays, *entry.cost)
 
+    def hold(self, client: int, asked: str, answer: Answer) -> None:
+        """Writes the answer to a question down, in place of the last one, where neither a restored
+        state nor a power cut takes it back."""
+        data = safetensors.torch.save(_tensors(answer))
+        told = {"asked": asked, "event": to_json(answer.event), "unit": answer.unit.value}
+        body = json.dumps(told, sort_keys=True).encode()
+        self.folder(client).mkdir(parents=True, exist_ok=True)
+        sealed = b"\n".join([digest(body, data).encode(), body, data])
+        write_whole(self.folder(client) / _HELD, sealed)
+
+    def held(self, client: int, asked: str) -> Answer | None:
+        """The answer that was held, if it is the one to this question.
+
+        Raises:
+            FedgenError: if its file was altered.
+        """
+        path = self.folder(client) / _HELD
+        if not path.exists():
+            return None
+        try:
+            seal, body, data = path.read_bytes().split(b"\n", 2)
+            if digest(body, data).encode() != seal:
+                raise ValueError
+            told = as_json(body.decode())
+            if told["asked"] != asked:
+                return None
+            found = safetensors.torch.load(data)
+            event, unit = from_json(told["event"]), Unit(told["unit"])
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
+        return Answer({name: value.numpy() for name, value in found.items()}, event, unit)
+
     def commit(
         self,
         client: int,
@@ -103,8 +137,7 @@ class ClientStore:
         if message:
             entry.history = digest(entry.history.encode(), kind.encode(), message.encode())
         if answer is not None:
-            arrays = {name: torch.from_numpy(value) for name, value in answer.arrays.items()}
-            changed = {**changed, _ANSWER: arrays}
+            changed = {**changed, _ANSWER: _tensors(answer)}
             entry.cost = answer.event, answer.unit
         replaced = []
         for name, tensors in changed.items():
@@ -273,6 +306,10 @@ class ClientStore:
         for file in files:
             if file not in counted:
                 (self.folder(client) / file).unlink(missing_ok=True)
+
+
+def _tensors(answer: Answer) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(value) for name, value in answer.arrays.items()}
 
 
 def _kept(tag: int) -> str:

@@ -82,6 +82,7 @@ class Ledger:
         self._size = 0  # bytes read so far
         self._seal = digest(self._head.encode())
         self.releases, self.rows = 0, 0
+        self.last = ""  # the question that was charged last
         if not looking:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -195,6 +196,7 @@ class Ledger:
     def _note(self, server_round: int, asked: str, rows: int, event: DpEvent) -> None:
         if self._seeded:
             self._asked.setdefault(server_round, []).append(asked)
+        self.last = asked
         self._spend.update(self._in_words(event)[1])
         self.releases += 1
         self.rows += rows

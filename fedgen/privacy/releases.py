@@ -33,7 +33,8 @@ the exact Gaussian mechanism with std s: rounding comes after the noise, and str
 
 What is assumed: nothing but the sum leaves the aggregation, one sum a question
 (``fedgen/federation``); the honest follow the protocol; what a client answered to one question is
-in one sum alone: a question that is asked again, or of others, finds other coins.
+in one sum alone: a question that is asked again, or of others, finds other coins, or where
+nothing is opened unless all answer (``opens_one``) the same answers and the same sum.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ Sent = Release | Share | Clipped
 class Local:
     """Every client noises in full, against everybody."""
 
-    leaves, adds_up = Release, False
+    leaves, adds_up, opens_one = Release, False, True
     arrive_as = (torch.float32, torch.float16)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
@@ -128,6 +129,11 @@ class Secure:
     colluders: int
     leaves, adds_up = Share, True
     arrive_as = (torch.int32,)
+
+    @property
+    def opens_one(self) -> bool:
+        """Whether the same answers, sent again, can come to no other sum than the first time."""
+        return self.least == self.asked
 
     @property
     def honest(self) -> int:
@@ -186,7 +192,7 @@ class Trusted:
     """
 
     clip: float
-    leaves, adds_up = Clipped, False
+    leaves, adds_up, opens_one = Clipped, False, False  # sent again, they meet other noise
     arrive_as = (torch.float32, torch.float64, torch.float16)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:

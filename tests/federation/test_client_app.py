@@ -86,9 +86,53 @@ def test_a_charge_comes_before_the_reply(
     def fail(*_: object) -> None:
         raise OSError("the line is dead")
 
-    monkeypatch.setattr(messages, "answer_of", fail)
+    monkeypatch.setattr(home.store, "commit", fail)
     assert ask(0).has_error()
     assert home.ledger.releases == 1
+
+
+def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, ask: Ask) -> None:
+    """The same bits, once, for the same question alone; another one is a release of its own."""
+    home.holds, home.limits = True, canonical(make(noise=1.0).plan.server(6))
+    first = messages.read_answer(ask(0), LOCAL)
+    # its process is gone, and its state is back at the last checkpoint
+    home.answered = -1
+    home.store.restore(0, 0)
+    assert (messages.read_answer(ask(0), LOCAL).arrays["answer"] == first.arrays["answer"]).all()
+    assert home.ledger.releases == 1
+    home.answered = -1
+    home.store.restore(0, 0)
+    assert ask(1).has_error()
+    assert home.ledger.releases == 1
+
+
+def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
+    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.holds = True
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as full:
+        full.setattr(home.ledger, "charge", fail)
+        assert ask(0).has_error()
+    assert home.ledger.releases == 0
+    home.answered = -1
+    assert not ask(0).has_error()
+    assert home.ledger.releases == 1
+
+
+def test_a_held_answer_that_was_altered_is_not_sent(home: ClientHome, ask: Ask) -> None:
+    home.holds = True
+    assert not ask(0).has_error()
+    path = home.store.folder(0) / "answer.held"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    home.answered = -1
+    home.store.restore(0, 0)
+    assert ask(0).has_error()
 
 
 def test_a_release_that_cannot_be_charged_does_not_leave(

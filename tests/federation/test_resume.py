@@ -20,6 +20,7 @@ from fedgen import cli
 from fedgen.errors import Interrupted
 from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
+from fedgen.federation import checkpoint
 from fedgen.federation.rounds import RunState
 
 LONG = [
@@ -121,6 +122,59 @@ def test_a_secure_run_that_spent_all_before_it_died(
     assert privacy["clients"]["0"]["events"][0][1] == 8
     assert privacy["views"]["release"]["epsilon"] == privacy["views"]["server"]["epsilon"] > 0
     assert not (run / "public" / "generator.safetensors").exists()
+
+
+@pytest.mark.parametrize("method", ["mixture_small", "dp_merf_small"])
+@pytest.mark.parametrize("clients", [[], ["partition=iid", "partition.clients=3"]])
+def test_a_sequence_that_died_between_charge_and_checkpoint_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, clients: list[str]
+) -> None:
+    """In mode secure too: what was charged is sent again, and nothing is charged twice."""
+    run, saved = tmp_path / "died", []
+    asked = {"mixture_small": 7, "dp_merf_small": 1}[method]
+
+    def full(*given: Any) -> None:
+        saved.append(given)
+        if len(saved) > asked // 2:  # one comes before any round
+            raise OSError(28, "No space left on device")
+        save(*given)
+
+    save = checkpoint.save
+    words = [f"method={method}", "privacy.noise=secure", "evaluation=none", "rounds=7", *clients]
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint, "save", full)
+        assert cli.run(["train", *words, "runtime=in_process", f"run_dir={run}"]) == 3
+    charged = [len(p.read_text().splitlines()) for p in run.glob("clients/*/ledger.jsonl")]
+    assert min(charged) - 1 > asked // 2 - 1, "the last release is in no checkpoint"
+    assert cli.run(["train", f"resume={run}"]) == 0
+    privacy = json.loads((run / "privacy.json").read_text())
+    for client, path in enumerate(sorted(run.glob("clients/*/ledger.jsonl"))):
+        assert len(path.read_text().splitlines()) - 1 == asked
+        assert privacy["clients"][str(client)]["releases"] == asked
+    assert privacy["views"]["server"]["epsilon"] <= 10.001
+
+
+def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shares of one sum must not meet others: a resume says so, and changes nothing."""
+    run = tmp_path / "died"
+    words = ["method=dp_merf_small", "privacy.noise=secure", "evaluation=none"]
+    words += ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
+
+    def full(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
+        if state.rounds:
+            raise OSError(28, "No space left on device")
+        save(folder, state, extra)
+
+    save = checkpoint.save
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint, "save", full)
+        assert cli.run(["train", *words, "runtime=in_process", f"run_dir={run}"]) == 3
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "charged for an answer to round 1 that was lost" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow
