@@ -93,7 +93,7 @@ def test_a_charge_comes_before_the_reply(
 
 def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, ask: Ask) -> None:
     """The same bits, once, for the same question alone; another one is a release of its own."""
-    home.holds, home.limits = True, canonical(make(noise=1.0).plan.server(6))
+    home.holds, home.limits = True, canonical(make(noise=1.0).plan.server(12))
     first = messages.read_answer(ask(0), LOCAL)
     # its process is gone, and its state is back at the last checkpoint
     home.answered = -1
@@ -102,8 +102,12 @@ def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, 
     assert home.ledger.releases == 1
     home.answered = -1
     home.store.restore(0, 0)
-    assert ask(1).has_error()
-    assert home.ledger.releases == 1
+    assert (messages.read_answer(ask(1), LOCAL).arrays["answer"] != first.arrays["answer"]).any()
+    assert home.ledger.releases == 2
+    home.answered = -1
+    home.store.restore(0, 0)
+    assert ask(0).has_error(), "its answer is no longer held, and a third is not planned"
+    assert home.ledger.releases == 2
 
 
 def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
