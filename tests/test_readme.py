@@ -1,4 +1,5 @@
-"""The README's commands work: CI runs the set-up, this runs the recipes at two rounds."""
+"""The commands of the README and of docs/ work: CI runs the set-up, this runs the recipes at two
+rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +15,28 @@ from fedgen import cli
 from fedgen.experiments.configuration import compose
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-RECIPES = [
-    line.split("#")[0].strip()
-    for block in BLOCKS[1:]
-    for line in block.splitlines()
-    if line.startswith("fedgen train")
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+RECIPES = sorted(
+    {
+        line.split("#")[0].strip()
+        for block in BLOCKS[1:]
+        for line in block.splitlines()
+        if line.startswith("fedgen train")
+    }
+)
+
+
+def test_the_readme_is_for_strangers() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    for link in links:
+        assert (page.parent / link).exists(), link
 
 
 def test_ci_runs_the_set_up_commands() -> None:
@@ -70,8 +86,8 @@ def test_recipe_at_two_rounds(
 
 
 def test_every_experiment_is_complete() -> None:
-    """Each composes, and each is named in the README or the help."""
-    text = (ROOT / "README.md").read_text() + cli.HELP
+    """Each composes, and each is named in the README, the pages or the help."""
+    text = TEXT + cli.HELP
     for file in (ROOT / "configs" / "experiment").glob("*.yaml"):
         compose("config", [f"experiment={file.stem}"])
         assert re.search(rf"\b{file.stem}\b", text), file.stem

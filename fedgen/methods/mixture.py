@@ -6,7 +6,8 @@ times, with noise of its own; each question is made of the answers before it:
     levels     histogram of grey levels; mean square of pixels, which gives all clip norms
     means      each label's count and mean, in the m x m lowest cosines of a channel
     second     second moment within labels; its leading d eigenvectors are the coordinates
-    clusters   k-means within each label, ``steps`` times: each cluster's count and sum
+    clusters   k-means within each label, ``steps`` times: each cluster's count and sum; of one
+               cluster, once: its mean anew, with less noise in fewer coordinates
     spread     each label's covariance around its clusters' centres
     teacher    a classifier on wavelet features (``teacher.py``), if one is asked for
 
@@ -45,7 +46,7 @@ from fedgen.models.functional import Tensors, join, part
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
 from fedgen.privacy.per_example import ClippedSum, clip_rows, from_moments, of_moments, of_rows
-from fedgen.sequence import Asked, Sums, SumSequence, std_of_mean
+from fedgen.sequence import Asked, OfClients, OfRows, Sums, SumSequence, std_of_mean
 
 Learn = Callable[[Mapping[str, Tensor], Tensor], Tensors]
 """(what is known, an answer) -> what it tells."""
@@ -512,7 +513,7 @@ def mixture(
         noise_multiplier: of all releases together, as of one Gaussian; None: no noise.
         rows: a public number near that of all clients' rows; each divides by its equal share.
         shares: of levels, means, second, clusters and spread, of what the mixture may spend.
-        steps: of k-means.
+        steps: of k-means; one, where a label has but one cluster.
         cosines, coordinates, clusters: m, d and k; None: by a rule (``_sizes``), from the noise.
         teacher: who labels samples: nobody, ridge regression, or softmax regression by descent.
         teacher_share: of the whole budget, where there is a teacher. teacher_steps: of descent.
@@ -537,12 +538,12 @@ def mixture(
     blocks = min(1.0, 1.5 / math.sqrt(facts.classes))
     of_client = {"levels": 1.0, "means": blocks, "second": 0.5, "clusters": blocks}
     of_client |= {"spread": 0.5 * blocks}
-    mechanisms = {
-        name: sums.mechanism(
-            left * share, steps if name == "clusters" else 1, of_client=of_client[name]
-        )
-        for name, share in shares.items()
-    }
+    repeats = dict.fromkeys(shares, 1) | {"clusters": steps}
+
+    def mechanism(name: str) -> OfRows | OfClients:
+        return sums.mechanism(left * shares[name], repeats[name], of_client=of_client[name])
+
+    mechanisms = {name: mechanism(name) for name in shares}
     features = Scattering(facts.shape, device)
     size = min(space, features.count, space_samples)
     made_of = Space(features, facts.classes, size, space_samples)
@@ -559,6 +560,10 @@ def mixture(
         clusters or by_rule.clusters,
     )
     _check(sizes, facts)
+    if sizes.clusters == 1:  # all of a label: its mean once more, in few coordinates, does not move
+        repeats["clusters"] = 1
+        mechanisms["clusters"] = mechanism("clusters")
+        stds["clusters"] = std_of_mean(mechanisms["clusters"], facts.clients)
     waves, count = facts.shape[0] * sizes.cosines**2, sizes.coordinates
     made = Contributions(
         facts.shape,
@@ -575,7 +580,7 @@ def mixture(
             facts.classes * sizes.clusters * (1 + count),
             mechanisms["clusters"],
             made.clustered,
-            steps,
+            repeats["clusters"],
         ),
         Asked(
             "spread", facts.classes * count * (count + 1) // 2, mechanisms["spread"], made.spread
