@@ -63,7 +63,8 @@ settings (defaults in brackets):
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
              dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
              dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist|femnist_gs_wgan|
-             femnist_fedavg_gan|scale_3400; of debug: femnist_debug|femnist_debug_small
+             femnist_fedavg_gan|scale_3400
+             of debug: femnist_debug|femnist_debug_small|femnist_debug_sums
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
                          debug.generators=N corruption.fraction=SHARE
   evaluate_every=N held_out=N

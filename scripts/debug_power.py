@@ -1,8 +1,9 @@
 """How often ``fedgen debug`` is right, and at what ε it still is.
 
-    python scripts/debug_power.py [--repetitions 20] [--epsilons 10 5 2] [KEY=VALUE ...]
+    python scripts/debug_power.py [--experiment femnist_debug_small] [--repetitions 20]
+                                  [--epsilons 10 5 2] [KEY=VALUE ...]
 
-Runs the small recipe (or what the settings make of it) with the bug and without it, with a seed of
+Runs an experiment (or what the settings make of it) with the bug and without it, with a seed of
 its own each time: other clients have the bug, others are in a generator's part, and all coins
 differ; the classifier is the same. Prints a line for each ε: misses (a bug, and another verdict
 than "bug"), false alarms (no bug, and the verdict "bug"), how many verdicts were "cannot tell", the
@@ -36,9 +37,9 @@ class Found:
     seconds: float
 
 
-def once(settings: list[str], fraction: float, seed: int) -> Found:
+def once(experiment: str, settings: list[str], fraction: float, seed: int) -> Found:
     """``fedgen debug`` in a folder of its own."""
-    words = ["experiment=femnist_debug_small", *settings, f"corruption.fraction={fraction:g}"]
+    words = [f"experiment={experiment}", *settings, f"corruption.fraction={fraction:g}"]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         begin = time.perf_counter()
         with contextlib.redirect_stderr(io.StringIO()):
@@ -57,6 +58,7 @@ def largest(found: list[Found], view: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often fedgen debug is right.")
+    parser.add_argument("--experiment", default="femnist_debug_small")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])
     parser.add_argument("--fraction", type=float, default=0.5, help="of clients, with the bug")
@@ -66,8 +68,9 @@ def main() -> None:
     for epsilon in options.epsilons:
         here = [*settings, f"privacy.target_epsilon={epsilon:g}"]
         seeds = range(options.repetitions)
-        bug = [once(here, options.fraction, seed) for seed in seeds]
-        none = [once(here, 0.0, seed) for seed in seeds]
+        name = options.experiment
+        bug = [once(name, here, options.fraction, seed) for seed in seeds]
+        none = [once(name, here, 0.0, seed) for seed in seeds]
         both, of = [*bug, *none], f"of {options.repetitions}"
         untold = [sum(each.verdict is None for each in some) for some in (bug, none)]
         print(

@@ -79,7 +79,9 @@ def debug(config: DictConfig) -> str:
         unit = settings.setup(_of_part(config, most, place)).method.plan.unit
         if unit is not Unit.CLIENT:
             problem = f"{config.names.method} protects single images, and a bug is a client's"
-            raise FedgenError("method", problem, "take gs_wgan_small, gs_wgan or fedavg_gan")
+            raise FedgenError(
+                "method", problem, "take gs_wgan or fedavg_gan, or privacy.unit=client"
+            )
     split = split_clients(config, held, clients)
     runs = {
         f"{name}-{number}": _of_part(config, members, place / f"{name}-{number}")

@@ -72,6 +72,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         "settings": settings,
         "device": device(config.device),
         "noise_multiplier": in_short(ready.privacy.noise_multiplier),
+        "left_open": dict(ready.left_open),
         "environment": {
             **{name: metadata.version(name) for name in ("fedgen", "flwr", "torch", "numpy")},
             "python": platform.python_version(),

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,8 @@ class Setup:
     """All that a run is made of. ``branch``: see ``branch_of``. ``at_noise`` makes the method at
     another noise multiplier, ``program`` the client program in another process, ``with_gaps`` the
     method as it is accounted if a missing answer may have shown a draw, ``aggregated`` with another
-    maker of the noise; ``canaries``: of an audited run."""
+    maker of the noise; ``canaries``: of an audited run; ``left_open``: settings that the method
+    settled, as they were before."""
 
     config: DictConfig
     branch: str
@@ -96,6 +97,7 @@ class Setup:
     aggregated: Callable[[Kind], Method]
     faults: Faults
     canaries: Canaries | None
+    left_open: Mapping[str, int | None]
 
     def held_out(self, count: int) -> Shard | None:
         """The first ``count`` rows that nobody trains on, if there are any."""
@@ -136,14 +138,16 @@ def setup(config: DictConfig) -> Setup:
     )
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
-    if length := make(None).plan.length:
-        config.rounds = length
+    open_: dict[str, int | None] = {}
+    if (length := make(None).plan.length) not in (None, config.rounds):
+        open_["rounds"], config.rounds = config.rounds, length
     if half and make(None).plan.exact:
         problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
         raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).settled:
+        open_ |= {f"method.{key}": None for key in settled if config.method[key] is None}
         config.method.update(settled)
         made = build(config.method, "method", without=("strategy",))
         make = partial(_method, made, facts, config)
@@ -171,6 +175,7 @@ def setup(config: DictConfig) -> Setup:
         aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
         faults=faults(config),
         canaries=canaries,
+        left_open=open_,
     )
 
 

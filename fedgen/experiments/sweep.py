@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.training import train
-from fedgen.files import read_yaml
+from fedgen.files import read_json, read_yaml
 from fedgen.reporting.figures import curves
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import summary
@@ -66,6 +66,7 @@ def check_same(config: DictConfig, place: Path) -> None:
         _flat(OmegaConf.to_container(each, resolve=True))
         for each in (OmegaConf.create(read_yaml(place / "config.yaml")), config)
     )
+    was |= read_json(place / "run.json").get("left_open", {})
     other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     other = [key for key in other if key not in ("run_dir", "resume")]
     if other:
