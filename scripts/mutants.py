@@ -866,8 +866,8 @@ MUTANTS = [
     Mutant(
         "a-held-answer-to-any-question",
         "fedgen/federation/client_store.py",
-        'if told["asked"] != asked:',
-        'if not told["asked"]:',
+        "return answer if question == asked else None",
+        "return answer",
         "tests/federation/test_client_app.py"
         "::test_what_was_charged_is_sent_again_by_a_client_that_died",
     ),

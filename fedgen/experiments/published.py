@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from dp_accounting import DpEvent
+from dp_accounting import ComposedDpEvent, DpEvent
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
@@ -51,11 +51,14 @@ class Recipe:
         return cls(config)
 
     def event(self, part: str, noise: float) -> DpEvent:
-        """``formula``, ``server`` or ``release`` at a noise multiplier."""
+        """``formula``, ``server`` or ``release`` at a noise multiplier: an event as ledgers have
+        it, or several of them, ``composed``."""
         config = self.config.copy()
         config.noise_multiplier = noise
         written = OmegaConf.to_container(config, resolve=True)
         assert isinstance(written, dict)
+        if written[part]["event"] == "composed":
+            return ComposedDpEvent([from_json(each) for each in written[part]["of"]])
         return from_json(written[part])
 
     def proven(self, noise: float, by: Accountant = epsilon) -> dict[str, Epsilon]:
@@ -103,7 +106,7 @@ def table(which: str) -> list[dict[str, Any]]:
     """One row for a recipe, or one for each if it is ``all``."""
     if which != "all":
         return [row(which)]
-    longest_first = sorted(names(), key=lambda name: -Recipe.of(name).config.steps)
+    longest_first = sorted(names(), key=lambda name: -(Recipe.of(name).config.steps or 0))
     with ProcessPoolExecutor() as pool:
         rows = dict(zip(longest_first, pool.map(row, longest_first), strict=True))
     return [rows[name] for name in names()]
@@ -113,31 +116,37 @@ def row(name: str) -> dict[str, Any]:
     """All that there is to say of a recipe."""
     recipe = Recipe.of(name)
     config = recipe.config
+    told = ("recipe", "data", "unit", "relation", "delta", "claimed_epsilon", "noise_multiplier")
+    facts = {"name": name, **{key: config[key] for key in (*told, "steps", "source", "note")}}
+    if config.formula is None:
+        return {**facts, **dict.fromkeys(_COUNTED)}
     found = recipe.proven(config.noise_multiplier)
     event = recipe.event("formula", config.noise_multiplier)
     relation = Relation(config.get("formula_relation", config.relation))
     goal = config.claimed_epsilon or config.target_epsilon
     bound = "release" if found["server"].value is None else "server"
-    return {
-        "name": name,
-        "recipe": config.recipe,
-        "data": config.data,
-        "unit": config.unit,
-        "relation": config.relation,
-        "delta": config.delta,
-        "claimed_epsilon": config.claimed_epsilon,
-        "formula_epsilon": or_null(claimed_by_rdp(event, config.delta, relation)),
-        "server_epsilon": or_null(found["server"].value),
-        "release_epsilon": or_null(found["release"].value),
-        "accountant": found[bound].accountant,
-        "rdp_epsilon": or_null(_by_rdp(found[bound])),
-        "noise_multiplier": config.noise_multiplier,
-        "noise_multiplier_for_claim": recipe.noise_for(goal),
-        "target_epsilon": goal,
-        "steps": config.steps,
-        "source": config.source,
-        "note": config.note,
-    }
+    counted = (
+        or_null(claimed_by_rdp(event, config.delta, relation)),
+        or_null(found["server"].value),
+        or_null(found["release"].value),
+        found[bound].accountant,
+        or_null(_by_rdp(found[bound])),
+        recipe.noise_for(goal),
+        goal,
+    )
+    return {**facts, **dict(zip(_COUNTED, counted, strict=True))}
+
+
+_COUNTED = (
+    "formula_epsilon",
+    "server_epsilon",
+    "release_epsilon",
+    "accountant",
+    "rdp_epsilon",
+    "noise_multiplier_for_claim",
+    "target_epsilon",
+)
+"""What a row has of a recipe that can be counted."""
 
 
 def _by_rdp(found: Epsilon) -> float | None:
@@ -166,13 +175,7 @@ def in_words(rows: list[dict[str, Any]]) -> str:
             each["unit"],
             f"{each['delta']:.0e}".replace("e-0", "e-"),
             "none" if each["claimed_epsilon"] is None else f"{each['claimed_epsilon']:g}",
-            _short(each["formula_epsilon"]),
-            _short(each["server_epsilon"]),
-            _short(each["release_epsilon"]),
-            f"{each['noise_multiplier']:g}",
-            f"{each['noise_multiplier_for_claim']:.3g}"
-            + ("" if each["claimed_epsilon"] else f" (ε = {each['target_epsilon']:g})"),
-            f"{each['steps']:,}",
+            *_counted(each),
         ]
         for each in rows
     ]
@@ -184,6 +187,18 @@ def in_words(rows: list[dict[str, Any]]) -> str:
         + " |"
         for line in lines
     )
+
+
+def _counted(found: dict[str, Any]) -> list[str]:
+    if found["accountant"] is None:
+        return ["none"] * 6
+    aim = "" if found["claimed_epsilon"] else f" (ε = {found['target_epsilon']:g})"
+    return [
+        *(_short(found[f"{part}_epsilon"]) for part in ("formula", "server", "release")),
+        f"{found['noise_multiplier']:g}",
+        f"{found['noise_multiplier_for_claim']:.3g}{aim}",
+        f"{found['steps']:,}",
+    ]
 
 
 def _short(value: float | None) -> str:

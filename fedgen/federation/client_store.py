@@ -106,21 +106,8 @@ class ClientStore:
         Raises:
             FedgenError: if its file was altered.
         """
-        path = self.folder(client) / _HELD
-        if not path.exists():
-            return None
-        try:
-            seal, body, data = path.read_bytes().split(b"\n", 2)
-            if digest(body, data).encode() != seal:
-                raise ValueError
-            told = as_json(body.decode())
-            if told["asked"] != asked:
-                return None
-            found = safetensors.torch.load(data)
-            event, unit = from_json(told["event"]), Unit(told["unit"])
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
-        return Answer({name: value.numpy() for name, value in found.items()}, event, unit)
+        question, answer = self._held(client)
+        return answer if question == asked else None
 
     def commit(
         self,
@@ -169,7 +156,7 @@ class ClientStore:
         self._tidy(client, entry)
 
     def check(self, client: int, tag: int) -> None:
-        """Reads all that ``restore`` would need, and changes nothing.
+        """Reads all that ``restore`` would need and what is held, and changes nothing.
 
         Raises:
             FedgenError: if a file of it is missing or was altered.
@@ -178,6 +165,7 @@ class ClientStore:
         for path in folder.iterdir() if folder.exists() else ():
             if not path.is_file():
                 raise FedgenError(str(path), "is no file", _REMEDY)
+        self._held(client)
         if tag > 0:
             for file in self._read_manifest(client, _kept(tag)).files.values():
                 self._read(client, file)
@@ -221,6 +209,22 @@ class ClientStore:
             found = self._read(client, file)
             self._cache.put((client, name), file[1], found)
         return found
+
+    def _held(self, client: int) -> tuple[str, Answer | None]:
+        """The question whose answer is held, and the answer."""
+        path = self.folder(client) / _HELD
+        if not path.exists():
+            return "", None
+        try:
+            seal, body, data = path.read_bytes().split(b"\n", 2)
+            if digest(body, data).encode() != seal:
+                raise ValueError
+            told = as_json(body.decode())
+            found = safetensors.torch.load(data)
+            arrays = {name: value.numpy() for name, value in found.items()}
+            return told["asked"], Answer(arrays, from_json(told["event"]), Unit(told["unit"]))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
 
     def _names(self, entry: _Client) -> list[str]:
         return [n for n in (entry.parts if self._in_memory else entry.files) if n != _ANSWER]

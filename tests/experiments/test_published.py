@@ -23,13 +23,33 @@ KNOWN: dict[str, tuple[float, float | None, float]] = {
     "dpgan_512": (10.08, 9.39, 9.39),
     "dp_merf": (0.79, 0.73, 0.73),
     "fedavg_gan": (5.4e6, None, 64_764),
+    "datalens_mnist": (9.13, 8.4963, 8.4963),
+    "datalens_fashion": (9.13, 8.4969, 8.4969),
+    "datalens_epsilon_1": (0.806, 0.7381, 0.7381),
+    "g_pate_mnist_50": (9.09, 8.456, 8.456),
+    "g_pate_mnist_1000": (66.1, 62.88, 62.88),
+    "g_pate_mnist_epsilon_1": (2.47, 2.275, 2.275),
+    "psg_20": (10.0, 9.3125, 9.3125),
+    "psg_20_epsilon_1": (1.0, 0.9181, 0.9181),
+    "psg_10": (10.0, 9.2971, 9.2971),
+    "dpdm": (10.0, 9.2948, 9.2948),
+    "dpdm_epsilon_1": (1.0, 0.91477, 0.91477),
+    "dp_hp": (0.642, 0.58555, 0.58555),
+    "dp_feta": (10.0, 9.2757, 9.2757),
+    "dp_feta_epsilon_1": (1.0, 0.9143, 0.9143),
 }
+"""To a hundredth; exact Gaussians and PLDs of what is new here are golden to 5e-3 beside."""
+
+GOLDEN = ("datalens", "g_pate", "psg", "dpdm", "dp_hp", "dp_feta")
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_recipe_is_complete(name: str) -> None:
     recipe = Recipe.of(name)
     Relation(recipe.config.relation)
+    if recipe.config.formula is None:
+        assert name == "pate_gan", "claimed alone"
+        return
     for part in ("formula", "server", "release"):
         recipe.event(part, 1.0)
     assert recipe.config.claimed_epsilon or recipe.config.target_epsilon
@@ -44,7 +64,7 @@ def test_all_of_them_are_a_table_with_the_known_figures() -> None:
     text = in_words(rows)
     assert len(text.splitlines()) == len(rows) + 2
     assert text in (Path(__file__).parents[2] / "docs" / "published.md").read_text()
-    for found in rows:
+    for found in (each for each in rows if each["accountant"]):
         proven = found["server_epsilon"] or found["release_epsilon"]
         if found["noise_multiplier_for_claim"] > found["noise_multiplier"]:
             assert proven > found["target_epsilon"]
@@ -56,6 +76,8 @@ def test_all_of_them_are_a_table_with_the_known_figures() -> None:
         assert found["formula_epsilon"] == pytest.approx(formula, rel=1e-2)
         assert found["server_epsilon"] == (server and pytest.approx(server, rel=1e-2))
         assert found["release_epsilon"] == pytest.approx(release, rel=1e-2)
+        if name.startswith(GOLDEN):
+            assert found["release_epsilon"] == pytest.approx(release, rel=5e-3)
     # FedAvg-GAN: a real epsilon of 10 takes noise 0.42 instead of 0.01; a draw per sample at
     # GS-WGAN's settings takes 0.74 instead of 1.07
     for name, noise in (("fedavg_gan", 0.42), ("gs_wgan_mnist_per_sample", 0.739)):

@@ -13,6 +13,7 @@ from flwr.app import Error, Message
 from tiny import COINS, SHARD, make
 
 from fedgen.coins import Coins
+from fedgen.errors import FedgenError
 from fedgen.federation import client_app as app_module
 from fedgen.federation import messages
 from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, client_app
@@ -134,6 +135,8 @@ def test_a_held_answer_that_was_altered_is_not_sent(home: ClientHome, ask: Ask) 
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    with pytest.raises(FedgenError, match="altered"):
+        home.store.check(0, 0)
     home.answered = -1
     home.store.restore(0, 0)
     assert ask(0).has_error()
