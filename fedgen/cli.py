@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -90,8 +91,9 @@ def main() -> None:
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
     if status == INTERRUPTED or sys.argv[1:2] == ["account"]:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BrokenPipeError):  # whoever reads it has seen enough
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 

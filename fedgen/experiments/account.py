@@ -142,7 +142,7 @@ def _of_a_client(rows: int) -> str:
 
 def _asking(plan: Plan) -> str:
     """Where not all rounds ask clients."""
-    return "" if plan.asking_rounds is None else f", {plan.asking_rounds} of which asks clients,"
+    return "" if plan.asking_rounds is None else f", {plan.asking_rounds} of which ask clients,"
 
 
 def _third_opinion(ready: Setup) -> str:

@@ -151,6 +151,11 @@ def setup(config: DictConfig) -> Setup:
         config.method.update(settled)
         made = build(config.method, "method", without=("strategy",))
         make = partial(_method, made, facts, config)
+        if (length := make(noise).plan.length) not in (None, config.rounds):
+            open_.setdefault("rounds", config.rounds)
+            config.rounds = length
+            privacy = decide(config, make)
+            noise = privacy.noise_multiplier
     _check_meeting(config, make(noise).plan)
     branch = branch_of(config, held, noise)
     coins = coins.at("branch", branch)

@@ -236,6 +236,11 @@ def _restore(home: ClientHome, message: Message) -> RecordDict:
     return messages.pack_acknowledgement()
 
 
+def _forget(home: ClientHome, message: Message) -> RecordDict:
+    home.store.forget(home.number)
+    return messages.pack_acknowledgement()
+
+
 def _privately(home: ClientHome, server_round: int, compute: Callable[[], T]) -> T:
     """What private rows give. A failure over them shows, and what it tells is not bounded: in mode
     ``secure`` the client has no bound from then on; a seeded run, which is an experiment, prints
@@ -331,7 +336,9 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     history = home.store.history(home.number)
     # where the coins fall is a part of it too: an answer by others is another one, and charged
     place = str(home.coins.place)
-    told = _ANSWERS, _here(), place, history, messages.digest_of(message)
+    # and an answer that is held is this run's alone, and the same wherever it goes on
+    where = home.run if home.holds else _here()
+    told = _ANSWERS, where, place, history, messages.digest_of(message)
     asked = digest(*(each.encode() for each in told))
     answer = home.store.held(home.number, asked) if home.holds else None
     charged = answer is not None and home.ledger.last == asked
@@ -366,6 +373,7 @@ _VERBS = {
     messages.ACCOUNT: _account,
     messages.KEEP: _keep,
     messages.RESTORE: _restore,
+    messages.FORGET: _forget,
     messages.PREPARE: _prepare,
     messages.TRAIN: _train,
     messages.KEYS: _keys,

@@ -185,6 +185,11 @@ class ClientStore:
         self._clients[client] = entry
         self._tidy(client, entry)
 
+    def forget(self, client: int) -> None:
+        """Drops everything, what is held too: the run is over."""
+        self.restore(client, 0)
+        (self.folder(client) / _HELD).unlink(missing_ok=True)
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _of(self, client: int) -> _Client:

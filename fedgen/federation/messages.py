@@ -32,7 +32,7 @@ KEYS, SHARES, REVEAL = "query.keys", "query.shares", "query.reveal"
 """Of a sum under masks: announce keys; deal shares; reveal some (``masking.py``)."""
 IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, REVEAL)
 """What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
-KEEP, RESTORE = "train.keep", "train.restore"
+KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
 
 _RAW = "fedgen.raw"

@@ -202,7 +202,7 @@ class Rounds:
 
     def forget(self) -> None:
         """Has every client drop its state: critics saw private rows, and their use is over."""
-        asked = self._to_all(messages.RESTORE, messages.pack_place(0))
+        asked = self._to_all(messages.FORGET, messages.pack_hello())
         self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 
     def accounts(self) -> dict[int, Account]:

@@ -48,7 +48,8 @@ class Ledger:
 
     In mode ``seeded`` a round that is done again, with the same question after the same past,
     releases the very same numbers and is charged once. Everything else is charged anew: another
-    question, and in mode ``secure`` the same one too, for fresh numbers.
+    question, and in mode ``secure`` the same one too, for fresh numbers, unless its answer was held
+    and is sent again (``ClientStore.hold``).
 
     Several processes may charge one file, one at a time (see ``locked``): each reads what the
     others wrote before it charges.

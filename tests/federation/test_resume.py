@@ -147,11 +147,25 @@ def test_a_sequence_that_died_between_charge_and_checkpoint_ends(
     charged = [len(p.read_text().splitlines()) for p in run.glob("clients/*/ledger.jsonl")]
     assert min(charged) - 1 > asked // 2 - 1, "the last release is in no checkpoint"
     assert cli.run(["train", f"resume={run}"]) == 0
+    assert not list(run.glob("clients/*/answer.held")), "the run is over"
     privacy = json.loads((run / "privacy.json").read_text())
     for client, path in enumerate(sorted(run.glob("clients/*/ledger.jsonl"))):
         assert len(path.read_text().splitlines()) - 1 == asked
         assert privacy["clients"][str(client)]["releases"] == asked
     assert privacy["views"]["server"]["epsilon"] <= 10.001
+
+
+def test_a_run_that_settles_how_many_rounds_it_has_goes_on_as_itself(tmp_path: Path) -> None:
+    """At an epsilon of 1 a label has one cluster, which needs one step: known once the noise is."""
+    words = ["method=mixture_small", "privacy.target_epsilon=1", "evaluation=none"]
+    words += ["method.space=10", "method.space_samples=200", "runtime=in_process"]
+    assert cli.run(["train", *words, f"run_dir={tmp_path}/whole"]) == 0
+    died = [*words, "runtime.faults.server_dies=3", f"run_dir={tmp_path}/died"]
+    assert start(died).wait() == -signal.SIGKILL
+    assert cli.run(["train", f"resume={tmp_path}/died"]) == 0
+    assert fingerprint(tmp_path / "died") == fingerprint(tmp_path / "whole")
+    results = json.loads((tmp_path / "died" / "results.json").read_text())
+    assert results["rounds"] == 6
 
 
 def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
