@@ -349,7 +349,8 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
         raise PastRoundError
     home.answered = server_round
     if answer is None:
-        state, coins = home.store.state(home.number), home.coins.salted(asked)
+        state = home.store.state(home.number)
+        coins = home.coins.salted(asked)
         release = _privately(
             home,
             server_round,
