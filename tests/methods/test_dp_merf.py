@@ -177,17 +177,23 @@ def test_a_row_more_among_many_moves_the_sum_no_further() -> None:
     assert float((more - less).norm()) <= 1
 
 
-def test_a_run_that_cannot_ask_again_publishes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("aggregation", "said"), [("local", "did not answer"), ("secure", "that was lost")]
+)
+def test_a_run_whose_client_never_answers_publishes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], aggregation: str, said: str
 ) -> None:
-    """Some clients answered before another failed: what they spent is spent."""
+    """Some clients answered before another failed: what they spent is spent, once."""
     run = tmp_path / "run"
     words = ["method=dp_merf_small", "seed=1", "rounds=4", "privacy.noise=secure"]
     words += ["partition=iid", "partition.clients=3", "runtime.faults.returns_error=0.5"]
+    words.append(f"privacy.aggregation={aggregation}")
     assert cli.run(["train", *tiny("dp_merf_small"), *words, f"run_dir={run}"]) == 2
     assert "did not answer" in capsys.readouterr().err
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "nothing was learnt" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+    charged = [len(p.read_text().splitlines()) - 1 for p in run.glob("clients/*/ledger.jsonl")]
+    assert sorted(charged) == [0, 1, 1]
     assert not (run / "public" / "generator.safetensors").exists()
 
 
