@@ -43,7 +43,8 @@ usage: fedgen <command> [key=value ...]
 
 settings (defaults in brackets):
   method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
-         dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_sinkhorn|dp_sinkhorn_small|
+         dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_hp|dp_hp_small|
+         dp_sinkhorn|dp_sinkhorn_small|
          dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small
                                                  [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet

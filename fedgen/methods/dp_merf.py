@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,31 @@ from fedgen.privacy.per_example import ClippedSum, of_rows
 from fedgen.sequence import Asked, Sums, SumSequence
 
 
+class Embedded(Protocol):
+    """Features of images that a mean embedding is the mean of: each image's are 1 long at most.
+
+    drawn: (seed) -> what is drawn for them in public. Called with that and images (n, ...): (n,
+    ``count``). peak: the largest that one of them can be. weights: of the features in the distance
+    that the generator descends, (count,) or 1.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def peak(self) -> float: ...
+
+    @property
+    def weights(self) -> Tensor | float: ...
+
+    def drawn(self, seed: Tensor) -> Tensor: ...
+
+    def __call__(self, drawn: Tensor, images: Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Features:
     """Random Fourier features of images of ``pixels`` numbers (Rahimi, Recht 2008): their products
@@ -55,8 +81,14 @@ class Features:
     bandwidth: float
     pixels: int
     device: str
+    weights = 1.0
 
-    def frequencies(self, seed: Tensor) -> Tensor:
+    @property
+    def peak(self) -> float:
+        """Of a cosine or a sine."""
+        return math.sqrt(2 / self.count)
+
+    def drawn(self, seed: Tensor) -> Tensor:
         """w, (pixels, count / 2)."""
         source = torch.Generator().manual_seed(int(seed))
         drawn = torch.randn(self.pixels, self.count // 2, generator=source)
@@ -70,22 +102,23 @@ class Features:
 
 def embedding(
     sums: Sums,
-    features: Features,
+    features: Embedded,
     classes: int,
     of: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    at_once: int = 2048,
 ) -> Asked:
-    """The features of all rows, summed in the blocks of their labels: each row's are 1 long, and no
-    entry of them longer than sqrt(2 / features).
+    """The features of all rows, summed in the blocks of their labels.
 
     ``of``: (what the question holds, images (n, ...)) -> what there are features of.
     """
 
     def contribution(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-        found = features(features.frequencies(shared["seed"]), of(shared, images))
+        found = features(features.drawn(shared["seed"]), of(shared, images))
         return of_rows(found, 1.0, labels, classes)
 
-    mechanism = sums.mechanism(peak=math.sqrt(2 / features.count))
-    return Asked("embedding", classes * features.count, mechanism, contribution)
+    mechanism = sums.mechanism(peak=features.peak)
+    size = classes * features.count
+    return Asked("embedding", size, mechanism, contribution, at_once=at_once)
 
 
 @dataclass(frozen=True)
@@ -93,15 +126,30 @@ class Server:
     """Generator and embedding: post-processing, but for one question."""
 
     generator: nn.Module
-    features: Features
+    features: Embedded
     latent: int
     classes: int
     fakes_per_label: int
     adam: tuple[float, tuple[float, float]]
     ema: float
 
+    @property
+    def program(self) -> ServerProgram:
+        """All of it."""
+        return ServerProgram(
+            self.init,
+            lambda *_: {},
+            self.query,
+            self.update,
+            lambda state: part(state, "average"),
+            self.sample,
+            self.recognize,
+            self.shown,
+            self.alone,
+        )
+
     def init(self, coins: Coins) -> Tensors:
-        """Fresh weights; the seed of the frequencies; no embedding."""
+        """Fresh weights; the seed of what is drawn for the features; no embedding."""
         generator = initial(self.generator, coins.public("generator"))
         weights = {name: value.to(self.features.device) for name, value in generator.items()}
         seed = torch.randint(0, 2**62, (), generator=coins.public("frequencies"))
@@ -129,7 +177,7 @@ class Server:
     def alone(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
         """A step of the generator."""
         embedding = state["embedding"].to(self.features.device)
-        frequencies = self.features.frequencies(state["seed"])
+        frequencies = self.features.drawn(state["seed"])
         here = coins.at("generator", round_)
         labels = torch.arange(self.classes).repeat_interleave(self.fakes_per_label)
         latents = torch.randn(len(labels), self.latent, generator=here.public("latents"))
@@ -138,7 +186,7 @@ class Server:
         leaves = trainable(part(state, "generator"))
         made = self.features(frequencies, self._generate(leaves, *inputs))
         mean = made.view(self.classes, -1, self.features.count).sum(1) / len(labels)
-        distance = (embedding - mean).square().sum()
+        distance = ((embedding - mean) * self.features.weights).square().sum()
         stepped = generator_step(state, gradients_of(distance, leaves), self.adam, self.ema)
         return {**state, **stepped, "distance": distance.detach().cpu()}
 
@@ -161,9 +209,7 @@ class Server:
     ) -> Tensor:
         """By what the embedding has of an image's own."""
         del coins
-        found = self.features(
-            self.features.frequencies(state["seed"]), images.to(self.features.device)
-        )
+        found = self.features(self.features.drawn(state["seed"]), images.to(self.features.device))
         return (found.cpu() * state["embedding"][labels]).sum(1)
 
     def _generate(self, weights: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
@@ -210,17 +256,7 @@ def dp_merf(
     sequence = SumSequence((embedding(sums, embed, facts.classes, lambda _, x: x),), device)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
     return sequence.method(
-        ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            lambda state: part(state, "average"),
-            server.sample,
-            server.recognize,
-            server.shown,
-            server.alone,
-        ),
+        server.program,
         sequence.plan("none", None, ("RDP of one Gaussian", "DP-MERF (2021)")),
         facts.clients,
         lambda: [_worst_case(sequence, facts.shape)],

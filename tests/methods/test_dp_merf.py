@@ -60,7 +60,7 @@ def test_products_of_features_are_a_gaussian_kernel(seed: int, bandwidth: float)
     count = 40_000
     features = Features(count, bandwidth, 12, "cpu")
     images = torch.rand(3, 1, 3, 4, generator=torch.Generator().manual_seed(seed))
-    found = features(features.frequencies(torch.tensor(seed)), images)
+    found = features(features.drawn(torch.tensor(seed)), images)
     assert torch.allclose(found.norm(dim=1), torch.ones(3), atol=1e-4)
     distances = torch.cdist(images.flatten(1), images.flatten(1)).square()
     kernel = (-distances / (2 * bandwidth**2)).exp()
@@ -73,7 +73,7 @@ def test_the_embedding_is_the_sum_of_features_by_label() -> None:
     seed = method.server.init(COINS)["seed"]
     features = Features(FEATURES, 2.5, 64, "cpu")
     images, labels = SHARD.rows(torch.arange(len(SHARD)))
-    each = features(features.frequencies(seed), images)
+    each = features(features.drawn(seed), images)
     expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / len(SHARD)
     assert torch.allclose(embedding(method, SHARD), expected, atol=1e-5)
 
@@ -171,7 +171,7 @@ def test_a_row_more_among_many_moves_the_sum_no_further() -> None:
     """A sum of thousands in single precision may move by more than what is added to it."""
     count = 2_000  # at which single precision rounds up
     features = Features(FEATURES, 1.5, 64, "cpu")
-    row = features(features.frequencies(torch.tensor(0)), torch.zeros(1, 64))
+    row = features(features.drawn(torch.tensor(0)), torch.zeros(1, 64))
     rows, labels = row.expand(count + 1, -1), torch.zeros(count + 1, dtype=torch.long)
     more, less = (of_rows(rows[:n], 1.0, labels[:n], 10).flat() for n in (count + 1, count))
     assert float((more - less).norm()) <= 1

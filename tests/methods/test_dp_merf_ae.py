@@ -95,7 +95,7 @@ def test_the_embedding_is_of_codes() -> None:
     images, labels = SHARD.rows(torch.arange(60))
     codes = autoencoder(method).encode(images).detach()
     features = Features(FEATURES, 0.5, CODE, "cpu")
-    each = features(features.frequencies(method.server.init(COINS)["seed"]), codes)
+    each = features(features.drawn(method.server.init(COINS)["seed"]), codes)
     expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / 60
     assert torch.allclose(answer(method, STEPS).view(10, -1), expected, atol=1e-5)
 

@@ -1,0 +1,88 @@
+"""DP-HP: its features are the kernels' and never longer than 1, and one release is all it costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedgen import cli
+from fedgen.methods.dp_hp import Hermite, hermite
+from fedgen.privacy.accounting import gaussian_epsilon
+
+
+def features(pairs: int = 3) -> Hermite:
+    return Hermite(20, 5, pairs, 0.05, 0.94, 20.0, 64, "cpu")
+
+
+@pytest.mark.parametrize("length", [0.05, 0.15, 1.0])
+def test_products_of_polynomials_are_the_gaussian_kernel(length: float) -> None:
+    """Mehler's formula, at all pairs of a byte's levels."""
+    table = hermite(400, length)
+    x = torch.arange(256, dtype=torch.float64) / 255
+    kernel = (-(x[:, None] - x).square() / (2 * length)).exp()
+    assert torch.allclose(table @ table.T, kernel, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "squared"),
+    [(100, 0.005, 0.82843**2), (20, 0.005, 0.35717), (100, 0.15, 1.0), (20, 0.15, 0.98879)],
+)
+def test_the_norms_are_the_known_ones(order: int, length: float, squared: float) -> None:
+    longest = float(hermite(order, length).square().sum(1).max())
+    assert longest == pytest.approx(squared, abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
+def test_no_image_has_longer_features_than_one(seed: int, pairs: int, grey: bool) -> None:
+    """Of any pixels, between the levels too."""
+    of = features(pairs)
+    source = torch.Generator().manual_seed(seed)
+    one = torch.rand(20, 1, 1, 1, generator=source).expand(20, 1, 8, 8)
+    images = one if grey else torch.rand(20, 1, 8, 8, generator=source)
+    assert float(of(of.drawn(torch.tensor(seed)), images).norm(dim=1).max()) <= 1 + 1e-6
+
+
+def test_weighed_distances_are_those_of_the_kernels() -> None:
+    """gamma times the mean over pixels of the kernel's, and the mean over pairs."""
+    of = features()
+    images = torch.randint(0, 256, (2, 1, 8, 8), generator=torch.Generator().manual_seed(1)) / 255
+    drawn = of.drawn(torch.tensor(5))
+    first, second = (of(drawn, images) * of.weights).double()
+    a, b = (hermite(20, 0.05)[(image.flatten() * 255).round().long()] for image in images)
+    expected = 20 * (a - b).square().sum(1).mean()
+    pair = hermite(5, 0.05)
+    levels = (images.flatten(1) * 255).round().long()
+    apart = [
+        torch.outer(pair[levels[0, i]], pair[levels[0, j]])
+        - torch.outer(pair[levels[1, i]], pair[levels[1, j]])
+        for i, j in drawn.tolist()
+    ]
+    expected = expected + torch.stack([each.square().sum() for each in apart]).mean()
+    assert float((first - second).square().sum()) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_gradients_reach_the_pixels() -> None:
+    of = features()
+    images = torch.rand(3, 1, 8, 8, requires_grad=True)
+    found = of(of.drawn(torch.tensor(0)), images).square().sum()
+    torch.autograd.backward(found)
+    assert images.grad is not None and float(images.grad.abs().min()) >= 0
+    assert float(images.grad.abs().max()) > 0
+
+
+def test_its_cost_is_that_of_one_gaussian() -> None:
+    """As the paper runs it 0.58555 by replacing a row and 0.27511 by adding one; epsilon 1 and 10
+    take noise multipliers of 3.7306 and 0.49989 at a norm of 1."""
+    assert gaussian_epsilon(1 / 6.08398, 1e-5) == pytest.approx(0.58555, abs=2e-5)
+    assert gaussian_epsilon(0.5 / 6.08398, 1e-5) == pytest.approx(0.27511, abs=2e-5)
+    for target, noise in ((1.0, 3.7306), (10.0, 0.49989)):
+        assert gaussian_epsilon(1 / noise, 1e-5) == pytest.approx(target, rel=1e-4)
+
+
+@pytest.mark.parametrize("word", ["method.sum_share=0", "method.sum_share=1", "method.sum_share=2"])
+def test_shares_that_leave_a_kernel_nothing(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["account", "method=dp_hp_small", word]) == 2
+    assert "method.sum_share" in capsys.readouterr().err
