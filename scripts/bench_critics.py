@@ -28,11 +28,11 @@ from torch import nn
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.ensemble.critics import at_once
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import build
 from fedgen.federation.client_store import ClientStore
 from fedgen.method import PublicFacts
-from fedgen.methods.gs_wgan import at_once
 from fedgen.models.dcgan import Critic
 from fedgen.models.functional import template
 

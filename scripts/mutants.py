@@ -61,7 +61,8 @@ INCIDENTS = "tests/federation/test_draws_and_incidents.py"
 FOREIGN_FILES = "tests/robustness/test_foreign_files.py"
 SPENT = "tests/privacy/test_spent.py"
 LYING_CLIENTS = "tests/robustness/test_lying_clients.py"
-GS_WGAN, GS_WGAN_TESTS = "fedgen/methods/gs_wgan.py", "tests/methods/test_gs_wgan.py"
+CRITICS, ANSWERING = "fedgen/ensemble/critics.py", "fedgen/ensemble/answering.py"
+BOUNDS, GS_WGAN_TESTS = "fedgen/privacy/bounds.py", "tests/methods/test_gs_wgan.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
 MUTANTS = [
@@ -88,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-client-without-rows-trains",
-        GS_WGAN,
+        CRITICS,
         'round draws) descend; without rows, none."""\n        if not len(shard):',
         'round draws) descend; without rows, none."""\n        if len(shard) < 0:',
         f"{SUM_TESTS}::test_a_client_without_rows_learns_and_contributes_nothing",
@@ -197,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-client-without-rows-contributes",
-        GS_WGAN,
+        CRITICS,
         "contributes=not removed)",
         "contributes=True)",
         f"{SUM_TESTS}::test_a_client_that_is_not_drawn_or_has_no_rows_adds_noise_alone",
@@ -211,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise-of-a-sum-adds-up-again",
-        GS_WGAN,
+        ANSWERING,
         "of_sums = federated and local and facts",
         "of_sums = federated and facts",
         f"{SUM_TESTS}::test_the_event_is_that_of_the_sum_and_nothing_adds_up_twice",
@@ -459,7 +460,7 @@ MUTANTS = [
     ),
     Mutant(
         "noise-that-may-be-missing-adds-up",
-        GS_WGAN,
+        ANSWERING,
         "and facts.sums_are_whole and draw.count_is_fixed",
         "and draw.count_is_fixed",
         f"{GS_WGAN_TESTS}::test_noise_that_may_be_missing_does_not_add_up",
@@ -528,8 +529,8 @@ MUTANTS = [
     ),
     Mutant(
         "clip-left-out-of-rows",
-        MECHANISMS,
-        "rows if math.isinf(clip) else clip_rows(rows, clip)",
+        BOUNDS,
+        "rows if math.isinf(self.clip) else clip_rows(rows, self.clip)",
         "rows",
         f"{TESTS}::test_sensitivity_bounds_any_exchange",
     ),
@@ -609,8 +610,8 @@ MUTANTS = [
     Mutant(
         "sensitivity-of-a-row-taken-for-c",
         MECHANISMS,
-        "return (1 if whole else 2) * self.clip",
-        "return self.clip",
+        "self.bound.radius if whole else self.bound.diameter",
+        "self.bound.radius",
         f"{TESTS}::test_the_bound_is_met",
     ),
     Mutant(
@@ -707,7 +708,7 @@ MUTANTS = [
     ),
     Mutant(
         "amplified-though-critics-train-when-drawn",
-        GS_WGAN,
+        ANSWERING,
         "hidden = not on_query and (facts.draws_are_hidden or not federated)",
         "hidden = facts.draws_are_hidden or not federated",
         f"{GS_WGAN_TESTS}::test_the_published_variant_is_not_amplified_with_clients_either",
@@ -743,7 +744,7 @@ MUTANTS = [
     ),
     Mutant(
         "critics-share-a-subset",
-        GS_WGAN,
+        CRITICS,
         "real = partial(self.rows, subsets, shard)",
         "real = partial(self.rows, self.subsets(range(len(members)), shard, coins), shard)",
         f"{GS_WGAN_TESTS}::test_replacing_a_row_changes_one_critic",
@@ -926,7 +927,7 @@ MUTANTS = [
     ),
     Mutant(
         "routing-shares-the-coins-of-training",
-        GS_WGAN,
+        CRITICS,
         'flips = torch.rand(index.shape, generator=coins.public("rows"))',
         "flips = torch.rand(index.shape, generator=torch.Generator().manual_seed(\n"
         '            coins.secret("routing").getrandbits(60)))',
@@ -1074,14 +1075,14 @@ MUTANTS = [
     ),
     Mutant(
         "critics-of-a-group-answer-as-its-first-stack",
-        GS_WGAN,
+        CRITICS,
         "_side_by_side([self.weights(state, each, coins) for each in group])",
         "self.weights(state, group[0], coins)",
         f"{GS_WGAN_TESTS}::test_critics_warm_up_and_answer_in_groups_as_by_themselves",
     ),
     Mutant(
         "power-iteration-while-answering",
-        GS_WGAN,
+        CRITICS,
         "critics = self.weights(state, members, coins) if asked else {}\n",
         "critics = self.weights(state, members, coins) if asked else {}\n"
         "                for name, value in power_iteration(critics, stacked=True).items():\n"
@@ -1090,7 +1091,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-permuted-by-their-number",
-        GS_WGAN,
+        CRITICS,
         'order = torch.randperm(len(shard), generator=coins.public("subsets"))',
         "order = torch.argsort(shard.images.flatten(1).float().sum(1), stable=True)",
         f"{GS_WGAN_TESTS}::test_replacing_a_row_changes_one_critic",

@@ -2,14 +2,14 @@
 
 | mechanism | bounds | sensitivity, add or remove one / replace one | of |
 |---|---|---|---|
-| ``RowGaussian`` | each row by itself | 2C / 2C, over the answerers of a row | GS-WGAN |
+| ``RowGaussian`` | each row by itself | its ``bounds.py`` diameter / the same | GS-WGAN, votes |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
 | ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
 | ``ClientGaussian`` | a client's vector | C / 2C | FedAvg-GAN; DP-MERF at client level |
 
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
 become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero,
-as does a client that is removed as a whole (``RowGaussian`` of unit client: C / 2C).
+as does a client that is removed as a whole (``RowGaussian`` of unit client: radius / diameter).
 A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
 bounded, what is not finite becomes zero; the wire shows nothing of it. Who makes the noise, and
 what leaves the client, is the mechanism's ``aggregation`` (``releases.py``). What a client adds to
@@ -32,6 +32,7 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import ALWAYS, Batches, OwnDraw, Rows
+from fedgen.privacy.bounds import Bound
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.releases import LOCAL, SEAL, Aggregation, Release, Sent, noised
@@ -61,21 +62,24 @@ _MOST_PARTS = 10_000  # of a batch
 
 @dataclass(frozen=True)
 class RowGaussian:
-    """Clipped rows, averaged over those who answer them, plus Gaussian noise: GS-WGAN's sanitizer
-    (paper, equations 8 to 11) for any routing of rows to critics.
+    """Bounded rows, averaged over those who answer them, plus Gaussian noise: GS-WGAN's sanitizer
+    (paper, equations 8 to 11) for any routing of rows to critics, and a noisy count of votes.
 
-    Answer r is (1 / m) * sum over its m answerers of clip(row, C) + N(0, (sigma * S)^2 I), with
-    S = 2 C / m: one answerer's contribution is an arbitrary function of its data within a ball of
-    radius C, so exchanging, adding or removing its data moves the mean by at most S. A client that
-    is removed as a whole contributes nothing: S = C / m.
+    Answer r is (1 / m) * sum over its m answerers of bound(row) + N(0, (sigma * S)^2 I), with
+    S = diameter / m: one answerer's contribution is an arbitrary function of its data within the
+    bound, so exchanging, adding or removing its data moves the mean by at most S. A client that is
+    removed as a whole contributes nothing: S = radius / m. N rows, each asked for where those
+    before it have led, are one Gaussian of noise multiplier sigma / sqrt(N), exactly. What is made
+    of the noisy mean (a threshold, the most frequent bin) is post-processing.
 
+    bound: the set that every answer to a row is made to lie in.
     routing: the draw of answerers inside the client; one critic is ``Routing("mean", 1)``.
     hidden: that draw is secret and leaves no trace in any state (see ``Routing.event``).
     draw: the client's own coin, whether it contributes to a round at all. What it contributes is
         divided by the coin's probability, so that the mean over all clients is what it would be.
     """
 
-    clip: float
+    bound: Bound
     noise_multiplier: float
     routing: Routing
     hidden: bool
@@ -87,7 +91,8 @@ class RowGaussian:
     def sensitivity(self, relation: Relation) -> float:
         """L2 sensitivity of one answered row."""
         whole = self.unit is Unit.CLIENT and relation is Relation.ADD_OR_REMOVE_ONE
-        return (1 if whole else 2) * self.clip / self.routing.answers_per_row / self.draw.rate
+        moved = self.bound.radius if whole else self.bound.diameter
+        return moved / self.routing.answers_per_row / self.draw.rate
 
     @property
     def std(self) -> float:
@@ -97,11 +102,11 @@ class RowGaussian:
     @property
     def extent(self) -> tuple[float, float]:
         """Std of the noise in each number, and the largest that a contribution is meant to have."""
-        return self.std, self.clip / self.draw.rate
+        return self.std, self.bound.peak / self.draw.rate
 
     def longest(self, size: int) -> float:
         """What no row of a release, ``size`` numbers, is longer than (see ``_longest``)."""
-        return _longest(self.clip / self.draw.rate, self.std, size)
+        return _longest(self.bound.radius / self.draw.rate, self.std, size)
 
     def event(self, rows: int) -> DpEvent:
         """What a release of ``rows`` rows costs. The client's coin gates all of them together."""
@@ -120,7 +125,7 @@ class RowGaussian:
 
         Args:
             shape: the shape of the release, rows first.
-            answers: pairs of row indices (n,) and raw answers (n, *shape[1:]), unclipped; none are
+            answers: pairs of row indices (n,) and raw answers (n, *shape[1:]), unbounded; none are
                 made if the client's coin says so.
             coins: of this client and round; the noise is drawn here.
             contributes: whether the client has anything to contribute.
@@ -130,7 +135,7 @@ class RowGaussian:
         """
         summed = torch.zeros(shape, dtype=torch.float64)
         if self.draw.drawn(coins) and contributes:
-            summed, counts = _clipped_sum(shape, answers, self.clip)
+            summed, counts = _bounded_sum(shape, answers, self.bound)
             if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
                 raise ValueError("every row needs the number of answers its sensitivity assumes")
         exact = summed / self.routing.answers_per_row / self.draw.rate
@@ -457,8 +462,12 @@ def _check_neighbours(batches: Batches, relation: Relation) -> None:
 
 @dataclass(frozen=True)
 class NoMechanism:
-    """Nothing is clipped, nothing is noised: the non-private reference. Its event has no bound."""
+    """Nothing is noised: the non-private reference. Its event has no bound.
 
+    bound: what votes are made to lie in; gradients are not clipped.
+    """
+
+    bound: Bound
     routing: Routing
     unit: Unit
     draw: OwnDraw = ALWAYS
@@ -479,20 +488,19 @@ class NoMechanism:
         """The mean of the raw answers to each row; see ``RowGaussian.release``."""
         summed = torch.zeros(shape, dtype=torch.float64)
         if self.draw.drawn(coins) and contributes:
-            summed, _ = _clipped_sum(shape, answers, math.inf)
+            summed, _ = _bounded_sum(shape, answers, self.bound)
         mean = (summed / self.routing.answers_per_row / self.draw.rate).float()
         return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, SEAL)
 
 
-def _clipped_sum(
-    shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], clip: float
+def _bounded_sum(
+    shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], bound: Bound
 ) -> tuple[Tensor, Tensor]:
-    """Sum of clipped answers per row in double precision, and how many answers each row had."""
+    """Sum of bounded answers per row in double precision, and how many answers each row had."""
     total = torch.zeros(shape, dtype=torch.float64)
     counts = torch.zeros(shape[0], dtype=torch.long)
     for index, rows in answers:
-        rows = rows.detach().to("cpu", torch.float32)
-        total.index_add_(0, index, (rows if math.isinf(clip) else clip_rows(rows, clip)).double())
+        total.index_add_(0, index, bound.enforce(rows.detach().to("cpu", torch.float32)).double())
         counts.index_add_(0, index, torch.ones_like(index))
     return total, counts
 

@@ -225,6 +225,7 @@ def test_an_altered_configuration_is_refused(
 
 def test_the_mean_is_over_those_who_answered() -> None:
     from fedgen.federation.messages import Answer
+    from fedgen.privacy.bounds import Ball
     from fedgen.privacy.events import Unit
     from fedgen.privacy.mechanisms import NoMechanism
     from fedgen.privacy.routing import Routing
@@ -235,7 +236,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
     from fedgen.method import Query
 
     strategy.configure_query(0, Query({"images": torch.zeros(2, 1)}))
-    event = NoMechanism(Routing("mean", 1), Unit.CLIENT).event(2)
+    event = NoMechanism(Ball(1.0), Routing("mean", 1), Unit.CLIENT).event(2)
     answers = {
         client: Answer({"answer": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
         for client, value in ((0, 3.0), (2, 5.0))

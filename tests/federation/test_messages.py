@@ -16,6 +16,7 @@ from fedgen.federation import messages
 from fedgen.federation.flower_compat import identify_process, set_message_id, through_the_wire
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
+from fedgen.privacy.bounds import Ball
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.mechanisms import ClientGaussian, RowGaussian
 from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Trusted
@@ -47,7 +48,7 @@ def test_a_query_survives_the_wire() -> None:
 
 
 def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
-    mechanism = RowGaussian(1.0, 2.0, Routing("mean", 1), True, Unit.CLIENT)
+    mechanism = RowGaussian(Ball(1.0), 2.0, Routing("mean", 1), True, Unit.CLIENT)
     rows = [(torch.arange(32), torch.rand(32, 1, 28, 28))]
     release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
@@ -90,7 +91,7 @@ def test_foreign_bytes_are_refused() -> None:
 
 
 def test_half_precision_takes_half_the_bytes_and_stays_finite() -> None:
-    mechanism = RowGaussian(1.0, 1e6, Routing("mean", 1), True, Unit.CLIENT)
+    mechanism = RowGaussian(Ball(1.0), 1e6, Routing("mean", 1), True, Unit.CLIENT)
     rows = [(torch.arange(8), torch.rand(8, 1, 28, 28))]
     release = mechanism.release((8, 1, 28, 28), rows, Coins.of(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)

@@ -145,7 +145,7 @@ def test_routed_rows_find_the_classifier_of_their_critic() -> None:
     rows, every = answer(routed, state, 3), []
     for members in program.stacks:
         critics, companions = (state[f"{of}.{members.start}"] for of in ("critics", "companions"))
-        every.append(program._gradients(critics, companions, query, 3))
+        every.append(program.ballots(critics, companions, query, 3))
     whole = torch.cat(every)
     assert torch.allclose(whole.mean(0), answer(mean, state, 3), atol=1e-6)
     for critic, routes in asked.items():

@@ -16,13 +16,13 @@ from torch.func import functional_call, grad
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings as run_settings
 from fedgen.experiments.configuration import compose
 from fedgen.federation.messages import Answer
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Method
-from fedgen.methods.gs_wgan import Generator
 from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, part, split, template
 from fedgen.privacy.accounting import epsilon, gaussian_delta
@@ -264,10 +264,8 @@ def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
     for stack in whole.stacks:
         assert len(state[f"critics.{stack.start}"]["score.weight"]) == len(stack)
     query = method.server.query(method.server.init(COINS), 0, COINS)
-    answer = whole.answer(state, query, SHARD, 0, COINS).arrays["answer"]
-    alone = [
-        whole._gradients(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks
-    ]
+    answer = whole.release(state, query, SHARD, 0, COINS).arrays["answer"]
+    alone = [whole.ballots(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks]
     np.testing.assert_allclose(answer, torch.cat(alone).mean(0), rtol=1e-4, atol=1e-6)
 
 

@@ -18,6 +18,7 @@ from scipy import stats
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import AllRows, FixedBatches, OwnDraw, PoissonBatches
+from fedgen.privacy.bounds import Ball
 from fedgen.privacy.events import Contribution, Relation, Unit
 from fedgen.privacy.mechanisms import (
     ClientGaussian,
@@ -40,7 +41,7 @@ any_rows = arrays(
 
 
 def gaussian(clip: float, sigma: float, critics: int = 1) -> RowGaussian:
-    return RowGaussian(clip, sigma, Routing("mean", critics), True, Unit.RECORD)
+    return RowGaussian(Ball(clip), sigma, Routing("mean", critics), True, Unit.RECORD)
 
 
 def all_rows(rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -139,7 +140,7 @@ def test_a_release_says_what_it_cost(coins: Coins) -> None:
 
 def test_without_a_mechanism_there_is_no_bound(coins: Coins) -> None:
     rows = torch.randn(2, 3) * 100
-    mechanism = NoMechanism(Routing("mean", 1), Unit.RECORD)
+    mechanism = NoMechanism(Ball(math.inf), Routing("mean", 1), Unit.RECORD)
     release = mechanism.release((2, 3), all_rows(rows), coins)
     assert np.array_equal(release.arrays["answer"], rows.numpy())
     assert "NonPrivate" in repr(release.event)
@@ -291,7 +292,7 @@ def test_sensitivities_are_those_of_the_design() -> None:
     assert [whole.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
     drawn = replace(whole, draw=OwnDraw(0.1))
     assert [drawn.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == pytest.approx([7, 14])
-    rows = RowGaussian(0.7, 1.0, Routing("mean", 1), True, Unit.CLIENT)
+    rows = RowGaussian(Ball(0.7), 1.0, Routing("mean", 1), True, Unit.CLIENT)
     assert [rows.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
 
 
@@ -427,7 +428,7 @@ def test_an_honest_answer_is_longer_with_less_than_its_probability(
     size: int, clip: float, noise: float
 ) -> None:
     """By the exact tail of the noise's length, and not by much more than is needed."""
-    mechanism = RowGaussian(clip, noise, Routing("mean", 1), False, Unit.RECORD)
+    mechanism = RowGaussian(Ball(clip), noise, Routing("mean", 1), False, Unit.RECORD)
     std = noise * mechanism.sensitivity(REPLACE)
     longest = mechanism.longest(size)
     noise_alone = (longest / 1.01 - clip) / std

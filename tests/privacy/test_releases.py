@@ -17,6 +17,7 @@ from fedgen.errors import FedgenError
 from fedgen.method import PublicFacts
 from fedgen.privacy import releases
 from fedgen.privacy.batches import AllRows, OwnDraw
+from fedgen.privacy.bounds import Ball
 from fedgen.privacy.events import Relation, Unit
 from fedgen.privacy.mechanisms import (
     ClientGaussian,
@@ -52,7 +53,7 @@ def share(
         joint = JointGaussian(0.5, sigma, AllRows(), ADD_OR_REMOVE, Unit.RECORD, meeting)
         return joint.release(vector, coins).arrays["answer"], joint
     rows = RowGaussian(
-        0.5,
+        Ball(0.5),
         sigma,
         Routing("mean", 1),
         True,
