@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dp_accounting import DpEvent
 
-from fedgen.ensemble.critics import Critics
+from fedgen.ensemble.critics import Ballot, Companion, Critics, Losses, Networks, Settings, at_once
 from fedgen.errors import FedgenError
 from fedgen.method import (
     TRUSTING,
@@ -141,22 +141,55 @@ def claimed(gate: DpEvent, rows: int, formula: str, source: str) -> Claim:
     )
 
 
+def critics_of(
+    answering: Answering,
+    noise_multiplier: float | None,
+    nets: Networks,
+    losses: Losses,
+    ballot: Ballot,
+    rows: int,
+    answer: tuple[int, ...],
+    settings: Settings,
+    companion: Companion | None = None,
+) -> Critics:
+    """The critics of a client.
+
+    Args:
+        rows: of a question. answer: the shape of what is answered to one of them.
+    """
+    return Critics(
+        nets,
+        answering.mechanism(noise_multiplier),
+        ballot,
+        answer,
+        answering.inside,
+        answering.on_query and not answering.federated,
+        rows,
+        answering.count,
+        min(settings["critics_per_step"], answering.count),
+        at_once(nets.critic, nets.device),
+        settings["critic_steps"],
+        settings["critic_batch"],
+        (settings["critic_learning_rate"], settings["critic_betas"]),
+        losses,
+        settings["warm_start"],
+        companion,
+    )
+
+
 def method_of(
     answering: Answering,
     client: Critics,
     server: ServerProgram,
-    rows: int,
-    turn: int,
-    question: Query,
+    settings: Settings,
     claim: Claim | None,
+    question: Query | None = None,
 ) -> Method:
-    """The method of these critics and this server.
-
-    Args:
-        rows: of a question. question: one whose labels are 1, to attack with.
-        turn: critics of one client, or clients, that the public rotation trains in a round.
-    """
-    facts, federated = answering.facts, answering.federated
+    """The method of these critics and this server. ``question``: to attack with, if not about
+    images."""
+    facts, federated, rows = answering.facts, answering.federated, client.rows_per_query
+    turn = settings["critics_per_step"]
+    question = question or client.nets.question(rows, facts.shape)
     return Method(
         ClientProgram(
             len(client.groups) if client.warm_start else 0,

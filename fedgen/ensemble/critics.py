@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -89,20 +89,47 @@ class Networks:
         return latents.to(self.device), labels.to(self.device)
 
 
-def networks(
-    facts: PublicFacts,
-    generator: Callable[..., nn.Module],
-    critic: Callable[..., nn.Module],
-    latent: int,
-    device: str,
-) -> Networks:
+class Settings(TypedDict):
+    """What all methods of an ensemble take.
+
+    generator, critic: the networks. latent: dimensions of the generator's input.
+    batch: images of a question. fakes_per_label: images of each label that a round's critics train
+        on.
+    ema: decay of the average of the generator that is published.
+    critics: K, in the keeping of a single client; each of several clients holds one.
+    critics_per_step: width of the public rotation: the critics of one client, or the clients, that
+        train in a step.
+    critic_steps: of a critic's turn. critic_batch: real (and fake) images of such a step.
+    warm_start: generator steps of each critic's own throw-away GAN before the run.
+    """
+
+    generator: Callable[..., nn.Module]
+    critic: Callable[..., nn.Module]
+    latent: int
+    batch: int
+    fakes_per_label: int
+    generator_learning_rate: float
+    generator_betas: tuple[float, float]
+    ema: float
+    critics: int
+    critics_per_step: int
+    critic_steps: int
+    critic_batch: int
+    critic_learning_rate: float
+    critic_betas: tuple[float, float]
+    warm_start: int
+    device: str
+
+
+def networks(facts: PublicFacts, settings: Settings) -> Networks:
     """The networks for these images and labels."""
+    latent, classes = settings["latent"], facts.classes
     return Networks(
-        template(generator(latent=latent, classes=facts.classes, shape=facts.shape)),
-        template(critic(classes=facts.classes, shape=facts.shape)),
+        template(settings["generator"](latent=latent, classes=classes, shape=facts.shape)),
+        template(settings["critic"](classes=classes, shape=facts.shape)),
         latent,
-        facts.classes,
-        device,
+        classes,
+        settings["device"],
     )
 
 

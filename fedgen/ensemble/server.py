@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.ensemble.critics import Adam, Networks
+from fedgen.ensemble.critics import Adam, Networks, Settings
 from fedgen.method import Query, ServerProgram
 from fedgen.models.functional import (
     Tensors,
@@ -40,6 +41,18 @@ class Generator:
     ema: float
     read: Callable[[Tensor, Query], Tensor] = lambda answers, _: answers
     asks: Callable[[int, Coins], Tensors] = lambda rows, coins: {}
+
+    @classmethod
+    def of(cls, nets: Networks, settings: Settings, **more: Any) -> Self:
+        """By the settings that all have; ``more``: what a class has beside them."""
+        return cls(
+            nets,
+            settings["batch"],
+            settings["fakes_per_label"],
+            (settings["generator_learning_rate"], settings["generator_betas"]),
+            settings["ema"],
+            **more,
+        )
 
     def init(self, coins: Coins) -> Tensors:
         """Fresh weights."""

@@ -328,13 +328,27 @@ def _check_names(settings: dict[str, Any], key: str) -> None:
         if isinstance(value, dict):
             _check_names(value, f"{key}.{name}")
     if "_target_" in settings:
-        taken = inspect.signature(get_object(settings["_target_"])).parameters
-        if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-            return
+        target = get_object(settings["_target_"])
+        taken = list(inspect.signature(target).parameters.values())
+        names = [each.name for each in taken if each.kind is not each.VAR_KEYWORD]
+        if len(names) < len(taken):
+            names += _unpacked(target)
+            if len(names) < len(taken):
+                return
         for name in settings:
-            if name not in taken and name not in ("_target_", "_partial_"):
-                remedy = f"choose of: {', '.join(taken)}"
+            if name not in names and name not in ("_target_", "_partial_"):
+                remedy = f"choose of: {', '.join(names)}"
                 raise FedgenError(f"{key}.{name}", "is no setting", remedy)
+
+
+def _unpacked(target: Any) -> dict[str, Any]:
+    """The types of what a function takes as ``**name: Unpack[...]``."""
+    hints = typing.get_type_hints(target) if inspect.isfunction(target) else {}
+    packed = [hint for hint in hints.values() if typing.get_origin(hint) is typing.Unpack]
+    found: dict[str, Any] = {}
+    for hint in packed:
+        found |= typing.get_type_hints(typing.get_args(hint)[0])
+    return found
 
 
 def device(name: str) -> str:
@@ -404,7 +418,8 @@ def check(config: DictConfig) -> None:
             "a run that begins with another's weights has no ε of its own",
             "set privacy.target_epsilon=null and privacy.noise_multiplier, or take privacy=none",
         )
-    hints = typing.get_type_hints(get_object(config.method._target_))
+    target = get_object(config.method._target_)
+    hints = {**typing.get_type_hints(target), **_unpacked(target)}
     for name, value in config.method.items():
         _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
 

@@ -23,22 +23,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from fedgen.coins import Coins
-from fedgen.ensemble.answering import Answering, claimed, method_of
+from fedgen.ensemble.answering import Answering, claimed, critics_of, method_of
 from fedgen.ensemble.critics import (
     Ballot,
     Companion,
-    Critics,
     Losses,
     Networks,
-    at_once,
+    Settings,
     image_gradients,
     networks,
 )
@@ -46,7 +45,7 @@ from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Claim, Method, PublicFacts, Query
-from fedgen.models.functional import Tensors, initial, part, split
+from fedgen.models.functional import Tensors, part, split
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.routing import Mode, Sampling
 
@@ -95,24 +94,9 @@ def gs_wgan(
     facts: PublicFacts,
     noise_multiplier: float | None,
     *,
-    generator: Callable[..., nn.Module],
-    critic: Callable[..., nn.Module],
-    latent: int,
-    batch: int,
-    fakes_per_label: int,
-    generator_learning_rate: float,
-    generator_betas: tuple[float, float],
-    ema: float,
-    critics: int,
-    critics_per_step: int,
     critic_schedule: Literal["public", "on_query"],
-    critic_steps: int,
-    critic_batch: int,
-    critic_learning_rate: float,
-    critic_betas: tuple[float, float],
     gradient_penalty: float,
     drift_penalty: float,
-    warm_start: int,
     clip: float,
     sanitize: Literal["samples", "parameters"],
     routing: Mode,
@@ -120,21 +104,14 @@ def gs_wgan(
     cohort_sampling: Sampling,
     draws: Literal["server", "clients"],
     companion: Callable[..., Companion] | None,
-    device: str,
+    **settings: Unpack[Settings],
 ) -> Method:
     """GS-WGAN for these public parameters.
 
     Args:
         noise_multiplier: noise std over the sensitivity 2C of an answered row; None neither clips
             nor noises.
-        batch: images per generator step. critic_batch: real (and fake) images per critic step.
-        fakes_per_label: images of each label that a round's critics train on.
-        ema: decay of the average of the generator that is published.
-        critics: K, in the keeping of a single client; each of several clients holds one.
-        critics_per_step: width of the public rotation: the critics of one client, or the clients,
-            that train in a step.
         critic_schedule: "public" trains a rotation, "on_query" whoever the step's draw chose.
-        warm_start: generator steps of each critic's own throw-away GAN before the run.
         clip: C. sanitize: "samples" clips the gradient with respect to each image, "parameters"
             the gradient with respect to the generator's weights (the paper's ablation).
         routing, answerers, cohort_sampling: see ``Routing``; over critics for one client, over
@@ -142,6 +119,7 @@ def gs_wgan(
         draws: who draws clients: the server, which asks those alone; or each client, by a secret
             coin for each round (per_step), and those not drawn answer noise alone.
         companion: of each critic (DP-GAN-DPAC), or None.
+        settings: see ``Settings``.
 
     Raises:
         FedgenError: for parameters that contradict each other.
@@ -157,7 +135,7 @@ def gs_wgan(
             "a gradient of the generator's weights is one row, not one per sample",
             "set method.routing=per_step or mean",
         )
-    if on_query and facts.clients == 1 and critics_per_step != 1:
+    if on_query and facts.clients == 1 and settings["critics_per_step"] != 1:
         raise FedgenError(
             "method.critics_per_step",
             "critics that train when they are drawn train one by one",
@@ -166,51 +144,34 @@ def gs_wgan(
     answering = Answering(
         facts,
         Ball(math.inf if noise_multiplier is None else clip),
-        critics,
+        settings["critics"],
         routing,
         answerers,
         cohort_sampling,
         draws == "clients",
         on_query,
     )
-    nets = networks(facts, generator, critic, latent, device)
+    nets, batch = networks(facts, settings), settings["batch"]
     losses = Losses(
         partial(critic_loss, gradient_penalty=gradient_penalty, drift_penalty=drift_penalty),
         generator_loss,
     )
+    server = (GeneratorByWeights if by_weights else Generator).of(nets, settings)
     ballot, rows, answer = image_gradients(nets, losses), batch, tuple[int, ...](facts.shape)
+    question = None
     if by_weights:
         ballot, rows, answer = parameter_gradients(nets), 1, (nets.generator_weights,)
-    client = Critics(
-        nets,
-        answering.mechanism(noise_multiplier),
-        ballot,
-        answer,
-        answering.inside,
-        on_query and not answering.federated,
-        rows,
-        answering.count,
-        min(critics_per_step, answering.count),
-        at_once(nets.critic, device),
-        critic_steps,
-        critic_batch,
-        (critic_learning_rate, critic_betas),
-        losses,
-        warm_start,
-        companion(classes=facts.classes, shape=facts.shape, device=device) if companion else None,
-    )
-    server = (GeneratorByWeights if by_weights else Generator)(
-        nets, batch, fakes_per_label, (generator_learning_rate, generator_betas), ema
-    )
-    question = nets.question(rows, facts.shape)
-    if by_weights:
         coins = Coins.of(0, "seeded")
-        latents = nets.inputs((batch,), coins)[0][None]
-        labels = torch.ones(1, batch, dtype=torch.long)
-        weights = initial(nets.generator, coins.public("generator"))
-        question = Query({"latents": latents, "labels": labels}, weights)
+        question = server.query(server.init(coins), 0, coins)
+        question = Query({**question.rows, "labels": torch.ones(1, batch).long()}, question.shared)
+    beside = None
+    if companion is not None:
+        beside = companion(classes=facts.classes, shape=facts.shape, device=settings["device"])
+    client = critics_of(
+        answering, noise_multiplier, nets, losses, ballot, rows, answer, settings, beside
+    )
     claim = _claim(answering, noise_multiplier, rows)
-    return method_of(answering, client, server.program(), rows, critics_per_step, question, claim)
+    return method_of(answering, client, server.program(), settings, claim, question)
 
 
 def _claim(answering: Answering, noise_multiplier: float | None, rows: int) -> Claim | None:
