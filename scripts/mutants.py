@@ -62,7 +62,8 @@ FOREIGN_FILES = "tests/robustness/test_foreign_files.py"
 SPENT = "tests/privacy/test_spent.py"
 LYING_CLIENTS = "tests/robustness/test_lying_clients.py"
 CRITICS, ANSWERING = "fedgen/ensemble/critics.py", "fedgen/ensemble/answering.py"
-BOUNDS, GS_WGAN_TESTS = "fedgen/privacy/bounds.py", "tests/methods/test_gs_wgan.py"
+BOUNDS, BOUNDS_TESTS = "fedgen/privacy/bounds.py", "tests/privacy/test_bounds.py"
+GS_WGAN_TESTS, VOTES_TESTS = "tests/methods/test_gs_wgan.py", "tests/methods/test_votes.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
 MUTANTS = [
@@ -1109,6 +1110,69 @@ MUTANTS = [
         "secrets.token_bytes(32), secrets.token_bytes(32), mode)",
         'derived(b"secret"), derived(b"noise"), mode)',
         "tests/test_coins.py",
+    ),
+    Mutant(
+        "opposite-signs-are-nearer",
+        BOUNDS,
+        "return 2 * math.sqrt(self.largest)",
+        "return math.sqrt(2 * self.largest)",
+        f"{BOUNDS_TESTS}::test_golden_costs",
+    ),
+    Mutant(
+        "a-bin-or-none",
+        BOUNDS,
+        "return math.sqrt(2 * self.blocks)",
+        "return math.sqrt(self.blocks)",
+        f"{BOUNDS_TESTS}::test_golden_costs",
+    ),
+    Mutant(
+        "blocks-counted-as-one",
+        BOUNDS,
+        "return math.sqrt(self.blocks)",
+        "return 1.0",
+        f"{BOUNDS_TESTS}::test_diameters_and_radii_are_reached",
+    ),
+    Mutant(
+        "more-signs-than-are-paid-for",
+        BOUNDS,
+        "flat.abs().topk(min(self.largest, flat.shape[1]), 1)",
+        "flat.abs().topk(min(self.largest + 1, flat.shape[1]), 1)",
+        f"{BOUNDS_TESTS}::test_whatever_is_handed_over_lies_in_the_set",
+    ),
+    Mutant(
+        "a-vote-as-loud-as-one-likes",
+        BOUNDS,
+        "return (_finite(rows) > 0).to(rows)",
+        "return _finite(rows)",
+        f"{BOUNDS_TESTS}::test_whatever_is_handed_over_lies_in_the_set",
+    ),
+    Mutant(
+        "what-is-not-finite-votes",
+        BOUNDS,
+        "return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)",
+        "return rows.nan_to_num()",
+        f"{BOUNDS_TESTS}::test_whatever_is_handed_over_lies_in_the_set",
+    ),
+    Mutant(
+        "parts-by-labels",
+        CRITICS,
+        'order = torch.randperm(len(shard), generator=coins.public("subsets"))',
+        "order = torch.argsort(shard.labels, stable=True)",
+        f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
+    ),
+    Mutant(
+        "parts-drawn-anew-each-round",
+        CRITICS,
+        "first, subsets = members.start, self.subsets(members, shard, coins)",
+        "first, subsets = members.start, self.subsets(members, shard, coins.at(round_))",
+        f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
+    ),
+    Mutant(
+        "teachers-learn-from-each-others-loss",
+        CRITICS,
+        "adam_step(critics, gradients_of(losses, leaves), moments, *self.adam)",
+        "adam_step(critics, gradients_of(losses * losses.sum(), leaves), moments, *self.adam)",
+        f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
     ),
 ]
 

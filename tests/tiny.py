@@ -94,6 +94,8 @@ OTHER_METHODS = [
     "method.clusters=2",
     "method.companion.classifier.width=2",
     "method.cohort=2",
+    "method.student.width=2",
+    "method.largest=6",
 ]
 _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from dp_accounting import DpEvent
 
+from fedgen.coins import Coins
 from fedgen.ensemble.critics import Ballot, Companion, Critics, Losses, Networks, Settings, at_once
 from fedgen.errors import FedgenError
 from fedgen.method import (
@@ -23,6 +25,7 @@ from fedgen.method import (
     PublicFacts,
     Query,
     ServerProgram,
+    WorstCase,
 )
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import OwnDraw
@@ -183,13 +186,19 @@ def method_of(
     server: ServerProgram,
     settings: Settings,
     claim: Claim | None,
-    question: Query | None = None,
 ) -> Method:
-    """The method of these critics and this server. ``question``: to attack with, if not about
-    images."""
+    """The method of these critics and this server."""
     facts, federated, rows = answering.facts, answering.federated, client.rows_per_query
     turn = settings["critics_per_step"]
-    question = question or client.nets.question(rows, facts.shape)
+
+    def worst_case() -> WorstCase:
+        coins = Coins.of(0, "seeded")
+        asked = server.query(server.init(coins), 0, coins)
+        assert asked is not None
+        labels = torch.ones_like(asked.rows["labels"])
+        question = Query({**asked.rows, "labels": labels}, asked.shared)
+        return client.worst_case(question, facts.shape, answering.relation)
+
     return Method(
         ClientProgram(
             len(client.groups) if client.warm_start else 0,
@@ -202,7 +211,7 @@ def method_of(
         _plan(answering, client.mechanism, rows, client.answer, claim),
         answering.cohort,
         None if federated and answering.on_query else min(turn, facts.clients),
-        lambda: [client.worst_case(question, facts.shape, answering.relation)],
+        lambda: [worst_case()],
         total(client.mechanism),
     )
 

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.losses.wgan_gp import generator_loss
 from fedgen.method import PublicFacts, Query, State, WorstCase
 from fedgen.models.functional import (
     Tensors,
@@ -73,11 +74,6 @@ class Networks:
     def generator_weights(self) -> int:
         """Numbers that the generator trains."""
         return sum(p.numel() for p in self.generator.parameters())
-
-    def question(self, rows: int, shape: tuple[int, int, int]) -> Query:
-        """Grey images of label 1: to attack with."""
-        labels = torch.ones(rows, dtype=torch.long)
-        return Query({"images": torch.full((rows, *shape), 0.5), "labels": labels})
 
     def inputs(self, shape: tuple[int, ...], coins: Coins) -> tuple[Tensor, Tensor]:
         """Latents (*shape, latent), Bernoulli(0.5), and labels (*shape), uniform and as balanced
@@ -142,15 +138,15 @@ class Losses:
     generator: Callable[[Score, Tensor, Tensor], Tensor]
 
 
-def image_gradients(nets: Networks, losses: Losses) -> Ballot:
-    """What the generator's loss by each critic rises along, at each image: the upstream factor of
-    GS-WGAN's equation 11, (k, rows, channels, height, width)."""
+def image_gradients(nets: Networks) -> Ballot:
+    """-dD/dimages of each critic, (k, rows, channels, height, width): the upstream factor of
+    GS-WGAN's equation 11. That of a discriminator's -log D is this times 1 - D."""
 
     def ballot(critics: Tensors, query: Query) -> Tensor:
         images, labels = (query.rows[name].to(nets.device) for name in ("images", "labels"))
         size = len(critics["score.weight"])
         at = images.detach().expand(size, *images.shape).requires_grad_()
-        loss = losses.generator(nets.score(critics), at, labels.expand(size, -1))
+        loss = generator_loss(nets.score(critics), at, labels.expand(size, -1))
         return torch.autograd.grad(loss, at)[0]
 
     return ballot

@@ -74,7 +74,7 @@ def datalens(
     answering = Answering(facts, Signs(largest), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
     losses = Losses(discriminator_loss, generator_loss)
-    ballot = image_gradients(nets, losses)
+    ballot = image_gradients(nets)
     client = critics_of(
         answering, noise_multiplier, nets, losses, ballot, batch, facts.shape, settings
     )

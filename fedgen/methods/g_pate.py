@@ -14,10 +14,11 @@ a round:
 One record moves one teacher's votes, from one bin to another in each of d directions: sqrt(2 d) for
 each image, against the server too. Threshold and fullest bin are read off the same noisy histogram.
 
-Where this file leaves the paper: that tests the threshold on a count with noise of its own, at a
-price, and counts votes by an epsilon that depends on them and steers the number of rounds; neither
-is a bound. In the released code teachers share optimizers
-(``configs/published/g_pate_mnist_50.yaml``). Teachers have no batch statistics.
+Where this file leaves the paper: gradients are the logit's, which those of -log D are multiples
+of. The threshold there is tested on a count with noise of its own, at a price, and votes are
+counted by an epsilon that depends on them and steers the number of rounds, which is no bound. In
+the released code teachers share optimizers (``configs/published/g_pate_mnist_50.yaml``). Teachers
+have no batch statistics.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def g_pate(
     answering = Answering(facts, OneHot(directions), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
     losses = Losses(discriminator_loss, generator_loss)
-    ballot = binned(image_gradients(nets, losses), bins, reach)
+    ballot = binned(image_gradients(nets), bins, reach)
     client = critics_of(
         answering, noise_multiplier, nets, losses, ballot, batch, (directions, bins), settings
     )

@@ -157,13 +157,9 @@ def gs_wgan(
         generator_loss,
     )
     server = (GeneratorByWeights if by_weights else Generator).of(nets, settings)
-    ballot, rows, answer = image_gradients(nets, losses), batch, tuple[int, ...](facts.shape)
-    question = None
+    ballot, rows, answer = image_gradients(nets), batch, tuple[int, ...](facts.shape)
     if by_weights:
         ballot, rows, answer = parameter_gradients(nets), 1, (nets.generator_weights,)
-        coins = Coins.of(0, "seeded")
-        question = server.query(server.init(coins), 0, coins)
-        question = Query({**question.rows, "labels": torch.ones(1, batch).long()}, question.shared)
     beside = None
     if companion is not None:
         beside = companion(classes=facts.classes, shape=facts.shape, device=settings["device"])
@@ -171,7 +167,7 @@ def gs_wgan(
         answering, noise_multiplier, nets, losses, ballot, rows, answer, settings, beside
     )
     claim = _claim(answering, noise_multiplier, rows)
-    return method_of(answering, client, server.program(), settings, claim, question)
+    return method_of(answering, client, server.program(), settings, claim)
 
 
 def _claim(answering: Answering, noise_multiplier: float | None, rows: int) -> Claim | None:

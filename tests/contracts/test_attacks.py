@@ -13,7 +13,7 @@ from fedgen.coins import Coins
 from fedgen.experiments.audit import Point, attack, sights
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup, setup
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Unit, canonical
 
 # one critic that everybody asks, every row in every batch: nothing amplifies
 WITHOUT_DRAWS = [
@@ -160,8 +160,12 @@ def test_an_audit_of_a_run(
     method: str, clients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    program = compose("config", [f"method={method}"]).method._target_
-    protects_clients = program.endswith(("gs_wgan", "fedavg_gan"))
+    protects_clients = (
+        setup(
+            compose("config", [f"method={method}", *tiny(method), *PARTITIONS["several"]])
+        ).method.plan.unit
+        is Unit.CLIENT
+    )
     canaries = 4 if clients == "several" and protects_clients else 20
     words = [f"method={method}", *tiny(method), *PARTITIONS[clients], "sample_every=1"]
     releases = 200 if clients == "several" else 0  # above, all programs are attacked
