@@ -15,20 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.errors import FedgenError
+from fedgen.gradient_sums import plan
 from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.method import (
-    TRUSTING,
-    Claim,
     ClientProgram,
     Method,
-    Plan,
     PublicFacts,
     Query,
     ServerProgram,
@@ -50,18 +46,14 @@ from fedgen.models.functional import (
     trainable,
     unflat,
 )
-from fedgen.privacy.accounting import claimed_by_rdp
-from fedgen.privacy.batches import PoissonBatches
-from fedgen.privacy.events import Contribution, Relation, Unit, repeat
 from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent, total
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
-from fedgen.privacy.releases import Local, Release, Sent, Trusted
+from fedgen.privacy.releases import Local, Release, Sent
 from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
 """Learning rate and betas."""
 
-RELATION = Relation.ADD_OR_REMOVE_ONE
 _SHOWN_DECAY = 0.95  # of the accuracy that is logged: figure 4 of "Private GANs, revisited"
 
 
@@ -298,38 +290,6 @@ def networks(
     )
 
 
-def discriminator_sum(
-    facts: PublicFacts,
-    noise_multiplier: float | None,
-    clip: float,
-    batch: int,
-    sampling_rate: float,
-) -> SumGaussian | PlainSum:
-    """What a discriminator step asks of private rows: a noised sum over a Poisson batch, divided by
-    the public ``batch``, of one client or of all together. None neither clips nor noises.
-
-    Raises:
-        FedgenError: for a sampling rate that is none, or client level.
-    """
-    if not 0 < sampling_rate <= 1:
-        raise FedgenError(
-            "method.sampling_rate",
-            f"must lie above 0 and be at most 1, got {sampling_rate:g}",
-            "it is the expected batch over the number of rows",
-        )
-    if facts.unit is Unit.CLIENT:
-        raise FedgenError(
-            "privacy.unit",
-            "cannot be client: each row's gradient is clipped, and a client has any number",
-            "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
-        )
-    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
-    divisor = float(batch) if isinstance(meeting, Local) else batch / facts.clients
-    if noise_multiplier is None:
-        return PlainSum(batches, divisor, Unit.RECORD)
-    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, Unit.RECORD, meeting)
-
-
 @dataclass(frozen=True)
 class Client:
     """What a client answers: where its own steps lead, or its part of the sum for one of the
@@ -405,7 +365,8 @@ def method_of(
             server.recognize,
             server.shown,
         ),
-        plan(mechanism, size, sampling_rate, source),
+        # Adam's second moments vanish in half precision, and its steps miscount
+        plan(mechanism, size, sampling_rate, source, exact=True),
         Routing("mean", facts.clients),
         0,
         lambda: [worst_case(nets, facts.shape, local)],
@@ -446,42 +407,4 @@ def worst_case(nets: Networks, shape: tuple[int, int, int], steps: bool) -> Wors
         ({}, row),
         ({}, Shard(row.images[:0], row.labels[:0])),
         first_moment if steps else lambda answer: answer,
-    )
-
-
-def plan(mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str) -> Plan:
-    """A step is one sampled Gaussian, against everybody: clients draw their batches in secret.
-    Where the aggregator makes the noise, against all others."""
-    private = isinstance(mechanism, SumGaussian)
-    trusted = isinstance(mechanism.aggregation, Trusted)
-
-    def event(answered: int) -> DpEvent:
-        return repeat(mechanism.event(), answered)
-
-    drawn = rate < 1
-    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
-    reason = None if by else "every row is in every batch: there is no draw"
-    if not private:
-        reason = "nothing is clipped and nothing is noised"
-    return Plan(
-        unit=Unit.RECORD,
-        relation=RELATION,
-        sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
-        rows_per_round=1,
-        answer=lambda *_: (1, answer),
-        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
-        release=event if trusted else None,
-        seen=event if trusted else None,
-        amplified_by={"server": None if trusted else by, "release": by},
-        reasons={"server": TRUSTING if trusted else reason, "release": reason},
-        claim=Claim(
-            lambda rounds, delta: claimed_by_rdp(event(rounds), delta, RELATION),
-            "RDP of the sampled Gaussian, one draw a discriminator step",
-            source,
-        )
-        if private
-        else None,
-        exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
-        aggregation=mechanism.aggregation,
-        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian) else (),
     )

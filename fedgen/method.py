@@ -88,6 +88,7 @@ class ServerProgram:
     shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
         held-out rows tell is no part of the state.
     alone: (state, round, coins) -> state: a round without a query.
+    distinct: how many images there are, where what is published is a set; None: as many as wanted.
     """
 
     init: Callable[[Coins], Tensors]
@@ -100,6 +101,7 @@ class ServerProgram:
     shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
     alone: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: state
     classify: Callable[[Tensors, Tensor], Tensor] | None = None
+    distinct: int | None = None
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,12 @@ OTHER_METHODS = [
     "method.companion.classifier.width=2",
     "method.cohort=2",
     "method.student.width=2",
+    "method.classifier.width=4",
+    "method.per_label=2",
+    "method.outer=1",
+    "method.batch_loop=1",
+    "method.inner=1",
+    "method.matches=1",
     "method.largest=6",
 ]
 _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]

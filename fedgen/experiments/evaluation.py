@@ -46,6 +46,7 @@ Rows = tuple[Images, Labels]
 JUDGED = (
     *("gen2real", "real2real", "real2gen", "classifier", "judged", "judged_by"),
     *("inception_score", "fcd", "precision", "recall", "fid", "memorization", "membership"),
+    "distinct",
 )
 """What of a run's results is its evaluation's."""
 _MOST_COMPARED = 10_000  # rows of each side, where all pairs of them count
@@ -160,12 +161,17 @@ def judge_run(
     if chosen.samples and settings.least_samples(chosen):
         samples = judged_samples(ready, generator, chosen.samples)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
-        coins = ready.coins.at("evaluation")
+        coins, distinct = ready.coins.at("evaluation"), ready.method.server.distinct
+        if distinct is not None:  # distances of distributions say nothing of so few
+            chosen = OmegaConf.merge(chosen, {"judge": False, "fid": False})
+            assert isinstance(chosen, DictConfig)
         found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
         if (classify := ready.method.server.classify) is not None:
             images = torch.from_numpy(ready.dataset.test_images).float() / 255
             right = classify(generator, images).numpy() == ready.dataset.test_labels
             found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
+        if distinct is not None:
+            found["distinct"] = distinct
     shutil.rmtree(pictures, ignore_errors=True)
     if fresh.exists():
         fresh.rename(pictures)
@@ -340,8 +346,10 @@ def _leakage(
     pictures: Path,
 ) -> dict[str, Any]:
     """Memorization and membership inference; ``nearest.png``, the samples that are nearest to a
-    training row, each beside it; ``distances.png``, the distances of all."""
+    training row, each beside it; ``distances.png``, the distances of all. An image that is there
+    twice counts once."""
     progress.say("memorization and membership inference: distances of all pairs")
+    images = images[np.sort(np.unique(images, axis=0, return_index=True)[1])]
     test = data.test_images[_some(len(data.test_images), coins.at("test"))]
     train = learnt[_some(len(learnt), coins.at("train"), len(test))]
     some = images[_some(len(images), coins.at("generated"))]

@@ -178,6 +178,13 @@ def sample(config: DictConfig) -> Path:
     method, generator, classes = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
     labels = torch.randint(0, classes, (config.n,), generator=coins.public("labels"))
+    if (distinct := method.server.distinct) is not None:
+        if config.n > distinct:
+            problem = f"{config.n} of a set of {distinct} images"
+            raise FedgenError("n", problem, f"take at most {distinct}: that is all of them")
+        labels = torch.arange(classes).repeat_interleave(distinct // classes)
+        order = torch.randperm(distinct, generator=coins.public("labels"))
+        labels = labels[order[: config.n]]
     images = draw_samples(method, generator, labels, coins)
     try:
         np.savez_compressed(out, images=images, labels=labels.numpy())

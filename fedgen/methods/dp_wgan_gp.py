@@ -27,12 +27,12 @@ from fedgen.adversarial import (
     Networks,
     Pace,
     Server,
-    discriminator_sum,
     method_of,
     networks,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
 from fedgen.privacy.mechanisms import PlainSum, SumGaussian
@@ -118,7 +118,7 @@ def dp_wgan_gp(
         FedgenError: for a sampling rate that is none.
     """
     nets = networks(facts, generator, critic, latent, device)
-    mechanism = discriminator_sum(facts, noise_multiplier, clip, batch, sampling_rate)
+    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
     steps = Critic(nets, mechanism, gradient_penalty, clip)
     descent = Descent((learning_rate, betas), steps.gradient, generator=True)

@@ -31,13 +31,13 @@ from fedgen.adversarial import (
     Networks,
     Pace,
     Server,
-    discriminator_sum,
     method_of,
     networks,
 )
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
+from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
 from fedgen.privacy.mechanisms import PlainSum, SumGaussian
@@ -143,7 +143,7 @@ def dpgan(
         problem = f"come in pairs where method.mode_seeking is not 0, got {fakes}"
         raise FedgenError("method.fakes", problem, "take an even number")
     nets = networks(facts, generator, discriminator, latent, device)
-    mechanism = discriminator_sum(facts, noise_multiplier, clip, batch, sampling_rate)
+    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
     steps = Discriminator(nets, mechanism, fakes, clip, precision)
     descent = Descent((discriminator_learning_rate, betas), steps.gradient, generator=False)

@@ -244,6 +244,13 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("precision", f"{results['precision']:.1%}, recall: {results['recall']:.1%}"),
         ]
+    if "distinct" in results:
+        rows.append(
+            (
+                "FID, FCD, inception score, precision and recall",
+                f"not computed: {results['distinct']} images, which repeat",
+            )
+        )
     if "fid" in results:
         rows.append(("FID", f"{results['fid']:.2f}"))
     if "memorization" in results:

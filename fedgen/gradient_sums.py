@@ -1,0 +1,94 @@
+"""Sums of clipped gradients over Poisson batches, and what they cost: DP-SGD (Abadi et al. 2016),
+of one client, or of all rows together (``privacy.aggregation``)."""
+
+from __future__ import annotations
+
+from dp_accounting import DpEvent
+
+from fedgen.errors import FedgenError
+from fedgen.method import TRUSTING, Claim, Plan, PublicFacts
+from fedgen.privacy.accounting import claimed_by_rdp
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import Contribution, Relation, Unit, repeat
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian
+from fedgen.privacy.releases import Local, Trusted
+
+RELATION = Relation.ADD_OR_REMOVE_ONE
+
+
+def gradient_sum(
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    clip: float,
+    batch: int,
+    sampling_rate: float,
+) -> SumGaussian | PlainSum:
+    """What a step of DP-SGD asks of private rows: a noised sum over a Poisson batch, divided by
+    the public ``batch``, of one client or of all together. None neither clips nor noises.
+
+    Raises:
+        FedgenError: for a sampling rate that is none, or client level.
+    """
+    if not 0 < sampling_rate <= 1:
+        raise FedgenError(
+            "method.sampling_rate",
+            f"must lie above 0 and be at most 1, got {sampling_rate:g}",
+            "it is the expected batch over the number of rows",
+        )
+    if facts.unit is Unit.CLIENT:
+        raise FedgenError(
+            "privacy.unit",
+            "cannot be client: each row's gradient is clipped, and a client has any number",
+            "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
+        )
+    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
+    divisor = float(batch) if isinstance(meeting, Local) else batch / facts.clients
+    if noise_multiplier is None:
+        return PlainSum(batches, divisor, Unit.RECORD)
+    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, Unit.RECORD, meeting)
+
+
+def plan(
+    mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str, exact: bool
+) -> Plan:
+    """What steps along noised sums promise to spend at most: a step is one sampled Gaussian,
+    against everybody, since clients draw their batches in secret.
+    Where the aggregator makes the noise, against all others.
+
+    Args:
+        answer: numbers of an answer. rate: of the Poisson draw. source: of the epsilon that is
+            claimed. exact: see ``Plan``.
+    """
+    private = isinstance(mechanism, SumGaussian)
+    trusted = isinstance(mechanism.aggregation, Trusted)
+
+    def event(answered: int) -> DpEvent:
+        return repeat(mechanism.event(), answered)
+
+    drawn = rate < 1
+    by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
+    reason = None if by else "every row is in every batch: there is no draw"
+    if not private:
+        reason = "nothing is clipped and nothing is noised"
+    return Plan(
+        unit=Unit.RECORD,
+        relation=RELATION,
+        sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
+        rows_per_round=1,
+        answer=lambda *_: (1, answer),
+        server=(lambda answered: repeat(Contribution(), answered)) if trusted else event,
+        release=event if trusted else None,
+        seen=event if trusted else None,
+        amplified_by={"server": None if trusted else by, "release": by},
+        reasons={"server": TRUSTING if trusted else reason, "release": reason},
+        claim=Claim(
+            lambda rounds, delta: claimed_by_rdp(event(rounds), delta, RELATION),
+            "RDP of the sampled Gaussian, one draw a step",
+            source,
+        )
+        if private
+        else None,
+        exact=exact,
+        aggregation=mechanism.aggregation,
+        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian) else (),
+    )
