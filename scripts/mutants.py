@@ -1174,6 +1174,34 @@ MUTANTS = [
         "adam_step(critics, gradients_of(losses * losses.sum(), leaves), moments, *self.adam)",
         f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
     ),
+    Mutant(
+        "each-copy-is-an-example",
+        PER_EXAMPLE,
+        "        if copies > 1:\n",
+        "        if copies > 99:\n",
+        f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
+    ),
+    Mutant(
+        "copies-add-up",
+        PER_EXAMPLE,
+        "lambda out: losses(out) / copies",
+        "lambda out: losses(out)",
+        f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
+    ),
+    Mutant(
+        "everybody-knows-which-noise-met-which-row",
+        "fedgen/methods/dpdm.py",
+        "drawn = torch.from_numpy(coins.secret_uniforms(size, what)).add_(2.0**-54)",
+        "drawn = torch.rand(size, generator=coins.public(what), dtype=torch.float64)",
+        "tests/methods/test_dpdm.py::test_copies_are_the_clients_secret",
+    ),
+    Mutant(
+        "a-set-that-repeats-is-judged-as-a-generator",
+        "fedgen/experiments/evaluation.py",
+        '{"judge": False, "fid": False}',
+        '{"fid": False}',
+        "tests/methods/test_psg.py::test_a_run_says_that_there_are_but_so_many_images",
+    ),
 ]
 
 

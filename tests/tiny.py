@@ -101,6 +101,8 @@ OTHER_METHODS = [
     "method.batch_loop=1",
     "method.inner=1",
     "method.matches=1",
+    "method.network.width=4",
+    "method.sampler.steps=2",
     "method.largest=6",
 ]
 _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,12 @@ _MAY_BE_ZERO = (
     "begins",
     "fake_steps",
     "real_steps",
+    "label_dropout",
+    "churn",
+    "churn_from",
+    "guidance",
+    "momentum",
+    "threshold",
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
@@ -418,10 +424,7 @@ def check(config: DictConfig) -> None:
             "a run that begins with another's weights has no ε of its own",
             "set privacy.target_epsilon=null and privacy.noise_multiplier, or take privacy=none",
         )
-    target = get_object(config.method._target_)
-    hints = {**typing.get_type_hints(target), **_unpacked(target)}
-    for name, value in config.method.items():
-        _check_parameter(f"method.{name!s}", value, hints.get(str(name)))
+    _check_parameters("method", config.method)
 
 
 def _check_runtime(config: DictConfig) -> None:
@@ -545,6 +548,24 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
         )
 
 
+def _check_parameters(key: str, settings: DictConfig) -> None:
+    """Holds settings, and those inside of them, against the types of what they are for."""
+    target = settings.get("_target_")
+    made = get_object(target) if target is not None else None
+    found = {**_hints(made), **_unpacked(made)}
+    for name, value in settings.items():
+        if not str(name).startswith("_"):
+            _check_parameter(f"{key}.{name!s}", value, found.get(str(name)))
+
+
+def _hints(made: Any) -> dict[str, Any]:
+    """The types of a function's parameters, or of what a class is made of."""
+    try:
+        return typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    except (AttributeError, NameError, TypeError):  # of one that declares none
+        return {}
+
+
 def _check_parameter(key: str, value: Any, hint: Any) -> None:
     """Holds a method's parameter against its type: one of its words, a finite number that is not
     below zero, decays and betas below one."""
@@ -557,14 +578,12 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
     if isinstance(value, str) and not words and kinds & {int, float}:
         raise FedgenError(key, f"must be a number, got {value!r}", "mend it")
     if isinstance(value, DictConfig):
-        for name, inner in value.items():
-            if not str(name).startswith("_"):
-                _check_parameter(f"{key}.{name!s}", inner, None)
+        _check_parameters(key, value)
     elif Callable in (typing.get_origin(h) for h in (hint, *typing.get_args(hint))):
         if value is not None:
             raise FedgenError(key, f"cannot be {value!r}", "it is a group of settings")
     elif isinstance(value, ListConfig):
-        if len(value) != 2:
+        if len(value) != 2 and typing.get_origin(hint) is not Sequence:
             raise FedgenError(key, f"must be two numbers, got {list(value)}", "e.g. [0.5, 0.9]")
         for inner in value:
             _check_parameter(key, inner, None)

@@ -35,8 +35,7 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum, plan
 from fedgen.method import ClientProgram, Method, PublicFacts, Query, ServerProgram, State, WorstCase
-from fedgen.models.convnet import fresh
-from fedgen.models.functional import Tensors, flat, join, likeness, part, template, unflat
+from fedgen.models.functional import Tensors, flat, initial, join, likeness, part, template, unflat
 from fedgen.privacy.mechanisms import PlainSum, SumGaussian, total
 from fedgen.privacy.per_example import clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
@@ -123,7 +122,7 @@ class Server:
         return {name: value.to(self.device) for name, value in start.items()}
 
     def _fresh(self, iteration: int, coins: Coins) -> Tensors:
-        return fresh(self.classifier, coins.public("classifier", iteration))
+        return initial(self.classifier, coins.public("classifier", iteration))
 
     def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
         """The gradient at the classifier's weights."""
@@ -288,7 +287,7 @@ def psg(
 def worst_case(net: nn.Module, shape: tuple[int, int, int]) -> WorstCase:
     """A row against none, under a classifier that is sure of another label: the gradient is longer
     than any clip norm, and the same in each trial."""
-    weights = fresh(net, Coins.of(0, "seeded").public("classifier"))
+    weights = initial(net, Coins.of(0, "seeded").public("classifier"))
     weights["logits.weight"] = 1e3 * weights["logits.weight"]
     weights["logits.bias"][0] = -1e6
     images = torch.zeros(1, *shape, dtype=torch.uint8)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,16 +38,3 @@ class ConvNet(nn.Module):
         said = self.logits(features.flatten(1)).log_softmax(1)
         losses: Tensor = -said.gather(1, labels[:, None])[:, 0]
         return losses
-
-
-def fresh(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """Initial weights of a ``ConvNet`` as torch's layers have them, normalization passing all."""
-    found = {}
-    for name, weight in module.named_parameters():
-        value = torch.zeros(weight.shape)
-        if name.startswith("norms.") and name.endswith("weight"):
-            value += 1
-        elif weight.dim() > 1:
-            nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
-        found[name] = value
-    return found

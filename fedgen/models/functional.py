@@ -25,15 +25,21 @@ def template(module: nn.Module) -> nn.Module:
 
 def initial(module: nn.Module, generator: torch.Generator) -> Tensors:
     """Fresh parameters and buffers for a template: Kaiming uniform weights as torch's layers have
-    them, zero biases, standard normal embeddings and spectral vectors."""
+    them, zero biases, ones for the scales of normalization, standard normal embeddings and spectral
+    vectors."""
     found: Tensors = {}
     embeddings = {
         f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)
+    }
+    scales = {
+        f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.GroupNorm)
     }
     for name, shape in [(n, p.shape) for n, p in module.named_parameters()]:
         value = torch.zeros(shape)
         if name in embeddings:
             value.normal_(generator=generator)
+        elif name in scales:
+            value.fill_(1.0)
         elif len(shape) > 1:
             nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
         found[name] = value

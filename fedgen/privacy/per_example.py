@@ -114,6 +114,7 @@ def clipped_sum(
     clip: float,
     at_once: int | None = None,
     precision: Precision = "float64",
+    copies: int = 1,
 ) -> ClippedSum:
     """The sum over examples of their clipped gradients.
 
@@ -144,6 +145,9 @@ def clipped_sum(
         clip: L2 bound of each example's gradient over all weights; infinity: no clipping.
         at_once: examples in memory at a time; None: as many as are fastest, 64 on a CPU.
         precision: see ``Precision``.
+        copies: K, inputs and losses of one example, one after the other: (n K, ...). An example's
+            gradient is the mean of theirs, taken before it is clipped ("noise multiplicity",
+            Dockhorn, Cao, Vahdat, Kreis 2023): K positions more of one product.
 
     Raises:
         FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
@@ -152,10 +156,14 @@ def clipped_sum(
     layers = _layers(module)
     total = _nothing(weights)
     norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
-    at_once = at_once or examples_at_once(inputs[0].device.type)
+    at_once = copies * (at_once or examples_at_once(inputs[0].device.type))
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
-        uses = _forward_and_back(module, weights, some, losses, layers, precision)
+        uses = _forward_and_back(
+            module, weights, some, lambda out: losses(out) / copies, layers, precision
+        )
+        if copies > 1:
+            uses = {name: [_whole(use, copies) for use in each] for name, each in uses.items()}
         squares = torch.stack([_square(found) for found in uses.values()])
         norms.append(squares.sum(0).sqrt())
         factors = clipping_factors(norms[-1], clip, _OF_SUMS)
@@ -304,7 +312,9 @@ class _Product:
         if positions == 1 == self.y.shape[1]:
             return self.lengths().square()
         if positions * (self.width + q) >= self.width * q:
-            return _squares(self.one_by_one()) + _cancelling(self.lengths())
+            x = self.x()  # once: for convolutions it is made anew
+            found = _squares(self.y @ x.transpose(2, 3))
+            return found + _cancelling(_norms(x) * _norms(self.y))
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
         from_x, from_y = (each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
         found = (x * y).double().sum((1, 2, 3))
@@ -377,6 +387,34 @@ class _Table:
 
 
 _Use = _Product | _Small | _Table
+
+
+def _whole(use: _Use, copies: int) -> _Use:
+    """A weight's use by examples, from that by ``copies`` of each: what these add up to."""
+    if isinstance(use, _Small):
+        kept = use.gradients
+        return _Small(kept.reshape(-1, copies, *kept.shape[1:]).sum(1))
+    if isinstance(use, _Table):
+        index, back = use.index, use.back
+        many = copies * index.shape[1]
+        return _Table(index.reshape(-1, many), back.reshape(-1, many, back.shape[2]), use.shape)
+    product = use
+
+    def side_by_side(each: Tensor) -> Tensor:
+        """(n K, g, w, t) -> (n, g, w, K t)."""
+        apart = each.reshape(-1, copies, *each.shape[1:]).permute(0, 2, 3, 1, 4)
+        return apart.reshape(*apart.shape[:3], -1)
+
+    def x() -> Tensor:
+        return side_by_side(product.x())
+
+    return _Product(
+        x,
+        side_by_side(product.y),
+        product.width,
+        lambda: x().transpose(2, 3) @ x(),
+        lambda factors: product.whole(factors.repeat_interleave(copies)),
+    )
 
 
 def _scaled(rows: Tensor, factors: Tensor) -> Tensor:

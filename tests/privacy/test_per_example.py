@@ -144,6 +144,32 @@ def test_equal_to_torch_func(name: str, seed: int, count: int, clip: float) -> N
     same(ours, reference(module, inputs, clip))
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.1, 1.0]))
+@settings(max_examples=6)
+def test_copies_are_averaged_before_the_clip(
+    name: str, seed: int, count: int, k: int, clip: float
+) -> None:
+    """Against the mean of each example's gradients, one by one; and k equal copies are one."""
+    torch.manual_seed(seed)
+    make, data = NETWORKS[name]
+    module = make()
+    inputs = data(count * k)
+    ours = clipped_sum(module, weights_of(module), (inputs,), losses, clip, copies=k)
+
+    def loss(weights: dict[str, Tensor], example: Tensor) -> Tensor:
+        return losses(functional_call(module, weights, (example,))).mean()
+
+    apart = inputs.view(count, k, *inputs.shape[1:])
+    same(ours, by_vmap(loss, weights_of(module), (apart,), clip))
+    assert len(ours.norms) == count
+    once = inputs[::k]
+    equal = clipped_sum(
+        module, weights_of(module), (once.repeat_interleave(k, 0),), losses, clip, copies=k
+    )
+    same(equal, clipped_sum(module, weights_of(module), (once,), losses, clip))
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_convolutions_of_any_geometry(data: st.DataObject) -> None:

@@ -1,0 +1,146 @@
+"""The denoising network of a diffusion model: a small U-Net (Ho, Jain, Abbeel 2020), of layers that
+keep examples apart, for square images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgen.errors import FedgenError
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    """Groups of four channels or more, at most 32."""
+    return nn.GroupNorm(math.gcd(channels, min(max(1, channels // 4), 32)), channels)
+
+
+class Stage(nn.Module):
+    """Two 3x3 convolutions behind normalization and SiLU, what level and label say added in
+    between, beside a skip; then, if it attends, a head of self-attention over all positions."""
+
+    def __init__(self, inputs: int, outputs: int, told: int, attends: bool) -> None:
+        super().__init__()
+        self.before, self.between = _norm(inputs), _norm(outputs)
+        self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.told = nn.Linear(told, outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.skip = nn.Conv2d(inputs, outputs, 1)
+        if attends:
+            self.norm = _norm(outputs)
+            self.asks = nn.Conv2d(outputs, 3 * outputs, 1)
+            self.answers = nn.Conv2d(outputs, outputs, 1)
+        self.attends = attends
+
+    def forward(self, features: Tensor, told: Tensor) -> Tensor:
+        """(n, inputs, h, w), (n, told) -> (n, outputs, h, w)."""
+        found = self.first(F.silu(self.before(features))) + self.told(told)[:, :, None, None]
+        found = self.second(F.silu(self.between(found)))
+        features = (found + self.skip(features)) / math.sqrt(2)
+        if not self.attends:
+            return features
+        query, key, value = self.asks(self.norm(features)).flatten(2).chunk(3, 1)
+        weight = (query.transpose(1, 2) @ key / math.sqrt(features.shape[1])).softmax(2)
+        seen = self.answers((value @ weight.transpose(1, 2)).view_as(features))
+        attended: Tensor = (features + seen) / math.sqrt(2)
+        return attended
+
+
+class Resolution(nn.Module):
+    """Stages on the way down, all that happens at half the resolution, and one stage more on the
+    way up, each beside the features that there were on the way down."""
+
+    def __init__(
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        size: int,
+        told: int,
+        blocks: int,
+        attention: Sequence[int],
+    ) -> None:
+        super().__init__()
+        own, attends = widths[0], size in attention
+        sizes = [inputs] + [own] * blocks
+        self.down = nn.ModuleList(
+            Stage(each, own, told, attends) for each in [inputs] + [own] * (blocks - 1)
+        )
+        self.inner: nn.Module = Stage(own, own, told, attends)
+        below = own
+        if len(widths) > 1:
+            self.inner = Resolution(own, widths[1:], size // 2, told, blocks, attention)
+            below = widths[1]
+        befores = [below] + [own] * blocks
+        self.up = nn.ModuleList(
+            Stage(before + beside, own, told, attends)
+            for before, beside in zip(befores, reversed(sizes), strict=True)
+        )
+
+    def forward(self, features: Tensor, told: Tensor) -> Tensor:
+        """(n, inputs, h, w), (n, told) -> (n, widths[0], h, w)."""
+        kept = [features]
+        for stage in self.down:
+            kept.append(stage(kept[-1], told))
+        if isinstance(self.inner, Resolution):
+            features = self.inner(F.avg_pool2d(kept[-1], 2), told)
+            features = F.interpolate(features, scale_factor=2, mode="nearest")
+        else:
+            features = self.inner(kept[-1], told)
+        for stage in self.up:
+            features = stage(torch.cat([features, kept.pop()], 1), told)
+        return features
+
+
+class UNet(nn.Module):
+    """F of EDM (Karras et al. 2022): images with noise, its level and a label to images.
+
+    Args:
+        classes: number of labels; the label ``classes`` stands for none.
+        shape: (channels, size, size) of the images.
+        width: channels at full resolution. multipliers: of each resolution, times ``width``.
+        blocks: stages at each resolution on the way down.
+        attention: sides of feature maps that attend.
+
+    Raises:
+        FedgenError: for a size that cannot be halved so often.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        shape: tuple[int, int, int],
+        width: int,
+        multipliers: Sequence[int],
+        blocks: int,
+        attention: Sequence[int],
+    ) -> None:
+        super().__init__()
+        channels, size, _ = shape
+        if size % 2 ** (len(multipliers) - 1):
+            raise FedgenError(
+                "method.network.multipliers",
+                f"images of {size}x{size} cannot be halved {len(multipliers) - 1} times",
+                "take fewer, or resize the images",
+            )
+        told, widths = 4 * width, [each * width for each in multipliers]
+        self.width = width
+        self.level = nn.ModuleList([nn.Linear(2 * width, told), nn.Linear(told, told)])
+        self.label = nn.Embedding(classes + 1, told)
+        self.enter = nn.Conv2d(channels, width, 3, padding=1)
+        self.whole = Resolution(width, widths, size, told, blocks, attention)
+        self.norm = _norm(widths[0])
+        self.leave = nn.Conv2d(widths[0], channels, 3, padding=1)
+
+    def forward(self, images: Tensor, levels: Tensor, labels: Tensor) -> Tensor:
+        """(n, channels, size, size), the logarithm of the noise's level over four (n,), labels (n,)
+        -> (n, channels, size, size)."""
+        steps = torch.arange(self.width, device=images.device) / max(self.width - 1, 1)
+        angles = levels[:, None] * 100 * 1e-2**steps  # from fine to coarse
+        told = torch.cat([angles.sin(), angles.cos()], 1)
+        told = self.level[1](F.silu(self.level[0](told))) + self.label(labels)
+        features = self.whole(self.enter(images), F.silu(told))
+        found: Tensor = self.leave(F.silu(self.norm(features)))
+        return found

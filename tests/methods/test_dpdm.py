@@ -1,0 +1,177 @@
+"""DPDM: a step by plain torch, whose coins are whose, and a network that keeps rows apart."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import COINS, SHARD
+from torch.func import functional_call
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
+from fedgen.losses import edm
+from fedgen.losses.edm import Sampler
+from fedgen.method import Method, PublicFacts
+from fedgen.methods.dpdm import dpdm
+from fedgen.models.functional import flat, initial, part, template, unflat
+from fedgen.models.unet import UNet
+
+NETWORK = partial(UNet, width=4, multipliers=[1, 2], blocks=1, attention=[4])
+SETTINGS = {
+    "network": NETWORK,
+    "sampler": partial(
+        Sampler,
+        steps=3,
+        lowest=0.002,
+        highest=80.0,
+        rho=7.0,
+        second_order=False,
+        churn=0.0,
+        churn_from=0.05,
+        churn_to=50.0,
+        guidance=0.0,
+    ),
+    "copies": 3,
+    "label_dropout": 0.5,
+    "learning_rate": 1e-2,
+    "betas": (0.9, 0.999),
+    "ema": 0.9,
+    "batch": 60,
+    "sampling_rate": 1.0,
+    "clip": 1.0,
+    "device": "cpu",
+}
+
+
+def make(noise: float | None = None, **changed: object) -> Method:
+    return dpdm(PublicFacts(1, 60, 10, (1, 8, 8)), noise, **{**SETTINGS, **changed})  # type: ignore[arg-type]
+
+
+def answer(method: Method, shard: Shard, coins: Coins = COINS) -> np.ndarray:
+    state = method.server.init(COINS)
+    query = method.server.query(state, 0, COINS)
+    assert query is not None
+    return method.client.answer({}, query, shard, 0, coins).arrays["answer"][0]
+
+
+@pytest.mark.parametrize("size", [8, 28, 32])
+@pytest.mark.parametrize("attention", [[], [7, 8]])
+def test_the_network_keeps_images_apart_and_their_shape(size: int, attention: list[int]) -> None:
+    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, attention))
+    weights = initial(net, COINS.public("network"))
+    images = torch.randn(3, 1, size, size)
+    levels, labels = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1, 10, 3])
+    found = functional_call(net, weights, (images, levels, labels))
+    assert found.shape == images.shape
+    for row in range(3):
+        alone = slice(row, row + 1)
+        one = functional_call(net, weights, (images[alone], levels[alone], labels[alone]))
+        assert torch.allclose(one[0], found[row], atol=1e-4)
+    for changed in ((images, levels + 1, labels), (images, levels, labels - 1)):
+        assert not torch.allclose(functional_call(net, weights, changed), found, atol=1e-4)
+
+
+def test_an_answer_is_the_gradient_of_the_mean_over_copies() -> None:
+    """By plain autograd on the client's own coins: 60 rows at K 3 are parts of 21 or so."""
+    method = make()
+    client = method.client.answer.__self__
+    state = method.server.init(COINS)
+    weights = part(state, "generator")
+    leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    here, whole = COINS.at("sum", 0), torch.zeros(())
+    shown: list[int] = []
+    for number, rows in enumerate(client.mechanism.parts(60, here, 64 // 3)):
+        images, labels = SHARD.rows(torch.from_numpy(rows))
+        clean = (images * 2 - 1).repeat_interleave(3, 0)
+        levels, noise, dropped = client._coins(len(rows), clean, here.at("copies", number))
+        labels = torch.where(dropped, 10, labels)
+        shown += labels.tolist()
+        noisy = clean + levels.view(-1, 1, 1, 1) * noise
+        given = (*edm.inputs(noisy, levels), labels.repeat_interleave(3))
+        found = functional_call(client.network, leaves, given)
+        whole = whole + edm.loss(found, noisy, levels, clean).sum() / 3
+    whole.backward()
+    expected = flat({name: value.grad for name, value in leaves.items()}) / 60
+    found = torch.from_numpy(answer(method, SHARD))
+    assert torch.allclose(found, expected, atol=2e-5, rtol=1e-3)
+    assert 10 < shown.count(10) < 50, "half of the labels are left out"
+
+
+def test_levels_and_noise_have_the_papers_law() -> None:
+    """log s ~ N(-1.2, 1.2^2): 4,000 of them at five standard errors."""
+    client = make().client.answer.__self__
+    levels, noise, dropped = client._coins(2000, torch.zeros(4000, 1, 2, 2), COINS)
+    assert float(levels.log().mean()) == pytest.approx(-1.2, abs=5 * 1.2 / 4000**0.5)
+    assert float(levels.log().std()) == pytest.approx(1.2, rel=5 / 8000**0.5)
+    assert float(noise.std()) == pytest.approx(1, rel=5 / 32000**0.5)
+    assert float(dropped.float().mean()) == pytest.approx(0.5, abs=5 * 0.5 / 2000**0.5)
+
+
+def test_copies_are_the_clients_secret() -> None:
+    """Other secret coins, another answer; other public ones, the same: nobody else can tell which
+    noise met which row."""
+    method = make(sampling_rate=1.0)
+    other_secret = Coins(COINS.public_key, b"another secret key", COINS.noise_key, "seeded")
+    other_public = Coins(b"another public key", COINS.secret_key, COINS.noise_key, "seeded")
+    usual = answer(method, SHARD)
+    assert not np.allclose(usual, answer(method, SHARD, other_secret))
+    assert np.array_equal(usual, answer(method, SHARD, other_public))
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_a_row_moves_the_sum_by_at_most_the_clip(copies: int) -> None:
+    """However many copies: each alone would be clipped to C as well."""
+    method = make(noise=1e-6, copies=copies, clip=0.01, batch=1)
+    row = Shard(SHARD.images[:1], SHARD.labels[:1])
+    norm = float(np.linalg.norm(answer(method, row)))
+    assert norm == pytest.approx(0.01, rel=0.02)
+    assert norm <= 0.01 * 1.001
+
+
+def test_the_server_takes_adams_step() -> None:
+    method = make()
+    state = method.server.init(COINS)
+    gradient = torch.randn(flat(part(state, "generator")).numel())
+    leaves = {n: v.clone().requires_grad_() for n, v in part(state, "generator").items()}
+    adam = torch.optim.Adam(leaves.values(), 1e-2, (0.9, 0.999))
+    for name, value in unflat(gradient, leaves).items():
+        leaves[name].grad = value
+    adam.step()
+    after = method.server.update(state, gradient[None], 0, COINS)
+    for name, value in leaves.items():
+        assert torch.allclose(part(after, "generator")[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("method.copies=0", "method.copies"),
+        ("method.label_dropout=1", "method.label_dropout"),
+        ("method.network.width=2.5", "method.network.width"),
+        ("method.network.multipliers=[1,2,2,2,2]", "method.network.multipliers"),
+        ("method.sampler.steps=0", "method.sampler.steps"),
+        ("method.sampler.lowest=90", "method.sampler.lowest"),
+        ("method.sampler.guidanse=1", "method.sampler.guidanse"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(
+    word: str, key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert cli.run(["train", "method=dpdm_small", word, f"run_dir={run}"]) == 2
+    said = capsys.readouterr().err
+    assert key in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_guidance_needs_rows_without_labels(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["method.sampler.guidance=0.3", "method.label_dropout=0"]
+    assert cli.run(["train", "method=dpdm_small", *words, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "method.sampler.guidance" in capsys.readouterr().err
