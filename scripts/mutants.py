@@ -425,8 +425,8 @@ MUTANTS = [
     Mutant(
         "what-cancels-is-not-looked-at",
         PER_EXAMPLE,
-        "return _squares(self.one_by_one()) + _cancelling(self.lengths())",
-        "return _squares(self.one_by_one())",
+        "return _squares(gradients) + _cancelling(lengths)",
+        "return _squares(gradients)",
         f"{PER_EXAMPLE_TESTS}::test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip",
     ),
     Mutant(
@@ -1177,15 +1177,15 @@ MUTANTS = [
     Mutant(
         "each-copy-is-an-example",
         PER_EXAMPLE,
-        "        if copies > 1:\n",
-        "        if copies > 99:\n",
+        "_Copied.of(use, copies) if copies > 1 else use",
+        "use",
         f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
     ),
     Mutant(
         "copies-add-up",
         PER_EXAMPLE,
-        "lambda out: losses(out) / copies",
-        "lambda out: losses(out)",
+        "losses(_single(outputs)).sum() / copies",
+        "losses(_single(outputs)).sum()",
         f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
     ),
     Mutant(

@@ -159,11 +159,7 @@ def clipped_sum(
     at_once = copies * (at_once or examples_at_once(inputs[0].device.type))
     for start in range(0, len(inputs[0]), at_once):
         some = tuple(each[start : start + at_once] for each in inputs)
-        uses = _forward_and_back(
-            module, weights, some, lambda out: losses(out) / copies, layers, precision
-        )
-        if copies > 1:
-            uses = {name: [_whole(use, copies) for use in each] for name, each in uses.items()}
+        uses = _forward_and_back(module, weights, some, losses, layers, precision, copies)
         squares = torch.stack([_square(found) for found in uses.values()])
         norms.append(squares.sum(0).sqrt())
         factors = clipping_factors(norms[-1], clip, _OF_SUMS)
@@ -302,27 +298,24 @@ class _Product:
     gram: Callable[[], Tensor]
     whole: Callable[[Tensor], Tensor]
 
-    def one_by_one(self) -> Tensor:
-        """Each example's gradient, in any order of its entries (n, weights)."""
-        return (self.y @ self.x().transpose(2, 3)).flatten(1)
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """Each example's gradient, in any order of its entries (n, weights); and no less than its
+        products' absolute values in all (n,)."""
+        x = self.x()  # once: for convolutions it is made anew
+        return (self.y @ x.transpose(2, 3)).flatten(1), _norms(x) * _norms(self.y)
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,), with what may cancel (see ``_cancelling``)."""
         q, positions = self.y.shape[2:]
         if positions == 1 == self.y.shape[1]:
-            return self.lengths().square()
+            return (_norms(self.x()) * _norms(self.y)).square()
         if positions * (self.width + q) >= self.width * q:
-            x = self.x()  # once: for convolutions it is made anew
-            found = _squares(self.y @ x.transpose(2, 3))
-            return found + _cancelling(_norms(x) * _norms(self.y))
+            gradients, lengths = self.measured()
+            return _squares(gradients) + _cancelling(lengths)
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
         from_x, from_y = (each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
         found = (x * y).double().sum((1, 2, 3))
         return found + _cancelling((from_x * from_y).sqrt())
-
-    def lengths(self) -> Tensor:
-        """Of each example (n,), no less than its products' absolute values in all."""
-        return _norms(self.x()) * _norms(self.y)
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -335,17 +328,14 @@ class _Small:
 
     gradients: Tensor
 
-    def one_by_one(self) -> Tensor:
-        """Each example's gradient (n, weights)."""
-        return self.gradients.flatten(1)
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """See ``_Product.measured``: what is summed is what the norm is of."""
+        gradients = self.gradients.flatten(1)
+        return gradients, _norms(gradients)
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,)."""
-        return _squares(self.one_by_one())
-
-    def lengths(self) -> Tensor:
-        """See ``_Product.lengths``: what is summed is what the norm is of."""
-        return _norms(self.one_by_one())
+        return _squares(self.gradients)
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
@@ -360,12 +350,11 @@ class _Table:
     back: Tensor
     shape: torch.Size
 
-    def one_by_one(self) -> Tensor:
-        """Each example's gradient (n, weights)."""
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """See ``_Product.measured``."""
         found = self.back.new_zeros(len(self.index), *self.shape)
-        return found.scatter_add_(1, self.index[..., None].expand_as(self.back), self.back).flatten(
-            1
-        )
+        found.scatter_add_(1, self.index[..., None].expand_as(self.back), self.back)
+        return found.flatten(1), self._lengths()
 
     def squares(self) -> Tensor:
         """Each example's squared norm (n,): rows that are looked up twice add up."""
@@ -373,10 +362,9 @@ class _Table:
             return _squares(self.back)
         same = self.index[:, :, None] == self.index[:, None, :]
         found = (self.back @ self.back.transpose(1, 2) * same).double().sum((1, 2))
-        return found + _cancelling(self.lengths())
+        return found + _cancelling(self._lengths())
 
-    def lengths(self) -> Tensor:
-        """See ``_Product.lengths``."""
+    def _lengths(self) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(self.back.double(), dim=2).sum(1)
         return found
 
@@ -386,35 +374,38 @@ class _Table:
         return found.index_add_(0, self.index.flatten(), _scaled(self.back, factors).flatten(0, 1))
 
 
-_Use = _Product | _Small | _Table
+_Plain = _Product | _Small | _Table
 
 
-def _whole(use: _Use, copies: int) -> _Use:
-    """A weight's use by examples, from that by ``copies`` of each: what these add up to."""
-    if isinstance(use, _Small):
-        kept = use.gradients
-        return _Small(kept.reshape(-1, copies, *kept.shape[1:]).sum(1))
-    if isinstance(use, _Table):
-        index, back = use.index, use.back
-        many = copies * index.shape[1]
-        return _Table(index.reshape(-1, many), back.reshape(-1, many, back.shape[2]), use.shape)
-    product = use
+@dataclass(frozen=True)
+class _Copied:
+    """A weight's use by copies of each example: the sum of their gradients (n, weights), and of
+    their lengths (n,). It is kept, since it is smaller than what it is made of."""
 
-    def side_by_side(each: Tensor) -> Tensor:
-        """(n K, g, w, t) -> (n, g, w, K t)."""
-        apart = each.reshape(-1, copies, *each.shape[1:]).permute(0, 2, 3, 1, 4)
-        return apart.reshape(*apart.shape[:3], -1)
+    gradients: Tensor
+    lengths: Tensor
 
-    def x() -> Tensor:
-        return side_by_side(product.x())
+    @classmethod
+    def of(cls, use: _Plain, copies: int) -> _Copied:
+        """From that by all copies, one after the other."""
+        gradients, lengths = use.measured()
+        whole = gradients.view(-1, copies, gradients.shape[1]).sum(1)
+        return cls(whole, lengths.view(-1, copies).sum(1))
 
-    return _Product(
-        x,
-        side_by_side(product.y),
-        product.width,
-        lambda: x().transpose(2, 3) @ x(),
-        lambda factors: product.whole(factors.repeat_interleave(copies)),
-    )
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """See ``_Product.measured``."""
+        return self.gradients, self.lengths
+
+    def squares(self) -> Tensor:
+        """Each example's squared norm (n,)."""
+        return _squares(self.gradients) + _cancelling(self.lengths)
+
+    def summed(self, factors: Tensor) -> Tensor:
+        """The sum over examples, each scaled."""
+        return _scaled(self.gradients, factors).sum(0)
+
+
+_Use = _Plain | _Copied
 
 
 def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
@@ -427,9 +418,10 @@ def _square(uses: list[_Use]) -> Tensor:
     """Squared norms (n,) of one weight's gradient over all of its uses."""
     if len(uses) == 1:
         return uses[0].squares()
-    whole, lengths = uses[0].one_by_one(), uses[0].lengths()
+    whole, lengths = uses[0].measured()
     for use in uses[1:]:
-        whole, lengths = whole + use.one_by_one(), lengths + use.lengths()
+        gradients, more = use.measured()
+        whole, lengths = whole + gradients, lengths + more
     return _squares(whole) + _cancelling(lengths)
 
 
@@ -446,7 +438,7 @@ def _cancelling(lengths: Tensor) -> Tensor:
 # each: (layer, what went in, what came back) -> its weights' uses
 
 
-def _linear(layer: nn.Linear, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _linear(layer: nn.Linear, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     x, y = (each.reshape(len(each), -1, each.shape[-1]) for each in (given, back))
 
     def whole(factors: Tensor) -> Tensor:
@@ -464,7 +456,7 @@ def _linear(layer: nn.Linear, given: Tensor, back: Tensor) -> dict[str, _Use]:
     return {"weight": product, "bias": _Small(y.sum(1))}
 
 
-def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     given, back, size, geometry = _in_the_plane(layer, given, back)
 
     def whole(factors: Tensor) -> Tensor:
@@ -481,7 +473,7 @@ def _convolution(layer: nn.Conv1d | nn.Conv2d, given: Tensor, back: Tensor) -> d
     return {"weight": product, "bias": _Small(back.flatten(2).sum(2))}
 
 
-def _transposed(layer: nn.ConvTranspose2d, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _transposed(layer: nn.ConvTranspose2d, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     """A convolution's backward pass: what came back plays the part of what went in."""
     given, back, size, geometry = _in_the_plane(layer, given, back)
 
@@ -587,18 +579,18 @@ def _grouped(columns: Tensor, groups: int) -> Tensor:
     return columns.reshape(len(columns), groups, -1, columns.shape[2])
 
 
-def _embedding(layer: nn.Embedding, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _embedding(layer: nn.Embedding, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     index, rows = given.reshape(len(given), -1), back.reshape(len(back), -1, back.shape[-1])
     return {"weight": _Table(index, rows, layer.weight.shape)}
 
 
-def _group_norm(layer: nn.GroupNorm, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _group_norm(layer: nn.GroupNorm, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     normal = F.group_norm(given, layer.num_groups, eps=layer.eps)
     products, rows = (each.reshape(*each.shape[:2], -1).sum(2) for each in (normal * back, back))
     return {"weight": _Small(products), "bias": _Small(rows)}
 
 
-def _layer_norm(layer: nn.LayerNorm, given: Tensor, back: Tensor) -> dict[str, _Use]:
+def _layer_norm(layer: nn.LayerNorm, given: Tensor, back: Tensor) -> dict[str, _Plain]:
     normal, shape = (
         F.layer_norm(given, layer.normalized_shape, eps=layer.eps),
         layer.normalized_shape,
@@ -607,7 +599,7 @@ def _layer_norm(layer: nn.LayerNorm, given: Tensor, back: Tensor) -> dict[str, _
     return {"weight": _Small(products), "bias": _Small(rows)}
 
 
-_KNOWN: dict[type[nn.Module], Callable[..., dict[str, _Use]]] = {
+_KNOWN: dict[type[nn.Module], Callable[..., dict[str, _Plain]]] = {
     nn.Linear: _linear,
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
@@ -650,6 +642,7 @@ def _forward_and_back(
     losses: Losses,
     layers: dict[nn.Module, dict[str, str]],
     precision: Precision,
+    copies: int,
 ) -> dict[str, list[_Use]]:
     """Each weight's uses by these examples."""
     seen: list[tuple[nn.Module, Tensor, Tensor, int]] = []
@@ -665,7 +658,7 @@ def _forward_and_back(
         with torch.enable_grad(), _computing_in(precision, inputs[0].device.type):
             fixed = {name: value.detach() for name, value in weights.items()}
             outputs = functional_call(module, fixed, tuple(each.detach() for each in inputs))
-            whole = losses(_single(outputs)).sum()
+            whole = losses(_single(outputs)).sum() / copies
     except RuntimeError as error:
         if "in-place" in str(error):
             raise _in_place() from error
@@ -682,7 +675,8 @@ def _forward_and_back(
     for (layer, given, _, _), back in zip(seen, backs, strict=True):
         found = _KNOWN[type(layer)](layer, multiplied(given), multiplied(back))
         for part, name in layers[layer].items():
-            uses[name].append(found[part])
+            use = found[part]
+            uses[name].append(_Copied.of(use, copies) if copies > 1 else use)
     return uses
 
 
