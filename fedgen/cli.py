@@ -44,7 +44,8 @@ usage: fedgen <command> [key=value ...]
 settings (defaults in brackets):
   method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
          dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_hp|dp_hp_small|
-         dp_sinkhorn|dp_sinkhorn_small|
+         dp_sinkhorn|dp_sinkhorn_small|dpdm|dpdm_small|psg|psg_small|
+         datalens|datalens_small|g_pate|g_pate_small|pate_gan|pate_gan_small|
          dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small
                                                  [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
@@ -65,6 +66,8 @@ settings (defaults in brackets):
              dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
              dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
              dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist|femnist_gs_wgan|
+             datalens_mnist|datalens_mnist_cpu|g_pate_mnist|g_pate_mnist_cpu|
+             psg_mnist|psg_mnist_cpu|dpdm_mnist|dpdm_mnist_gpu|dpdm_mnist_cpu|
              femnist_fedavg_gan|scale_3400
              of debug: femnist_debug|femnist_debug_small|femnist_debug_sums
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
