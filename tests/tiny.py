@@ -102,6 +102,7 @@ OTHER_METHODS = [
     "method.inner=1",
     "method.matches=1",
     "method.network.width=4",
+    "method.network.attention=[]",
     "method.sampler.steps=2",
     "method.largest=6",
 ]

@@ -163,7 +163,7 @@ def judge_run(
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins, distinct = ready.coins.at("evaluation"), ready.method.server.distinct
         if distinct is not None:  # distances of distributions say nothing of so few
-            chosen = OmegaConf.merge(chosen, {"judge": False, "fid": False})
+            chosen = OmegaConf.merge(chosen, {"judge": False, "fid": False, "leakage": False})
             assert isinstance(chosen, DictConfig)
         found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
         if (classify := ready.method.server.classify) is not None:
@@ -172,6 +172,9 @@ def judge_run(
             found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
         if distinct is not None:
             found["distinct"] = distinct
+            if ready.config.evaluation.leakage:  # what repeats counts once
+                once = np.unique(samples[0], axis=0)
+                found |= _leakage(ready.dataset, learnt, once, coins, progress, fresh)
     shutil.rmtree(pictures, ignore_errors=True)
     if fresh.exists():
         fresh.rename(pictures)
@@ -346,10 +349,8 @@ def _leakage(
     pictures: Path,
 ) -> dict[str, Any]:
     """Memorization and membership inference; ``nearest.png``, the samples that are nearest to a
-    training row, each beside it; ``distances.png``, the distances of all. An image that is there
-    twice counts once."""
+    training row, each beside it; ``distances.png``, the distances of all."""
     progress.say("memorization and membership inference: distances of all pairs")
-    images = images[np.sort(np.unique(images, axis=0, return_index=True)[1])]
     test = data.test_images[_some(len(data.test_images), coins.at("test"))]
     train = learnt[_some(len(learnt), coins.at("train"), len(test))]
     some = images[_some(len(images), coins.at("generated"))]

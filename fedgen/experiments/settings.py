@@ -585,7 +585,12 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
     elif isinstance(value, ListConfig):
         if len(value) != 2 and typing.get_origin(hint) is not Sequence:
             raise FedgenError(key, f"must be two numbers, got {list(value)}", "e.g. [0.5, 0.9]")
+        whole = int in typing.get_args(hint)
         for inner in value:
+            good = isinstance(inner, int if whole else int | float)
+            if not good or isinstance(inner, bool):
+                kind = "whole numbers" if whole else "numbers"
+                raise FedgenError(key, f"must be {kind}, got {inner!r}", "mend it")
             _check_parameter(key, inner, None)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         decay = key.endswith(("betas", "ema"))

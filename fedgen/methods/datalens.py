@@ -8,7 +8,7 @@ loss' gradient with respect to the image (TopAgg, algorithm 2). In a round:
     teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own part
     generator        images = G(latents, labels)
     teachers         votes = sum over K of sign(top_k(gradient)) + N(0, (2 sqrt(k) sigma)^2)
-    generator        moves each image by +1 where votes > beta K, -1 where votes < -beta K
+    generator        descends +1 for each pixel where votes > beta K, -1 where votes < -beta K
 
 One record moves one teacher's vote, at most to its opposite: 2 sqrt(k) for each image, against the
 server too. One client holds K teachers (record level); of many clients each holds one (user level).

@@ -19,6 +19,7 @@ all that come after it with others. B is the expected size of a batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -219,6 +220,13 @@ def dpdm(
     if drawn.lowest >= drawn.highest:
         problem = f"{drawn.lowest:g} is not below {drawn.highest:g}"
         raise FedgenError("method.sampler.lowest", problem, "levels fall from highest to lowest")
+    try:
+        falling = all(now > then for now, then in itertools.pairwise(drawn.levels))
+    except OverflowError:
+        falling = False
+    if not falling:
+        problem = f"{drawn.rho:g} spaces no levels that fall"
+        raise FedgenError("method.sampler.rho", problem, "take one near 7")
     mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     net = template(network(classes=facts.classes, shape=facts.shape))
     clip = clip if noise_multiplier is not None else math.inf

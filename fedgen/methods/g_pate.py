@@ -9,7 +9,7 @@ a round:
     generator        images = G(latents, labels), and for each a fresh projection R (pixels, d)
     teachers         histogram = sum over K of onehot(bin(gradient R)) + N(0, (sqrt(2 d) sigma)^2)
     generator        value = middle of the fullest bin, 0 if fewer than beta K are in it
-                     moves each image along R value
+                     descends R value for each image
 
 One record moves one teacher's votes, from one bin to another in each of d directions: sqrt(2 d) for
 each image, against the server too. Threshold and fullest bin are read off the same noisy histogram.

@@ -105,7 +105,7 @@ class UNet(nn.Module):
         attention: sides of feature maps that attend.
 
     Raises:
-        FedgenError: for a size that cannot be halved so often.
+        FedgenError: for a size that cannot be halved so often, or sides that do not occur.
     """
 
     def __init__(
@@ -119,6 +119,15 @@ class UNet(nn.Module):
     ) -> None:
         super().__init__()
         channels, size, _ = shape
+        if not multipliers:
+            raise FedgenError("method.network.multipliers", "there are none", "e.g. [1, 2]")
+        sides = [size >> halved for halved in range(len(multipliers))]
+        if others := [side for side in attention if side not in sides]:
+            raise FedgenError(
+                "method.network.attention",
+                f"no feature maps of side {others[0]}",
+                f"choose of: {', '.join(map(str, sides))}",
+            )
         if size % 2 ** (len(multipliers) - 1):
             raise FedgenError(
                 "method.network.multipliers",

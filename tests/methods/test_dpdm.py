@@ -60,9 +60,9 @@ def answer(method: Method, shard: Shard, coins: Coins = COINS) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [8, 28, 32])
-@pytest.mark.parametrize("attention", [[], [7, 8]])
-def test_the_network_keeps_images_apart_and_their_shape(size: int, attention: list[int]) -> None:
-    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, attention))
+@pytest.mark.parametrize("attends", [False, True])
+def test_the_network_keeps_images_apart_and_their_shape(size: int, attends: bool) -> None:
+    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, [size // 2] if attends else []))
     weights = initial(net, COINS.public("network"))
     images = torch.randn(3, 1, size, size)
     levels, labels = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1, 10, 3])
@@ -155,6 +155,13 @@ def test_the_server_takes_adams_step() -> None:
         ("method.network.width=2.5", "method.network.width"),
         ("method.network.multipliers=[1,2,2,2,2]", "method.network.multipliers"),
         ("method.sampler.steps=0", "method.sampler.steps"),
+        ("method.network.multipliers=[]", "method.network.multipliers"),
+        ("method.network.multipliers=[1.5,2]", "method.network.multipliers"),
+        ("method.network.multipliers=[[1],2]", "method.network.multipliers"),
+        ("method.network.attention=[a]", "method.network.attention"),
+        ("method.network.attention=[7]", "method.network.attention"),
+        ("method.betas=[a,0.9]", "method.betas"),
+        ("method.sampler.rho=1e-9", "method.sampler.rho"),
         ("method.sampler.lowest=90", "method.sampler.lowest"),
         ("method.sampler.guidanse=1", "method.sampler.guidanse"),
     ],
