@@ -20,10 +20,9 @@ from torch.func import functional_call
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.gradient_sums import plan
+from fedgen.gradient_sums import method_of as of_sums
 from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.method import (
-    ClientProgram,
     Method,
     PublicFacts,
     Query,
@@ -46,10 +45,9 @@ from fedgen.models.functional import (
     trainable,
     unflat,
 )
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent, total
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
 from fedgen.privacy.releases import Local, Release, Sent
-from fedgen.privacy.routing import Routing
 
 Adam = tuple[float, tuple[float, float]]
 """Learning rate and betas."""
@@ -353,24 +351,26 @@ def method_of(
     client = Client(nets, mechanism, descent_, of_rows, steps=local)
     server = server if local else replace(server, descent=descent_)
     size = 3 * nets.size() + 1 if local else nets.size()
-    return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
-        ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            lambda state: part(state, "average"),
-            server.sample,
-            server.recognize,
-            server.shown,
-        ),
-        # Adam's second moments vanish in half precision, and its steps miscount
-        plan(mechanism, size, sampling_rate, source, exact=True),
-        Routing("mean", facts.clients),
-        0,
-        lambda: [worst_case(nets, facts.shape, local)],
-        total(mechanism),
+    program = ServerProgram(
+        server.init,
+        lambda *_: {},
+        server.query,
+        server.update,
+        lambda state: part(state, "average"),
+        server.sample,
+        server.recognize,
+        server.shown,
+    )
+    return of_sums(
+        facts,
+        mechanism,
+        client.answer,
+        size,
+        program,
+        lambda: worst_case(nets, facts.shape, local),
+        sampling_rate,
+        source,
+        exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
     )
 
 

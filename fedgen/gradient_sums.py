@@ -3,15 +3,31 @@ of one client, or of all rows together (``privacy.aggregation``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dp_accounting import DpEvent
 
+from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import TRUSTING, Claim, Plan, PublicFacts
+from fedgen.method import (
+    TRUSTING,
+    Claim,
+    ClientProgram,
+    Method,
+    Plan,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    WorstCase,
+)
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian
-from fedgen.privacy.releases import Local, Trusted
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian, total
+from fedgen.privacy.releases import Local, Sent, Trusted
+from fedgen.privacy.routing import Routing
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
 
@@ -48,17 +64,41 @@ def gradient_sum(
     return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, Unit.RECORD, meeting)
 
 
-def plan(
+def method_of(
+    facts: PublicFacts,
+    mechanism: SumGaussian | PlainSum,
+    answer: Callable[[State, Query, Shard, int, Coins], Sent],
+    size: int,
+    server: ServerProgram,
+    worst_case: Callable[[], WorstCase],
+    rate: float,
+    source: str,
+    exact: bool = False,
+) -> Method:
+    """The method whose clients, all of them, answer with such sums, or with where they lead, and
+    keep nothing.
+
+    Args:
+        answer: see ``ClientProgram``. size: its numbers. worst_case: what an audit plays.
+        rate: of the Poisson draw. source: of the epsilon that is claimed. exact: see ``Plan``.
+    """
+    return Method(
+        ClientProgram(0, lambda *_: {}, lambda *_: {}, answer),
+        server,
+        _plan(mechanism, size, rate, source, exact),
+        Routing("mean", facts.clients),
+        0,
+        lambda: [worst_case()],
+        total(mechanism),
+    )
+
+
+def _plan(
     mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str, exact: bool
 ) -> Plan:
     """What steps along noised sums promise to spend at most: a step is one sampled Gaussian,
-    against everybody, since clients draw their batches in secret.
-    Where the aggregator makes the noise, against all others.
-
-    Args:
-        answer: numbers of an answer. rate: of the Poisson draw. source: of the epsilon that is
-            claimed. exact: see ``Plan``.
-    """
+    against everybody, since clients draw their batches in secret; where the aggregator makes the
+    noise, against all others. ``answer``: numbers of one."""
     private = isinstance(mechanism, SumGaussian)
     trusted = isinstance(mechanism.aggregation, Trusted)
 

@@ -88,7 +88,8 @@ class ServerProgram:
     shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
         held-out rows tell is no part of the state.
     alone: (state, round, coins) -> state: a round without a query.
-    distinct: how many images there are, where what is published is a set; None: as many as wanted.
+    distinct: how many images there are, as many of each label, where what is published is a set;
+        None: as many as wanted.
     """
 
     init: Callable[[Coins], Tensors]

@@ -1198,8 +1198,8 @@ MUTANTS = [
     Mutant(
         "a-set-that-repeats-is-judged-as-a-generator",
         "fedgen/experiments/evaluation.py",
-        '{"judge": False, "fid": False, "leakage": False}',
-        '{"fid": False, "leakage": False}',
+        "if chosen.judge and distinct is None:",
+        "if chosen.judge:",
         "tests/methods/test_psg.py::test_a_run_says_that_there_are_but_so_many_images",
     ),
 ]

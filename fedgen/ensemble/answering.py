@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 
 from fedgen.coins import Coins
 from fedgen.ensemble.critics import Ballot, Companion, Critics, Losses, Networks, Settings, at_once
@@ -142,6 +142,15 @@ def claimed(gate: DpEvent, rows: int, formula: str, source: str) -> Claim:
         formula,
         source,
     )
+
+
+def claim_of_votes(
+    noise_multiplier: float | None, rows: int, formula: str, source: str
+) -> Claim | None:
+    """What a paper claims whose teachers all vote on each row; nothing without noise."""
+    if noise_multiplier is None:
+        return None
+    return claimed(GaussianDpEvent(noise_multiplier), rows, formula, source)
 
 
 def critics_of(

@@ -257,7 +257,8 @@ def _in_one_line(error: Exception, name: str) -> FedgenError:
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
         wrong = key[1] or key[2]
-        near = difflib.get_close_matches(wrong, _known_keys(name), 1)
+        known = [each for each in _known_keys(name) if each != wrong]  # of another method
+        near = difflib.get_close_matches(wrong, known, 1)
         remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
         return FedgenError(wrong, "is no setting", remedy)
     return FedgenError("override", text.splitlines()[0], "see fedgen --help")

@@ -162,19 +162,11 @@ def judge_run(
         samples = judged_samples(ready, generator, chosen.samples)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins, distinct = ready.coins.at("evaluation"), ready.method.server.distinct
-        if distinct is not None:  # distances of distributions say nothing of so few
-            chosen = OmegaConf.merge(chosen, {"judge": False, "fid": False, "leakage": False})
-            assert isinstance(chosen, DictConfig)
-        found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh)
+        found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh, distinct)
         if (classify := ready.method.server.classify) is not None:
             images = torch.from_numpy(ready.dataset.test_images).float() / 255
             right = classify(generator, images).numpy() == ready.dataset.test_labels
             found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
-        if distinct is not None:
-            found["distinct"] = distinct
-            if ready.config.evaluation.leakage:  # what repeats counts once
-                once = np.unique(samples[0], axis=0)
-                found |= _leakage(ready.dataset, learnt, once, coins, progress, fresh)
     shutil.rmtree(pictures, ignore_errors=True)
     if fresh.exists():
         fresh.rename(pictures)
@@ -189,6 +181,7 @@ def suite(
     coins: Coins,
     progress: RunProgress,
     pictures: Path,
+    distinct: int | None = None,
 ) -> dict[str, Any]:
     """All that ``chosen`` asks for.
 
@@ -197,14 +190,19 @@ def suite(
         samples: images (n, channels, height, width) uint8, and labels (n,), in any order that does
             not tell of the labels.
         pictures: the folder for those of ``chosen.leakage``.
+        distinct: images of a set that samples repeat: distances of distributions say nothing of so
+            few, and each counts once for leakage.
     """
+    images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     found = utilities(chosen, data, samples, coins, progress)
-    if chosen.judge:
-        found |= _judged(data, samples[0], coins, progress)
-    if chosen.fid:
-        found |= _fid(chosen, data, samples[0], progress)
+    if distinct is not None:
+        found["distinct"] = distinct
+    if chosen.judge and distinct is None:
+        found |= _judged(data, images, coins, progress)
+    if chosen.fid and distinct is None:
+        found |= _fid(chosen, data, images, progress)
     if chosen.leakage:
-        found |= _leakage(data, learnt, samples[0], coins, progress, pictures)
+        found |= _leakage(data, learnt, images, coins, progress, pictures)
     return found
 
 

@@ -177,14 +177,14 @@ def sample(config: DictConfig) -> Path:
     settings.check_seed(config)
     method, generator, classes = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
-    labels = torch.randint(0, classes, (config.n,), generator=coins.public("labels"))
-    if (distinct := method.server.distinct) is not None:
-        if config.n > distinct:
-            problem = f"{config.n} of a set of {distinct} images"
-            raise FedgenError("n", problem, f"take at most {distinct}: that is all of them")
-        labels = torch.arange(classes).repeat_interleave(distinct // classes)
-        order = torch.randperm(distinct, generator=coins.public("labels"))
-        labels = labels[order[: config.n]]
+    distinct, drawn = method.server.distinct, coins.public("labels")
+    if distinct is None:
+        labels = torch.randint(0, classes, (config.n,), generator=drawn)
+    elif config.n <= distinct:  # as many of each label
+        labels = (torch.randperm(distinct, generator=drawn) % classes)[: config.n]
+    else:
+        problem = f"{config.n} of a set of {distinct} images"
+        raise FedgenError("n", problem, f"take at most {distinct}: that is all of them")
     images = draw_samples(method, generator, labels, coins)
     try:
         np.savez_compressed(out, images=images, labels=labels.numpy())

@@ -337,10 +337,10 @@ def _check_names(settings: dict[str, Any], key: str) -> None:
         target = get_object(settings["_target_"])
         taken = list(inspect.signature(target).parameters.values())
         names = [each.name for each in taken if each.kind is not each.VAR_KEYWORD]
-        if len(names) < len(taken):
-            names += _unpacked(target)
-            if len(names) < len(taken):
-                return
+        unpacked = _unpacked(target)
+        if len(names) < len(taken) and not unpacked:
+            return  # takes whatever there is
+        names += unpacked
         for name in settings:
             if name not in names and name not in ("_target_", "_partial_"):
                 remedy = f"choose of: {', '.join(names)}"

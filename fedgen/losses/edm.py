@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DATA = math.sqrt(1 / 3)  # of a uniform pixel: no statistic of private rows (DPDM, appendix C)
+DATA = math.sqrt(1 / 3)  # of a uniform pixel: no statistic of private rows (DPDM's code)
 
 Network = Callable[[Tensor, Tensor, Tensor], Tensor]
 """F: images (n, ...), logarithm of the level over four (n,), labels (n,) -> (n, ...)."""
@@ -52,7 +52,8 @@ def denoiser(network: Network) -> Denoiser:
 class Sampler:
     """EDM's algorithm 2: from noise to images, along falling levels.
 
-    steps: their number. lowest, highest: the first and the last of them. rho: how they are spaced.
+    steps: their number, from ``highest`` to ``lowest``, and zero behind them. rho: how they are
+        spaced.
     second_order: Heun's correction; without it and without churn this is DDIM.
     churn: how much noise is added anew on the way, between the levels churn_from and churn_to.
     guidance: w of D + w (D - D without label), classifier-free (Ho and Salimans 2021); 0: none.

@@ -3,7 +3,7 @@ Zhang, Li, CCS 2021).
 
 Teachers, discriminators on disjoint parts of the private data, train without noise and never leave.
 A teacher that is asked about a generated image votes by the signs of the k largest numbers of its
-loss' gradient with respect to the image (TopAgg, algorithm 2). In a round:
+loss' gradient with respect to the image (TopAgg; the logit's gradient has the same). In a round:
 
     teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own part
     generator        images = G(latents, labels)
@@ -22,13 +22,13 @@ left out.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Unpack
 
-from dp_accounting import GaussianDpEvent
 from torch import Tensor
 
-from fedgen.ensemble.answering import Answering, claimed, critics_of, method_of
+from fedgen.ensemble.answering import Answering, claim_of_votes, critics_of, method_of
 from fedgen.ensemble.critics import Losses, Settings, image_gradients, networks
 from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
@@ -64,7 +64,7 @@ def datalens(
     Raises:
         FedgenError: for parameters that contradict each other.
     """
-    pixels = facts.shape[0] * facts.shape[1] * facts.shape[2]
+    pixels = math.prod(facts.shape)
     if largest > pixels:
         problem = f"{largest} signs of {pixels} numbers"
         raise FedgenError("method.largest", problem, f"take at most {pixels}")
@@ -79,10 +79,7 @@ def datalens(
         answering, noise_multiplier, nets, losses, ballot, batch, facts.shape, settings
     )
     server = Generator.of(nets, settings, read=partial(agreed, threshold=threshold))
-    claim = noise_multiplier and claimed(
-        GaussianDpEvent(noise_multiplier),
-        batch,
-        "RDP of a Gaussian of sensitivity 2 sqrt(k) for each image",
-        "DataLens (Wang et al. 2021), theorem 4, without what depends on the votes",
-    )
-    return method_of(answering, client, server.program(), settings, claim or None)
+    formula = "RDP of a Gaussian of sensitivity 2 sqrt(k) for each image"
+    source = "DataLens (Wang et al. 2021), without what depends on the votes"
+    claim = claim_of_votes(noise_multiplier, batch, formula, source)
+    return method_of(answering, client, server.program(), settings, claim)

@@ -1,6 +1,6 @@
 """DPDM: differentially private diffusion models (Dockhorn, Cao, Vahdat, Kreis, TMLR 2023).
 
-A denoiser D(x, s, y) learns by DP-SGD; samples are drawn by it. A round is a step (algorithm 1):
+A denoiser D(x, s, y) learns by DP-SGD; samples are drawn by it. A round is a step:
 
     client    S = rows drawn one by one with probability q; of each row (x, y) K copies,
               with noise n ~ N(0, s^2), log s ~ N(-1.2, 1.2^2), and y left out of one row in ten
@@ -32,9 +32,9 @@ from torch.func import functional_call
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.gradient_sums import gradient_sum, plan
+from fedgen.gradient_sums import gradient_sum, method_of
 from fedgen.losses import edm
-from fedgen.method import ClientProgram, Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
 from fedgen.models.functional import (
     Tensors,
     generator_start,
@@ -44,10 +44,9 @@ from fedgen.models.functional import (
     template,
     unflat,
 )
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, total
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
-from fedgen.privacy.routing import Routing
 
 _LEVELS = (-1.2, 1.2)  # mean and std of log s
 _GUESSED_AT = (0.1, 0.3, 1.0)  # levels that an audit tells members by
@@ -234,24 +233,26 @@ def dpdm(
     adam = (learning_rate, betas)
     server = Server(net, facts.classes, facts.shape, adam, ema, drawn, device)
     size = sum(weights.numel() for weights in net.parameters())
-    source = "DPDM (Dockhorn, Cao, Vahdat, Kreis 2023), section 3"
-    return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
-        ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            lambda state: part(state, "average"),
-            server.sample,
-            server.recognize,
-            lambda *_: {},
-        ),
-        plan(mechanism, size, sampling_rate, source, exact=False),
-        Routing("mean", facts.clients),
-        0,
-        lambda: [worst_case(net, facts.shape)],
-        total(mechanism),
+    source = "DPDM (Dockhorn, Cao, Vahdat, Kreis 2023)"
+    program = ServerProgram(
+        server.init,
+        lambda *_: {},
+        server.query,
+        server.update,
+        lambda state: part(state, "average"),
+        server.sample,
+        server.recognize,
+        lambda *_: {},
+    )
+    return method_of(
+        facts,
+        mechanism,
+        client.answer,
+        size,
+        program,
+        lambda: worst_case(net, facts.shape),
+        sampling_rate,
+        source,
     )
 
 

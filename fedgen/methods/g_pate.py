@@ -28,11 +28,10 @@ from functools import partial
 from typing import Literal, Unpack
 
 import torch
-from dp_accounting import GaussianDpEvent
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.ensemble.answering import Answering, claimed, critics_of, method_of
+from fedgen.ensemble.answering import Answering, claim_of_votes, critics_of, method_of
 from fedgen.ensemble.critics import Ballot, Losses, Settings, image_gradients, networks
 from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
@@ -125,10 +124,7 @@ def g_pate(
         read=partial(read, bins=bins, reach=reach, threshold=threshold, reading=reading),
         asks=partial(projections, pixels=pixels, directions=directions),
     )
-    claim = noise_multiplier and claimed(
-        GaussianDpEvent(noise_multiplier),
-        batch,
-        "RDP of a Gaussian of sensitivity sqrt(2 d) for each image",
-        "G-PATE (Long et al. 2021), without what depends on the votes",
-    )
-    return method_of(answering, client, server.program(), settings, claim or None)
+    formula = "RDP of a Gaussian of sensitivity sqrt(2 d) for each image"
+    source = "G-PATE (Long et al. 2021), without what depends on the votes"
+    claim = claim_of_votes(noise_multiplier, batch, formula, source)
+    return method_of(answering, client, server.program(), settings, claim)

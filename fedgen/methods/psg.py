@@ -3,7 +3,7 @@
 
 There is no generator: what is published is a small set of images with labels, made so that a
 classifier that is trained on it takes the steps that it would take on private rows. A round is one
-noised gradient of a classifier whose weights everybody knows (algorithm 1):
+noised gradient of a classifier whose weights everybody knows:
 
     server    every ``outer`` times ``batch_loop`` rounds a fresh classifier, w
     client    S = rows drawn one by one with probability q
@@ -33,13 +33,12 @@ from torch.func import functional_call
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.gradient_sums import gradient_sum, plan
-from fedgen.method import ClientProgram, Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.gradient_sums import gradient_sum, method_of
+from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
 from fedgen.models.functional import Tensors, flat, initial, join, likeness, part, template, unflat
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, total
+from fedgen.privacy.mechanisms import PlainSum, SumGaussian
 from fedgen.privacy.per_example import clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
-from fedgen.privacy.routing import Routing
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -152,8 +151,8 @@ class Server:
         self, images: Tensor, weights: Mapping[str, Tensor], target: Mapping[str, Tensor]
     ) -> Tensor:
         """The gradient by the set of its distance to ``target``: one minus the cosine of each
-        output unit's gradients, over all weights but biases and normalization (the paper's
-        section 4.2, after Zhao, Mopuri, Bilen 2021)."""
+        output unit's gradients, over all weights but biases and normalization (after Zhao, Mopuri,
+        Bilen 2021)."""
         at = images.detach().requires_grad_()
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
         used = [name for name, value in leaves.items() if value.dim() > 1]
@@ -262,25 +261,27 @@ def psg(
         device,
     )
     size = sum(weights.numel() for weights in net.parameters())
-    source = "Private set generation (Chen, Kerkouche, Fritz 2022), section 4"
-    return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
-        ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            published,
-            server.sample,
-            server.recognize,
-            lambda *_: {},
-            distinct=facts.classes * per_label,
-        ),
-        plan(mechanism, size, sampling_rate, source, exact=False),
-        Routing("mean", facts.clients),
-        0,
-        lambda: [worst_case(net, facts.shape)],
-        total(mechanism),
+    source = "Private set generation (Chen, Kerkouche, Fritz 2022)"
+    program = ServerProgram(
+        server.init,
+        lambda *_: {},
+        server.query,
+        server.update,
+        published,
+        server.sample,
+        server.recognize,
+        lambda *_: {},
+        distinct=facts.classes * per_label,
+    )
+    return method_of(
+        facts,
+        mechanism,
+        client.answer,
+        size,
+        program,
+        lambda: worst_case(net, facts.shape),
+        sampling_rate,
+        source,
     )
 
 

@@ -70,7 +70,7 @@ class Ball:
 
 @dataclass(frozen=True)
 class Signs:
-    """The signs of the ``largest`` entries, zero in place of all others (DataLens, algorithm 2)."""
+    """The signs of the ``largest`` entries, zero in place of all others (DataLens)."""
 
     largest: int
 

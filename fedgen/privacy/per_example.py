@@ -147,7 +147,7 @@ def clipped_sum(
         precision: see ``Precision``.
         copies: K, inputs and losses of one example, one after the other: (n K, ...). An example's
             gradient is the mean of theirs, taken before it is clipped ("noise multiplicity",
-            Dockhorn, Cao, Vahdat, Kreis 2023): K positions more of one product.
+            Dockhorn, Cao, Vahdat, Kreis 2023): a product of K times as many positions.
 
     Raises:
         FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
