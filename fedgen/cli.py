@@ -46,9 +46,11 @@ settings (defaults in brackets):
          dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_hp|dp_hp_small|
          dp_sinkhorn|dp_sinkhorn_small|dpdm|dpdm_small|psg|psg_small|
          datalens|datalens_small|g_pate|g_pate_small|pate_gan|pate_gan_small|
-         dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small
-                                                 [gs_wgan_small]   method.<parameter>=...
+         dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small|
+         central_images|central_images_small     [gs_wgan_small]   method.<parameter>=...
                                                  method/generator=dcgan|resnet
+  warm_up=none|central_images|mixture [none]     of methods of gradient sums
+                         warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH
   partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
@@ -68,6 +70,7 @@ settings (defaults in brackets):
              dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist|femnist_gs_wgan|
              datalens_mnist|datalens_mnist_cpu|g_pate_mnist|g_pate_mnist_cpu|
              psg_mnist|psg_mnist_cpu|dpdm_mnist|dpdm_mnist_gpu|dpdm_mnist_cpu|
+             dp_feta_mnist|dp_feta_mnist_cpu|
              femnist_fedavg_gan|scale_3400
              of debug: femnist_debug|femnist_debug_small|femnist_debug_sums
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true

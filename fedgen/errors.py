@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -58,6 +59,8 @@ def status_of(work: Callable[[], None]) -> int:
         _held.append(error)
         print(f"fedgen: {str(error) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read what is printed has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         lacks = _lacks(error)
         if lacks is not None:

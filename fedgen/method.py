@@ -228,6 +228,7 @@ class Plan:
     rows_per_round: rows of a query that one round takes.
     asking_rounds: how many rounds at the start ask clients; those after are the server's alone.
         None: all.
+    rest: rounds in between that are the server's alone: the first of them, and how many.
     length: rounds of a run, where the method has a number of its own; None: as many as are wanted.
     before: what was spent on what the run begins with, by each client. None: nothing.
     exact: whether answers hold what half precision spoils, as an optimizer's state.
@@ -258,6 +259,7 @@ class Plan:
     reasons: Mapping[str, str | None]
     claim: Claim | None
     asking_rounds: int | None = None
+    rest: tuple[int, int] = (0, 0)
     length: int | None = None
     before: DpEvent | None = None
     exact: bool = False
@@ -267,14 +269,14 @@ class Plan:
 
     @property
     def short(self) -> bool:
-        """Whether it asks so seldom that a run is kept after each answer."""
-        return self.asking_rounds is not None and self.asking_rounds <= _SHORT
+        """Whether what is asked once is so little that a run is kept after each answer."""
+        return 0 < self.once <= _SHORT
 
     @property
     def sends_again(self) -> bool:
         """Whether a round that is done again, in mode ``secure`` too, takes the answers that were
         charged for it: nothing is left for others, and a run could not end without them."""
-        return self.short and self.aggregation.opens_one
+        return self.asking_rounds is not None and self.short and self.aggregation.opens_one
 
     @property
     def trusted(self) -> bool:
@@ -283,7 +285,24 @@ class Plan:
 
     def asked(self, rounds: int) -> int:
         """How many of so many rounds ask clients."""
+        first, count = self.rest
+        rounds -= min(max(rounds - first, 0), count)
         return rounds if self.asking_rounds is None else min(rounds, self.asking_rounds)
+
+    def rounds(self, asked: int) -> int:
+        """After how many rounds so many have asked clients."""
+        first, count = self.rest
+        return asked if asked <= first else asked + count
+
+    @property
+    def once(self) -> int:
+        """How many rounds at the start ask what is not asked again."""
+        return self.rest[0] if self.asking_rounds is None else self.asking_rounds
+
+    @property
+    def least(self) -> int:
+        """Rounds without which a run comes to nothing."""
+        return sum(self.rest) + 1 if any(self.rest) else self.asking_rounds or 1
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
     lines = [
         f"{ready.config.names.method} on {ready.config.names.data}, "
         f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds"
-        f"{_asking(plan)} of {plan.rows_per_round} rows, "
+        f"{_asking(plan, privacy.budget.rounds)} of {plan.rows_per_round} rows, "
         f"{_of_a_client(privacy.budget.rows)} rows a client",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
@@ -140,9 +140,10 @@ def _of_a_client(rows: int) -> str:
     return "any number of" if rows >= UNLIMITED else f"at most {rows}"
 
 
-def _asking(plan: Plan) -> str:
+def _asking(plan: Plan, rounds: int) -> str:
     """Where not all rounds ask clients."""
-    return "" if plan.asking_rounds is None else f", {plan.asking_rounds} of which ask clients,"
+    asking = plan.asked(rounds)
+    return "" if asking == rounds else f", {asking} of which ask clients,"
 
 
 def _third_opinion(ready: Setup) -> str:

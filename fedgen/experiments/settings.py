@@ -35,6 +35,7 @@ from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, sm
 from fedgen.privacy.calibration import least_noise, most_repetitions
 from fedgen.privacy.events import Unit, canonical
 from fedgen.privacy.releases import Secure
+from fedgen.warm_up import not_sums, warm_up
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -263,6 +264,8 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
     chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
     chosen.append(in_short(noise_multiplier))
+    if whole["warm_up"]["method"] is not None:
+        chosen.append(whole["warm_up"])
     return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
 
 
@@ -285,7 +288,10 @@ def _method(
     config: DictConfig,
     noise_multiplier: float | None,
 ) -> Method:
-    method = make(facts=facts, noise_multiplier=noise_multiplier, device=device(config.device))
+    here = device(config.device)
+    method = make(facts=facts, noise_multiplier=noise_multiplier, device=here)
+    if config.warm_up.method is not None:
+        method = _warmed_up(method, facts, config, noise_multiplier is not None, here)
     if config.start is None:
         return method
     reason = "it began with another run's weights, and what these cost is not counted here"
@@ -299,6 +305,33 @@ def _method(
     return replace(method, plan=plan)
 
 
+def _warmed_up(
+    method: Method, facts: PublicFacts, config: DictConfig, private: bool, device: str
+) -> Method:
+    """The method after ``warm_up``'s."""
+    chosen = config.warm_up
+    noise = chosen.noise_multiplier if private else None
+    try:
+        start = build(chosen.method, "method", without=("strategy",))
+        first = start(facts=facts, noise_multiplier=noise, device=device)
+    except FedgenError as error:
+        key = f"warm_up.{error.key}" if error.key.startswith("method") else error.key
+        raise FedgenError(key, error.problem, error.remedy) from error
+    if not {"batch", "sampling_rate"} <= set(config.method):
+        raise not_sums()
+    on_samples = {**_plain(config.method), "batch": chosen.batch, "sampling_rate": 1.0}
+    plain = build(on_samples, "method", without=("strategy",))
+    alone = PublicFacts(1, None, facts.classes, facts.shape)
+    return warm_up(
+        first,
+        method,
+        lambda: plain(facts=alone, noise_multiplier=None, device=device),
+        facts.classes,
+        chosen.rounds,
+        chosen.batch,
+    )
+
+
 def _program(make: Callable[[float | None], Method], noise: float | None) -> ClientProgram:
     return make(noise).client
 
@@ -310,6 +343,11 @@ def faults(config: DictConfig) -> Faults:
     return Faults(**{str(k): float(v) for k, v in kinds.items() if k != "server_dies"})
 
 
+def _plain(config: DictConfig) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(config, resolve=True)
+    return {str(name): value for name, value in found.items()}
+
+
 def build(
     config: DictConfig | dict[str, Any], key: str, without: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
@@ -318,9 +356,7 @@ def build(
     Raises:
         FedgenError: for one that may not be called (``fedgen.factories``), named by ``key``.
     """
-    whole: Any = config
-    if isinstance(config, DictConfig):
-        whole = OmegaConf.to_container(config, resolve=True)
+    whole = _plain(config) if isinstance(config, DictConfig) else config
     settings = {name: value for name, value in whole.items() if name not in without}
     factories.check(settings, key)
     _check_names(settings, key)
@@ -425,6 +461,26 @@ def check(config: DictConfig) -> None:
             "set privacy.target_epsilon=null and privacy.noise_multiplier, or take privacy=none",
         )
     _check_parameters("method", config.method)
+    _check_warm_up(config)
+
+
+def _check_warm_up(config: DictConfig) -> None:
+    """Raises FedgenError for a warm-up that cannot be."""
+    chosen = config.warm_up
+    if chosen.method is None:
+        return
+    if not isinstance(chosen.method, DictConfig):
+        raise FedgenError("warm_up.method", f"cannot be {chosen.method!r}", "see configs/warm_up")
+    if config.start is not None:
+        problem = "cannot go before networks that another run trained"
+        raise FedgenError("warm_up", problem, "take warm_up=none, or start=null")
+    for name in ("rounds", "batch"):
+        _whole(config, f"warm_up.{name}", 1, 10**9)
+    noise = chosen.noise_multiplier
+    if not 0 < noise <= MOST:
+        problem = f"must be positive and at most {MOST:g}, got {noise:g}"
+        raise FedgenError("warm_up.noise_multiplier", problem, "e.g. 2")
+    _check_parameters("warm_up.method", chosen.method)
 
 
 def _check_runtime(config: DictConfig) -> None:
@@ -623,8 +679,8 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         all_rows = UNLIMITED  # in mode secure rounds done again count too, and need not end a run
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
-    if rounds < (plan.asking_rounds or 0):
-        problem = f"{rounds} end before all {plan.asking_rounds} that ask clients"
+    if rounds < plan.least:
+        problem = f"{rounds} end before the {plan.least} that anything comes of"
         raise FedgenError("rounds", problem, "raise it: those after train the generator")
     if config.names.privacy == "none":
         if target is not None or noise is not None:
@@ -650,10 +706,10 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         )
         return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
     budget = affordable(method(noise), config, server, target)
-    if budget.rounds < (plan.asking_rounds or 0):
+    if budget.rounds < plan.least:
         raise FedgenError(
             "privacy.target_epsilon",
-            f"is spent after {budget.rounds} of the {plan.asking_rounds} rounds that ask",
+            f"is spent after {budget.rounds} of the {plan.least} rounds that anything comes of",
             "raise it, or privacy.noise_multiplier",
         )
     return Privacy(delta, mode, noise, budget)
@@ -716,7 +772,7 @@ def affordable(method: Method, config: DictConfig, server: bool, target: float) 
         rows = unit * most_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
         stop = method.cohort.stop_probability(per_round, asked, rows)
         enough = rows == all_rows or not everybody
-        rounds = config.rounds if enough else rows // per_round
+        rounds = config.rounds if enough else method.plan.rounds(rows // per_round)
         stop = 0.0 if everybody else stop
         if rows == 0:
             raise _impossible(target)

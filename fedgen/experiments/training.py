@@ -322,8 +322,8 @@ class Training:
             due = _due(state, facts, self.config.runtime.checkpoint_every)
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
             # what clients said once is not asked again
-            asking = self.method.plan.asking_rounds or 0
-            due |= state.rounds == asking or (state.rounds < asking and self.method.plan.short)
+            once = self.method.plan.once
+            due |= state.rounds == once or (state.rounds < once and self.method.plan.short)
             if due and not last:
                 keep()
             self._die_if_told_to(state, facts)
@@ -385,7 +385,9 @@ class Training:
         """Raises FedgenError if a client was charged for a sum that is in no checkpoint, of a plan
         that has no other in its place."""
         plan = self.method.plan
-        if plan.asking_rounds is None or plan.sends_again or self.ready.privacy.noise == "seeded":
+        if plan.sends_again or self.ready.privacy.noise == "seeded":
+            return
+        if kept.rounds >= plan.once and plan.asking_rounds is None:
             return
         for client, account in ledgers.items():
             if account.releases > kept.asks[client]:
@@ -527,7 +529,7 @@ class Training:
         record = self.accounts.record(state, self.stopped)
         self.run_dir.write("privacy", record)
         # after a resume that has nothing left to spend, or not enough to ask for all
-        if self.stopped and state.rounds < (self.method.plan.asking_rounds or 1):
+        if self.stopped and state.rounds < self.method.plan.least:
             raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         self._figure()
         generator = self.method.server.generator(state.server)
