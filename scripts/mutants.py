@@ -66,7 +66,30 @@ BOUNDS, BOUNDS_TESTS = "fedgen/privacy/bounds.py", "tests/privacy/test_bounds.py
 GS_WGAN_TESTS, VOTES_TESTS = "tests/methods/test_gs_wgan.py", "tests/methods/test_votes.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
+WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
+
 MUTANTS = [
+    Mutant(
+        "what-a-warm-up-asks-is-not-counted",
+        WARM_UP,
+        "return ComposedDpEvent([first(self.asks), then(answered - self.asks)])",
+        "return then(answered - self.asks)",
+        f"{WARM_UP_TESTS}::test_dp_feta_costs_what_is_known",
+    ),
+    Mutant(
+        "another-warm-up-has-the-same-coins",
+        "fedgen/experiments/settings.py",
+        'chosen.append(whole["warm_up"])',
+        "pass",
+        f"{WARM_UP_TESTS}::test_another_warm_up_is_another_run",
+    ),
+    Mutant(
+        "central-images-divide-by-their-rows",
+        "fedgen/methods/central_images.py",
+        "return of_rows(small, clip, labels, facts.classes)",
+        "return of_rows(small / max(1, len(labels)) * 60000, clip, labels, facts.classes)",
+        "tests/methods/test_central_images.py::test_no_division_by_private_counts",
+    ),
     Mutant(
         "all-keys-are-announced",
         MASKING,
@@ -157,7 +180,7 @@ MUTANTS = [
         "return std / math.sqrt(self.honest)",
         "return std / math.sqrt(4 * self.asked)",
         "tests/contracts/test_attacks.py"
-        "::test_secure_sums_without_the_colluders_shares_are_attacked[gs_wgan_small]",
+        "::test_neighbours_are_as_far_apart_as_is_proven[secure-gs_wgan_small]",
     ),
     Mutant(
         "a-grid-too-coarse-for-the-lemma",
@@ -596,7 +619,8 @@ MUTANTS = [
         MECHANISMS,
         "return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)",
         "return self.aggregation.sent(exact, self.std / 2, self.event(shape[0]), self.unit, coins)",
-        "tests/contracts/test_attacks.py::test_an_attack_comes_near_and_not_above_what_is_proven",
+        "tests/contracts/test_attacks.py"
+        "::test_neighbours_are_as_far_apart_as_is_proven[own-gs_wgan_small]",
     ),
     Mutant(
         "noise-over-the-root-of-the-batch",
@@ -1270,6 +1294,7 @@ def main() -> None:
         sys.exit(f"mutants: there is no {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # that a test fails is enough
     for slow in SLOW:
         importlib.import_module(slow)  # once: each mutant is judged in a fork of this process
     survived = 0

@@ -105,6 +105,9 @@ OTHER_METHODS = [
     "method.network.attention=[]",
     "method.sampler.steps=2",
     "method.largest=6",
+    "method.copies=2",
+    "method.network.blocks=1",
+    "method.fakes=8",
 ]
 _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]
 

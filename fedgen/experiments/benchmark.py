@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -45,7 +45,8 @@ _Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """One run: where it is in the matrix, its directory, and the words of its settings."""
+    """One run: where it is in the matrix, its directory, and the words of its settings, but for
+    the seed."""
 
     method: str
     data: str
@@ -62,9 +63,15 @@ class Point:
     @cached_property
     def config(self) -> DictConfig:
         """Its configuration, composed when it is asked for: a matrix has many points."""
-        config = compose("config", self.words)
+        config = _composed(*self.words).copy()
+        config.seed = self.seed
         config.run_dir = str(self.run_dir)  # no word: a path may have what Hydra takes for its own
         return config
+
+
+@cache
+def _composed(*words: str) -> DictConfig:
+    return compose("config", list(words))
 
 
 def _target(epsilon: float | None) -> str:
@@ -177,7 +184,7 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
         words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
         name = f"{method}-{data}-{_target(epsilon)}-{seed}"
-        words += [f"data={data}", none, f"seed={seed}"]
+        words += [f"data={data}", none]
         yield Point(str(method), data, epsilon, seed, place / name, words)
 
 

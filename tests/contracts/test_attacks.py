@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tiny import CASES, PARTITIONS, PROGRAMS, Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
+from fedgen.experiments import audit
 from fedgen.experiments.audit import Point, attack, sights
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup, setup
+from fedgen.method import Method
 from fedgen.privacy.events import Unit, canonical
 
 # one critic that everybody asks, every row in every batch: nothing amplifies
@@ -24,6 +28,7 @@ WITHOUT_DRAWS = [
     "method.batch=2",
     "method.autoencoder_steps=8",
     "method.cohort=4",
+    "method.cosines=5",
     "rounds=9",
 ]
 
@@ -68,18 +73,55 @@ def attacked(
     )
 
 
+def distance(method: str, words: list[str], kind: int) -> float:
+    """How far two neighbours' releases are apart, in standard deviations of their noise, over what
+    is proven: at hardly any noise under the same coins, and by what more noise adds to them."""
+    ready = prepared(method, words)
+    loud, quiet = ready.at_noise(1.0), ready.at_noise(1e-4)
+    spend = audit._cost(loud.plan, loud.worst_cases()[kind], sights(loud)[0], 1)
+    [(leaf, count)] = spend.items()
+    proven = count**0.5 / getattr(leaf, "event", leaf).noise_multiplier
+
+    def released(made: Method, side: int, trial: int = 0) -> NDArray[np.float64]:
+        worst, sight = made.worst_cases()[kind], sights(made)[0]
+        state, shard = (worst.first, worst.second)[side]
+        coins = Coins.of(5, "seeded")
+        if sight.together == 1:
+            return audit._released(made, worst, state, shard, trial, coins).astype(float)
+        return audit._summed(made, worst, sight, state, shard, trial, coins)
+
+    apart = np.linalg.norm(released(quiet, 0) - released(quiet, 1))
+    noise, trial = np.zeros(0), 0
+    while noise.size < 500 and trial < 500:
+        more = released(loud, 1, trial) - released(quiet, 1, trial)
+        noise, trial = np.append(noise, more[more != 0]), trial + 1
+    return float(apart / noise.std() / proven)
+
+
 @pytest.mark.parametrize("method", PROGRAMS)
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+def test_neighbours_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:
+    """To a tenth, by hundreds of numbers of noise; of secure sums, of those shares that are counted
+    on. Half the noise would be twice as far."""
+    words = shares(method) if aggregation == "secure" else []
+    for kind in questions(method):
+        assert distance(method, words, kind) == pytest.approx(1, abs=0.1)
+
+
+WITH_NOISE_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "fedavg_gan", "mixture_small"]
+"""A method of each kind of mechanism: of rows, of steps, of clients, of sums."""
+
+
+@pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
 def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
-    kinds = questions(method)
-    for kind in kinds:
-        points = attacked(method, [], 1.0, 1.0, 800, kind=kind)
-        assert [point.after for point in points] == [1, 2, 4, 8]
+    for kind in questions(method):
+        points = attacked(method, [], 1.0, 1.0, 400, kind=kind)
+        assert [point.after for point in points] == [1, 2, 4]
         assert not any(point.broken for point in points)
-        near = max(point.lower_bound / (point.proven or 0) for point in points)
-        assert near >= (0.5 if len(kinds) == 1 else 0.35)
+        assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
 
 
-@pytest.mark.parametrize("method", PROGRAMS)
+@pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
 def test_half_the_noise_is_caught(method: str) -> None:
     for kind in questions(method):
         assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 400, kind=kind))
@@ -93,12 +135,12 @@ def test_sums_of_clients_are_attacked_too() -> None:
     """What is published follows from the sum of three of six: the attack comes near what is proven
     for it, with the draw and without, and finds noise out that is counted more than once."""
     for sight, noise, really in ((SUM, 0.4, 0.4 / 3**0.5), (DRAWN_SUM, 1.6, 0.1)):
-        points = attacked("gs_wgan_small", SUMS, noise, noise, 300, sight)
+        points = attacked("gs_wgan_small", SUMS, noise, noise, 200, sight)
         assert points[0].of.startswith("sum of 3 clients")
         assert not any(point.broken for point in points)
         if sight == SUM:
-            assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.5
-        less = attacked("gs_wgan_small", SUMS, noise, really, 300, sight)
+            assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
+        less = attacked("gs_wgan_small", SUMS, noise, really, 200, sight)
         assert any(point.broken for point in less)
 
 
@@ -116,13 +158,17 @@ SHARES = [
 ]
 
 
-@pytest.mark.parametrize("method", PROGRAMS)
+def shares(method: str) -> list[str]:
+    """Words for secure sums of four clients, one of whom may collude."""
+    return [*SHARES, *([] if method == "fedavg_gan" else ["method.draws=server"])]
+
+
+@pytest.mark.parametrize("method", ["gs_wgan_small", "dp_merf_small"])
 def test_secure_sums_without_the_colluders_shares_are_attacked(method: str) -> None:
     """Three honest shares of four: near what is proven, and not above; with half the noise, above.
     GS-WGAN's clients answer by one critic each, all of them."""
-    draws = [] if method == "fedavg_gan" else ["method.draws=server"]
-    words = [*SHARES, *draws]
-    for kind in questions(method)[:2]:
+    words = shares(method)
+    for kind in questions(method):
         points = attacked(method, words, 1.0, 1.0, 400, kind=kind)
         assert points[0].of == "secure sum of 3 honest shares"
         assert not any(point.broken for point in points)
@@ -160,15 +206,13 @@ def test_an_audit_of_a_run(
     method: str, clients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    protects_clients = (
-        setup(
-            compose("config", [f"method={method}", *tiny(method), *PARTITIONS["several"]])
-        ).method.plan.unit
-        is Unit.CLIENT
-    )
+    several = [f"method={method}", *tiny(method), *PARTITIONS["several"]]
+    known = setup(compose("config", several)).method
+    protects_clients = known.plan.unit is Unit.CLIENT
     canaries = 4 if clients == "several" and protects_clients else 20
     words = [f"method={method}", *tiny(method), *PARTITIONS[clients], "sample_every=1"]
-    releases = 200 if clients == "several" else 0  # above, all programs are attacked
+    # above, all programs are attacked
+    releases = 200 if (method, clients) == ("gs_wgan_small", "several") else 0
     own = ["runtime=in_process", f"audit.releases={releases}", f"audit.canaries={canaries}"]
     assert cli.run(["audit", *words, *own, f"run_dir={run}"]) == 0
     said = capsys.readouterr().out

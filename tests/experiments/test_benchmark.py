@@ -119,7 +119,7 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL])
 def test_when_it_ends_its_runs_end_with_a_checkpoint(
     told: signal.Signals, matrix: Path, tmp_path: Path
 ) -> None:
@@ -162,12 +162,12 @@ def test_it_shows_how_far_its_runs_are_with_their_epsilon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
-    longer = MATRIX["settings"] + ["rounds=200", "evaluate_every=0"]
+    longer = MATRIX["settings"] + ["rounds=60", "evaluate_every=0"]
     matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer}))
     words = [f"matrix={matrix}", "seeds=[0]", "methods=[DP-Sinkhorn]", f"run_dir={tmp_path}/b"]
     assert cli.run(["benchmark", *words]) == 0
     seen = re.findall(
-        r"runs 0/1  DP-Sinkhorn-digits-10-0 (\d+)/200 ε ([\d.]+)", capsys.readouterr().out
+        r"runs 0/1  DP-Sinkhorn-digits-10-0 (\d+)/60 ε ([\d.]+)", capsys.readouterr().out
     )
     assert seen and all(float(epsilon) <= 10 for _, epsilon in seen)
     assert float(seen[0][1]) <= float(seen[-1][1])

@@ -149,14 +149,13 @@ def test_sums_are_equal_to_the_bit_on_every_runtime(train: Train) -> None:
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
         "alone": [],
-        "two actors": TWO_ACTORS,
-        "deaths": [*TWO_ACTORS, "runtime.faults.dies=0.1"],
+        "two actors": [*TWO_ACTORS, "runtime.faults.dies=0.1"],
         "masks": [*TWO_ACTORS, "runtime.masks=true"],
         "flower": ["runtime=flower"],
     }.items():
         run = train(*kind, *overrides, name=name)
         sent[name] = json.loads((run / "results.json").read_text())["bytes"]["up"]
-        assert name != "deaths" or list(run.glob("clients/*/died.*"))
+        assert name != "two actors" or list(run.glob("clients/*/died.*"))
         found = fingerprint(run)
         assert found["generator"] == reference["generator"], name
         assert found["ledgers"] == reference["ledgers"], name

@@ -306,7 +306,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, runtime: str, nothing_left: N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
+@pytest.mark.parametrize("runtime", ["in_process", "ray"])
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, runtime: str, nothing_left: None) -> None:
     """Also while a client hangs."""
     run = tmp_path / "cut"

@@ -124,3 +124,13 @@ def test_what_goes_on_after_its_releases_is_no_start() -> None:
     other = ["warm_up=central_images", "method@warm_up.method=dp_merf_small"]
     with pytest.raises(FedgenError, match="goes on after its releases"):
         setup(compose("config", ["method=dpdm_small", *other]))
+
+
+def test_another_warm_up_is_another_run() -> None:
+    """Under the same seed and at the same noise: what is asked later follows from it."""
+    known = [*words("dpdm_small"), "privacy.noise_multiplier=1", "privacy.target_epsilon=null"]
+    branches = {
+        setup(compose("config", [*known, *more])).branch
+        for more in ([], ["warm_up.noise_multiplier=3"], ["warm_up.batch=11"])
+    }
+    assert len(branches) == 3

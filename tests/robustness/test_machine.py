@@ -77,3 +77,13 @@ def test_several_clients_have_the_same_threads_on_every_runtime() -> None:
         for name in ("in_process", "ray", "flower")
     }
     assert found == {1}
+
+
+def test_whoever_reads_what_is_printed_may_have_seen_enough() -> None:
+    """``fedgen account ... | head -1``: a closed pipe is nobody's mistake."""
+    words = [sys.executable, "-u", "-m", "fedgen.cli", "account", "published=all"]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait() == 0
