@@ -1,3 +1,39 @@
-"""fedgen: private generative models of images, trained from clients' shards."""
+"""fedgen: private generative models of images, trained from clients' shards.
+
+What ``fedgen.library`` has is here as well, and is imported when it is asked for: torch and Flower
+take seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedgen.errors import FedgenError
+
+if TYPE_CHECKING:
+    from fedgen.library import Generator, Run, Samples, account, audit, evaluate, load, train
 
 __version__ = "0.1.0"
+__all__ = [
+    "FedgenError",
+    "Generator",
+    "Run",
+    "Samples",
+    "account",
+    "audit",
+    "evaluate",
+    "load",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fedgen import library
+
+    return getattr(library, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -35,7 +35,8 @@ usage: fedgen <command> [key=value ...]
   fedgen debug experiment=NAME            are some clients' images inverted? private generators of
                                           those that a classifier recognizes, as many of the others,
                                           and a verdict; corruption.fraction=F plants it
-  fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run
+  fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] of these alone;
+                                          out=GRID.png, or out=FOLDER of label/00000.png
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
@@ -180,7 +181,7 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
     elif command == "audit":
         from fedgen.experiments import audit
 
-        print(audit.audit(config))
+        print(audit.audit(config).text)
     elif command == "sample":
         from fedgen.experiments import generation
 

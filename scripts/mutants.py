@@ -784,7 +784,7 @@ MUTANTS = [
     Mutant(
         "embedding-asked-again-after-a-kill",
         "fedgen/experiments/training.py",
-        "due |= state.rounds == asking or (state.rounds < asking and self.method.plan.short)",
+        "due |= state.rounds == once or (state.rounds < once and self.method.plan.short)",
         "due |= False",
         f"{DP_MERF_TESTS}::test_a_run_for_release_that_is_killed_later_asks_no_second_time",
     ),

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 from tiny import TINY, Train, tiny
 
 from fedgen import cli
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.evaluation import JUDGED
-from fedgen.experiments.settings import setup
+from fedgen.experiments.settings import dataset, setup
 
 MISTAKES = [
     ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
@@ -344,6 +345,34 @@ def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> 
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
     assert "belongs to another run" in one_line(capsys)
+
+
+def test_samples_as_a_grid_and_as_a_folder(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder is what ``data=folder`` reads; the same seed draws the same images."""
+    run, file, folder = train(), tmp_path / "s.npz", tmp_path / "drawn"
+    words = ["sample", f"run={run}", "n=30", "labels=[3,5]"]
+    for out in (file, folder, tmp_path / "grid.png"):
+        assert cli.run([*words, f"out={out}"]) == 0
+    with np.load(file) as found:
+        images, labels = found["images"], found["labels"]
+    assert set(labels) == {3, 5} == {int(place.name) for place in folder.iterdir()}
+    for path in folder.rglob("*.png"):
+        assert (np.asarray(Image.open(path)) == images[int(path.stem)][0]).all()
+        assert int(path.parent.name) == labels[int(path.stem)]
+    assert Image.open(tmp_path / "grid.png").size == (10 * 34, 3 * 34)
+    read = compose("config", ["data=folder", f"data.path={folder}"])
+    assert 24 <= len(dataset(read).images) < 30  # others are the test split
+    for more, key in [
+        ([f"out={folder}"], "out"),
+        (["out=a.npz", "labels=[10]"], "labels"),
+        (["out=a.npz", "labels=[]"], "labels"),
+        (["out=a.npz", "labels=3"], "labels"),
+    ]:
+        capsys.readouterr()
+        assert cli.run([*words, *more]) == 2
+        assert one_line(capsys).startswith(f"fedgen: {key}: ")
 
 
 def test_sample_and_evaluate(

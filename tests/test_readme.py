@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tiny import tiny
 
 from fedgen import cli
 from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import setup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,6 +29,13 @@ RECIPES = sorted(
         if line.startswith("fedgen train")
     }
 )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()])
+def test_the_pages_python_runs(page: Path, tmp_path: Path) -> None:
+    """All blocks of a page, one after the other, where nothing is."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_the_readme_is_for_strangers() -> None:
@@ -79,11 +89,16 @@ def test_recipe_at_two_rounds(
         for word in [*tiny(method, "method.answerers=2"), *few]
         if word.split("=")[0] not in given
     ]
-    place = tmp_path / "run"
-    assert cli.run([*words, *overrides, "rounds=2", "evaluate_every=0", f"run_dir={place}"]) == 0
+    place, wanted = tmp_path / "run", 2
+    if "warm_up=" in recipe or config.warm_up.method is not None:
+        overrides += ["warm_up.rounds=1", "warm_up.batch=4"]
+        known = [word for word in [*words[1:], *overrides] if not word.startswith("rounds=")]
+        wanted = setup(compose("config", [*known, "rounds=1000"])).method.plan.least
+    overrides += [f"rounds={wanted}", "evaluate_every=0", f"run_dir={place}"]
+    assert cli.run([*words, *overrides]) == 0
     for results in place.rglob("results.json"):
         rounds = json.loads(results.read_text())["rounds"]
-        assert rounds == 2 or config.method.strategy._target_.endswith("OneShot")
+        assert rounds == wanted or config.method.strategy._target_.endswith("OneShot")
 
 
 def test_every_experiment_is_complete() -> None:
@@ -96,6 +111,6 @@ def test_every_experiment_is_complete() -> None:
 
 def test_the_help_names_every_option_group() -> None:
     text = re.sub(r"\|\s+", "|", cli.HELP)
-    for group in ("method", "data", "partition", "privacy", "runtime", "evaluation"):
+    for group in ("method", "warm_up", "data", "partition", "privacy", "runtime", "evaluation"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert re.search(rf"{group}=[\w|]*\b{file.stem}\b", text), (group, file.stem)

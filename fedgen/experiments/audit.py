@@ -53,9 +53,18 @@ class Point:
         return self.proven is not None and self.lower_bound > self.proven
 
 
-def audit(config: DictConfig) -> str:
+@dataclass(frozen=True)
+class Audited:
+    """What attacks found: on the client program, on a run's pictures; and in words."""
+
+    program: list[Point]
+    run: list[Point]
+    text: str
+
+
+def audit(config: DictConfig) -> Audited:
     """Attacks the client program of a configuration, then trains a run with canaries and attacks
-    that; returns what was found, in words.
+    that.
 
     Raises:
         FedgenError: for a setting that does not work, or if an attack refutes a proven epsilon.
@@ -138,7 +147,7 @@ def audit(config: DictConfig) -> str:
     if any(point.broken for point in (*found, *guessed)):
         print(text)
         raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
-    return text
+    return Audited(found, guessed, text)
 
 
 def _telling_noise(ready: Setup, sight: Sight, kind: int) -> float:

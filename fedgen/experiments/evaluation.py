@@ -85,7 +85,21 @@ def _evaluate_run(config: DictConfig) -> str:
 
 
 def _evaluate_samples(config: DictConfig) -> str:
-    """``evaluation.json`` and pictures, in a folder beside the file."""
+    found, out = judge_samples(config)
+    lines = [*words.quality(found), str(out / "evaluation.json")]
+    judged, given = found["judged"], found["of"]
+    if judged < given:
+        lines.insert(0, f"{judged:,} of {given:,} samples, drawn at random (evaluation.samples)")
+    return "\n".join(lines)
+
+
+def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
+    """What the samples of a file come to; and the folder beside the file that it is written to,
+    as ``evaluation.json`` and pictures.
+
+    Raises:
+        FedgenError: for a mistake of the user's.
+    """
     path = Path(config.samples)
     if config.names.get("data") is None:
         raise FedgenError("data", "what were they trained on?", "e.g. data=mnist")
@@ -108,16 +122,10 @@ def _evaluate_samples(config: DictConfig) -> str:
     coins = coins.at("evaluation")
     with RunProgress() as progress:
         found = suite(config.evaluation, data, data.images, samples, coins, progress, out)
-    told = {"samples": str(path), "data": data.name, "judged": len(order), "of": given}
-    text = json.dumps({**told, **found}, indent=2) + "\n"
+    told = {"samples": str(path), "data": data.name, "judged": len(order), "of": given, **found}
     write_whole(out / "SERVER_SIDE.md", words.SERVER_SIDE.encode())
-    write_whole(out / "evaluation.json", text.encode())
-    lines = [*words.quality(found), str(out / "evaluation.json")]
-    if len(order) < given:
-        lines.insert(
-            0, f"{len(order):,} of {given:,} samples, drawn at random (evaluation.samples)"
-        )
-    return "\n".join(lines)
+    write_whole(out / "evaluation.json", (json.dumps(told, indent=2) + "\n").encode())
+    return told, out
 
 
 def read_samples(path: Path, data: Dataset) -> Rows:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,14 @@ from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
+from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.run_dir import RunDir
 
 SCHEMA = 2
 """Of ``generator.json``."""
 
 _CLIENTS = 10**9
+_COLUMNS = 10  # of a grid
 
 
 def judged_samples(
@@ -166,28 +171,68 @@ def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
     return classes, (channels, high, wide)
 
 
+def labels_of(
+    method: Method, classes: int, count: Any, chosen: Any, coins: Coins
+) -> Tensor:
+    """The labels of so many samples: uniform among those ``chosen``, or all; of a set, each of its
+    images once.
+
+    Raises:
+        FedgenError: for labels that there are not, or more than a set has.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise FedgenError("n", f"must be a positive whole number, got {count!r}", "e.g. n=1000")
+    among = range(classes) if chosen is None else chosen
+    listed = isinstance(among, Sequence) and len(among) > 0 and not isinstance(among, str)
+    if not listed or not all(isinstance(n, Integral) and 0 <= n < classes for n in among):
+        problem = f"must be a list of numbers from 0 to {classes - 1}, got {chosen}"
+        raise FedgenError("labels", problem, "e.g. labels=[0,1]")
+    distinct, drawn = method.server.distinct, coins.public("labels")
+    if distinct is None:
+        return torch.tensor(list(among))[torch.randint(0, len(among), (count,), generator=drawn)]
+    order = torch.randperm(distinct, generator=drawn) % classes  # as many of each label
+    order = order[torch.isin(order, torch.tensor(list(among)))]
+    if count > len(order):
+        problem = f"{count} of a set of {len(order)} images"
+        raise FedgenError("n", problem, f"take at most {len(order)}: that is all of them")
+    return order[:count]
+
+
 def sample(config: DictConfig) -> Path:
-    """Writes samples of a finished run: images (n, channels, height, width) uint8, labels (n,).
-    Needs its ``public`` folder alone."""
+    """Writes samples of a finished run: images (n, channels, height, width) uint8 and labels (n,)
+    of an .npz; a grid, as one .png; or a folder of ``label/00000.png``, as ``data=folder`` reads
+    it. Needs its ``public`` folder alone."""
     out = Path(config.out)
-    if out.suffix != ".npz":
-        raise FedgenError("out", f"{out} is no .npz file", "give out=FILE.npz")
-    if not isinstance(config.n, int) or config.n < 1:
-        raise FedgenError("n", f"must be a positive whole number, got {config.n!r}", "e.g. n=1000")
+    if out.suffix not in ("", ".npz", ".png") or (not out.suffix and out.exists()):
+        problem = f"{out} is no .npz, no .png and no new folder"
+        raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
     settings.check_seed(config)
     method, generator, classes = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
-    distinct, drawn = method.server.distinct, coins.public("labels")
-    if distinct is None:
-        labels = torch.randint(0, classes, (config.n,), generator=drawn)
-    elif config.n <= distinct:  # as many of each label
-        labels = (torch.randperm(distinct, generator=drawn) % classes)[: config.n]
-    else:
-        problem = f"{config.n} of a set of {distinct} images"
-        raise FedgenError("n", problem, f"take at most {distinct}: that is all of them")
+    labels = labels_of(method, classes, config.n, config.labels, coins)
+    if out.suffix == ".png":
+        labels = labels.sort(stable=True).values
     images = draw_samples(method, generator, labels, coins)
     try:
-        np.savez_compressed(out, images=images, labels=labels.numpy())
+        if out.suffix == ".npz":
+            np.savez_compressed(out, images=images, labels=labels.numpy())
+        elif out.suffix == ".png":
+            sample_grid(images, min(len(images), _COLUMNS), out)
+        else:
+            _write_folder(images, labels.tolist(), out)
     except OSError as error:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
     return out
+
+
+def _write_folder(images: NDArray[np.uint8], labels: list[int], out: Path) -> None:
+    """One file for each image, in a folder of its label; whole, or not at all. No two files share a
+    name: ``data=folder`` tells records by it."""
+    new = out.with_name(f"{out.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    width = len(str(max(labels)))  # so that names sort as labels do
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        place = new / f"{label:0{width}d}"
+        place.mkdir(parents=True, exist_ok=True)
+        write_image(image, place / f"{number:05d}.png")
+    new.rename(out)

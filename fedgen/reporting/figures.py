@@ -22,7 +22,13 @@ def sample_grid(images: NDArray[np.uint8], columns: int, path: Path) -> None:
     for number, tile in enumerate(tiles):
         top, left = number // columns * tall + 1, number % columns * wide + 1
         sheet[top : top + tall - 2, left : left + wide - 2] = tile.transpose(1, 2, 0)
-    Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet).save(path)
+    write_image(sheet.transpose(2, 0, 1), path)
+
+
+def write_image(image: NDArray[np.uint8], path: Path) -> None:
+    """Writes one image (channels, h, w), one or three channels, as it is."""
+    pixels = image.transpose(1, 2, 0)
+    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(path)
 
 
 def lower_bounds(

@@ -1,0 +1,233 @@
+"""What the commands do, from Python::
+
+    import fedgen
+
+    run = fedgen.train(method="dp_merf_small", data="digits", epsilon=1.0, rounds=500)
+    run.epsilon, run.samples(100, labels=[3, 5]).images, run.results["gen2real"]
+    fedgen.load("runs/mine/public").samples(1000)
+
+Settings are those of the command line. Keywords are groups and settings without a dot; a dictionary
+before them holds any: ``fedgen.train({"method.ema": 0.9, "privacy.delta": 1e-6}, data="mnist")``.
+``epsilon`` is short for ``privacy.target_epsilon``. A mistake is a ``FedgenError``, in the words of
+the command line.
+
+A call leaves torch's threads and its choice of algorithms as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedgen.coins import Coins
+from fedgen.errors import FedgenError
+from fedgen.experiments import account as accounting
+from fedgen.experiments import audit as auditing
+from fedgen.experiments import evaluation, training
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.generation import draw_samples, labels_of, load_generator
+from fedgen.method import Method, Tensors
+from fedgen.reporting.run_dir import RunDir
+
+Settings = Mapping[str, Any]
+
+
+class Samples(NamedTuple):
+    """Images (n, channels, height, width) uint8, and their labels (n,)."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A published generator.
+
+    path: a finished run, or its ``public`` folder alone. device: that samples are drawn on.
+    """
+
+    path: Path
+    device: str = "auto"
+
+    @cached_property
+    def _loaded(self) -> tuple[Method, Tensors, int]:
+        return load_generator(self.path, self.device)
+
+    @property
+    def classes(self) -> int:
+        """Number of labels."""
+        return self._loaded[2]
+
+    def samples(self, n: int, labels: Sequence[int] | None = None, seed: int = 0) -> Samples:
+        """``n`` images, of ``labels`` or of all, uniformly: those of ``fedgen sample``.
+
+        Raises:
+            FedgenError: for labels that there are not, or more images than a set has.
+        """
+        with _as_it_was():
+            method, weights, classes = self._loaded
+            coins = Coins.of(seed, "seeded").at("sample")
+            chosen = labels_of(method, classes, n, labels, coins)
+            return Samples(draw_samples(method, weights, chosen, coins), chosen.numpy())
+
+    def classify(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Labels (n,) of images (n, channels, height, width) uint8, by the private classifier that
+        was published with the generator.
+
+        Raises:
+            FedgenError: if there is none.
+        """
+        with _as_it_was():
+            method, weights, _ = self._loaded
+            if method.server.classify is None:
+                raise FedgenError("run", "has no classifier", "train one: method=mixture")
+            found = method.server.classify(weights, torch.from_numpy(images).float() / 255)
+            return np.asarray(found.cpu().numpy())
+
+
+@dataclass(frozen=True)
+class Run(Generator):
+    """A finished run, in its directory."""
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """``results.json``."""
+        return RunDir(self.path).results()
+
+    @property
+    def privacy(self) -> dict[str, Any]:
+        """``privacy.json``: what is proven for each client and adversary, beside what a paper's
+        formula would claim."""
+        return RunDir(self.path).privacy()
+
+    @property
+    def epsilon(self) -> float:
+        """What is proven against everybody, the server included, of any client; infinity where
+        there is no bound."""
+        return self.epsilons["server"]
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """What is proven by adversary: ``server`` and ``release``."""
+        views = self.privacy["views"]
+        values = {name: view["epsilon"] for name, view in views.items()}
+        return {name: math.inf if value is None else value for name, value in values.items()}
+
+
+def train(settings: Settings | None = None, /, **more: Any) -> Run:
+    """Trains, as ``fedgen train`` does; with ``resume=DIR`` goes on.
+
+    Raises:
+        FedgenError: for a mistake, or if too few clients answered.
+        Interrupted: by Ctrl-C, after a checkpoint.
+    """
+    with _as_it_was():
+        return Run(training.train(compose("config", _words(settings, more))))
+
+
+def load(path: str | Path, device: str = "auto") -> Generator:
+    """The generator of a run directory, or of a ``public`` folder that somebody handed over.
+
+    Raises:
+        FedgenError: if there is none, or it is not what the run wrote.
+    """
+    found = Path(path)
+    made = (Run if (found / "results.json").exists() else Generator)(found, device)
+    made.classes  # noqa: B018 (loads it)
+    return made
+
+
+def account(settings: Settings | None = None, /, **more: Any) -> dict[str, Any]:
+    """What a run with these settings would cost, before it runs: a row of ``fedgen account
+    output=json``."""
+    with _as_it_was():
+        config = compose("account", _words(settings, {**more, "output": "json"}))
+        [row] = json.loads(accounting.account(config))
+        return dict(row)
+
+
+def evaluate(
+    images: NDArray[np.uint8],
+    labels: NDArray[np.integer[Any]],
+    settings: Settings | None = None,
+    /,
+    **more: Any,
+) -> dict[str, Any]:
+    """Judges samples that anybody made, as ``fedgen evaluate samples=FILE.npz data=NAME`` does.
+
+    Args:
+        images: (n, channels, height, width), (n, height, width) or (n, height, width, 3) uint8.
+        labels: (n,).
+        settings, more: ``data`` that they were made after, ``evaluation`` and more.
+
+    Raises:
+        FedgenError: for images that do not fit the data.
+    """
+    with _as_it_was(), tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "samples.npz"
+        np.savez(file, images=images, labels=labels)
+        config = compose("evaluate", _words(settings, {**more, "samples": str(file)}))
+        found, _ = evaluation.judge_samples(config)
+        return {name: value for name, value in found.items() if name != "samples"}
+
+
+def audit(settings: Settings | None = None, /, **more: Any) -> auditing.Audited:
+    """Attacks a client program and a run, as ``fedgen audit`` does.
+
+    Raises:
+        FedgenError: for a mistake, or if an attack refutes a proven epsilon.
+    """
+    with _as_it_was():
+        return auditing.audit(compose("audit", _words(settings, more)))
+
+
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
+
+
+def _words(settings: Settings | None, more: Settings) -> list[str]:
+    """Settings as the command line has them."""
+    known = {**(settings or {}), **more}
+    if "epsilon" in known:
+        known["privacy.target_epsilon"] = known.pop("epsilon")
+    return [f"{key}={_word(value)}" for key, value in known.items()]
+
+
+def _word(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(_word(each) for each in value) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"'{quoted}'"
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    exact = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(exact, warn_only=warns)
