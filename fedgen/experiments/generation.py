@@ -171,9 +171,7 @@ def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
     return classes, (channels, high, wide)
 
 
-def labels_of(
-    method: Method, classes: int, count: Any, chosen: Any, coins: Coins
-) -> Tensor:
+def labels_of(method: Method, classes: int, count: Any, chosen: Any, coins: Coins) -> Tensor:
     """The labels of so many samples: uniform among those ``chosen``, or all; of a set, each of its
     images once.
 
@@ -184,7 +182,7 @@ def labels_of(
         raise FedgenError("n", f"must be a positive whole number, got {count!r}", "e.g. n=1000")
     among = range(classes) if chosen is None else chosen
     listed = isinstance(among, Sequence) and len(among) > 0 and not isinstance(among, str)
-    if not listed or not all(isinstance(n, Integral) and 0 <= n < classes for n in among):
+    if not listed or not all(isinstance(n, Integral) and 0 <= int(n) < classes for n in among):
         problem = f"must be a list of numbers from 0 to {classes - 1}, got {chosen}"
         raise FedgenError("labels", problem, "e.g. labels=[0,1]")
     distinct, drawn = method.server.distinct, coins.public("labels")
