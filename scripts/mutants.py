@@ -74,7 +74,7 @@ MUTANTS = [
         WARM_UP,
         "return ComposedDpEvent([first(self.asks), then(answered - self.asks)])",
         "return then(answered - self.asks)",
-        f"{WARM_UP_TESTS}::test_dp_feta_costs_what_is_known",
+        f"{WARM_UP_TESTS}::test_both_phases_are_in_the_plan",
     ),
     Mutant(
         "another-warm-up-has-the-same-coins",
@@ -87,7 +87,7 @@ MUTANTS = [
         "central-images-divide-by-their-rows",
         "fedgen/methods/central_images.py",
         "return of_rows(small, clip, labels, facts.classes)",
-        "return of_rows(small / max(1, len(labels)) * 60000, clip, labels, facts.classes)",
+        "return of_rows(small / max(1, len(labels)), clip, labels, facts.classes)",
         "tests/methods/test_central_images.py::test_no_division_by_private_counts",
     ),
     Mutant(

@@ -34,6 +34,13 @@ def test_dp_feta_costs_what_is_known() -> None:
     assert found.second_opinion == pytest.approx(10.0, abs=1e-2)
 
 
+def test_both_phases_are_in_the_plan() -> None:
+    plan = setup(compose("config", words("dpdm_small"))).method.plan
+    assert plan.asked(8) == 5
+    for asked, counts in ((1, [1]), (2, [2]), (3, [2, 1]), (5, [2, 3])):
+        assert list(canonical(plan.server(asked)).values()) == counts
+
+
 def words(method: str) -> list[str]:
     return [f"method={method}", *tiny(method), *WARM]
 
