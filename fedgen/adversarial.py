@@ -45,7 +45,7 @@ from fedgen.models.functional import (
     trainable,
     unflat,
 )
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, descent
+from fedgen.privacy.mechanisms import GradientSum, descent
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
 from fedgen.privacy.releases import Local, Release, Sent
 
@@ -295,7 +295,7 @@ class Client:
     discriminator."""
 
     nets: Networks
-    mechanism: SumGaussian | PlainSum
+    mechanism: GradientSum
     descent: Descent
     of_rows: OfRows
     steps: bool
@@ -338,7 +338,7 @@ class Client:
 def method_of(
     facts: PublicFacts,
     server: Server,
-    mechanism: SumGaussian | PlainSum,
+    mechanism: GradientSum,
     of_rows: OfRows,
     descent_: Descent,
     sampling_rate: float,

@@ -3,6 +3,7 @@ of one client, or of all rows together (``privacy.aggregation``)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from dp_accounting import DpEvent
@@ -25,7 +26,7 @@ from fedgen.method import (
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian, total
+from fedgen.privacy.mechanisms import ClientMean, GradientSum, PlainSum, SumGaussian, total
 from fedgen.privacy.releases import Local, Sent, Trusted
 from fedgen.privacy.routing import Routing
 
@@ -38,12 +39,13 @@ def gradient_sum(
     clip: float,
     batch: int,
     sampling_rate: float,
-) -> SumGaussian | PlainSum:
+) -> GradientSum:
     """What a step of DP-SGD asks of private rows: a noised sum over a Poisson batch, divided by
-    the public ``batch``, of one client or of all together. None neither clips nor noises.
+    the public ``batch``, of one client or of all together; or, at client level, the noised sum of
+    clients' means. None neither clips nor noises.
 
     Raises:
-        FedgenError: for a sampling rate that is none, or client level.
+        FedgenError: for a sampling rate that is none.
     """
     if not 0 < sampling_rate <= 1:
         raise FedgenError(
@@ -51,22 +53,21 @@ def gradient_sum(
             f"must lie above 0 and be at most 1, got {sampling_rate:g}",
             "it is the expected batch over the number of rows",
         )
-    if facts.unit is Unit.CLIENT:
-        raise FedgenError(
-            "privacy.unit",
-            "cannot be client: each row's gradient is clipped, and a client has any number",
-            "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
-        )
-    batches, meeting = PoissonBatches(sampling_rate), facts.aggregation(facts.clients)
+    batches, unit = PoissonBatches(sampling_rate), facts.unit or Unit.RECORD
+    # an aggregator that is trusted clips again what a client sends as a whole
+    most = clip if unit is Unit.CLIENT else math.inf
+    meeting = facts.aggregation(facts.clients, most)
     divisor = float(batch) if isinstance(meeting, Local) else batch / facts.clients
     if noise_multiplier is None:
-        return PlainSum(batches, divisor, Unit.RECORD)
-    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, Unit.RECORD, meeting)
+        return PlainSum(batches, divisor, unit)
+    if unit is Unit.CLIENT:
+        return ClientMean(clip, noise_multiplier, batches, divisor, RELATION, meeting)
+    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, unit, meeting)
 
 
 def method_of(
     facts: PublicFacts,
-    mechanism: SumGaussian | PlainSum,
+    mechanism: GradientSum,
     answer: Callable[[State, Query, Shard, int, Coins], Sent],
     size: int,
     server: ServerProgram,
@@ -93,25 +94,25 @@ def method_of(
     )
 
 
-def _plan(
-    mechanism: SumGaussian | PlainSum, answer: int, rate: float, source: str, exact: bool
-) -> Plan:
+def _plan(mechanism: GradientSum, answer: int, rate: float, source: str, exact: bool) -> Plan:
     """What steps along noised sums promise to spend at most: a step is one sampled Gaussian,
     against everybody, since clients draw their batches in secret; where the aggregator makes the
-    noise, against all others. ``answer``: numbers of one."""
-    private = isinstance(mechanism, SumGaussian)
+    noise, against all others. At client level a step is one Gaussian. ``answer``: its numbers."""
+    private = not isinstance(mechanism, PlainSum)
     trusted = isinstance(mechanism.aggregation, Trusted)
 
     def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
 
-    drawn = rate < 1
+    drawn = rate < 1 and mechanism.unit is Unit.RECORD
     by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
     reason = None if by else "every row is in every batch: there is no draw"
+    if mechanism.unit is Unit.CLIENT:
+        reason = "a client's rows may change together: the draw among them hides nothing"
     if not private:
         reason = "nothing is clipped and nothing is noised"
     return Plan(
-        unit=Unit.RECORD,
+        unit=mechanism.unit,
         relation=RELATION,
         sampler=f"Poisson draw of rows at rate {rate:.4g}" if drawn else "none",
         rows_per_round=1,
@@ -126,9 +127,9 @@ def _plan(
             "RDP of the sampled Gaussian, one draw a step",
             source,
         )
-        if private
+        if isinstance(mechanism, SumGaussian)
         else None,
         exact=exact,
         aggregation=mechanism.aggregation,
-        extents=(mechanism.extent,) if isinstance(mechanism, SumGaussian) else (),
+        extents=() if isinstance(mechanism, PlainSum) else (mechanism.extent,),
     )

@@ -70,6 +70,24 @@ WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
     Mutant(
+        "rows-of-a-client-are-drawn-and-hide-it",
+        MECHANISMS,
+        """        return GaussianDpEvent(self.noise_multiplier)
+
+    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:""",
+        """        return self.batches.event(GaussianDpEvent(self.noise_multiplier))
+
+    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:""",
+        f"{TESTS}::test_a_clients_mean_is_in_the_ball_whatever_rows_it_has",
+    ),
+    Mutant(
+        "a-client-of-many-rows-contributes-more",
+        MECHANISMS,
+        "return clip_rows(total[None] / max(rows, 1), self.clip)[0]",
+        "return total / self.expected",
+        f"{TESTS}::test_a_clients_mean_is_in_the_ball_whatever_rows_it_has",
+    ),
+    Mutant(
         "what-a-warm-up-asks-is-not-counted",
         WARM_UP,
         "return ComposedDpEvent([first(self.asks), then(answered - self.asks)])",

@@ -35,7 +35,7 @@ from fedgen.data.datasets import Shard
 from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, by_vmap
 
 
@@ -44,7 +44,7 @@ class Critic:
     """Lines 2 to 12 of algorithm 2."""
 
     nets: Networks
-    mechanism: SumGaussian | PlainSum
+    mechanism: GradientSum
     penalty: float
     clip: float
 

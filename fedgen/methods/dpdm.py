@@ -44,7 +44,7 @@ from fedgen.models.functional import (
     template,
     unflat,
 )
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
 
@@ -60,7 +60,7 @@ class Client:
     """
 
     network: nn.Module
-    mechanism: SumGaussian | PlainSum
+    mechanism: GradientSum
     clip: float
     copies: int
     dropout: float

@@ -40,7 +40,7 @@ from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, Precision, clipped_sum
 
 
@@ -49,7 +49,7 @@ class Discriminator:
     """Lines 4 to 9 of algorithm 1."""
 
     nets: Networks
-    mechanism: SumGaussian | PlainSum
+    mechanism: GradientSum
     fakes: int
     clip: float
     precision: Precision

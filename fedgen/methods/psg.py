@@ -36,7 +36,7 @@ from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum, method_of
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
 from fedgen.models.functional import Tensors, flat, initial, join, likeness, part, template, unflat
-from fedgen.privacy.mechanisms import PlainSum, SumGaussian
+from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
 
@@ -51,7 +51,7 @@ class Client:
     """A noised gradient of the classifier that it is asked about."""
 
     classifier: nn.Module
-    mechanism: SumGaussian | PlainSum
+    mechanism: GradientSum
     clip: float
     device: str
 

@@ -6,6 +6,7 @@
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
 | ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
 | ``ClientGaussian`` | a client's vector | C / 2C | FedAvg-GAN; DP-MERF at client level |
+| ``ClientMean`` | a client's mean over a batch | C / 2C | DP-SGD at client level |
 
 A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
 become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero,
@@ -320,6 +321,73 @@ class PlainSum:
         return Release({"answer": gradients}, self.event(), self.unit, SEAL)
 
 
+@dataclass(frozen=True)
+class ClientMean:
+    """As ``SumGaussian``, at client level: what a client contributes to a sum is the mean over a
+    batch of its rows, each row's contribution clipped to C, so that the mean is no longer than C
+    whatever its rows are and however many. Plus Gaussian noise: DP-FedSGD (McMahan et al. 2018,
+    algorithm 1, with one local step).
+
+    Neighbours are a client with its rows, and one without any, which contributes nothing and sends
+    noise all the same. All of a client's rows may change together, so that the draw among them
+    hides nothing, and costs as little: the event is a Gaussian that nothing gates.
+
+    expected: rows of a batch about, a public number that says how many parts it is summed in.
+    """
+
+    clip: float
+    noise_multiplier: float
+    batches: Batches
+    expected: float
+    relation: Relation
+    aggregation: Aggregation = LOCAL
+    unit = Unit.CLIENT
+
+    def sensitivity(self, relation: Relation) -> float:
+        """L2 sensitivity of the sum of all clients' means, before the noise."""
+        return _of_a_sum(relation) * self.clip
+
+    @property
+    def std(self) -> float:
+        """Of the noise in each number of the sum."""
+        return self.noise_multiplier * self.sensitivity(self.relation)
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """Std of the noise in each number, and the largest that a contribution has."""
+        return self.std, self.clip
+
+    def event(self) -> DpEvent:
+        """What one release costs."""
+        return GaussianDpEvent(self.noise_multiplier)
+
+    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
+        """The batch behind the next release, in parts of ``about`` so many rows."""
+        return _parts(self.batches, rows, coins, self.expected, about)
+
+    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
+        """See ``SumGaussian.noised``."""
+        return noised(self._mean(size, sums), self.std, coins)
+
+    def _mean(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
+        total, rows = torch.zeros(size, dtype=torch.float64), 0
+        for part in sums:
+            if part.clip > self.clip:
+                raise ValueError("a part was clipped to more than the sensitivity assumes")
+            total, rows = total + part.flat().to(total), rows + len(part.norms)
+        # whatever was counted: what leaves is no longer than C
+        return clip_rows(total[None] / max(rows, 1), self.clip)[0]
+
+    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Sent:
+        """The mean, of this shape, to leave the client."""
+        exact = self._mean(math.prod(shape), sums).view(1, *shape)
+        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
+
+
+GradientSum = SumGaussian | ClientMean | PlainSum
+"""What DP-SGD asks of a batch of rows, or does without privacy."""
+
+
 def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
     """A batch in a public number of parts. A row's part is a coin of its own, as its place in the
     batch is: given the coins of all others, a row more changes no other part."""
@@ -332,7 +400,7 @@ def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int
 
 
 def descent(
-    mechanism: SumGaussian | PlainSum,
+    mechanism: GradientSum,
     start: Mapping[str, Tensor],
     size: int,
     sums: Callable[[Mapping[str, Tensor], Coins], Iterable[ClippedSum]],

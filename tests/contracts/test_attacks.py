@@ -98,6 +98,14 @@ def distance(method: str, words: list[str], kind: int) -> float:
     return float(apart / noise.std() / proven)
 
 
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+@pytest.mark.parametrize("method", ["dpgan_small", "dp_wgan_gp_small", "psg_small", "dpdm_small"])
+def test_clients_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:
+    """With all of their rows, or without any; also where a step takes each row by a coin."""
+    words = [*(shares(method) if aggregation == "secure" else SHARES[:3]), "privacy.unit=client"]
+    assert distance(method, words, 0) == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("method", PROGRAMS)
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_neighbours_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:

@@ -353,7 +353,8 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
         ([*DPGAN, "privacy.colluders=-1"], "privacy.colluders", "whole number"),
         ([*DPGAN, "privacy.aggregation=maybe"], "privacy.aggregation", "local or secure"),
         ([*DPGAN, "runtime.min_success=0.5"], "runtime.min_success", "2.5 of 5"),
-        ([*DPGAN, "privacy.unit=client"], "privacy.unit", "cannot be client"),
+        (["method=dp_sinkhorn_small", *SUMS, "privacy.unit=client"],
+         "privacy.unit", "cannot be client"),
         ([*DPGAN, "privacy.target_epsilon=null", "privacy.noise_multiplier=1e-9"],
          "privacy.aggregation", "32 bits"),
         (["method=gs_wgan_small", *SUMS, "method.routing=per_sample"],
@@ -402,11 +403,19 @@ def test_account_shows_whoever_makes_the_noise(capsys: pytest.CaptureFixture[str
     assert "secure): not here" in capsys.readouterr().out
 
 
-def test_client_level_protects_a_client_with_any_rows(train: Train) -> None:
-    run = train("method=dp_merf_small", *SUMS, "privacy.unit=client", "rounds=3")
+@pytest.mark.parametrize("aggregation", ["local", "secure"])
+@pytest.mark.parametrize("method", ["dp_merf_small", "dpgan_small", "psg_small"])
+def test_client_level_protects_a_client_with_any_rows(
+    train: Train, method: str, aggregation: str
+) -> None:
+    """By as much noise as is proven for steps that no draw gates."""
+    words = [f"method={method}", *SUMS[:2], f"privacy.aggregation={aggregation}"]
+    run = train(*words, "privacy.unit=client", "rounds=3")
     record = json.loads((run / "privacy.json").read_text())
-    assert record["unit"] == "client" and record["aggregation"]["kind"] == "secure"
+    assert record["unit"] == "client" and record["aggregation"]["kind"] == aggregation
     assert record["views"]["server"]["epsilon"] == pytest.approx(10, abs=0.01)
+    assert record["views"]["server"]["accountant"] == "Gaussian, exact"
+    assert record["views"]["server"]["amplified_by"] is None
     assert "all images of one client" in (run / "public" / "PRIVACY.md").read_text()
 
 

@@ -22,6 +22,7 @@ from fedgen.privacy.bounds import Ball
 from fedgen.privacy.events import Contribution, Relation, Unit
 from fedgen.privacy.mechanisms import (
     ClientGaussian,
+    ClientMean,
     JointGaussian,
     NoMechanism,
     RowGaussian,
@@ -241,6 +242,24 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
             for each in pair
         )
         assert np.linalg.norm(first - second) <= GRAIN * mechanism.sensitivity(relation) + 1e-5
+
+
+@given(any_rows, st.integers(1, 40), st.integers(1, 40))
+def test_a_clients_mean_is_in_the_ball_whatever_rows_it_has(
+    rows: np.ndarray, times: int, expected: int
+) -> None:
+    """However many, and whatever number was expected; of none it is nothing."""
+    mechanism = ClientMean(0.7, 1e-9, PoissonBatches(0.1), expected, ADD_OR_REMOVE)
+    assert mechanism.sensitivity(ADD_OR_REMOVE) == 0.7
+    assert mechanism.event() == GaussianDpEvent(1e-9), "a draw among its rows hides nothing"
+    parts = [of_rows(torch.from_numpy(np.tile(rows, (times, 1))), 0.7) for _ in range(2)]
+    for sums, most in ((parts, 0.7), (parts[:1], 0.7), ([], 0.0)):
+        released = mechanism.release((4,), sums, COINS).arrays["answer"]
+        assert np.linalg.norm(released.astype(float)) <= most + 1e-7
+    exact = clip_rows(torch.from_numpy(rows), 0.7).double().mean(0).numpy()
+    assert np.allclose(mechanism.release((4,), parts, COINS).arrays["answer"], exact, atol=1e-5)
+    with pytest.raises(ValueError, match="more than the sensitivity"):
+        mechanism.release((4,), [of_rows(torch.from_numpy(rows), 0.8)], COINS)
 
 
 @given(any_rows, st.permutations(range(3)))
