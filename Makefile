@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
+# hundreds of processes begin in the tests: each sooner if it finds what others compiled
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint clean
 
 demo: $(INSTALLED)

@@ -25,9 +25,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOW = ("torch", "torch.utils.tensorboard", "hypothesis", "scipy.stats", "dp_accounting.pld")
-SLOW += ("flwr.serverapp", "flwr.clientapp", "hydra", "sklearn.datasets", "jsonschema", "psutil")
-SLOW += ("matplotlib.figure", "matplotlib.backends.backend_agg", "rich.progress", "PIL.Image")
+LAZY = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "sklearn.datasets", "ray")
+OWN = ("fedgen", "strategies", "configs", "conftest", "tiny")
 COPIED = ("fedgen", "strategies", "configs", "tests", "pyproject.toml")
 
 
@@ -1300,6 +1299,20 @@ def judge(mutant: Mutant) -> list[str]:
     return failed(mutant, [mutant.test])
 
 
+def _load_what_others_wrote() -> None:
+    """All packages that tests import, once: each mutant is judged in a fork of this process, which
+    then imports what is ours from its copy."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    for path in [*ROOT.glob("fedgen/**/*.py"), *ROOT.glob("strategies/*.py")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        importlib.import_module(name.removesuffix(".__init__"))
+    for name in ("conftest", *LAZY):
+        importlib.import_module(name)
+    for name in [each for each in sys.modules if each.split(".")[0] in OWN]:
+        del sys.modules[name]
+    del sys.path[:2]
+
+
 def main() -> None:
     """Judges the mutants that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -1313,8 +1326,7 @@ def main() -> None:
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # that a test fails is enough
-    for slow in SLOW:
-        importlib.import_module(slow)  # once: each mutant is judged in a fork of this process
+    _load_what_others_wrote()
     survived = 0
     with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
         tests = sorted({mutant.test for mutant in chosen})

@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("fedgen")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long to look for what falls over."""
-    parser.addoption("--fuzz", type=int, default=12, help="cases of each kind in test_fuzz.py")
+    parser.addoption("--fuzz", type=int, default=8, help="cases of each kind in test_fuzz.py")
 
 
 @pytest.fixture

@@ -1,23 +1,25 @@
 """Runs in processes of their own, several at a time.
 
-A *lane* is a process that trains its runs one after the other. Ctrl-C reaches it through the
-process that began it, and when that one ends, in whatever way, a lane ends after its round, with a
-checkpoint.
+A *lane* is a process that trains its runs one after the other: a fork of one that has imported what
+a run needs, so that it begins at once. Ctrl-C reaches it through the process that began it, and when
+that one ends, in whatever way, a lane ends after its round, with a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,6 +29,8 @@ from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, make_folder
 from fedgen.reporting.words import summary
 
+_server = multiprocessing.get_context("forkserver")
+_IMPORTED = ["fedgen.experiments.training", "matplotlib.figure", "sklearn"]
 _POLL_SECONDS = 0.2
 _AGAIN_SECONDS = 20.0  # a run that was told twice ends at once
 
@@ -66,7 +70,7 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
         Interrupted: if it was asked to end; the runs have kept what they had.
     """
     make_folder(logs)
-    waiting, running, failed = dict(lanes), dict[str, subprocess.Popen[bytes]](), list[Path]()
+    waiting, running, failed = dict(lanes), dict[str, ForkServerProcess](), list[Path]()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in running.values():
@@ -84,16 +88,16 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
                     running[name] = _begin(waiting.pop(name), logs / f"{name}.log")
                 time.sleep(_POLL_SECONDS)
                 for name, process in list(running.items()):
-                    if process.poll() is not None:
+                    if process.exitcode is not None:
                         _end(running.pop(name))
-                        if process.returncode:
+                        if process.exitcode:
                             failed.append(logs / f"{name}.log")
                             progress.say(f"{name} failed: see {failed[-1]}")
                 _show(progress, stage, lanes, running)
         except KeyboardInterrupt:  # the lanes were told as well
             progress.say("waiting for the runs to keep what they have; once more to end at once")
             for process in running.values():
-                process.wait()
+                process.join()
             raise Interrupted(f"interrupted; go on with {go_on}") from None
         finally:
             for number, handler in before.items():
@@ -123,39 +127,52 @@ def _how_far(config: DictConfig) -> str:
     return f"{place.name} {line['round']}/{config.rounds} ε {spent}"
 
 
-def _begin(configs: Sequence[DictConfig], log: Path) -> subprocess.Popen[bytes]:
+def _begin(configs: Sequence[DictConfig], log: Path) -> ForkServerProcess:
+    _serve()
     chosen = [OmegaConf.to_container(config, resolve=True) for config in configs]
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fedgen.experiments.processes"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # the same modules as here
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(chosen).encode() + b"\n")
-    process.stdin.flush()  # and stays open: that it closes tells the lane that nobody waits for it
+    process = _server.Process(target=_lane, args=(chosen, str(log), dict(os.environ)), daemon=False)
+    process.start()
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _serve() -> None:
+    """Starts the process that lanes are forks of, unless it is there: with the same modules as here,
+    whatever lies in the working directory."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
+    try:
+        _server.set_forkserver_preload(_IMPORTED)
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _end(process: ForkServerProcess) -> None:
+    assert process.pid is not None
     with suppress(ProcessLookupError):  # with what it began itself: a killed one could not
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
+    process.kill()  # one that has no group of its own yet
+    process.join()
 
 
-def _lane() -> None:
+def _lane(chosen: Sequence[Any], log: str, environ: Mapping[str, str]) -> None:
     """What the process of a lane does."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    configs = [OmegaConf.create(each) for each in json.loads(sys.stdin.readline())]
+    os.environ.clear()
+    os.environ.update(environ)
+    with Path(os.devnull).open("rb") as nothing, Path(log).open("ab") as file:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def train_all() -> None:
-        for config in configs:
+        for each in chosen:
+            config = OmegaConf.create(each)
             if (Path(config.run_dir) / "config.yaml").exists():
                 config.resume = config.run_dir
             print(summary(train(config)), flush=True)
@@ -167,12 +184,9 @@ def _lane() -> None:
 
 
 def _end_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     while True:  # Python drops what is raised at a bad moment, as while an object is finalized
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_AGAIN_SECONDS)
-
-
-if __name__ == "__main__":
-    _lane()

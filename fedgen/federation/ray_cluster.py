@@ -58,9 +58,12 @@ def cluster(address: str | None) -> Iterator[None]:
 
 
 def be_quiet() -> None:
-    """Has Ray send no statistics and give no advice."""
+    """Has Ray send no statistics, give no advice, and start no processes for tasks, of which there
+    are none."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
 @contextmanager

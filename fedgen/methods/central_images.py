@@ -23,8 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms import RandAugment
-from torchvision.transforms.functional import adjust_sharpness
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
@@ -74,6 +72,8 @@ class Server:
 
     def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
         """Of each label a central image, changed at random."""
+        from torchvision.transforms import RandAugment  # slow: it imports torch's compiler
+
         source = coins.public("samples")
         images = weights["images"].cpu()
         which = torch.randint(0, len(images), (len(labels),), generator=source)
@@ -96,6 +96,8 @@ class Server:
 def _enlarged(means: Tensor, side: tuple[int, int]) -> Tensor:
     """Means (n, c, h / 2, w / 2) at their full size, without single pixels that stand out, and
     sharpened."""
+    from torchvision.transforms.functional import adjust_sharpness
+
     images = F.interpolate(means, side, mode="bilinear")
     around = F.unfold(F.pad(images.flatten(0, 1)[:, None], (1, 1, 1, 1), mode="replicate"), 3)
     median: Tensor = around.median(1).values

@@ -32,16 +32,21 @@ def least_noise(
     noise, factor = 1.0, 2.0
     if rough_at is not None:
         with suppress(FedgenError):  # the account may be too rough to be of use
-            noise = least_noise(rough_at, target, close=close / 10)
-            for _ in range(4):
-                found = epsilon_at(noise)
+            noise = least_noise(rough_at, target, close=target / 50)
+            slope = math.log(max(rough_at(noise) / rough_at(1.1 * noise), 1.01)) / math.log(1.1)
+            found, factor = epsilon_at(noise), 1.1
+            for _ in range(5):
                 if target - close < found <= target:
                     return noise
-                factor = 1.1 if target / 2 < found < 2 * target else 2.0
-                if factor == 2.0:
+                if not target / 2 < found < 2 * target:
+                    factor = 2.0
                     break
-                again = below * rough_at(noise) / found
-                noise = least_noise(rough_at, again, close=close / 10)
+                # epsilon is nearly a power of the noise: what was found tells which
+                again = noise * (found / below) ** (1 / slope)
+                before, found = found, epsilon_at(again)
+                if found != before:
+                    slope = max(math.log(before / found) / math.log(again / noise), 0.1)
+                noise = again
     high, at_high = noise, epsilon_at(noise)
     low, at_low = high, at_high
     while at_high > target:

@@ -82,8 +82,13 @@ def test_every_matrix_composes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path: Path) -> None:
+    # the second takes longer than whoever waits for the first to be done
+    slow = {"settings": [*MATRIX["methods"]["DP-Sinkhorn"]["settings"], "rounds=60"]}
+    slow["settings"] += ["evaluate_every=30"]
+    methods = {**MATRIX["methods"], "DP-Sinkhorn": slow}
+    matrix.write_text(yaml.safe_dump({**MATRIX, "methods": methods}))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    words = ["benchmark", f"matrix={matrix}", "jobs=2"]
+    words = ["benchmark", f"matrix={matrix}", "seeds=[0]", "jobs=1"]
     assert cli.run([*words, f"run_dir={whole}"]) == 0
     process = psutil.Popen([sys.executable, "-m", "fedgen.cli", *words, f"run_dir={cut}"])
     until = time.monotonic() + 300
@@ -95,20 +100,19 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
     for each in everyone:
         each.kill()
     psutil.wait_procs(everyone)
-    assert sum(RunDir(path).finished for path in cut.glob("D*")) < 4
+    assert sum(RunDir(path).finished for path in cut.glob("D*")) < 2
     assert not (cut / "benchmark.csv").exists()
     assert cli.run([*words, f"run_dir={cut}"]) == 0
     assert table(cut) == table(whole)
     rows = table(cut)
     assert [(row["method"], row["target_epsilon"], row["seeds"]) for row in rows] == [
-        ("DP-MERF", "10", "2"),
-        ("DP-Sinkhorn", "10", "2"),
+        ("DP-MERF", "10", "1"),
+        ("DP-Sinkhorn", "10", "1"),
     ]
     assert [row["paper_gen2real_cnn"] for row in rows] == ["0.82", ""]
     for row in rows:
         assert 0 < float(row["server_epsilon"]) <= float(row["target_epsilon"])
         assert 0 <= float(row["gen2real_cnn"]) <= 1
-        assert row["gen2real_cnn_std"]
         assert row["gen2real_average"]
     assert (cut / "benchmark.png").stat().st_size > 0
     assert len(json.loads((cut / "benchmark.json").read_text())) == 2
@@ -124,7 +128,8 @@ def test_when_it_ends_its_runs_end_with_a_checkpoint(
     told: signal.Signals, matrix: Path, tmp_path: Path
 ) -> None:
     """It alone is told; of SIGKILL its runs learn because it is gone."""
-    matrix.write_text(yaml.safe_dump(MATRIX | {"settings": ["runtime.threads=1", "rounds=100000"]}))
+    longer = {"settings": ["runtime.threads=1", "rounds=100000"], "seeds": [0]}
+    matrix.write_text(yaml.safe_dump(MATRIX | longer))
     words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2", f"run_dir={tmp_path}/b"]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen([sys.executable, *words], stderr=said)

@@ -18,6 +18,16 @@ from fedgen.method import PublicFacts
 SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))
 
 
+def chosen(name: str) -> str:
+    """The method or the recipe of a sweep's first run."""
+    words = combinations([f"sweep={name}"])[0]
+    return next(word for word in words if word.startswith(("method=", "experiment=")))
+
+
+ONE_OF_EACH = list({chosen(name): name for name in SWEEPS}.values())
+"""One of the sweeps whose runs are of one method."""
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_sweep_composes(name: str) -> None:
     points = combinations([f"sweep={name}", "rounds=2"])
@@ -31,7 +41,7 @@ def test_every_sweep_composes(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_first_of_every_sweep_runs_two_rounds(
     name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

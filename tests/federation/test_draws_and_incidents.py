@@ -63,7 +63,7 @@ class Seen:
             if fate == "fails":
                 raise RuntimeError
             if fate == "late":
-                time.sleep(0.06)
+                time.sleep(0.25)
             return ask(home, message)
 
         draw = Routing.draw
@@ -132,12 +132,12 @@ def test_without_the_key_of_its_draws_nothing_amplifies(
 def test_what_is_published_never_says_less_than_what_was_contributed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Twelve runs of two to four clients. In each some are out of order, for good or for a while,
+    """Six runs of two to four clients. In each some are out of order, for good or for a while,
     in one of all ways; it is resumed until it is done, or six times. Where anybody was seen to fail
     epsilon is at least the exact one of the busiest in what is published; else the draws are the
     ones that were made first."""
     rng, published, incidents = random.Random(share), 0, 0
-    for number in range(12):
+    for number in range(6):
         seen, run = Seen(monkeypatch), tmp_path / str(number)
         clients = rng.choice([2, 3, 4])
         kind, whom = rng.choice(["silent", "fails", "late"]), rng.randrange(clients)
@@ -148,7 +148,7 @@ def test_what_is_published_never_says_less_than_what_was_contributed(
                 return kind  # noqa: B023
             return "answers"
 
-        words = [f"partition.clients={clients}", "runtime.timeout=0.05", f"run_dir={run}"]
+        words = [f"partition.clients={clients}", "runtime.timeout=0.2", f"run_dir={run}"]
         command = [*RUN, *words, f"runtime.min_success={share}"]
         for attempt in range(6):
             seen.fate = lambda client, round_: out_of_order(client, round_, attempt)  # noqa: B023
@@ -172,5 +172,5 @@ def test_what_is_published_never_says_less_than_what_was_contributed(
             assert release["epsilon"] >= exact
             assert release["amplified_by"] is None
         assert all(len(cohorts) == 1 for cohorts in seen.asked.values())
-    assert published >= 4
-    assert incidents >= 2
+    assert published >= 2
+    assert incidents >= 1
