@@ -1,8 +1,8 @@
 """Runs in processes of their own, several at a time.
 
-A *lane* is a process that trains its runs one after the other: a fork of one that has imported what
-a run needs, so that it begins at once. Ctrl-C reaches it through the process that began it, and when
-that one ends, in whatever way, a lane ends after its round, with a checkpoint.
+A *lane* is a process that trains its runs one after the other: a fork of one that has imported
+what a run needs, so that it begins at once. Ctrl-C reaches it through the process that began it,
+and when that one ends, in whatever way, a lane ends after its round, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _begin(configs: Sequence[DictConfig], log: Path) -> ForkServerProcess:
 
 
 def _serve() -> None:
-    """Starts the process that lanes are forks of, unless it is there: with the same modules as here,
-    whatever lies in the working directory."""
+    """Starts the process that lanes are forks of, unless it is there: with the same modules as
+    here, whatever lies in the working directory."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
     try:

@@ -33,8 +33,10 @@ def least_noise(
     if rough_at is not None:
         with suppress(FedgenError):  # the account may be too rough to be of use
             noise = least_noise(rough_at, target, close=target / 50)
-            slope = math.log(max(rough_at(noise) / rough_at(1.1 * noise), 1.01)) / math.log(1.1)
             found, factor = epsilon_at(noise), 1.1
+            if found == rough_at(noise):  # it is not rough at all
+                return least_noise(rough_at, target, close=close / 10)
+            slope = math.log(max(rough_at(noise) / rough_at(1.1 * noise), 1.01)) / math.log(1.1)
             for _ in range(5):
                 if target - close < found <= target:
                     return noise
