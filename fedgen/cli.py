@@ -35,6 +35,8 @@ usage: fedgen <command> [key=value ...]
   fedgen debug experiment=NAME            are some clients' images inverted? private generators of
                                           those that a classifier recognizes, as many of the others,
                                           and a verdict; corruption.fraction=F plants it
+  fedgen data check data=... [overrides]  what a data set holds, and which settings fit; for those
+                                          who have it: the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] of these alone;
                                           out=GRID.png, or out=FOLDER of label/00000.png
   fedgen evaluate run=DIR                 judge a finished run again
@@ -52,8 +54,11 @@ settings (defaults in brackets):
                                                  method/generator=dcgan|resnet
   warm_up=none|central_images|mixture [none]     of methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
-  data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR data.path=PATH
-  partition=single|iid|by_writer|dirichlet|shards [single]   partition.clients=N partition.alpha=A
+  data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR
+                         data.path=PATH|[PATH,...] data.size=N data.channels=1|3
+                         data.classes=N, of an .npz
+  partition=single|iid|by_writer|by_folder|dirichlet|shards [single]
+                         partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
                          privacy.budget_epsilon=E, of all secure runs on the same data
@@ -84,6 +89,7 @@ COMMANDS = {
     "train": "config",
     "account": "account",
     "audit": "audit",
+    "data": "account",
     "sample": "sample",
     "evaluate": "evaluate",
     "benchmark": "benchmark",
@@ -121,6 +127,10 @@ def _command(command: str, *rest: str) -> None:
         raise FedgenError(
             command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
         )
+    if command == "data":
+        if rest[:1] != ("check",):
+            raise FedgenError("data", "has one command", "write fedgen data check data=...")
+        rest = rest[1:]
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
     configs = _configurations(command, rest)
@@ -170,6 +180,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import spent
 
         print(spent.spent(config))
+    elif command == "data":
+        from fedgen.experiments import data
+
+        print(data.check(config))
     elif command == "account" and config.published is not None:
         from fedgen.experiments import published
 

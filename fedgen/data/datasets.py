@@ -30,8 +30,6 @@ from fedgen.files import cache, digest, read_arrays
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 
-_MOST_PIXELS = 2**26  # of an image in a folder
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -79,6 +77,7 @@ class Dataset:
     test_images, test_labels: the real test split.
     writers: who made each training row, (n,) int64, or None.
     classes: number of labels.
+    labels_in_names: whether a record of another label has another place among the rows.
     """
 
     name: str
@@ -88,6 +87,7 @@ class Dataset:
     test_labels: Labels
     writers: Labels | None
     classes: int
+    labels_in_names: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -125,6 +125,7 @@ class Dataset:
             self.labels[out],
             writers,
             self.classes,
+            self.labels_in_names,
         )
 
     def shard(self, index: Labels) -> Shard:
@@ -146,7 +147,7 @@ def digits(coins: Coins, **_: object) -> Dataset:
     scaled = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     order = torch.randperm(len(labels), generator=coins.public("digits", "split")).numpy()
     train, test = order[:1437], order[1437:]
-    return _checked(
+    return checked(
         "digits", scaled[train], labels[train], scaled[test], labels[test], None, classes=10
     )
 
@@ -160,7 +161,7 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
     """
     folder = root_of(root)
     if (folder / f"{name}.npz").exists():
-        return _from_npz(name, folder / f"{name}.npz", 10)
+        return from_npz(name, folder / f"{name}.npz", 10)
     import torchvision
 
     load = getattr(torchvision.datasets, kind)
@@ -172,7 +173,7 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
             f"{name} is neither in {folder} nor could it be downloaded",
             f"put {name}.npz or torchvision's files there, or connect to a network",
         ) from error
-    return _checked(
+    return checked(
         name,
         train.data.numpy()[:, None],
         train.targets.numpy(),
@@ -210,7 +211,7 @@ def femnist(
     if not file.exists():
         femnist_from_hub(file)
     arrays = _arrays(file, ["images", "labels", "writer"])
-    images = 255 - _as_images(file, arrays["images"])
+    images = 255 - as_images(file, arrays["images"])
     labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
     if not len(images) == len(labels) == len(writers):
         raise FedgenError("data", f"{file} has not one label and writer per image", "mend it")
@@ -235,7 +236,7 @@ def femnist(
     if not there[~test].any():
         raise FedgenError("data.least_rows", "leaves no writer", "lower it")
     images, labels, writers, test = images[there], labels[there], writers[there], test[there]
-    return _checked(
+    return checked(
         "femnist", images[~test], labels[~test], images[test], labels[test], writers[~test], classes
     )
 
@@ -315,7 +316,7 @@ def celeba(root: str | None, **_: object) -> Dataset:
         part = np.array([int(parts[name]) for name in names])
         images = np.stack(
             [
-                _centre_square(Image.open(folder / "img_align_celeba" / name).convert("RGB"), 32)
+                centre_square(Image.open(folder / "img_align_celeba" / name).convert("RGB"), 32)
                 for name in names
             ]
         )
@@ -327,7 +328,7 @@ def celeba(root: str | None, **_: object) -> Dataset:
             "list_eval_partition.txt",
         ) from error
     train, test = part == 0, part == 2
-    return _checked("celeba", images[train], male[train], images[test], male[test], None, classes=2)
+    return checked("celeba", images[train], male[train], images[test], male[test], None, classes=2)
 
 
 def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
@@ -338,116 +339,8 @@ def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
     return [row[0] for row in rows], values
 
 
-def folder(
-    coins: Coins,
-    root: str | None,
-    path: str | None,
-    size: int | None = None,
-    classes: int | None = None,
-    **_: object,
-) -> Dataset:
-    """A user's own images: an ``.npz`` as in the module's text, or a folder with one sub-folder of
-    images per label (``train/`` and ``test/`` inside, else a tenth by public coins is the test
-    split).
-
-    A record of an image folder is told by its file name, whatever its label: rows are in the order
-    of the names' digests, so an image that changes, or changes its label, moves no other.
-
-    Args:
-        path: the file or folder, absolute or below ``data.root``.
-        size: images are cropped to a square and resized to this many pixels; None leaves them.
-        classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
-    """
-    if not path:
-        raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
-    if size is not None and size < 8:
-        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
-    place = root_of(root) / Path(path).expanduser()
-    if not place.exists():
-        raise FedgenError("data.path", f"{place} does not exist", "give an .npz file or a folder")
-    if place.is_file():
-        if classes is None:
-            raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
-        return _from_npz("folder", place, classes)
-    parts = [place / "train", place / "test"]
-    split = all(part.is_dir() for part in parts)
-    names = sorted(p.name for p in (parts[0] if split else place).iterdir() if p.is_dir())
-    if split:
-        (train, train_labels, __), (test, test_labels, __) = (
-            _image_folder(part, names, size) for part in parts
-        )
-        return _checked("folder", train, train_labels, test, test_labels, None, len(names))
-    images, labels, file_names = _image_folder(place, names, size)
-    test_rows = np.array(
-        [
-            float(torch.rand((), generator=coins.public("folder", "split", name))) < 0.1
-            for name in file_names
-        ]
-    )
-    return _checked(
-        "folder",
-        images[~test_rows],
-        labels[~test_rows],
-        images[test_rows],
-        labels[test_rows],
-        None,
-        len(names),
-    )
-
-
-def _image_folder(
-    place: Path, names: list[str], size: int | None
-) -> tuple[Images, Labels, list[str]]:
-    """Images, labels and file names, in the order of the file names' digests."""
-    from PIL import Image, UnidentifiedImageError
-
-    found: dict[str, tuple[Path, int]] = {
-        file.name: (file, label)
-        for label, name in enumerate(names)
-        if (place / name).is_dir()
-        for file in sorted((place / name).iterdir())
-        if file.is_file()
-    }
-    total = sum(
-        sum(file.is_file() for file in (place / name).iterdir())
-        for name in names
-        if (place / name).is_dir()
-    )
-    if not found:
-        raise FedgenError("data.path", f"{place} has no images", "one sub-folder per label")
-    if total > len(found):
-        raise FedgenError(
-            "data.path",
-            f"{total - len(found)} file names in {place} occur under several labels",
-            "rename them: a record is told by its file name",
-        )
-    order = sorted(found, key=lambda name: digest(name.encode()))
-    images = []
-    for name in order:
-        file = found[name][0]
-        try:
-            raw = Image.open(file)
-            if raw.width * raw.height > _MOST_PIXELS:
-                problem = f"{file} has {raw.width:,} x {raw.height:,} pixels"
-                raise FedgenError("data.path", problem, "make it smaller")
-            image = raw.convert("L" if raw.mode in ("1", "L", "I", "I;16") else "RGB")
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-            raise FedgenError(
-                "data.path", f"{file} is not a readable image", "remove it"
-            ) from error
-        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
-    shapes = {image.shape for image in images}
-    if len(shapes) > 1:
-        raise FedgenError(
-            "data.path",
-            f"images in {place} have {len(shapes)} different shapes",
-            "set data.size=32 (or another size) to bring them to one",
-        )
-    labels = np.array([found[name][1] for name in order], dtype=np.int64)
-    return _as_images(place, np.stack(images)), labels, order
-
-
-def _centre_square(image: object, size: int) -> Images:
+def centre_square(image: object, size: int) -> Images:
+    """The middle of an image, (size, size) or (size, size, channels)."""
     from PIL import Image, ImageOps
 
     assert isinstance(image, Image.Image)
@@ -455,14 +348,15 @@ def _centre_square(image: object, size: int) -> Images:
     return np.asarray(fitted, dtype=np.uint8)
 
 
-def _from_npz(name: str, file: Path, classes: int) -> Dataset:
+def from_npz(name: str, file: Path, classes: int) -> Dataset:
+    """The data set in an npz file, as in the module's text."""
     arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"])
     writers = arrays.get("train_writer")
-    return _checked(
+    return checked(
         name,
-        _as_images(file, arrays["train_images"]),
+        as_images(file, arrays["train_images"]),
         _whole_numbers(file, arrays["train_labels"]),
-        _as_images(file, arrays["test_images"]),
+        as_images(file, arrays["test_images"]),
         _whole_numbers(file, arrays["test_labels"]),
         None if writers is None else _whole_numbers(file, writers),
         classes,
@@ -500,7 +394,7 @@ def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
     return found
 
 
-def _as_images(file: Path, images: NDArray[np.generic]) -> Images:
+def as_images(file: Path, images: NDArray[np.generic]) -> Images:
     """(n, h, w) or (n, h, w, channels) uint8 to (n, channels, h, w)."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise FedgenError(
@@ -512,7 +406,7 @@ def _as_images(file: Path, images: NDArray[np.generic]) -> Images:
     return np.ascontiguousarray(channels_last.transpose(0, 3, 1, 2).astype(np.uint8, copy=False))
 
 
-def _checked(
+def checked(
     name: str,
     images: NDArray[np.generic],
     labels: NDArray[np.generic],
@@ -520,7 +414,13 @@ def _checked(
     test_labels: NDArray[np.generic],
     writers: NDArray[np.generic] | None,
     classes: int,
+    labels_in_names: bool = False,
 ) -> Dataset:
+    """A data set of these arrays.
+
+    Raises:
+        FedgenError: if they are none.
+    """
     if images.ndim == 4 and images.shape[-1] == 3 and images.shape[1] != 3:
         images, test_images = images.transpose(0, 3, 1, 2), test_images.transpose(0, 3, 1, 2)
     if (
@@ -549,4 +449,5 @@ def _checked(
         test_labels.astype(np.int64),
         None if writers is None else writers.astype(np.int64),
         classes,
+        labels_in_names,
     )

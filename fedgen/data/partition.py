@@ -54,6 +54,19 @@ def by_writer(
     return _checked(shards, len(labels))
 
 
+def by_folder(
+    labels: Index, writers: Index | None, clients: int | None, coins: Coins, **_: object
+) -> list[Index]:
+    """Clients as folders: one for each folder of a client, or for each of several paths."""
+    if writers is None:
+        raise FedgenError(
+            "partition",
+            "by_folder needs clients' folders",
+            "put images into CLIENT/LABEL/, or give several: data.path=[a,b]",
+        )
+    return by_writer(labels, writers, clients, coins)
+
+
 def dirichlet(
     labels: Index, classes: int, clients: int, alpha: float, coins: Coins, **_: object
 ) -> list[Index]:

@@ -33,7 +33,7 @@ from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
 from fedgen.privacy.calibration import least_noise, most_repetitions
-from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.events import Relation, Unit, canonical
 from fedgen.privacy.releases import Secure
 from fedgen.warm_up import not_sums, warm_up
 
@@ -164,6 +164,7 @@ def setup(config: DictConfig) -> Setup:
             privacy = decide(config, make)
             noise = privacy.noise_multiplier
     _check_meeting(config, make(noise).plan)
+    _check_places(config, held, make(noise).plan)
     branch = branch_of(config, held, noise)
     coins = coins.at("branch", branch)
     canaries = None
@@ -189,6 +190,18 @@ def setup(config: DictConfig) -> Setup:
         canaries=canaries,
         left_open=open_,
     )
+
+
+def _check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
+    """Raises FedgenError where a record that is replaced by one of another label moves others."""
+    by_place = plan.relation is Relation.REPLACE_ONE and plan.unit is Unit.RECORD
+    if held.labels_in_names and by_place:
+        raise FedgenError(
+            "data.path",
+            "has file names that occur under several labels, and "
+            f"{config.names.method} protects records by their place among all names",
+            "rename the files, or take a method of sums, e.g. mixture, dp_merf or dpgan",
+        )
 
 
 def _check_meeting(config: DictConfig, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from fedgen.coins import Coins
 from fedgen.data import datasets
+from fedgen.data.folders import folder
 from fedgen.errors import FedgenError
 
 REAL = os.environ.get("FEDGEN_DATA")
@@ -87,43 +88,9 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
     assert data.classes == 2
 
 
-def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
-    for label in ("cat", "dog"):
-        (tmp_path / label).mkdir()
-        for i in range(20):
-            Image.new("RGB", (40, 50), (i, i, i)).save(tmp_path / label / f"{label}{i}.png")
-    data = datasets.folder(coins, None, str(tmp_path), size=16)
-    assert data.shape == (3, 16, 16)
-    assert data.classes == 2
-    assert len(data.labels) + len(data.test_labels) == 40
-    with pytest.raises(FedgenError, match="square"):
-        datasets.folder(coins, None, str(tmp_path))
-    (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
-    with pytest.raises(FedgenError, match="not a readable image"):
-        datasets.folder(coins, None, str(tmp_path), size=16)
-
-
 def test_the_number_of_labels_is_not_read_off_private_rows(tmp_path: Path, coins: Coins) -> None:
     with pytest.raises(FedgenError, match=r"data\.classes"):
-        datasets.folder(coins, None, npz(tmp_path / "a.npz"))
-
-
-def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: Coins) -> None:
-    """A record is its file name; whose subset a record is in follows from its position."""
-    for label in ("a", "b", "c"):
-        (tmp_path / label).mkdir()
-    for i in range(30):
-        Image.new("L", (8, 8), i).save(tmp_path / "abc"[i % 3] / f"{i}.png")
-    before = datasets.folder(coins, None, str(tmp_path))
-    (tmp_path / "a" / "12.png").rename(tmp_path / "c" / "12.png")
-    after = datasets.folder(coins, None, str(tmp_path))
-    assert np.array_equal(before.images, after.images)
-    moved = (before.labels != after.labels).sum()
-    moved += (before.test_labels != after.test_labels).sum()
-    assert moved == 1
-    Image.new("L", (8, 8)).save(tmp_path / "b" / "12.png")
-    with pytest.raises(FedgenError, match="several labels"):
-        datasets.folder(coins, None, str(tmp_path))
+        folder(coins, None, npz(tmp_path / "a.npz"))
 
 
 @pytest.mark.parametrize("classes", [10, 62])
@@ -152,15 +119,6 @@ def test_another_writers_rows_move_none_of_mine(
     assert all(before[w] == after[w] for w in before if w != 0)
 
 
-def test_a_folder_with_its_own_split(tmp_path: Path, coins: Coins) -> None:
-    for part, rows in (("train", 6), ("test", 2)):
-        (tmp_path / part / "only").mkdir(parents=True)
-        for i in range(rows):
-            Image.new("L", (8, 8), i).save(tmp_path / part / "only" / f"{i}.png")
-    data = datasets.folder(coins, str(tmp_path.parent), tmp_path.name)
-    assert (len(data.labels), len(data.test_labels)) == (6, 2)
-
-
 def npz(path: Path, **changed: np.ndarray) -> str:
     arrays = {
         "train_images": np.zeros((4, 8, 8), np.uint8),
@@ -178,7 +136,7 @@ def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
         "train_images": np.zeros((4, 8, 8, 3), np.uint8),
         "test_images": np.zeros((2, 8, 8, 3), np.uint8),
     }
-    data = datasets.folder(coins, None, npz(tmp_path / "a.npz", **rgb), classes=4)
+    data = folder(coins, None, npz(tmp_path / "a.npz", **rgb), classes=4)
     assert data.shape == (3, 8, 8)
     assert data.classes == 4
 
@@ -208,13 +166,13 @@ def test_a_users_npz_that_does_not_fit(
     tmp_path: Path, coins: Coins, changed: dict, words: str
 ) -> None:
     with pytest.raises(FedgenError, match=words):
-        datasets.folder(coins, None, npz(tmp_path / "a.npz", **changed), classes=4)
+        folder(coins, None, npz(tmp_path / "a.npz", **changed), classes=4)
 
 
 def test_pickled_data_is_never_loaded(tmp_path: Path, coins: Coins) -> None:
     bad = npz(tmp_path / "a.npz", train_labels=np.array([{}, {}, {}, {}], dtype=object))
     with pytest.raises(FedgenError, match="not a readable npz"):
-        datasets.folder(coins, None, bad, classes=4)
+        folder(coins, None, bad, classes=4)
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")

@@ -1,0 +1,249 @@
+"""A user's own images: an ``.npz``, or folders as people have them.
+
+| layout | clients |
+|---|---|
+| ``PATH/LABEL/*.png`` | none: one set of images |
+| ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
+| several paths, each ``LABEL/*.png`` | the paths, in this order |
+
+Inside of each, ``train/`` and ``test/`` may come before the labels. Where nobody has a test split,
+a tenth of the images is one, by public coins that are keyed by each image's name. Files and folders
+whose names begin with a dot are passed over, as is what file managers leave behind.
+
+A record is told by its client and its file name, whatever its label: rows are in the order of these
+names' digests, so that an image that changes, or changes its label, moves no other. Where a client
+has one file name under several labels, the label is part of the name (``Dataset.labels_in_names``):
+an image of another label is another place then, which methods that protect replaced records by
+their place refuse.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import (
+    Dataset,
+    Images,
+    Labels,
+    as_images,
+    centre_square,
+    checked,
+    from_npz,
+    root_of,
+)
+from fedgen.errors import FedgenError
+from fedgen.files import digest
+
+_MOST_PIXELS = 2**26  # of an image
+_LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
+_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_SHOWN = 20  # files that one line names
+
+
+@dataclass(frozen=True)
+class _File:
+    """An image: where it is, whose, under which label, and in which split (None: not said)."""
+
+    path: Path
+    client: int
+    label: int
+    test: bool | None
+
+
+def folder(
+    coins: Coins,
+    root: str | None,
+    path: str | Sequence[str] | None,
+    size: int | None = None,
+    channels: int | None = None,
+    classes: int | None = None,
+    **_: object,
+) -> Dataset:
+    """A user's own images, as in the module's text.
+
+    Args:
+        path: a file or folder, or several folders, from the working directory or below ``root``.
+        size: images are cropped to a square and resized to this many pixels; None leaves them.
+        channels: 1 makes all of them grey, 3 RGB; None leaves them.
+        classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
+
+    Raises:
+        FedgenError: for the first thing that is wrong with them, with all files that it is about.
+    """
+    paths = [path] if isinstance(path, str) else list(path or [])
+    if not all(paths) or not paths:
+        raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
+    if size is not None and size < 8:
+        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
+    if channels not in (None, 1, 3):
+        problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
+        raise FedgenError("data.channels", problem, "or null, to leave images as they are")
+    places = [_place(each, root) for each in paths]
+    if len(places) == 1 and places[0].is_file():
+        if classes is None:
+            raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
+        return from_npz("folder", places[0], classes)
+    for place in places:
+        if place.is_file():
+            raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
+    homes = places if len(places) > 1 else _clients(places[0])
+    files, labels = _listed(homes)
+    names, in_names = _names(files, homes, labels)
+    order = sorted(range(len(files)), key=lambda number: digest(names[number].encode()))
+    files, names = [files[number] for number in order], [names[number] for number in order]
+    images = _read(files, size, channels)
+    test = np.array([_is_test(f, name, coins) for f, name in zip(files, names, strict=True)])
+    of = np.array([file.label for file in files], dtype=np.int64)
+    _check_labels(of[~test], labels)
+    clients = np.array([file.client for file in files], dtype=np.int64)
+    return checked(
+        "folder",
+        images[~test],
+        of[~test],
+        images[test],
+        of[test],
+        clients[~test] if len(homes) > 1 else None,
+        len(labels),
+        labels_in_names=in_names,
+    )
+
+
+def _place(path: str, root: str | None) -> Path:
+    """Where a path is: from the working directory, or below the root."""
+    here, below = Path(path).expanduser(), root_of(root) / Path(path).expanduser()
+    found = here if here.exists() else below
+    if not found.exists():
+        raise FedgenError(
+            "data.path", f"{path} does not exist", "give an .npz file or a folder, from here"
+        )
+    return found
+
+
+def _visible(place: Path) -> list[Path]:
+    return sorted(
+        each
+        for each in place.iterdir()
+        if not each.name.startswith(".") and each.name not in _LEFT_BEHIND
+    )
+
+
+def _folders(place: Path) -> list[Path]:
+    return [each for each in _visible(place) if each.is_dir()]
+
+
+def _is_split(place: Path) -> bool:
+    return (place / "train").is_dir() and (place / "test").is_dir()
+
+
+def _clients(place: Path) -> list[Path]:
+    """The folders of clients in a folder; itself if there are none: labels hold files."""
+    inside = _folders(place)
+    if _is_split(place) or not inside:
+        return [place]
+    return inside if all(_folders(each) and not _files(each) for each in inside) else [place]
+
+
+def _files(place: Path) -> list[Path]:
+    return [each for each in _visible(place) if each.is_file()]
+
+
+def _listed(homes: Sequence[Path]) -> tuple[list[_File], list[str]]:
+    """All files of all clients, and the labels' names."""
+    split = [_is_split(home) for home in homes]
+    if len(set(split)) > 1:
+        without = homes[split.index(False)]
+        problem = f"{without} has no train/ and test/, and others have"
+        raise FedgenError("data.path", problem, "let all of them have both, or none")
+    parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
+    labels = sorted({p.name for home in homes for part in parts for p in _folders(home / part)})
+    files = [
+        _File(path, client, labels.index(label.name), test)
+        for client, home in enumerate(homes)
+        for part, test in parts.items()
+        for label in _folders(home / part)
+        for path in _files(label)
+    ]
+    if not files:
+        where = ", ".join(map(str, homes[:_SHOWN]))
+        raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
+    return files, labels
+
+
+def _names(
+    files: Sequence[_File], homes: Sequence[Path], labels: Sequence[str]
+) -> tuple[list[str], bool]:
+    """What tells each record, and whether labels are part of it."""
+    of = [f"{homes[f.client].name}/" if len(homes) > 1 else "" for f in files]
+    if len({home.name for home in homes}) < len(homes):  # paths of one name
+        of = [f"{f.client}/" for f in files]
+    plain = [f"{client}{file.path.name}" for client, file in zip(of, files, strict=True)]
+    counts = Counter((name, f.test) for name, f in zip(plain, files, strict=True))
+    if max(counts.values()) == 1:
+        return plain, False
+    whole = [f"{c}{labels[f.label]}/{f.path.name}" for c, f in zip(of, files, strict=True)]
+    return whole, True
+
+
+def _is_test(file: _File, name: str, coins: Coins) -> bool:
+    if file.test is not None:
+        return file.test
+    return float(torch.rand((), generator=coins.public("folder", "split", name))) < 0.1
+
+
+def _read(files: Sequence[_File], size: int | None, channels: int | None) -> Images:
+    """All images (n, channels, h, w), in this order."""
+    from PIL import Image, UnidentifiedImageError
+
+    bad: list[Path] = []
+    large: list[Path] = []
+    found = []
+    for file in files:
+        try:
+            raw = Image.open(file.path)
+            if raw.width * raw.height > _MOST_PIXELS:
+                large.append(file.path)
+                continue
+            grey = channels == 1 or (channels is None and raw.mode in _GREY)
+            image = raw.convert("L" if grey else "RGB")
+        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
+            bad.append(file.path)
+            continue
+        found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
+    if large:
+        problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
+        raise FedgenError("data.path", problem, "make them smaller")
+    if bad:
+        problem = f"{len(bad)} of {len(files)} files are no readable images: {_named(bad)}"
+        raise FedgenError("data.path", problem, "remove them")
+    if len({image.ndim for image in found}) > 1:
+        grey_ones = sum(image.ndim == 2 for image in found)
+        problem = f"{grey_ones} images are grey and {len(found) - grey_ones} are in colour"
+        raise FedgenError("data.path", problem, "set data.channels=1 or data.channels=3")
+    shapes = Counter(image.shape[:2] for image in found)
+    high, wide = next(iter(shapes))
+    if len(shapes) > 1 or high != wide:
+        sizes = ", ".join(f"{w}x{h}" for h, w in sorted(shapes)[:_SHOWN])
+        problem = f"images are to be square and of one size, and there are {sizes}"
+        raise FedgenError("data.path", problem, "set data.size=32 (or another) to crop and resize")
+    return as_images(files[0].path.parent, np.stack(found))
+
+
+def _check_labels(of: Labels, labels: Sequence[str]) -> None:
+    """Raises FedgenError for a label that nobody could learn."""
+    empty = [name for label, name in enumerate(labels) if not (of == label).any()]
+    if empty:
+        problem = f"no image to train on under {', '.join(empty[:_SHOWN])}"
+        raise FedgenError("data.path", problem, "add some, or remove the folder")
+
+
+def _named(paths: Sequence[Path]) -> str:
+    paths = sorted(paths)
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(map(str, paths[:_SHOWN])) + more

@@ -1,0 +1,64 @@
+"""``fedgen data check``: what a data set holds, before anything trains on it. For whoever has the
+rows: counts are private, and go nowhere from here."""
+
+from __future__ import annotations
+
+import numpy as np
+from omegaconf import DictConfig
+
+from fedgen.data.datasets import Dataset
+from fedgen.experiments.settings import dataset
+
+
+def check(config: DictConfig) -> str:
+    """Reads the data set of a configuration, and says what it found and which settings fit.
+
+    Raises:
+        FedgenError: for what training would refuse too.
+    """
+    found = dataset(config)
+    channels, height, width = found.shape
+    kind = "grey" if channels == 1 else "RGB"
+    rows, test = len(found.labels), len(found.test_labels)
+    counts = np.bincount(found.labels, minlength=found.classes)
+    lines = [
+        f"{found.name}: {rows:,} images to train on, {test:,} to test on, {width}x{height} {kind}",
+        f"{found.classes} labels, with {counts.min():,} to {counts.max():,} images each",
+    ]
+    if found.writers is not None:
+        of = np.unique(found.writers, return_counts=True)[1]
+        lines.append(f"{len(of):,} clients, with {of.min():,} to {of.max():,} images each")
+    lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
+    lines += [f"fits: {' '.join(_fitting(config, found))}"]
+    lines.append("these numbers are private: they are for whoever has the images alone")
+    return "\n".join(lines)
+
+
+def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
+    said = []
+    if found.classes == 1:
+        said.append("all images have one label: nothing tells how useful samples are")
+    if counts.min() < _FEW:
+        said.append(f"a label with fewer than {_FEW} images is mostly noise at a small ε")
+    if test < _FEW:
+        said.append("there is hardly a test split to judge samples by")
+    if found.labels_in_names:
+        said.append(
+            "file names occur under several labels: methods of sums take them, and those that "
+            "protect replaced records do not (rename the files for these)"
+        )
+    if found.writers is None:
+        said.append("ε is about single images: several of one person are not one record")
+    return said
+
+
+_FEW = 50
+
+
+def _fitting(config: DictConfig, found: Dataset) -> list[str]:
+    """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
+    digits = len(str(len(found.labels))) - 1
+    about = max(1, round(len(found.labels), -digits))
+    by = "by_folder" if config.names.data == "folder" else "by_writer"
+    clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
+    return ["method=mixture", f"method.rows={about}", *clients]

@@ -1,0 +1,209 @@
+"""Folders of images as people have them: read, or refused in one line that names all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny import tiny
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.folders import folder
+from fedgen.data.partition import by_folder
+from fedgen.errors import FedgenError
+
+
+def draw(place: Path, count: int, mode: str = "L", size: int = 8, name: str = "{}.png") -> None:
+    """Images of single values from 1 on."""
+    place.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        value = (i + 1) % 256
+        colour = value if mode == "L" else (value,) * len(mode)
+        Image.new(mode, (size, size), colour).save(place / name.format(i))
+
+
+def read(path: object, **settings: object) -> object:
+    return folder(Coins.of(0, "seeded"), None, path, **settings)
+
+
+def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for i in range(20):
+            Image.new("RGB", (40, 50), (i, i, i)).save(tmp_path / label / f"{label}{i}.png")
+    data = folder(coins, None, str(tmp_path), size=16)
+    assert data.shape == (3, 16, 16)
+    assert data.classes == 2
+    assert len(data.labels) + len(data.test_labels) == 40
+    with pytest.raises(FedgenError, match="square"):
+        folder(coins, None, str(tmp_path))
+    (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
+    with pytest.raises(FedgenError, match="1 of 41 files are no readable images"):
+        folder(coins, None, str(tmp_path), size=16)
+
+
+def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: Coins) -> None:
+    """A record is its file name; whose subset a record is in follows from its position."""
+    for label in ("a", "b", "c"):
+        (tmp_path / label).mkdir()
+    for i in range(30):
+        Image.new("L", (8, 8), i).save(tmp_path / "abc"[i % 3] / f"{i}.png")
+    before = folder(coins, None, str(tmp_path))
+    (tmp_path / "a" / "12.png").rename(tmp_path / "c" / "12.png")
+    after = folder(coins, None, str(tmp_path))
+    assert np.array_equal(before.images, after.images)
+    moved = (before.labels != after.labels).sum()
+    moved += (before.test_labels != after.test_labels).sum()
+    assert moved == 1
+    assert not after.labels_in_names
+
+
+def test_a_folder_with_its_own_split(tmp_path: Path, coins: Coins) -> None:
+    for part, rows in (("train", 6), ("test", 2)):
+        (tmp_path / part / "only").mkdir(parents=True)
+        for i in range(rows):
+            Image.new("L", (8, 8), i).save(tmp_path / part / "only" / f"{i}.png")
+    data = folder(coins, str(tmp_path.parent), tmp_path.name)
+    assert (len(data.labels), len(data.test_labels)) == (6, 2)
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path) -> Path:
+    """Two clients, two labels, the same file names everywhere."""
+    for client, rows in (("north", 20), ("south", 30)):
+        for label in ("ill", "well"):
+            draw(tmp_path / "images" / client / label, rows)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_clients_are_folders(hospitals: Path, several: bool) -> None:
+    """In one, or as several paths, also of one name."""
+    paths = [str(hospitals / name) for name in ("north", "south")]
+    data = read(paths if several else str(hospitals))
+    assert data.classes == 2
+    assert data.writers is not None and set(data.writers) == {0, 1}
+    assert len(data.labels) + len(data.test_labels) == 100
+    shards = by_folder(data.labels, data.writers, None, Coins.of(0, "seeded"))
+    assert [len(shard) for shard in shards] == [sum(data.writers == c) for c in (0, 1)]
+
+
+def test_another_clients_images_move_none_of_mine(hospitals: Path) -> None:
+    def mine() -> bytes:
+        data = read(str(hospitals))
+        return data.images[data.writers == 0].tobytes() + data.labels[data.writers == 0].tobytes()
+
+    before = mine()
+    draw(hospitals / "south" / "ill", 7, name="more{}.png")
+    assert mine() == before
+
+
+def test_one_name_under_several_labels_is_two_records(
+    hospitals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Methods of sums take them. One that protects replaced records by their place says no: another
+    label would be another place."""
+    assert read(str(hospitals)).labels_in_names
+    words = ["data=folder", f"data.path={hospitals}", "rounds=2", "runtime=in_process"]
+    one = [*words, f"run_dir={tmp_path}/run"]
+    critics = ["method=gs_wgan_small", *tiny("gs_wgan_small")]
+    assert cli.run(["train", *critics, *one]) == 2
+    assert "under several labels" in capsys.readouterr().err
+    sums = ["method=dp_merf_small", *tiny("dp_merf_small"), "partition=by_folder"]
+    assert cli.run(["train", *sums, *one, "privacy.aggregation=secure"]) == 0
+    assert json.loads((tmp_path / "run" / "privacy.json").read_text())["clients"].keys() == {
+        "0",
+        "1",
+    }
+
+
+def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 12, name="ä{}.png")
+    draw(tmp_path / ".thumbnails", 3)
+    (tmp_path / "a" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "a" / "Thumbs.db").write_bytes(b"x")
+    (tmp_path / "__MACOSX").mkdir()
+    data = read(str(tmp_path))
+    assert data.classes == 1 and len(data.labels) + len(data.test_labels) == 12
+
+
+def test_grey_and_colour(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 20)
+    draw(tmp_path / "b", 10, "RGB", name="b{}.png")
+    draw(tmp_path / "b", 10, "RGBA", name="c{}.png")
+    with pytest.raises(FedgenError, match="20 images are grey and 20 are in colour"):
+        read(str(tmp_path))
+    assert read(str(tmp_path), channels=1).shape == (1, 8, 8)
+    assert read(str(tmp_path), channels=3).shape == (3, 8, 8)
+    with pytest.raises(FedgenError, match=r"data\.channels"):
+        read(str(tmp_path), channels=2)
+
+
+def test_all_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 5)
+    for name in ("torn.png", "notes.txt"):
+        (tmp_path / "a" / name).write_bytes(b"\x89PNG")
+    with pytest.raises(FedgenError, match=r"2 of 7 files .*notes\.txt.*torn\.png"):
+        read(str(tmp_path))
+
+
+def test_sizes_are_named_with_the_remedy(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 20)
+    draw(tmp_path / "a", 20, size=9, name="b{}.png")
+    with pytest.raises(FedgenError, match=r"8x8, 9x9.*data\.size"):
+        read(str(tmp_path))
+    assert read(str(tmp_path), size=8).shape == (1, 8, 8)
+
+
+def test_a_label_without_images_is_refused(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 20)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(FedgenError, match="no image to train on under b"):
+        read(str(tmp_path))
+
+
+def test_splits_of_some_clients_alone_are_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        draw(tmp_path / "north" / part / "a", 5)
+    draw(tmp_path / "south" / "a", 5)
+    with pytest.raises(FedgenError, match="south has no train/ and test/"):
+        read([str(tmp_path / "north"), str(tmp_path / "south")])
+    for part in ("train", "test"):
+        draw(tmp_path / "south" / part / "a", 4, name="s{}.png")
+    (tmp_path / "east").mkdir()
+    with pytest.raises(FedgenError, match="does not exist"):
+        read([str(tmp_path / "north"), str(tmp_path / "west")])
+    data = read([str(tmp_path / "north"), str(tmp_path / "south")])
+    assert (len(data.labels), len(data.test_labels)) == (9, 9)
+
+
+def test_a_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw(tmp_path / "mine" / "a", 20)
+    monkeypatch.chdir(tmp_path)
+    assert np.unique(read("mine").labels).tolist() == [0]
+
+
+def test_by_folder_needs_folders_of_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(tmp_path / "a", 20)
+    words = ["data=folder", f"data.path={tmp_path}", "partition=by_folder"]
+    assert cli.run(["account", *words]) == 2
+    assert "by_folder needs clients' folders" in capsys.readouterr().err
+
+
+def test_a_check_says_what_there_is_and_what_fits(
+    hospitals: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}"]) == 0
+    said = capsys.readouterr().out
+    assert "8x8 grey" in said and "2 clients" in said and "partition=by_folder" in said
+    assert "under several labels" in said and "private" in said
+    assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert cli.run(["data", "look"]) == 2
+    assert "fedgen data check" in capsys.readouterr().err
