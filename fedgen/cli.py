@@ -43,6 +43,7 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
   fedgen <command> --cfg ...              print the resolved settings, run nothing
+  fedgen --version
 
 settings (defaults in brackets):
   method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
@@ -56,7 +57,7 @@ settings (defaults in brackets):
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
   data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR
                          data.path=PATH|[PATH,...] data.size=N data.channels=1|3
-                         data.classes=N, of an .npz
+                         data.classes=N, of an .npz   data.public_rows=N, about
   partition=single|iid|by_writer|by_folder|dirichlet|shards [single]
                          partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
@@ -114,6 +115,11 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Runs one command line; returns its exit status (2 for a user's mistake)."""
+    if arguments == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"fedgen {version('fedgen')}")
+        return 0
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(HELP, end="")
         return 0

@@ -1,18 +1,22 @@
 """Makes a data set of coloured shapes for ``data=folder``: five labels, any size, nobody's.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
+    python scripts/make_shapes.py FOLDER --clients 2 [...]
 
 Discs, squares, triangles, rings and crosses of any colour, place and size on any other colour, with
-soft edges and a little noise. A tenth of the rows is the test split.
+soft edges and a little noise. A tenth of the rows of a file is the test split. With clients they
+become images, ``FOLDER/CLIENT/LABEL/NUMBER.png``.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 Plane = NDArray[np.float64]
 
@@ -57,16 +61,25 @@ def drawn(label: int, side: int, random: np.random.Generator) -> NDArray[np.uint
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes the file, or the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file")
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, help="folders instead of a file, for so many")
     chosen = parser.parse_args()
     random = np.random.default_rng(chosen.seed)
     labels = np.arange(chosen.rows) % len(SHAPES)
     images = np.stack([drawn(int(label), chosen.side, random) for label in labels])
+    if chosen.clients is not None:
+        for number, (label, image) in enumerate(zip(labels, images, strict=True)):
+            client = f"client{number // len(SHAPES) % chosen.clients}"
+            place = Path(chosen.file, client, SHAPES[label].__name__)
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place / f"{number}.png")
+        print(f"{chosen.file}: {chosen.rows} images of {chosen.clients} clients")
+        return
     test = chosen.rows // 10
     np.savez_compressed(
         chosen.file,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -345,6 +346,11 @@ def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> 
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
     assert "belongs to another run" in one_line(capsys)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert re.fullmatch(r"fedgen \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_samples_as_a_grid_and_as_a_folder(

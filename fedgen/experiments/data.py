@@ -57,8 +57,8 @@ _FEW = 50
 
 def _fitting(config: DictConfig, found: Dataset) -> list[str]:
     """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
-    digits = len(str(len(found.labels))) - 1
-    about = max(1, round(len(found.labels), -digits))
+    count = len(found.labels)
+    about = round(count, 2 - len(str(count)))
     by = "by_folder" if config.names.data == "folder" else "by_writer"
     clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
-    return ["method=mixture", f"method.rows={about}", *clients]
+    return ["method=mixture", f"data.public_rows={about}", *clients]

@@ -619,6 +619,12 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
 
 def _check_parameters(key: str, settings: DictConfig) -> None:
     """Holds settings, and those inside of them, against the types of what they are for."""
+    if "rows" in settings and settings.rows is None:
+        raise FedgenError(
+            "data.public_rows",
+            f"is not set, and {key}.rows divides by a public number of rows",
+            "give one near yours, e.g. data.public_rows=14000: it is no secret then",
+        )
     target = settings.get("_target_")
     made = get_object(target) if target is not None else None
     found = {**_hints(made), **_unpacked(made)}

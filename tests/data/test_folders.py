@@ -108,7 +108,8 @@ def test_one_name_under_several_labels_is_two_records(
     """Methods of sums take them. One that protects replaced records by their place says no: another
     label would be another place."""
     assert read(str(hospitals)).labels_in_names
-    words = ["data=folder", f"data.path={hospitals}", "rounds=2", "runtime=in_process"]
+    words = ["data=folder", f"data.path={hospitals}", "data.public_rows=100", "rounds=2"]
+    words.append("runtime=in_process")
     one = [*words, f"run_dir={tmp_path}/run"]
     critics = ["method=gs_wgan_small", *tiny("gs_wgan_small")]
     assert cli.run(["train", *critics, *one]) == 2
@@ -187,6 +188,17 @@ def test_a_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     assert np.unique(read("mine").labels).tolist() == [0]
 
 
+def test_no_number_of_rows_is_taken_from_another_data_set(
+    hospitals: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["account", "data=folder", f"data.path={hospitals}", "method.teacher=none"]
+    for method in ("mixture", "dp_merf", "dp_hp", "dp_merf_ae", "central_images"):
+        own = words[:3] if method != "mixture" else words
+        assert cli.run([*own, f"method={method}"]) == 2
+        assert "data.public_rows: is not set" in capsys.readouterr().err
+    assert cli.run([*words, "method=mixture", "data.public_rows=100"]) == 0
+
+
 def test_by_folder_needs_folders_of_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +213,12 @@ def test_a_check_says_what_there_is_and_what_fits(
 ) -> None:
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}"]) == 0
     said = capsys.readouterr().out
-    assert "8x8 grey" in said and "2 clients" in said and "partition=by_folder" in said
+    assert (
+        "8x8 grey" in said
+        and "data.public_rows=" in said
+        and "2 clients" in said
+        and "partition=by_folder" in said
+    )
     assert "under several labels" in said and "private" in said
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err

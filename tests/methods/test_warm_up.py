@@ -18,7 +18,7 @@ from fedgen.experiments.settings import setup
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import canonical
 
-WARM = ["warm_up=central_images", "warm_up.method.rows=1437", "warm_up.method.images=2"]
+WARM = ["warm_up=central_images", "warm_up.method.images=2"]
 WARM += ["warm_up.rounds=3", "warm_up.batch=10", "rounds=8"]
 SMALL = ["data=digits", "method.network.attention=[4]"]
 SUMS = ["dpgan", "dp_cgan", "dp_wgan_gp", "psg", "dpdm"]
