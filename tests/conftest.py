@@ -100,7 +100,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("FEDGEN_TEST", mark)
     yield
-    until = time.monotonic() + 30  # a busy machine reaps slowly; what hangs stays for good
+    until = time.monotonic() + 90  # a busy machine reaps slowly; what hangs stays for good
     while left := _marked(mark):
         assert time.monotonic() < until, left
         time.sleep(0.2)
