@@ -36,7 +36,8 @@ def least_noise(
             found, factor = epsilon_at(noise), 1.1
             if found == rough_at(noise):  # it is not rough at all
                 return least_noise(rough_at, target, close=close / 10)
-            slope = math.log(max(rough_at(noise) / rough_at(1.1 * noise), 1.01)) / math.log(1.1)
+            less = max(rough_at(1.1 * noise), target / 10)  # near zero it is no power
+            slope = max(math.log(rough_at(noise) / less) / math.log(1.1), 0.1)
             for _ in range(5):
                 if target - close < found <= target:
                     return noise
@@ -46,7 +47,7 @@ def least_noise(
                 # epsilon is nearly a power of the noise: what was found tells which
                 again = noise * (found / below) ** (1 / slope)
                 before, found = found, epsilon_at(again)
-                if found != before:
+                if 0 < found < math.inf and found != before:
                     slope = max(math.log(before / found) / math.log(again / noise), 0.1)
                 noise = again
     high, at_high = noise, epsilon_at(noise)

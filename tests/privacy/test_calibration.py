@@ -62,6 +62,20 @@ def test_an_account_that_is_too_rough_does_no_harm() -> None:
     assert 2 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 2
 
 
+@pytest.mark.parametrize("steep", [0.0, math.inf])
+def test_accounts_that_break_off_do_no_harm(steep: float) -> None:
+    """At zero or infinity just beside the target, rough or not."""
+
+    def at(sigma: float) -> float:
+        beside = sigma > 51 if steep == 0 else sigma < 50
+        return steep if beside else 100 / sigma
+
+    for rough in (at, lambda sigma: 0.9 * at(sigma)):
+        found = least_noise(at, 1.99, rough)
+        assert at(found) <= 1.99
+    assert at(least_noise(lambda s: 0.99 * at(s), 1.99, at)) * 0.99 <= 1.99
+
+
 def test_an_impossible_target_is_refused() -> None:
     with pytest.raises(FedgenError, match=r"privacy\.target_epsilon"):
         least_noise(lambda _: 5.0, 1.0)
