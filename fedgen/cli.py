@@ -42,6 +42,11 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
+  fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
+                                          node in
+  fedgen node [superlink=HOST:PORT] ...   a client at a site of its own; number=N data=...
+                                          policy=FILE.yaml ca=FILE key=FILE home=DIR
+  fedgen node log [home=DIR] [lines=N]    what left the site, and its ε so far
   fedgen <command> --cfg ...              print the resolved settings, run nothing
   fedgen --version
 
@@ -55,20 +60,21 @@ settings (defaults in brackets):
                                                  method/generator=dcgan|resnet
   warm_up=none|central_images|mixture [none]     of methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
-  data=digits|mnist|fashion_mnist|femnist|celeba|folder [digits]   data.root=DIR
+  data=digits|mnist|fashion_mnist|femnist|celeba|folder|public_facts [digits]   data.root=DIR
                          data.path=PATH|[PATH,...] data.size=N data.channels=1|3
                          data.classes=N, of an .npz   data.public_rows=N, about
-  partition=single|iid|by_writer|by_folder|dirichlet|shards [single]
+  partition=single|iid|by_writer|by_folder|dirichlet|shards|nodes [single]
                          partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
                          privacy.budget_epsilon=E, of all secure runs on the same data
-  runtime=auto|in_process|ray|flower [auto: ray for several clients, else in_process]
+  runtime=auto|in_process|ray|flower|deployed [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
                          runtime.checkpoint_every=N runtime.transport=float32|float16
                          runtime.faults.<fault>=PROBABILITY
       in_process         runtime.store=memory|disk
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
+      deployed           runtime.superlink=HOST:PORT runtime.ca=FILE runtime.rehearses=RUN_DIR
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=quick|full|none [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
   experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
@@ -96,6 +102,8 @@ COMMANDS = {
     "benchmark": "benchmark",
     "debug": "debug",
     "report": "report",
+    "node": "node",
+    "link": "link",
 }
 
 
@@ -139,6 +147,8 @@ def _command(command: str, *rest: str) -> None:
         rest = rest[1:]
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
+    if command == "node" and rest[:1] == ("log",):
+        rest = ("log=true", *rest[1:])
     configs = _configurations(command, rest)
     if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
         _sweep(configs)
@@ -214,6 +224,18 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import debugging
 
         print(debugging.debug(config))
+    elif command == "link":
+        from fedgen.deployment import link
+
+        print(link.link(config))
+    elif command == "node" and config.log:
+        from fedgen.deployment import log
+
+        print(log.show(config))
+    elif command == "node":
+        from fedgen.deployment import node
+
+        print(node.node(config))
     elif command == "report":
         from fedgen.experiments import report
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,6 +95,11 @@ class Dataset:
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rows are not here (``public_facts``)."""
+        return not len(self.labels)
+
     @cached_property
     def digest(self) -> str:
         """A digest of all training rows, computed once; it belongs to the server side."""
@@ -108,12 +113,12 @@ class Dataset:
         Raises:
             FedgenError: if that leaves no row.
         """
+        if count == 0:
+            return self
         if count >= len(self.labels):
             raise FedgenError(
                 "held_out", f"{count} of {len(self.labels)} rows leave none to train on", "lower it"
             )
-        if count == 0:
-            return self
         order = torch.randperm(len(self.labels), generator=coins.public("held out")).numpy()
         out, rest = np.sort(order[:count]), np.sort(order[count:])
         writers = None if self.writers is None else self.writers[rest]
@@ -136,6 +141,29 @@ class Dataset:
 def root_of(root: str | None) -> Path:
     """Where data is looked for."""
     return Path(root or os.environ.get("FEDGEN_DATA") or cache()).expanduser()
+
+
+def public_facts(classes: int, shape: Sequence[int], **_: object) -> Dataset:
+    """What everybody knows of images that lie elsewhere: no row is here.
+
+    Args:
+        classes: number of labels.
+        shape: (channels, height, width) of each image.
+
+    Raises:
+        FedgenError: for what no images have.
+    """
+    if not 1 <= classes <= _MOST_CLASSES:
+        problem = f"must be from 1 to {_MOST_CLASSES:,}, got {classes}"
+        raise FedgenError("data.classes", problem, "give the number of labels")
+    if len(shape) != 3 or shape[0] not in (1, 3) or not all(8 <= n <= 1024 for n in shape[1:]):
+        problem = f"must be [1 or 3, height, width], got {list(shape)}"
+        raise FedgenError("data.shape", problem, "e.g. [3,64,64]")
+    images, labels = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
+    return Dataset("public_facts", images, labels, images, labels, None, classes)
+
+
+_MOST_CLASSES = 10_000
 
 
 def digits(coins: Coins, **_: object) -> Dataset:

@@ -67,6 +67,14 @@ def by_folder(
     return by_writer(labels, writers, clients, coins)
 
 
+def nodes(clients: int, **_: object) -> list[Index]:
+    """One client for each node of a deployment: none of their rows is here."""
+    if clients < 2:
+        problem = f"must be at least 2, got {clients}"
+        raise FedgenError("partition.clients", problem, "give the number of nodes")
+    return [np.empty(0, np.int64) for _ in range(clients)]
+
+
 def dirichlet(
     labels: Index, classes: int, clients: int, alpha: float, coins: Coins, **_: object
 ) -> list[Index]:

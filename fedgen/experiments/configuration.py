@@ -24,6 +24,7 @@ import configs
 from fedgen.errors import FedgenError
 
 _NUMBER_OR_WORD = ("method.discriminator_steps",)
+_SWITCH_OR_AUTO = ("runtime.masks",)
 _NUMBER_OR_NULL = (
     "privacy.target_epsilon",
     "privacy.noise_multiplier",
@@ -54,8 +55,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     try:
         _check_groups(overrides)
         with initialize_config_module("configs", version_base="1.3"):
-            words = _with_a_runtime(name, overrides)
-            whole = hydra_compose(name, words, return_hydra_config=True)
+            words, whole = _with_a_runtime(name, overrides)
             groups = dict(whole.hydra.runtime.choices)
             default = _default(name, tuple(w for w in words if _key(w) in groups))
     except (HydraException, OmegaConfBaseException) as error:
@@ -69,6 +69,10 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if OmegaConf.select(config, "runtime.threads") == "auto":
             # the same wherever several clients run: bits, and coins, depend on it
             config.runtime.threads = 1 if _several(config) else os.cpu_count() or 1
+        if OmegaConf.select(config, "runtime.masks") == "auto":
+            # a simulation's sums are ideal; between sites nothing else hides what is added
+            sums = config.privacy.aggregation == "secure"
+            config.runtime.masks = sums and groups.get("runtime") == "deployed"
     if OmegaConf.select(config, "resume") is not None:
         asked = [w for w in overrides if _key(w) != "resume" and w != "runtime=auto"]
         _check_resume(config, asked)  # auto: as it was
@@ -130,16 +134,23 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
         raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")
 
 
-def _with_a_runtime(name: str, overrides: list[str]) -> list[str]:
-    """Several clients run on Ray, if neither the experiment nor anybody else says otherwise."""
+def _with_a_runtime(name: str, overrides: list[str]) -> tuple[list[str], DictConfig]:
+    """The overrides, with the runtime that several clients run on if neither the experiment nor
+    anybody else says otherwise, Ray; and what they compose to."""
     asked = [word for word in overrides if not _key(word).startswith("runtime.")]
-    if any(_key(word) == "runtime" and word != "runtime=auto" for word in asked):
-        return overrides
-    config = hydra_compose(name, asked, return_hydra_config=True)
-    if config.hydra.runtime.choices.get("runtime") != "auto":
-        return overrides
-    chosen = f"runtime={'ray' if _several(config) else 'in_process'}"
-    return [chosen, *(word for word in overrides if _key(word) != "runtime")]
+    if not any(_key(word) == "runtime" and word != "runtime=auto" for word in asked):
+        whole = hydra_compose(name, asked, return_hydra_config=True)
+        if whole.hydra.runtime.choices.get("runtime") == "auto":
+            chosen = "ray" if _several(whole) else "in_process"
+            words = [f"runtime={chosen}", *(w for w in overrides if _key(w) != "runtime")]
+            if len(asked) < len(overrides):  # settings of a runtime: they need it there
+                return words, hydra_compose(name, words, return_hydra_config=True)
+            with open_dict(whole):  # as composing it again would, in half the time
+                own = OmegaConf.load(named("runtime", chosen))
+                whole.runtime = OmegaConf.merge(own, whole.runtime)
+                whole.hydra.runtime.choices.runtime = chosen
+            return words, whole
+    return overrides, hydra_compose(name, overrides, return_hydra_config=True)
 
 
 def _several(config: DictConfig) -> bool:
@@ -231,6 +242,8 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
             raise FedgenError(name, f"must be a list, got {new!r}", f"e.g. {list(old)}")
         elif name in _NUMBER_OR_WORD and isinstance(new, int | str) and not isinstance(new, bool):
             continue  # the method says which words
+        elif name in _SWITCH_OR_AUTO and isinstance(new, bool):
+            continue
         elif isinstance(old, bool) != isinstance(new, bool):
             raise FedgenError(name, f"cannot be {new!r}", f"the default is {old!r}")
         elif isinstance(old, int) and not isinstance(new, int):

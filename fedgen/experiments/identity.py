@@ -71,6 +71,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         "data": ready.dataset.digest,
         "settings": settings,
         "device": device(config.device),
+        "branch": ready.branch,
         "noise_multiplier": in_short(ready.privacy.noise_multiplier),
         "left_open": dict(ready.left_open),
         "environment": {
@@ -116,7 +117,7 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
         )
     check_same_noise(ready, identity, "resume")
     if (run_dir.checkpoints / checkpoint.NAME).exists():
-        for client in range(len(ready.shards)):
+        for client in _whose_files_are_here(ready):
             if not (run_dir.clients / str(client) / LEDGER).exists():
                 raise FedgenError(
                     "resume",
@@ -125,6 +126,11 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
                 )
     elif (run_dir.path / "privacy.json").exists():
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
+
+
+def _whose_files_are_here(ready: Setup) -> range:
+    """Clients at sites of their own are asked for theirs."""
+    return range(0 if ready.dataset.elsewhere else len(ready.shards))
 
 
 def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
@@ -147,7 +153,7 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
             raise FedgenError("resume", f"{run_dir.path}/rounds_begun.txt was cut", "restore it")
         spends, kept = state.spends, {} if extra["over"] else state.kept
     store = ClientStore(run_dir.clients, in_memory=True)
-    for client in range(len(ready.shards)):
+    for client in _whose_files_are_here(ready):
         path = run_dir.clients / str(client) / LEDGER
         account = Ledger(path, name, client, seeded, outside, looking=True).account()
         seen = dict(spends.get(client, {}))

@@ -28,7 +28,7 @@ from fedgen.data.partition import Index, check_clients
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.federation.fault_rates import Faults
-from fedgen.files import digest
+from fedgen.files import digest, read_json
 from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Budget, check_delta, release_epsilon, smaller
@@ -129,13 +129,78 @@ def setup(config: DictConfig) -> Setup:
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
     rows = len(shards[0]) if len(shards) == 1 else None
+    found = decided(config, len(shards), rows, held.classes, held.shape)
+    check_places(config, held, found.method.plan)
+    branch = _rehearsed(config) or branch_of(config, held, found.noise)
+    coins = coins.at("branch", branch)
+    canaries = None
+    if OmegaConf.select(config, "audit.canaries"):
+        plan = found.method.plan
+        here = Coins.of(config.seed, "seeded").at("audit")  # the same in every process of a run
+        held, shards, canaries = plant(
+            held, shards, plan.unit, plan.relation, config.audit.canaries, here
+        )
+    return Setup(
+        config,
+        branch,
+        coins,
+        held,
+        shards,
+        found.method,
+        found.privacy,
+        at_noise=found.at_noise,
+        program=found.program,
+        with_gaps=found.with_gaps,
+        aggregated=found.aggregated,
+        faults=faults(config),
+        canaries=canaries,
+        left_open=found.left_open,
+    )
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What of a run follows from its settings and from what everybody knows of its clients; the
+    fields are those of ``Setup``."""
+
+    method: Method
+    privacy: Privacy
+    at_noise: Callable[[float | None], Method]
+    program: Callable[[], ClientProgram]
+    with_gaps: Callable[[], Method]
+    aggregated: Callable[[Kind], Method]
+    left_open: Mapping[str, int | None]
+
+    @property
+    def noise(self) -> float | None:
+        """The noise multiplier."""
+        return self.privacy.noise_multiplier
+
+
+def decided(
+    config: DictConfig,
+    clients: int,
+    rows: int | None,
+    classes: int,
+    shape: tuple[int, int, int],
+) -> Decided:
+    """The method, its noise and its budget, and what these settle of the settings that were open,
+    which is written into ``config``. Whoever knows the same comes to the same.
+
+    Args:
+        rows: of the one client; None of several.
+        classes, shape: of the images: labels, and (channels, height, width).
+
+    Raises:
+        FedgenError: for the first setting that does not work.
+    """
     half = config.runtime.transport == "float16"
     asked_for = config.privacy
     facts = PublicFacts(
-        len(shards),
+        clients,
         rows,
-        held.classes,
-        held.shape,
+        classes,
+        shape,
         all_answer=config.runtime.min_success >= 1,
         half=half,
         aggregating=asked_for.aggregation,
@@ -163,36 +228,20 @@ def setup(config: DictConfig) -> Setup:
             config.rounds = length
             privacy = decide(config, make)
             noise = privacy.noise_multiplier
-    _check_meeting(config, make(noise).plan)
-    _check_places(config, held, make(noise).plan)
-    branch = branch_of(config, held, noise)
-    coins = coins.at("branch", branch)
-    canaries = None
-    if OmegaConf.select(config, "audit.canaries"):
-        plan = make(noise).plan
-        here = Coins.of(config.seed, "seeded").at("audit")  # the same in every process of a run
-        held, shards, canaries = plant(
-            held, shards, plan.unit, plan.relation, config.audit.canaries, here
-        )
-    return Setup(
-        config,
-        branch,
-        coins,
-        held,
-        shards,
-        make(noise),
+    method = make(noise)
+    _check_meeting(config, method.plan)
+    return Decided(
+        method,
         privacy,
         at_noise=make,
         program=partial(_program, make, noise),
         with_gaps=partial(_method, made, replace(facts, unanswered=True), config, noise),
         aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
-        faults=faults(config),
-        canaries=canaries,
         left_open=open_,
     )
 
 
-def _check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
+def check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
     """Raises FedgenError where a record that is replaced by one of another label moves others."""
     by_place = plan.relation is Relation.REPLACE_ONE and plan.unit is Unit.RECORD
     if held.labels_in_names and by_place:
@@ -243,7 +292,8 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     """The data set without the rows held out, and all clients' rows of it."""
     coins = Coins.of(config.seed, config.privacy.noise).at("data")
     held = dataset(config).holding_out(config.held_out, coins)
-    check_clients(config.partition.clients, len(held.labels))
+    if not held.elsewhere:
+        check_clients(config.partition.clients, len(held.labels))
     shards: list[Index] = build(config.partition, "partition")(
         labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
     )
@@ -280,6 +330,24 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
     if whole["warm_up"]["method"] is not None:
         chosen.append(whole["warm_up"])
     return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
+
+
+def _rehearsed(config: DictConfig) -> str | None:
+    """The branch of the run whose coins a deployment uses again, to come to the same bits.
+
+    Raises:
+        FedgenError: if there is no such run, or noise is not seeded.
+    """
+    place = config.runtime.get("rehearses")
+    if place is None:
+        return None
+    key = "runtime.rehearses"
+    if config.privacy.noise != "seeded":
+        raise FedgenError(key, "is for seeded noise", "take privacy.noise=seeded, or null")
+    try:
+        return str(read_json(Path(place) / "run.json")["branch"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgenError(key, f"{place} is no run directory", "name a finished run") from error
 
 
 def in_short(noise_multiplier: float | None) -> str | None:

@@ -27,14 +27,15 @@ def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
     Raises:
         FedgenError: if the budget of its data does not allow it.
     """
-    if ready.privacy.noise != "secure":
+    if ready.privacy.noise != "secure" or ready.dataset.elsewhere:  # each site enters its own
         return None
     plan, file = ready.method.plan, SpentFile.at_home()
     most = canonical(plan.server(ready.privacy.budget.rows))
     folder = str(run_dir.path.absolute())
     shares = digest(*(shard.tobytes() for shard in ready.shards))
     entry = Entry(name, ready.dataset.digest, shares, folder, plan.unit, plan.relation, most)
-    file.enter(entry, partial(_check_budget, ready.config, entry))
+    budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
+    file.enter(entry, partial(check_budget, budget, delta, entry))
     return file
 
 
@@ -46,16 +47,17 @@ def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
         file.close(name, reduce(larger, planned, nothing))
 
 
-def _check_budget(config: DictConfig, entry: Entry, others: Sequence[Entry]) -> None:
-    key, budget = "privacy.budget_epsilon", config.privacy.get("budget_epsilon")
+def check_budget(budget: float | None, delta: float, entry: Entry, others: Sequence[Entry]) -> None:
+    """Raises FedgenError if a run would take what all runs on its rows cost above a budget."""
+    key = "privacy.budget_epsilon"
     if budget is None:
         return
     if any(each.kind != entry.kind for each in others):
         problem = "other runs on these data protect others than this, and no ε counts both"
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
-    with_it = spent_together([*others, entry], config.privacy.delta)
+    with_it = spent_together([*others, entry], delta)
     if with_it.or_infinity > budget:
-        so_far = spent_together(others, config.privacy.delta) if others else None
+        so_far = spent_together(others, delta) if others else None
         before = epsilon_in_words(so_far.value) if so_far else "0"
         problem = (
             f"{len(others)} runs on these data come to ε = {before}, with this one to "

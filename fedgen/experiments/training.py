@@ -104,14 +104,17 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     if new:
         _check_masks(config, play)
         ready = settings.setup(config)
+        _check_rows(ready)
         run_dir, name = new_run(ready)
-        if ready.privacy.noise == "seeded":  # who has which labels is private
+        if ready.privacy.noise == "seeded" and not ready.dataset.elsewhere:
+            # who has which labels is private
             partition(_label_counts(ready), run_dir.path / "partition.png")
     else:
         run_dir, before, identity = opened(Path(config.resume), "resume")
         config = moved(before, config)
         _check_masks(config, play)
         ready, name = settings.setup(config), identity["run"]
+        _check_rows(ready)
         check_same_run(run_dir, ready, identity)
     with run_dir.locked("run_dir" if new else "resume"):
         if not new:
@@ -145,6 +148,23 @@ def _check_masks(config: DictConfig, play: Play | None) -> None:
             "Flower's engine moves clients between processes, and masks stay in one",
             "take runtime=ray or in_process, or set it to false: the sum is the same",
         )
+
+
+def _check_rows(ready: Setup) -> None:
+    """Raises FedgenError unless rows are where the runtime looks for them."""
+    config, deployed = ready.config, ready.config.names.runtime == "deployed"
+    if deployed and not ready.dataset.elsewhere:
+        problem = "asks nodes with rows of their own, and reads none here"
+        raise FedgenError("runtime", problem, "take data=public_facts partition=nodes")
+    if not deployed and ready.dataset.elsewhere:
+        raise FedgenError("data", "public_facts has no rows", "take runtime=deployed")
+    if deployed and config.evaluation.samples:
+        problem = "there are no rows here to judge by"
+        remedy = "set evaluation=none; judge samples by fedgen evaluate samples=... data=..."
+        raise FedgenError("evaluation", problem, remedy)
+    if deployed and (ready.faults.total or config.corruption.fraction):
+        problem = "faults and bugs are planted in simulations alone"
+        raise FedgenError("runtime", problem, "set runtime.faults and corruption.fraction to 0")
 
 
 @dataclass(frozen=True)
@@ -260,12 +280,15 @@ class Training:
             timeout=self.config.runtime.timeout,
             begins=self._begins,
             failed=self._failed,
+            rows=self.ready.privacy.budget.rows,
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
             masks=self.config.runtime.masks,
             run=self.name,
             opens=self._opens,
         )
-        rounds.hello()
+        nodes = rounds.hello()
+        if self.ready.dataset.elsewhere:
+            self._check_elsewhere(rounds, nodes, state)
         if not self._over:
             rounds.restore()
             self._train(rounds, state)
@@ -274,6 +297,40 @@ class Training:
             self.accounts.ledgers.update(rounds.accounts())
             self._checkpoint(state, last=True)
         rounds.forget()
+
+    def _check_elsewhere(self, rounds: Rounds, nodes: dict[int, int], state: RunState) -> None:
+        """Of clients whose files are not here: that each is who it was, and has forgotten nothing.
+        What it was charged for since the last checkpoint counts.
+
+        Raises:
+            FedgenError: if one is another, or lacks what the server has seen.
+        """
+        first = self.run_dir.nodes(nodes)
+        if first != nodes:
+            moved = next(client for client in nodes if first.get(client) != nodes[client])
+            problem = f"client {moved} was another node before"
+            raise FedgenError("resume", problem, "start the nodes with the numbers that they had")
+        told = rounds.accounts(must=1.0)
+        for client, account in told.items():
+            seen = dict(state.spends.get(client, {}))
+            seen.pop(NonPrivateDpEvent(), None)
+            if any(account.spend.get(event, 0) < count for event, count in seen.items()):
+                problem = f"the ledger of client {client} lacks what the server has seen"
+                raise FedgenError("resume", problem, "restore it: spend is never forgotten")
+        self._check_no_answer_is_lost(state, told)
+        if self._over:
+            self.accounts.ledgers.update(told)
+        elif self.ready.privacy.noise == "secure":
+            self._charge(state, told)
+
+    def _charge(self, state: RunState, ledgers: Mapping[int, Account]) -> None:
+        """Counts what clients were charged for after the checkpoint that a run goes on from."""
+        if self.method.plan.sends_again:
+            return
+        for client, account in ledgers.items():
+            state.spends[client] = larger(state.spends.get(client, {}), account.spend)
+            state.rows[client] = max(state.rows[client], account.rows)
+            state.asks[client] = max(state.asks[client], account.releases)
 
     def _begins(self, round_: int) -> None:
         if self.ready.privacy.noise == "secure":  # else what is done again repeats to the bit
@@ -371,13 +428,10 @@ class Training:
         for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps
             spend = state.spends.get(client, {})
             state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
-        for client, account in ledgers.items():
-            if self._over:
-                self.accounts.ledgers[client] = account
-            elif self.ready.privacy.noise == "secure" and not self.method.plan.sends_again:
-                state.spends[client] = larger(state.spends.get(client, {}), account.spend)
-                state.rows[client] = max(state.rows[client], account.rows)
-                state.asks[client] = max(state.asks[client], account.releases)
+        if self._over:
+            self.accounts.ledgers.update(ledgers)
+        elif self.ready.privacy.noise == "secure":
+            self._charge(state, ledgers)
         self._board = _board(self.run_dir, state.rounds)
         return state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client_app import FAILED
+from fedgen.federation.client_app import FAILED, REFUSED
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     MESSAGE_UNAVAILABLE,
@@ -24,6 +24,7 @@ DROPPED = ("late", "repeated")
 
 _KINDS = {
     FAILED: "failed",
+    REFUSED: "refused",
     DEADLINE: "deadline",
     DIED: "died",
     CLIENT_RAISED: "raised",
@@ -38,10 +39,10 @@ _KINDS = {
 class Failure:
     """A client that was sent a message and did not answer it well, or not once.
 
-    kind: failed, raised, died, deadline, unavailable, unknown; malformed (no release in the reply,
-        or not of the shape that was asked for), not finite, too long (for honest noise: see
-        ``Plan.longest``), unplanned (a release of other noise than was planned); late, repeated (a
-        reply to a message that is over: ``DROPPED``).
+    kind: failed, refused (by a site's policy), raised, died, deadline, unavailable, unknown;
+        malformed (no release in the reply, or not of the shape that was asked for), not finite, too
+        long (for honest noise: see ``Plan.longest``), unplanned (a release of other noise than was
+        planned); late, repeated (a reply to a message that is over: ``DROPPED``).
     """
 
     kind: str

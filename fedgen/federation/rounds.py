@@ -106,6 +106,7 @@ class Rounds:
         timeout: seconds that a client may take for a message of a round.
         begins: called with each round before anybody is asked.
         failed: called with each failure.
+        rows: that a client may answer, at most, as it counts itself.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
         masks: whether answers travel under masks; run: its name, which these are made for.
         opens: called with each secure sum before it is looked at: (round, digest of the question,
@@ -124,6 +125,7 @@ class Rounds:
         timeout: float | None,
         begins: Callable[[int], None],
         failed: Callable[[Failure], None],
+        rows: int,
         errors: str,
         masks: bool = False,
         run: str = "",
@@ -142,10 +144,14 @@ class Rounds:
         # what is published of several clients' sums rests on the noise of each
         self._of_plan: set[DpEvent] = set()
         self._planned_rows: set[int] = set()
-        self._most_rows = 0  # that a client answers, as it counts itself
+        self._most_rows = rows
+        self._plan_for(rows)
 
-    def hello(self) -> None:
+    def hello(self) -> dict[int, int]:
         """Learns which node is which client: node ids are random, and in no order.
+
+        Returns:
+            client -> node.
 
         Raises:
             FedgenError: if there are not as many clients as the run has.
@@ -177,6 +183,7 @@ class Rounds:
             )
         self._clients = {nodes[place]: client for place, client in found.items()}
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
+        return dict(self.strategy.nodes)
 
     def restore(self) -> None:
         """Has every client go back to the state that goes with the server's, or to the last one
@@ -205,10 +212,10 @@ class Rounds:
         asked = self._to_all(messages.FORGET, messages.pack_hello())
         self._exchange(asked, "the farewell", _acknowledged, must=0.0)
 
-    def accounts(self) -> dict[int, Account]:
+    def accounts(self, must: float = 0.0) -> dict[int, Account]:
         """What the clients' ledgers come to, of those that answer. A client's word can raise its ε,
         never lower it: what it spent at another cost than the plan's, or for more rows than it
-        may answer, has no bound."""
+        may answer, has no bound. ``must``: the share that must answer."""
         asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
 
         def read(client: int, reply: Message) -> Account:
@@ -218,7 +225,7 @@ class Rounds:
                 return replace(account, spend={NonPrivateDpEvent(): 1})
             return account
 
-        return self._exchange(asked, "the call for accounts", read, must=0.0)
+        return self._exchange(asked, "the call for accounts", read, must=must)
 
     def prepare(self, prepared: Callable[[int, int], None]) -> None:
         """Has every client make its state, part by part. ``prepared``: (done, of) now and then."""
@@ -242,8 +249,6 @@ class Rounds:
         self, coins: Coins, budget: Budget, finished: Callable[[RunState, RoundFacts], None]
     ) -> str | None:
         """Rounds until ``budget`` ends them; returns why it stopped early, or None."""
-        self._plan_for(budget.rows)
-        self._most_rows = budget.rows
         while self.state.rounds < budget.rounds:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)

@@ -112,6 +112,21 @@ class RunDir:
         """Appends a line of metrics. Nothing in it depends on the clock: runs can be compared."""
         _append(self._metrics, line)
 
+    def nodes(self, found: dict[int, int]) -> dict[int, int]:
+        """Which node was which client when the run began: ``found``, the first time.
+
+        Raises:
+            FedgenError: if what was noted then was altered.
+        """
+        path = self.path / "nodes.json"
+        if not path.exists():
+            write_whole(path, json.dumps(found).encode())
+            return found
+        try:
+            return {int(client): int(node) for client, node in read_json(path).items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            raise FedgenError(str(path), "was altered", "restore it") from error
+
     def add_failure(self, line: dict[str, Any]) -> None:
         """Appends a client's failure, as the server saw it."""
         _append(self._failures, line)

@@ -1,0 +1,142 @@
+"""``fedgen link``: Flower's SuperLink, guarded. Whoever reaches its port may be a node, with a key
+that was accepted, and nothing else: Flower's Control and Runtime APIs, on the same port, would let
+anybody let nodes in, start runs and take a coordinator's place. They answer this machine alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    SECP256R1,
+    EllipticCurvePrivateKey,
+    generate_private_key,
+)
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from omegaconf import DictConfig
+
+from fedgen.deployment.coordinator import link_at
+from fedgen.deployment.flower_wire import serve
+from fedgen.deployment.keys import public_at
+from fedgen.errors import FedgenError
+from fedgen.files import write_whole
+
+_CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "server.crt", "server.key"
+
+
+def link(config: DictConfig) -> str:
+    """Serves until it is told to end; or accepts a node's key at the link that serves.
+
+    Raises:
+        FedgenError: for a setting that does not work.
+    """
+    home = Path(config.home).expanduser()
+    if config.accept is not None:
+        node = public_at(Path(config.accept).expanduser())
+        name = config.name or Path(config.accept).name.removesuffix(".pub")
+        here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
+        return f"accepted node {name} ({here.register(node, name)})"
+    if not isinstance(config.port, int) or not 1 <= config.port < 2**16:
+        raise FedgenError("port", f"cannot be {config.port}", "e.g. 9092")
+    names = [config.hosts] if isinstance(config.hosts, str) else list(config.hosts)
+    certificates(home, names, config.days)
+    print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
+    ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
+    serve(config.host, config.port, ca, certificate, key, home / "link.sqlite")
+    return "ended"
+
+
+def certificates(home: Path, names: list[str], days: int) -> None:
+    """An authority of the link's own, unless there is one, and a certificate for its names: new
+    each time, so that they can change. Sites keep ``ca.crt``.
+
+    Raises:
+        FedgenError: for a name that is none, or an authority that cannot be read.
+    """
+    if not names:
+        raise FedgenError("hosts", "are none", "give those that nodes reach this machine by")
+    if not isinstance(days, int) or not 1 <= days <= 3650:
+        raise FedgenError("days", f"must be from 1 to 3650, got {days}", "e.g. 365")
+    if not (home / _CA_KEY).exists():
+        key = generate_private_key(SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedgen link")])
+        built = _builder(name, name, key, 3650)
+        built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        built = built.add_extension(_SIGNS, critical=True)
+        _write(home / _CA_KEY, key)
+        certificate = built.sign(key, SHA256())
+        write_whole(home / _CA, certificate.public_bytes(Encoding.PEM))
+    try:
+        authority = load_pem_private_key((home / _CA_KEY).read_bytes(), None)
+        issuer = x509.load_pem_x509_certificate((home / _CA).read_bytes()).subject
+        assert isinstance(authority, EllipticCurvePrivateKey)
+    except (OSError, ValueError, TypeError, AssertionError) as error:
+        raise FedgenError("home", f"{home} has no authority", "restore it, or remove it") from error
+    key = generate_private_key(SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    built = _builder(subject, issuer, key, days)
+    built = built.add_extension(
+        x509.SubjectAlternativeName(list(map(_name, names))), critical=False
+    )
+    built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    built = built.add_extension(usage, critical=False)
+    _write(home / _KEY, key)
+    certificate = built.sign(authority, SHA256())
+    write_whole(home / _CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+
+
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(name)
+    except ValueError as error:
+        raise FedgenError(
+            "hosts", f"{name!r} is no name of a machine", "e.g. [link.org]"
+        ) from error
+
+
+def _write(path: Path, key: EllipticCurvePrivateKey) -> None:
+    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_whole(path, text, mode=0o600)

@@ -1,0 +1,119 @@
+"""What left a site, in a file that its owner can read: a line a message.
+
+Written before the message leaves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.federation import messages
+from fedgen.federation.client_app import LEDGER
+from fedgen.files import as_json
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, canonical, from_json, total
+from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+
+NAME = "log.jsonl"
+
+_IN_WORDS = {
+    messages.HELLO: "said which client it is",
+    messages.ACCOUNT: "told what it has spent in this run",
+    messages.PREPARE: "said that it is ready",
+    messages.TRAIN: "said that it has trained",
+    messages.ASK: "sent a noised answer",
+    messages.KEYS: "announced keys for masks",
+    messages.SHARES: "dealt sealed shares of its masks' secrets",
+    messages.REVEAL: "revealed shares that take the masks off a sum",
+    messages.KEEP: "said that it kept its state",
+    messages.RESTORE: "said that it went back to its state",
+    messages.FORGET: "said that it dropped its state",
+}
+
+
+class Log:
+    """The log of the node that is at home in a folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / NAME
+
+    def opened(self, run: str, settings: dict[str, Any], relation: Relation) -> None:
+        """A run that this site takes part in."""
+        chosen = {name: settings[name] for name in ("names", "privacy", "rounds")}
+        line = {"what": "opened", "run": run, "settings": chosen, "relation": relation.value}
+        self._add(line)
+
+    def refused(self, run: str, why: str) -> None:
+        """A run that the policy does not allow."""
+        self._add({"what": "refused", "run": run, "why": why})
+
+    def left(self, run: str, kind: str, size: int, code: int | None) -> None:
+        """A message that is about to leave."""
+        line = {"what": "left", "run": run, "kind": kind, "bytes": size}
+        self._add(line if code is None else {**line, "error": code})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        stamped = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **line}
+        with self._path.open("a") as file:
+            file.write(json.dumps(stamped) + "\n")
+
+
+def show(config: DictConfig) -> str:
+    """The log in words: the last ``lines`` of it, with ε so far wherever an answer left.
+
+    Raises:
+        FedgenError: if there is none.
+    """
+    home = Path(config.home).expanduser()
+    path = home / NAME
+    if not path.exists():
+        raise FedgenError("home", f"no node was at home in {home}", "name a node's folder")
+    try:
+        lines = [as_json(each) for each in path.read_text().splitlines()]
+        runs = {line["run"]: line for line in lines if line["what"] == "opened"}
+        asks: Counter[str] = Counter()
+        told = []
+        for line in lines:
+            run = line["run"]
+            answered = line["what"] == "left" and line["kind"] == messages.ASK
+            asks[run] += answered and "error" not in line
+            told.append((line, asks[run]))
+        words = [_words(home, line, runs, asked) for line, asked in told[-config.lines :]]
+    except (ValueError, KeyError, TypeError, OSError, StopIteration) as error:
+        raise FedgenError("home", f"{path} was altered", "restore it") from error
+    sent = sum(int(line.get("bytes", 0)) for line in lines)
+    return "\n".join([*words, f"{len(lines)} lines, {bytes_in_words(sent)} left in all"])
+
+
+def _words(home: Path, line: dict[str, Any], runs: Mapping[str, dict[str, Any]], asked: int) -> str:
+    place = f"{line['time']}  {line['run'][:8]}"
+    if line["what"] == "refused":
+        return f"{place}  refused: {line['why']}"
+    if line["what"] == "opened":
+        names, privacy = line["settings"]["names"], line["settings"]["privacy"]
+        return (
+            f"{place}  takes part: {names['method']}, target ε {privacy['target_epsilon']}, "
+            f"δ {privacy['delta']:g}, noise {privacy['noise']}"
+        )
+    if "error" in line:
+        return f"{place}  sent a code of failure ({line['error']}) to {line['kind']}"
+    said = f"{place}  {_IN_WORDS[line['kind']]}, {bytes_in_words(line['bytes'])}"
+    if line["kind"] != messages.ASK:
+        return said
+    return f"{said}; ε so far {_epsilon_after(home, runs[line['run']], asked)}"
+
+
+def _epsilon_after(home: Path, opened: dict[str, Any], releases: int) -> str:
+    """What the first releases of a run cost, by this site's ledger, against the server."""
+    ledger = next((home / "runs" / opened["run"]).glob(f"*/{LEDGER}"))
+    charged = [as_json(each) for each in ledger.read_text().splitlines()[1 : releases + 1]]
+    spend = total([canonical(from_json(each["event"])) for each in charged])
+    delta, relation = opened["settings"]["privacy"]["delta"], Relation(opened["relation"])
+    return epsilon_in_words(epsilon(spend, delta, relation).value)

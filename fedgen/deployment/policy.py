@@ -1,0 +1,167 @@
+"""A site's own policy: what a run may ask of its rows, whatever the coordinator says.
+
+The site solves the noise and counts ε itself, from the settings that it was sent; what a run would
+cost is its own figure, against a server that keeps all it sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.experiments.settings import Decided, view
+from fedgen.files import read_yaml
+from fedgen.privacy.releases import Local, Secure
+from fedgen.reporting.progress import epsilon_in_words
+
+_KEY = "policy"
+
+
+class RefusedError(Exception):
+    """What a site's policy does not allow. Its text stays with the site."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a site allows.
+
+    epsilon, delta: of one run, at most, against the server, per ``unit``.
+    budget_epsilon: of all runs on the same rows together; None: no limit.
+    units: whose privacy ε may be about: record, client.
+    methods: names of methods; None: all.
+    aggregations: local, secure.
+    least: answers that a secure sum must rest on, at least.
+    colluders: clients that must be counted as colluding with the server, at least.
+    rehearsal: whether runs with seeded noise are answered: these have no privacy at all.
+    peers: client -> fingerprint of its node's key; None: whoever the server says.
+    """
+
+    epsilon: float
+    delta: float
+    budget_epsilon: float | None = None
+    units: tuple[str, ...] = ("record", "client")
+    methods: tuple[str, ...] | None = None
+    aggregations: tuple[str, ...] = ("secure",)
+    least: int = 2
+    colluders: int = 0
+    rehearsal: bool = False
+    peers: dict[int, str] | None = None
+
+
+def read(path: Path) -> Policy:
+    """A policy from a file of YAML.
+
+    Raises:
+        FedgenError: for the first line that says nothing.
+    """
+    try:
+        found = yaml.safe_load(read_yaml(path))
+    except OSError as error:
+        raise FedgenError(_KEY, f"{path} cannot be read ({error.strerror})", _REMEDY) from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise FedgenError(_KEY, f"{path} is no YAML ({str(error)[:100]})", _REMEDY) from error
+    if not isinstance(found, dict):
+        raise FedgenError(_KEY, f"{path} has no settings", _REMEDY)
+    known = [each.name for each in fields(Policy)]
+    for name in found:
+        if name not in known:
+            raise FedgenError(f"{_KEY}.{name}", "is no setting", f"choose of: {', '.join(known)}")
+    for name in ("epsilon", "delta"):
+        if name not in found:
+            raise FedgenError(f"{_KEY}.{name}", "is not given", _REMEDY)
+    for name in ("epsilon", "delta", "budget_epsilon"):
+        if isinstance(found.get(name), str):  # YAML takes 1e-5 for a word
+            with contextlib.suppress(ValueError):
+                found[name] = float(found[name])
+    for name, check in _KINDS.items():
+        if name in found and not check(found[name]):
+            raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", _REMEDY)
+    lists = {name: tuple(found[name]) for name in _LISTS if found.get(name) is not None}
+    return Policy(**{**found, **lists})
+
+
+_REMEDY = "see docs/deployment.md"
+_LISTS = ("units", "methods", "aggregations")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _words(allowed: Sequence[str]) -> Any:
+    return lambda value: isinstance(value, list) and bool(value) and set(value) <= set(allowed)
+
+
+def _named(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+
+
+def _of_peers(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and all(_count(client) and isinstance(print_, str) for client, print_ in value.items())
+    )
+
+
+_KINDS = {
+    "epsilon": _number,
+    "delta": lambda value: _number(value) and value < 1,
+    "budget_epsilon": lambda value: value is None or _number(value),
+    "units": _words(("record", "client")),
+    "methods": _named,
+    "aggregations": _words(("local", "secure")),
+    "least": _count,
+    "colluders": _count,
+    "rehearsal": lambda value: isinstance(value, bool),
+    "peers": _of_peers,
+}
+
+
+def check(policy: Policy, config: DictConfig, found: Decided) -> None:
+    """Holds a run against a policy.
+
+    Raises:
+        RefusedError: for the first thing that it does not allow.
+    """
+    plan, privacy = found.method.plan, config.privacy
+    sums = plan.aggregation
+    if privacy.noise != "secure" and not policy.rehearsal:
+        raise RefusedError("privacy.noise=seeded has no privacy, and rehearsals are not allowed")
+    if policy.methods is not None and config.names.method not in policy.methods:
+        raise RefusedError(f"method {config.names.method} is not allowed")
+    if plan.unit.value not in policy.units:
+        raise RefusedError(f"ε would be about a {plan.unit.value}, which is not allowed")
+    if privacy.delta > policy.delta:
+        raise RefusedError(f"δ = {privacy.delta:g} is above {policy.delta:g}")
+    if not isinstance(sums, Local | Secure):
+        raise RefusedError("the server would make the noise itself")
+    kind = type(sums).__name__.lower()
+    if kind not in policy.aggregations:
+        raise RefusedError(f"privacy.aggregation={kind} is not allowed")
+    if isinstance(sums, Secure):
+        if not config.runtime.masks:
+            raise RefusedError("a secure sum without masks shows each answer to the server")
+        if sums.least < policy.least:
+            raise RefusedError(f"sums would rest on {sums.least} answers, below {policy.least}")
+        if sums.colluders < policy.colluders:
+            raise RefusedError(
+                f"{sums.colluders} clients are counted as colluding, below {policy.colluders}"
+            )
+    rows = found.privacy.budget.rows
+    cost = view(found.method, found.privacy.budget, config.rounds, rows, privacy.delta, True)
+    if cost.or_infinity > policy.epsilon:
+        raise RefusedError(
+            f"the run would cost ε = {epsilon_in_words(cost.value)} against the server, above "
+            f"{policy.epsilon:g}"
+        )

@@ -1,0 +1,124 @@
+"""A site as a client of runs: its own rows, noise, ledger and account, and nothing elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fedgen.data.datasets import Dataset, Shard
+from fedgen.deployment import policy as policies
+from fedgen.deployment.policy import Policy, RefusedError
+from fedgen.deployment.request import Request
+from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.settings import in_short
+from fedgen.experiments.spent import check_budget
+from fedgen.federation.client_app import Homes, Site
+from fedgen.files import digest, write_whole
+from fedgen.privacy.events import Relation, canonical
+from fedgen.privacy.releases import Secure
+from fedgen.privacy.spent import Entry, SpentFile
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node is home to.
+
+    number: which client it is. rows: its images and labels. home: its folder, of this node alone.
+    """
+
+    number: int
+    rows: Dataset
+    home: Path
+    policy: Policy
+
+    @property
+    def account(self) -> SpentFile:
+        """What its rows have cost, over all runs."""
+        return SpentFile(self.home / "spent.sqlite")
+
+    def folder(self, run: str) -> Path:
+        """Where it keeps what it needs for a run."""
+        return self.home / "runs" / run
+
+
+def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
+    """Answers a request: the home of this site's client for a run, and whose neighbours its ε is
+    about.
+
+    Raises:
+        RefusedError: if the policy does not allow it, or its settings are none; the text is the
+            site's own.
+    """
+    try:
+        found, relation = _site(place, request)
+        return Homes(found), relation
+    except FedgenError as error:
+        raise RefusedError(str(error)) from error
+
+
+def _site(place: Place, request: Request) -> tuple[Site, Relation]:
+    asked, rows = request.config(), place.rows
+    clients = asked.partition.clients
+    public = settings.dataset(asked)
+    if not public.elsewhere or asked.names.partition != "nodes":
+        raise RefusedError("the coordinator says that it has the rows itself")
+    if (public.classes, public.shape) != (rows.classes, rows.shape):
+        raise RefusedError(
+            f"the run is about {public.classes} labels of images {list(public.shape)}, here are "
+            f"{rows.classes} of {list(rows.shape)}"
+        )
+    if not 0 <= place.number < clients:
+        raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
+    if asked.corruption.fraction or settings.faults(asked).total:
+        raise RefusedError("bugs and faults are planted in simulations alone")
+    found = settings.decided(asked, clients, None, public.classes, public.shape)
+    if in_short(found.noise) != request.noise_multiplier:
+        raise RefusedError(
+            f"noise multiplier {in_short(found.noise)} is solved for here, "
+            f"{request.noise_multiplier} by fedgen {request.version} there"
+        )
+    settings.check_places(asked, rows, found.method.plan)
+    policies.check(place.policy, asked, found)
+    _same_as_before(place, request)
+    plan, privacy = found.method.plan, found.privacy
+    most, account = canonical(plan.server(privacy.budget.rows)), None
+    if privacy.noise == "secure":
+        account, folder = place.account, str(place.folder(request.run).absolute())
+        kinds = plan.unit, plan.relation
+        entry = Entry(request.run, rows.digest, digest(b"one site"), folder, *kinds, most)
+        budget = place.policy.budget_epsilon
+        account.enter(entry, lambda others: check_budget(budget, privacy.delta, entry, others))
+    shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
+    made = Site(
+        program=found.program,
+        shard=lambda client: shard,
+        seed=asked.seed,
+        branch=request.branch if privacy.noise == "seeded" else "",
+        noise=privacy.noise,
+        run=request.run,
+        folder=place.folder(request.run),
+        rows=privacy.budget.rows,
+        in_memory=False,
+        cache_bytes=0.0,
+        threads=asked.runtime.threads,
+        limits=most if len(most) > 1 else {},
+        aggregation=plan.aggregation,
+        holds=privacy.noise == "secure" and plan.sends_again,
+        half=asked.runtime.transport == "float16",
+        masks=isinstance(plan.aggregation, Secure),
+        spent=account,
+    )
+    return made, plan.relation
+
+
+def _same_as_before(place: Place, request: Request) -> None:
+    """Raises RefusedError if a run of this name was another one: under the same coins, or with
+    what is left of its budget, another question would be answered."""
+    path = place.folder(request.run) / "request.json"
+    if not path.exists():
+        write_whole(path, request.text().encode(), mode=0o600)
+    elif path.read_text() != request.text():
+        raise RefusedError(f"run {request.run} was asked for with other settings before")
