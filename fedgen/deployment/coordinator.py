@@ -8,9 +8,9 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from fedgen.deployment.flower_wire import Link, be_quiet
+from fedgen.deployment.flower_coordinator import serving
+from fedgen.deployment.flower_link import link_at, settle
 from fedgen.deployment.request import Request
-from fedgen.errors import FedgenError
 from fedgen.experiments.identity import opened
 from fedgen.experiments.training import SiteOf
 from fedgen.federation.client_app import Site
@@ -44,19 +44,6 @@ def run(
     _, config, identity = opened(Path(again.path), "run_dir")
     request = Request.of(config, site.run, site.branch, identity["noise_multiplier"])
     link = link_at(superlink, ca)
-    be_quiet()
-    with link.serving(metadata.version("fedgen"), request.text()) as grid:
+    settle()
+    with serving(link, metadata.version("fedgen"), request.text()) as grid:
         start(server, grid)
-
-
-def link_at(superlink: str, ca: str) -> Link:
-    """A SuperLink, by the settings that name it.
-
-    Raises:
-        FedgenError: if its certificate cannot be read.
-    """
-    try:
-        return Link(superlink, Path(ca).expanduser().read_bytes())
-    except OSError as error:
-        problem = f"{ca} cannot be read ({error.strerror})"
-        raise FedgenError("runtime.ca", problem, "fedgen link makes one") from error

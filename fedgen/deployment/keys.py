@@ -1,9 +1,7 @@
-"""A node's key, and what it signs: who it is does not rest on the server's word."""
+"""A node's key: it is known by it to the link, and to other sites."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -24,9 +22,6 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedgen.errors import FedgenError
 from fedgen.files import write_whole
-
-_NUMBER = 48  # bytes of a coordinate of P-384
-_POINT = 1 + _NUMBER
 
 
 def key_at(path: Path) -> EllipticCurvePrivateKey:
@@ -75,9 +70,3 @@ def public_at(path: Path) -> bytes:
 
 
 _REMEDY = "take the KEY.pub that fedgen node made beside its key"
-
-
-def fingerprint(key: EllipticCurvePublicKey) -> str:
-    """What sites tell each other by telephone: a digest of a public key."""
-    point = key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-    return "SHA256:" + base64.b64encode(hashlib.sha256(point).digest()).decode().rstrip("=")

@@ -25,8 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from omegaconf import DictConfig
 
-from fedgen.deployment.coordinator import link_at
-from fedgen.deployment.flower_wire import serve
+from fedgen.deployment.flower_link import link_at, serve
 from fedgen.deployment.keys import public_at
 from fedgen.errors import FedgenError
 from fedgen.files import write_whole
@@ -40,14 +39,14 @@ def link(config: DictConfig) -> str:
     Raises:
         FedgenError: for a setting that does not work.
     """
+    if not isinstance(config.port, int) or not 1 <= config.port < 2**16:
+        raise FedgenError("port", f"cannot be {config.port}", "e.g. 9092")
     home = Path(config.home).expanduser()
     if config.accept is not None:
         node = public_at(Path(config.accept).expanduser())
         name = config.name or Path(config.accept).name.removesuffix(".pub")
         here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
         return f"accepted node {name} ({here.register(node, name)})"
-    if not isinstance(config.port, int) or not 1 <= config.port < 2**16:
-        raise FedgenError("port", f"cannot be {config.port}", "e.g. 9092")
     names = [config.hosts] if isinstance(config.hosts, str) else list(config.hosts)
     certificates(home, names, config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)

@@ -31,6 +31,7 @@ _IN_WORDS = {
     messages.ASK: "sent a noised answer",
     messages.KEYS: "announced keys for masks",
     messages.SHARES: "dealt sealed shares of its masks' secrets",
+    messages.AGREE: "signed who answered, and who did not",
     messages.REVEAL: "revealed shares that take the masks off a sum",
     messages.KEEP: "said that it kept its state",
     messages.RESTORE: "said that it went back to its state",

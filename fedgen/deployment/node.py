@@ -14,10 +14,17 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from omegaconf import DictConfig
 
-from fedgen.deployment import flower_wire, request
 from fedgen.deployment import policy as policies
-from fedgen.deployment.flower_wire import Connection, RunNotRunningException, connected, error_reply
-from fedgen.deployment.keys import fingerprint, key_at
+from fedgen.deployment import request
+from fedgen.deployment.flower_coordinator import bundle_hash
+from fedgen.deployment.flower_node import (
+    Connection,
+    LostError,
+    RunOverError,
+    connected,
+    error_reply,
+)
+from fedgen.deployment.keys import key_at
 from fedgen.deployment.log import Log
 from fedgen.deployment.policy import RefusedError
 from fedgen.deployment.site import Place, open_run
@@ -25,8 +32,10 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.federation import messages
 from fedgen.federation.client_app import REFUSED, ClientHome, Homes, client_app
+from fedgen.federation.signing import Signer, fingerprint
 
 _POLL_SECONDS = 0.05
+_AGAIN_SECONDS = 2.0
 
 
 def node(config: DictConfig) -> str:
@@ -40,7 +49,9 @@ def node(config: DictConfig) -> str:
     print(f"key {config.key}.pub: {fingerprint(key.public_key())}", flush=True)
     if config.superlink is None:
         return f"hand {config.key}.pub to the coordinator; then give superlink=HOST:PORT"
-    place = Place(config.number, settings.dataset(config), home, policies.read(Path(config.policy)))
+    policy = policies.read(Path(config.policy).expanduser())
+    signer = Signer(key, policy.peers)
+    place = Place(config.number, settings.dataset(config), home, policy, signer)
     if config.number < 0:
         raise FedgenError("number", f"cannot be {config.number}", "count clients from 0")
     try:
@@ -51,10 +62,16 @@ def node(config: DictConfig) -> str:
     over = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: over.set())
-    with _alone(home), connected(config.superlink, ca, key, print) as connection:
-        print(f"node {config.number} is connected to {config.superlink}", flush=True)
-        served = _Serving(place, connection)
-        served.until(over)
+    served = _Serving(place)
+    with _alone(home):
+        while not over.is_set():
+            try:
+                with connected(config.superlink, ca, key) as connection:
+                    print(f"node {config.number} is connected to {config.superlink}", flush=True)
+                    served.until(over, connection)
+            except LostError as error:
+                print(f"{config.superlink}: {error}; trying again", flush=True)
+                over.wait(_AGAIN_SECONDS)
     return f"ended; {served.count} messages left, see fedgen node log home={config.home}"
 
 
@@ -74,36 +91,36 @@ def _alone(home: Path) -> Iterator[None]:
 class _Serving:
     """A node's runs."""
 
-    def __init__(self, place: Place, connection: Connection) -> None:
-        self._place, self._connection = place, connection
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._log = Log(place.home)
-        self._bundle = flower_wire.bundle_hash(metadata.version("fedgen"))
+        self._bundle = bundle_hash(metadata.version("fedgen"))
         self._names: dict[int, str] = {}  # Flower's run -> ours
         self._homes: dict[str, Homes | None] = {}  # None: refused
         self._app = client_app(self._home)
         self.count = 0
 
-    def until(self, over: threading.Event) -> None:
-        """Answers messages until it is told to end."""
+    def until(self, over: threading.Event, connection: Connection) -> None:
+        """Answers messages until it is told to end. Raises LostError if the connection breaks."""
         while not over.is_set():
             try:
-                message = self._connection.receive()
+                message = connection.receive()
                 if message is None:
                     over.wait(_POLL_SECONDS)
                 else:
-                    self._connection.reply(message, self._answer(message))
-            except RunNotRunningException:
+                    connection.reply(message, self._answer(message, connection))
+            except RunOverError:
                 continue  # it ended before this reply
 
-    def _answer(self, message: Message) -> Message:
+    def _answer(self, message: Message, connection: Connection) -> Message:
         """The reply to a message, which is written down before it leaves."""
-        name = self._opened(message.metadata.run_id)
+        name = self._opened(message.metadata.run_id, connection)
         if self._homes[name] is None:
             reply = error_reply(message, REFUSED)
         else:
             context = Context(
                 message.metadata.run_id,
-                self._connection.node,
+                connection.node,
                 {"partition-id": self._place.number},
                 RecordDict(),
                 {},
@@ -121,11 +138,11 @@ class _Serving:
         assert found is not None
         return found(context)
 
-    def _opened(self, run_id: int) -> str:
+    def _opened(self, run_id: int, connection: Connection) -> str:
         """A run's name, once its request was answered."""
         if run_id in self._names:
             return self._names[run_id]
-        told = self._connection.run(run_id)
+        told = connection.run(run_id)
         name = str(run_id)
         try:
             if told.bundle != self._bundle:

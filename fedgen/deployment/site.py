@@ -16,6 +16,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.settings import in_short
 from fedgen.experiments.spent import check_budget
 from fedgen.federation.client_app import Homes, Site
+from fedgen.federation.signing import Signer
 from fedgen.files import digest, write_whole
 from fedgen.privacy.events import Relation, canonical
 from fedgen.privacy.releases import Secure
@@ -33,6 +34,7 @@ class Place:
     rows: Dataset
     home: Path
     policy: Policy
+    signer: Signer
 
     @property
     def account(self) -> SpentFile:
@@ -109,6 +111,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         holds=privacy.noise == "secure" and plan.sends_again,
         half=asked.runtime.transport == "float16",
         masks=isinstance(plan.aggregation, Secure),
+        signer=place.signer,
         spent=account,
     )
     return made, plan.relation

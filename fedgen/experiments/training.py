@@ -283,6 +283,7 @@ class Training:
             rows=self.ready.privacy.budget.rows,
             errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
             masks=self.config.runtime.masks,
+            signed=self.ready.dataset.elsewhere,
             run=self.name,
             opens=self._opens,
         )

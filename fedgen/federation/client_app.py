@@ -26,6 +26,13 @@ from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, MaskingError, context_of
 from fedgen.federation.messages import Answer
+from fedgen.federation.signing import (
+    CREDENTIAL_BYTES,
+    Signer,
+    agreement,
+    announcement,
+    signers_needed,
+)
 from fedgen.files import digest
 from fedgen.method import ClientProgram
 from fedgen.privacy.events import Spend, canonical, total
@@ -74,6 +81,7 @@ class Site:
         goes on (``Plan.sends_again``).
     half: whether answers travel in half precision.
     masks: whether answers travel under masks (``masking.py``); a simulation's sums need none.
+    signer: what keys and lists of these are signed by (``signing.py``); None: nothing is signed.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
@@ -96,6 +104,7 @@ class Site:
     holds: bool = False
     half: bool = False
     masks: bool = False
+    signer: Signer | None = None
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
@@ -103,7 +112,8 @@ class Site:
 @dataclass
 class ClientHome:
     """What one client has at hand. ``answered``: the last round that this process answered;
-    ``masker``: its secrets of the present round, of this process alone."""
+    ``masker``: its secrets of the present round, of this process alone; ``agreed``: the last round
+    whose lists it signed, and their text."""
 
     number: int
     program: ClientProgram
@@ -119,6 +129,8 @@ class ClientHome:
     answered: int = -1
     masker: Masker | None = None
     masks: bool = False
+    signer: Signer | None = None
+    agreed: tuple[int, bytes] = (-1, b"")
     run: str = ""
 
 
@@ -162,6 +174,7 @@ class Homes:
             site.holds,
             site.half,
             masks=site.masks,
+            signer=site.signer,
             run=site.run,
         )
 
@@ -290,18 +303,50 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
         raise PastRoundError  # a second sum over others would show what this client sent
     if not home.masks or not isinstance(home.aggregation, Secure):
         raise MaskingError("nothing is masked here")
-    home.masker = Masker(home.number, home.aggregation, context_of(home.run, server_round))
-    return messages.pack_texts(server_round, {home.number: home.masker.announce()})
+    masker = Masker(home.number, home.aggregation, context_of(home.run, server_round))
+    home.masker, keys = masker, masker.announce()
+    if home.signer is not None:
+        keys += home.signer.sign(announcement(masker.context, masker.me, masker.sums, keys))
+    return messages.pack_texts(server_round, {home.number: keys})
 
 
 def _shares(home: ClientHome, message: Message) -> RecordDict:
-    keys = messages.read_texts(message, KEY_BYTES)
-    return messages.pack_texts(messages.read_place(message), _masker(home, message).deal(keys))
+    masker, signer = _masker(home, message), home.signer
+    told = messages.read_texts(message, KEY_BYTES + (CREDENTIAL_BYTES if signer else 0))
+    if signer is not None:
+        for client, text in told.items():
+            said = announcement(masker.context, client, masker.sums, text[:KEY_BYTES])
+            signer.check(client, said, text[KEY_BYTES:])
+    keys = {client: text[:KEY_BYTES] for client, text in told.items()}
+    return messages.pack_texts(messages.read_place(message), masker.deal(keys))
+
+
+def _agree(home: ClientHome, message: Message) -> RecordDict:
+    """Signs the lists of a round, and no others in that round."""
+    server_round, masker, signer = messages.read_place(message), _masker(home, message), home.signer
+    text = agreement(masker.context, masker.book, *messages.read_lists(message))
+    if signer is None:
+        raise MaskingError("nothing is signed here")
+    last, signed = home.agreed
+    if last == server_round and signed != text:
+        raise MaskingError("other lists were signed for this round")
+    home.agreed = server_round, text
+    return messages.pack_texts(server_round, {home.number: signer.sign(text)})
 
 
 def _reveal(home: ClientHome, message: Message) -> RecordDict:
-    found = _masker(home, message).reveal(*messages.read_lists(message))
-    return messages.pack_texts(messages.read_place(message), found)
+    server_round, masker, signer = messages.read_place(message), _masker(home, message), home.signer
+    lists = messages.read_lists(message)
+    if signer is not None:
+        text = agreement(masker.context, masker.book, *lists)
+        signatures = messages.read_texts(message, CREDENTIAL_BYTES)
+        if home.agreed != (server_round, text) or not set(signatures) <= set(masker.book):
+            raise MaskingError("these are not the lists that were agreed on")
+        if len(signatures) < signers_needed(masker.sums):
+            raise MaskingError("too few agree")
+        for client, credential in signatures.items():
+            signer.check(client, text, credential)
+    return messages.pack_texts(server_round, masker.reveal(*lists))
 
 
 def _masker(home: ClientHome, message: Message) -> Masker:
@@ -383,5 +428,6 @@ _VERBS = {
     messages.KEYS: _keys,
     messages.SHARES: _shares,
     messages.ASK: _ask,
+    messages.AGREE: _agree,
     messages.REVEAL: _reveal,
 }

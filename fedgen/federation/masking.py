@@ -28,7 +28,8 @@ are silent or colluding. The degree keeps that, and ``threshold`` colluders in o
 below 2^-60 a round (``_degree``), as long as clients drop out and collude whoever their neighbours
 are.
 
-Not covered: a server that forges keys, or tells clients different lists. A client that announces
+A server that forges keys, or tells clients different lists, is noticed where clients sign
+(``signing.py``): between sites, not in a simulation. A client that announces
 another's keys or no keys, deals broken seals or reveals wrong shares can void rounds, or make a sum
 useless; it learns nothing by it.
 """
@@ -184,6 +185,11 @@ class Masker:
             other: self._box(other).encrypt(_NONCE, key + seed, _names(self.me, other))
             for other, (key, seed) in dealt.items()
         }
+
+    @property
+    def book(self) -> Mapping[int, bytes]:
+        """The keys that this client dealt shares for, its own among them."""
+        return self._keys
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
         """The words under all masks. ``sealed``: what neighbours dealt; those missing are silent.

@@ -30,7 +30,9 @@ PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Make one part of your state; train; answer."""
 KEYS, SHARES, REVEAL = "query.keys", "query.shares", "query.reveal"
 """Of a sum under masks: announce keys; deal shares; reveal some (``masking.py``)."""
-IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, REVEAL)
+AGREE = "query.agree"
+"""Sign who answered and who did not (``signing.py``)."""
+IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, AGREE, REVEAL)
 """What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
 KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""

@@ -108,7 +108,8 @@ class Rounds:
         failed: called with each failure.
         rows: that a client may answer, at most, as it counts itself.
         errors: where a client writes down what went wrong, with ``{client}`` in it.
-        masks: whether answers travel under masks; run: its name, which these are made for.
+        masks: whether answers travel under masks; run: its name, which these are made for; signed:
+            whether clients sign for these.
         opens: called with each secure sum before it is looked at: (round, digest of the question,
             whose it is).
     """
@@ -128,13 +129,14 @@ class Rounds:
         rows: int,
         errors: str,
         masks: bool = False,
+        signed: bool = False,
         run: str = "",
         opens: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._errors = begins, failed, errors
-        self._masks, self._run, self._opens = masks, run, opens
+        self._masks, self._signed, self._run, self._opens = masks, signed, run, opens
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -343,7 +345,7 @@ class Rounds:
         if self._masks:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
-            answers = under_masks(server_round, asked, sums, run, exchange, read)
+            answers = under_masks(server_round, asked, sums, run, self._signed, exchange, read)
         else:
             answers, lost = that_are_there(exchange(messages.ASK, asked, read))
             failures = [self._fail("unavailable", client) for client in lost]

@@ -22,6 +22,7 @@ from fedgen.federation.masking import (
     unmasked,
 )
 from fedgen.federation.messages import Answer
+from fedgen.federation.signing import CREDENTIAL_BYTES
 from fedgen.privacy.releases import Secure
 
 T = TypeVar("T")
@@ -61,11 +62,12 @@ def under_masks(
     asked: Mapping[int, RecordDict],
     sums: Secure,
     run: str,
+    signed: bool,
     exchange: Exchange,
     read: Callable[[int, Message], Answer],
 ) -> dict[int, Answer]:
     """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
-    them with the first.
+    them with the first. ``signed``: whether clients sign what the others rely on.
 
     Raises:
         UnansweredError: if too few answer or help.
@@ -75,9 +77,11 @@ def under_masks(
         return lambda client, reply: messages.read_texts(reply, length)
 
     hello = messages.pack_place(server_round)
-    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(KEY_BYTES))
-    keys = {client: each[client] for client, each in announced.items() if client in each}
-    book = messages.pack_texts(server_round, keys)
+    length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
+    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(length))
+    told_keys = {client: each[client] for client, each in announced.items() if client in each}
+    keys = {client: each[:KEY_BYTES] for client, each in told_keys.items()}
+    book = messages.pack_texts(server_round, told_keys)
     dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), texts(SEALED_BYTES))
     inboxes = {
         client: {other: each[client] for other, each in dealt.items() if client in each}
@@ -87,6 +91,10 @@ def under_masks(
     answers = exchange(messages.ASK, questions, read)
     answered, silent = set(answers), set(dealt) - set(answers)
     lists = messages.pack_lists(server_round, sorted(answered), sorted(silent))
+    if signed:
+        heard = exchange(messages.AGREE, dict.fromkeys(answers, lists), texts(CREDENTIAL_BYTES))
+        agreed = {client: each[client] for client, each in heard.items() if client in each}
+        lists = messages.with_texts(lists, agreed)
     told = exchange(messages.REVEAL, dict.fromkeys(answers, lists), texts(SHARE_BYTES))
     first = min(answers)
     shape = answers[first].arrays["answer"].shape

@@ -1,0 +1,153 @@
+"""A coordinator's run on a SuperLink: it is the ServerApp of a run that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from flwr.app import Message
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
+from flwr.proto.control_pb2 import StartRunRequest, StopRunRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.run import RunNotRunningException
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from fedgen.deployment.flower_link import KEY, Link
+from fedgen.deployment.flower_packing import packed, unpacked
+from fedgen.errors import FedgenError
+from fedgen.federation.flower_compat import set_message_id
+from fedgen.federation.nodes import GridAround
+
+REQUEST = "request"
+"""The setting of a Flower run that holds what fedgen asks."""
+
+_POLL_SECONDS = 0.02  # between looks at a SuperLink that has nothing yet
+_TASK_SECONDS = 30.0  # until a run that was started has its task
+_BUNDLE = """\
+[project]
+name = "fedgen"
+version = "{version}"
+description = "A run of fedgen: each node runs its own fedgen, and nothing of this."
+license = {{ file = "LICENSE" }}
+dependencies = ["flwr>=1.41,<1.42"]
+
+[tool.flwr.app]
+publisher = "fedgen"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+fab-include = ["LICENSE", "app.py"]
+
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+
+[tool.flwr.app.config]
+request = ""
+"""
+
+
+def bundle(version: str) -> bytes:
+    """The Flower bundle of every run of this version of fedgen: there is no code in it that anybody
+    runs. Its hash says which fedgen a coordinator has."""
+    files: dict[str, Any] = {
+        "pyproject.toml": _BUNDLE.format(version=version).encode(),
+        "LICENSE": b"See fedgen's own.\n",
+        "app.py": b"server = None\nclient = None\n",
+    }
+    return build_fab_from_files(files)[0]
+
+
+def bundle_hash(version: str) -> str:
+    """Its hash, as Flower tells it."""
+    return hashlib.sha256(bundle(version)).hexdigest()
+
+
+@contextmanager
+def serving(link: Link, version: str, request: str) -> Iterator[Grid]:
+    """Starts a run, and is its ServerApp: a Grid to the nodes, for as long as the block."""
+    content = bundle(version)
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    with link.open(ControlHttpClient, "flwr CLI") as control:
+        config = user_config_to_proto({REQUEST: request})
+        begun = control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+        try:
+            with _task(link, begun.run_id) as grid:
+                yield grid
+        except BaseException as error:
+            with contextlib.suppress(httpx.HTTPError):  # it has ended by itself
+                control.StopRun(StopRunRequest(run_id=begun.run_id))
+            if isinstance(error, RunNotRunningException):
+                problem = "the run was ended there"
+                raise FedgenError(KEY, problem, "go on with resume=RUN_DIR") from error
+            raise
+
+
+@contextmanager
+def _task(link: Link, run_id: int) -> Iterator[Grid]:
+    """The task of a run's ServerApp, taken before anybody else takes it. Older ones, of
+    coordinators that died before they took theirs, are failed on the way."""
+    until = time.monotonic() + _TASK_SECONDS
+    with link.open(RuntimeHttpClient, "SuperExec") as client:
+        while True:
+            wanted = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            found = client.AcquireTask(wanted)
+            if found.token and found.task.run_id == run_id:
+                break
+            if time.monotonic() > until:
+                problem = "the run has no task: something else on this machine took it"
+                raise FedgenError(KEY, problem, "end other flower-superexec processes")
+            if not found.token:
+                time.sleep(_POLL_SECONDS)
+    grid = HttpGrid(link.address, False, link.ca, token=found.token)
+    runtime: Any = grid._runtime_client
+    alive = HeartbeatSender(make_task_heartbeat_fn_http(runtime))
+    alive.start()
+    details = "failed"
+    try:
+        task = runtime.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id = task.task_id
+        TaskIdentity.run_id = task.run.run_id
+        TaskIdentity.node_id = task.context.node_id
+        grid.set_run(run_from_proto(task.run))
+        yield _Packed(grid)
+        details = ""
+    finally:
+        status = "failed" if details else "completed"
+        over = PushTaskOutputRequest(sub_status=status, details=details)
+        with contextlib.suppress(httpx.HTTPError):  # it ended first: there is nobody to tell
+            runtime.PushTaskOutput(over)
+        alive.stop()
+        grid.close()
+
+
+class _Packed(GridAround):
+    """A grid whose messages travel in one piece, and which leaves its SuperLink time between two
+    looks. Flower takes an array for an object, and asks for each by itself."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """See Grid."""
+        whole = list(messages)
+        names = list(self._inner.push_messages(list(map(packed, whole))))
+        for message, name in zip(whole, names, strict=True):
+            set_message_id(message, name or "")
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """See Grid."""
+        found = list(self._inner.pull_messages(message_ids))
+        if not found:
+            time.sleep(_POLL_SECONDS)
+        return list(map(unpacked, found))

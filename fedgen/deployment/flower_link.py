@@ -1,0 +1,139 @@
+"""Flower's SuperLink: served here, and spoken to by the machine that it is on.
+
+The files ``flower_*`` of this room, with ``flower_compat``, are all that imports what Flower does
+not publish; a test names the version that they fit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from flwr.proto.control_pb2 import RegisterNodeRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.error import FlowerError
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.superlink import extensions
+from flwr.superlink.cli import flower_superlink
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+from fedgen.errors import FedgenError
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+"""For each process that speaks Flower: nothing is reported, downloaded or installed."""
+
+
+def settle() -> None:
+    """Flower in this process: see ``QUIET``; and it looks again soon for what is still on its way.
+    Its own first wait, a second, would be the longest part of a round."""
+    os.environ.update(QUIET)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what goes wrong is said by us, in a line
+    defaults: Any = pull_objects.__kwdefaults__
+    defaults["initial_backoff"] = _BACKOFF_SECONDS
+
+
+_BACKOFF_SECONDS = 0.02
+
+
+_OPEN = ("/v1/fleet/", "/health")
+_HERE = ("127.0.0.1", "::1")
+
+
+class _FleetAlone:
+    """Middleware: from elsewhere nothing but what nodes need."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        caller = (scope.get("client") or ("unknown",))[0]
+        if scope["type"] == "lifespan" or caller in _HERE or scope["path"].startswith(_OPEN):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await PlainTextResponse("not from there", 403)(scope, receive, send)
+
+
+def serve(host: str, port: int, ca: Path, certificate: Path, key: Path, database: Path) -> None:
+    """Flower's SuperLink, with keys for nodes and the guard, until the process is told to end."""
+    settle()
+    inner = extensions.get_middleware
+    extensions.get_middleware = lambda: (Middleware(_FleetAlone), *inner())
+    place = ["--host", host, "--port", str(port), "--database", str(database)]
+    tls = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate)]
+    keys = ["--ssl-keyfile", str(key), "--enable-supernode-auth", "--isolation", "process"]
+    sys.argv = ["flower-superlink", *place, *tls, *keys]
+    flower_superlink()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A SuperLink as this machine reaches it: its address, and the certificate it is known by."""
+
+    address: str
+    ca: bytes
+
+    @contextmanager
+    def open(self, kind: type[Any], name: str) -> Iterator[Any]:
+        """A client of one of its APIs, under the name of a Flower component.
+
+        Raises:
+            FedgenError: in place of what goes wrong with its calls.
+        """
+        client = kind.from_server_address(
+            server_address=self.address,
+            insecure=False,
+            root_certificates=self.ca,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name=name)],
+        )
+        try:
+            yield client
+        except httpx.HTTPStatusError as error:
+            raise FedgenError(KEY, said(error), "see the SuperLink's log") from error
+        except httpx.HTTPError as error:
+            problem = f"no SuperLink answers at {self.address} ({type(error).__name__})"
+            raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
+        finally:
+            client.close()
+
+    def register(self, public_key: bytes, name: str) -> int:
+        """Lets a node with this public key (OpenSSH format) in; returns its id."""
+        with self.open(ControlHttpClient, "flwr CLI") as client:
+            found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+            return int(found.node_id)
+
+
+KEY = "runtime.superlink"
+
+
+def link_at(superlink: str, ca: str) -> Link:
+    """A SuperLink, by the settings that name it.
+
+    Raises:
+        FedgenError: if its certificate cannot be read.
+    """
+    try:
+        return Link(superlink, Path(ca).expanduser().read_bytes())
+    except OSError as error:
+        problem = f"{ca} cannot be read ({error.strerror})"
+        raise FedgenError("runtime.ca", problem, "fedgen link makes one") from error
+
+
+def said(error: httpx.HTTPStatusError) -> str:
+    """What a SuperLink said to what it refused."""
+    found = FlowerError.from_json(error.response.text)
+    told = found.message if found else error.response.text[:100]
+    return f"the SuperLink refused with {error.response.status_code}: {told}"
