@@ -59,14 +59,15 @@ def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
         return Homes(found), relation
     except FedgenError as error:
         raise RefusedError(str(error)) from error
+    except Exception as error:  # settings that no coordinator of ours would send
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 
 def _site(place: Place, request: Request) -> tuple[Site, Relation]:
     asked, rows = request.config(), place.rows
-    clients = asked.partition.clients
-    public = settings.dataset(asked)
-    if not public.elsewhere or asked.names.partition != "nodes":
-        raise RefusedError("the coordinator says that it has the rows itself")
+    if (asked.data._target_, asked.partition._target_) != _NO_ROWS:  # before either is called
+        raise RefusedError("a request names no rows: neither the coordinator's nor any here")
+    clients, public = asked.partition.clients, settings.dataset(asked)
     if (public.classes, public.shape) != (rows.classes, rows.shape):
         raise RefusedError(
             f"the run is about {public.classes} labels of images {list(public.shape)}, here are "
@@ -115,6 +116,9 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         spent=account,
     )
     return made, plan.relation
+
+
+_NO_ROWS = "fedgen.data.datasets.public_facts", "fedgen.data.partition.nodes"
 
 
 def _same_as_before(place: Place, request: Request) -> None:

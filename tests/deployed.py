@@ -1,0 +1,142 @@
+"""A federation on this machine as it is between sites: a link, and nodes with rows, keys and
+folders of their own, each a process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from forked import Command
+
+from fedgen import cli
+from fedgen.experiments import settings
+from fedgen.experiments.configuration import compose
+
+POLICY = {"epsilon": 5.01, "delta": 1e-5, "rehearsal": True}
+
+
+class Deployment:
+    """See the module."""
+
+    def __init__(self, place: Path, nodes: int) -> None:
+        self.place, self.count = place, nodes
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.link: Command | None = None
+        self.nodes: list[Command | None] = [None] * nodes
+        self.ca = place / "link" / "ca.crt"
+        config = compose("config", ["data=digits", "partition=iid", f"partition.clients={nodes}"])
+        rows, shards = settings.shared_out(config)
+        for node, shard in enumerate(shards):
+            np.savez(
+                place / f"rows{node}.npz",
+                train_images=rows.images[shard][:, 0],
+                train_labels=rows.labels[shard],
+                test_images=rows.test_images[:, 0],
+                test_labels=rows.test_labels,
+            )
+
+    def start_link(self) -> None:
+        """Starts the link, and waits until it answers."""
+        words = [f"home={self.place / 'link'}", f"port={self.port}", "host=0.0.0.0"]
+        self.link = Command(["link", *words])
+        end = time.monotonic() + 60
+        while True:
+            with suppress(OSError):
+                context = ssl.create_default_context(cafile=str(self.ca))
+                url = f"https://127.0.0.1:{self.port}/health"
+                urllib.request.urlopen(url, timeout=1, context=context).close()
+                return
+            assert self.link.poll() is None and time.monotonic() < end, self.link.errors
+            time.sleep(0.05)
+
+    def words(self, node: int) -> list[str]:
+        """What a node is started with."""
+        return [
+            f"number={node}",
+            f"superlink=127.0.0.1:{self.port}",
+            f"ca={self.ca}",
+            f"key={self.key(node)}",
+            f"home={self.home(node)}",
+            f"policy={self.place / f'policy{node}.yaml'}",
+            "data=folder",
+            f"data.path={self.place / f'rows{node}.npz'}",
+            "data.classes=10",
+        ]
+
+    def key(self, node: int) -> Path:
+        """A node's private key."""
+        return self.place / f"node{node}.key"
+
+    def home(self, node: int) -> Path:
+        """A node's folder."""
+        return self.place / f"home{node}"
+
+    def allow(self, node: int, **policy: Any) -> None:
+        """Writes a node's policy."""
+        (self.place / f"policy{node}.yaml").write_text(yaml.safe_dump({**POLICY, **policy}))
+
+    def start_node(self, node: int) -> None:
+        """Starts a node, and returns once it is connected for the first time."""
+        self.nodes[node] = Command(["node", *self.words(node)])
+
+    def accept(self, node: int) -> None:
+        """Makes a node's key, and lets it in."""
+        assert cli.run(["node", f"key={self.key(node)}", f"home={self.home(node)}"]) == 0
+        here = f"home={self.place / 'link'}", f"port={self.port}"
+        assert cli.run(["link", *here, f"accept={self.key(node)}.pub"]) == 0
+
+    def asked(self, *words: str) -> list[str]:
+        """A command of the coordinator's."""
+        return [
+            "train",
+            "data=public_facts",
+            "data.classes=10",
+            "data.shape=[1,8,8]",
+            "data.public_rows=1437",
+            "partition=nodes",
+            f"partition.clients={self.count}",
+            "evaluation=none",
+            "runtime=deployed",
+            f"runtime.superlink=127.0.0.1:{self.port}",
+            f"runtime.ca={self.ca}",
+            *(word for word in words if word != "runtime=in_process"),
+        ]
+
+    def log(self, node: int) -> list[dict[str, Any]]:
+        """What a node has written down."""
+        return [json.loads(each) for each in (self.home(node) / "log.jsonl").open()]
+
+    def end(self) -> None:
+        """Ends all of it."""
+        for process in (*self.nodes, self.link):
+            if process is not None:
+                process.send_signal(9)
+                process.wait(30)
+
+
+@contextmanager
+def deployment(
+    place: Path, nodes: int, policies: Sequence[dict[str, Any]] = ()
+) -> Iterator[Deployment]:
+    """A deployment for as long as the block."""
+    here = Deployment(place, nodes)
+    try:
+        here.start_link()
+        for node in range(nodes):
+            here.allow(node, **(policies[node] if policies else {}))
+            here.accept(node)
+            here.start_node(node)
+        yield here
+    finally:
+        here.end()

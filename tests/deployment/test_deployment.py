@@ -1,0 +1,138 @@
+"""Between sites: a link, nodes and a coordinator, each a process with a folder of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployed import Deployment, deployment
+from forked import Command
+from tiny import tiny
+
+from fedgen import cli
+from fedgen.federation import messages
+
+SECURE = ["privacy.aggregation=secure", "privacy.least=all", "privacy.target_epsilon=5"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(tmp_path_factory.mktemp("sites"), 3) as here:
+        yield here
+
+
+def bits(run: Path) -> str:
+    return hashlib.sha256((run / "public" / "generator.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("method", ["mixture_small", "dpgan_small"])
+def test_a_rehearsal_comes_to_the_bits_of_the_simulation(
+    sites: Deployment, method: str, tmp_path: Path
+) -> None:
+    alike = [*tiny(method), f"method={method}", *SECURE, "rounds=3"]
+    there = ["data=digits", "partition=iid", f"partition.clients={sites.count}"]
+    simulated, run = tmp_path / "simulated", tmp_path / "run"
+    words = [*alike, *there, "runtime=in_process", "evaluation=none", f"run_dir={simulated}"]
+    assert cli.run(["train", *words]) == 0
+    again = [f"runtime.rehearses={simulated}", f"run_dir={run}"]
+    assert cli.run(sites.asked(*alike, *again)) == 0
+    assert bits(run) == bits(simulated)
+    # of the clients nothing is on the coordinator's side; what left each is what arrived
+    assert not list((run / "clients").iterdir())
+    results = json.loads((run / "results.json").read_text())
+    name = json.loads((run / "run.json").read_text())["run"]
+    for node in range(sites.count):
+        counted = (messages.PREPARE, *messages.IN_A_ROUND)
+        left = [each for each in sites.log(node) if each["run"] == name and each["what"] == "left"]
+        size = sum(each["bytes"] for each in left if each["kind"] in counted)
+        assert size == results["bytes"]["per_client"][str(node)]["up"]
+        assert any(each["kind"] == messages.AGREE for each in left)
+
+
+def test_what_clients_are_charged_is_what_is_printed(sites: Deployment, tmp_path: Path) -> None:
+    """In mode secure: noise of each site's own, and an account of what its rows have cost."""
+    run = tmp_path / "run"
+    words = [*tiny("dp_merf_small"), "method=dp_merf_small", *SECURE, "privacy.noise=secure"]
+    assert cli.run(sites.asked(*words, "rounds=3", f"run_dir={run}")) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert 0 < record["views"]["server"]["epsilon"] <= 5
+    assert record["noise"] == "secure" and record["aggregation"]["masks"] is True
+    assert all(client["releases"] == 1 for client in record["clients"].values())
+    assert (sites.home(0) / "spent.sqlite").exists()
+
+
+def test_the_log_is_said_in_words(sites: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["node", "log", f"home={sites.home(0)}", "lines=1000"]) == 0
+    said = capsys.readouterr().out
+    assert "takes part: dp_merf_small" in said
+    assert "sent a noised answer" in said and "ε so far 5.00" in said
+
+
+def test_what_a_policy_does_not_allow_is_refused(
+    sites: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By each site, before anything of a row leaves; why is the site's own."""
+    for number, (words, why) in enumerate(
+        [
+            ([*SECURE[:2], "privacy.target_epsilon=6"], "the run would cost ε = 6.00"),
+            (["privacy.target_epsilon=5"], "privacy.aggregation=local is not allowed"),
+            (["privacy.aggregation=trusted", "privacy.adversary=release"], "make the noise itself"),
+            ([*SECURE, "privacy.delta=1e-4"], "above 1e-05"),
+            ([*SECURE, "runtime.masks=false"], "without masks"),
+            ([*SECURE, "data.classes=11"], "about 11 labels"),
+            ([*SECURE, "data.shape=[1,28,28]"], "images [1, 28, 28]"),
+        ]
+    ):
+        run = tmp_path / str(number)
+        alike = ["method=dp_merf_small", *tiny("dp_merf_small"), "rounds=2", *words]
+        assert cli.run(sites.asked(*alike, f"run_dir={run}")) == 2
+        said = capsys.readouterr().err
+        assert "3 of 3 clients did not answer the greeting (refused)" in said
+        assert why not in said
+        for node in range(sites.count):
+            last = [each for each in sites.log(node) if each["what"] == "refused"][-1]
+            assert why in last["why"]
+
+
+def test_who_is_outside_reaches_nodes_doors_alone(sites: Deployment) -> None:
+    """From another address than the link's own machine."""
+    context = ssl.create_default_context(cafile=str(sites.ca))
+
+    def status(path: str, source: str) -> int:
+        call = http.client.HTTPSConnection(
+            "127.0.0.1", sites.port, context=context, source_address=(source, 0)
+        )
+        call.request("POST" if path != "/health" else "GET", path, body=b"")
+        return call.getresponse().status
+
+    for path in ("/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task"):
+        assert status(path, "127.0.0.2") == 403
+        assert status(path, "127.0.0.1") != 403
+    assert status("/health", "127.0.0.2") == 200
+    assert status("/v1/fleet/pull-messages", "127.0.0.2") in (400, 401, 415, 422)  # no key
+    with pytest.raises((OSError, http.client.HTTPException)):
+        plain = http.client.HTTPConnection("127.0.0.1", sites.port, timeout=10)
+        plain.request("GET", "/health")
+        plain.getresponse()
+
+
+def test_another_authority_is_not_believed(sites: Deployment, tmp_path: Path) -> None:
+    from fedgen.deployment.link import certificates
+
+    certificates(tmp_path / "other", ["localhost"], 1)
+    words = [word for word in sites.words(0) if not word.startswith(("ca=", "home="))]
+    node = Command(["node", *words, f"ca={tmp_path / 'other' / 'ca.crt'}", f"home={tmp_path}"])
+    assert node.wait(60) == 2
+    assert "it is not who ca says" in node.errors
+
+
+def test_two_are_not_at_home_in_one_folder(sites: Deployment) -> None:
+    node = Command(["node", *sites.words(0)])
+    assert node.wait(60) == 2
+    assert "another node is at home" in node.errors
