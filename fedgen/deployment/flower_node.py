@@ -175,6 +175,8 @@ class Connection:
             push_object_contents_from_iterable(objects.items(), push_object_fn=push)
 
 
+AGAIN_SECONDS = 2.0  # between two tries of what did not work
+
 _HEARTBEAT_SECONDS = 10.0  # a node that was killed may come back after two of them
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _NOT_ACTIVATED = 2004  # no such key, or one that is connected
@@ -186,17 +188,25 @@ def error_reply(message: Message, code: int) -> Message:
 
 
 @contextmanager
-def connected(address: str, ca: bytes, key: EllipticCurvePrivateKey) -> Iterator[Connection]:
-    """A node's connection to a SuperLink; see ``Connection`` for what it raises."""
+def connected(
+    address: str, ca: bytes, key: EllipticCurvePrivateKey, over: threading.Event
+) -> Iterator[Connection | None]:
+    """A node's connection to a SuperLink, tried for until there is one, or ``over`` is set (None);
+    see ``Connection`` for what it raises."""
     settle()
     signing = NodeAuthHttpInterceptor(key, key.public_key())
     named = RuntimeVersionHttpInterceptor(component_name="SuperNode")
     client = FleetHttpClient.from_server_address(address, False, ca, [named, signing])
+    connection = None
     try:
-        connection = Connection(client, key)
-        try:
-            yield connection
-        finally:
-            connection.close()
+        while connection is None and not over.is_set():
+            try:
+                connection = Connection(client, key)
+            except LostError as error:  # not there yet, not accepted yet, or killed a moment ago
+                print(f"{address}: {error}; trying again", flush=True)
+                over.wait(AGAIN_SECONDS)
+        yield connection
     finally:
+        if connection is not None:
+            connection.close()
         client.close()

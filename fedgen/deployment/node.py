@@ -18,6 +18,7 @@ from fedgen.deployment import policy as policies
 from fedgen.deployment import request
 from fedgen.deployment.flower_coordinator import bundle_hash
 from fedgen.deployment.flower_node import (
+    AGAIN_SECONDS,
     Connection,
     LostError,
     RunOverError,
@@ -35,7 +36,6 @@ from fedgen.federation.client_app import REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
 
 _POLL_SECONDS = 0.05
-_AGAIN_SECONDS = 2.0
 
 
 def node(config: DictConfig) -> str:
@@ -59,19 +59,13 @@ def node(config: DictConfig) -> str:
     except OSError as error:
         problem = f"{config.ca} cannot be read ({error.strerror})"
         raise FedgenError("ca", problem, "take the ca.crt of the coordinator") from error
-    over = threading.Event()
+    served, over = _Serving(place), threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: over.set())
-    served = _Serving(place)
-    with _alone(home):
-        while not over.is_set():
-            try:
-                with connected(config.superlink, ca, key) as connection:
-                    print(f"node {config.number} is connected to {config.superlink}", flush=True)
-                    served.until(over, connection)
-            except LostError as error:
-                print(f"{config.superlink}: {error}; trying again", flush=True)
-                over.wait(_AGAIN_SECONDS)
+    with _alone(home), connected(config.superlink, ca, key, over) as connection:
+        if connection is not None:
+            print(f"node {config.number} is connected to {config.superlink}", flush=True)
+            served.until(over, connection)
     return f"ended; {served.count} messages left, see fedgen node log home={config.home}"
 
 
@@ -101,16 +95,24 @@ class _Serving:
         self.count = 0
 
     def until(self, over: threading.Event, connection: Connection) -> None:
-        """Answers messages until it is told to end. Raises LostError if the connection breaks."""
+        """Answers messages until it is told to end. What cannot be sent now is sent later: it was
+        charged."""
+        unsent: tuple[Message, Message] | None = None
         while not over.is_set():
             try:
-                message = connection.receive()
-                if message is None:
-                    over.wait(_POLL_SECONDS)
-                else:
-                    connection.reply(message, self._answer(message, connection))
-            except RunOverError:
-                continue  # it ended before this reply
+                if unsent is None:
+                    message = connection.receive()
+                    if message is None:
+                        over.wait(_POLL_SECONDS)
+                        continue
+                    unsent = message, self._answer(message, connection)
+                connection.reply(*unsent)
+                unsent = None
+            except RunOverError:  # it ended before this reply
+                unsent = None
+            except LostError as error:
+                print(f"{error}; trying again", flush=True)
+                over.wait(AGAIN_SECONDS)
 
     def _answer(self, message: Message, connection: Connection) -> Message:
         """The reply to a message, which is written down before it leaves."""

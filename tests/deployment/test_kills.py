@@ -1,0 +1,83 @@
+"""Any part of a deployment is killed, and starts again: runs end, and spend is never less than what
+left."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployed import Deployment, deployment
+from forked import Command
+from tiny import tiny
+
+from fedgen.federation import messages
+
+ROUNDS = 5
+DPGAN = [
+    *tiny("dpgan_small"),
+    "method=dpgan_small",
+    f"rounds={ROUNDS}",
+    "privacy.noise=secure",
+    "privacy.aggregation=secure",
+    "privacy.target_epsilon=4",
+    "runtime.checkpoint_every=1",
+]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(tmp_path_factory.mktemp("sites"), 3) as here:
+        yield here
+
+
+def answers(sites: Deployment, node: int, name: str) -> int:
+    """How many left a node, in a run."""
+    log = sites.home(node) / "log.jsonl"
+    lines = sites.log(node) if log.exists() else []
+    left = [each for each in lines if each["run"] == name and each["what"] == "left"]
+    return sum(each["kind"] == messages.ASK and "error" not in each for each in left)
+
+
+def killed_and_ended(sites: Deployment, run: Path, victim: str, seed: int) -> None:
+    """A run with one kill at a random moment, which goes on until it ends."""
+    words = sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}")
+    coordinator = Command(words)
+    end = time.monotonic() + 240
+    while not (run / "run.json").exists():
+        assert coordinator.poll() is None and time.monotonic() < end, coordinator.errors
+        time.sleep(0.05)
+    time.sleep(random.Random(seed).uniform(0.5, 12))
+    process = {"coordinator": coordinator, "link": sites.link, "node": sites.nodes[1]}[victim]
+    assert process is not None
+    process.send_signal(9)
+    process.wait(30)
+    if victim == "link":
+        sites.start_link()
+    elif victim == "node":
+        sites.start_node(1)
+    while not (run / "results.json").exists():
+        status = coordinator.wait(end - time.monotonic())
+        if status != 0:
+            assert time.monotonic() < end, coordinator.errors
+            coordinator = Command(["train", f"resume={run}"])
+    assert coordinator.wait(60) == 0, coordinator.errors
+    name = json.loads((run / "run.json").read_text())["run"]
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["rounds"] == ROUNDS or record["stopped"]
+    for node in range(sites.count):
+        spent = record["clients"][str(node)]["releases"]
+        assert spent >= answers(sites, node, name) > 0
+
+
+@pytest.mark.parametrize("victim", ["node", "coordinator", "link"])
+def test_a_run_outlives_each_of_its_parts(
+    sites: Deployment, tmp_path: Path, victim: str, pytestconfig: pytest.Config
+) -> None:
+    """``--kills N`` of each."""
+    for seed in range(pytestconfig.getoption("--kills")):
+        killed_and_ended(sites, tmp_path / f"run{seed}", victim, seed)
