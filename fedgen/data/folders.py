@@ -64,6 +64,7 @@ def folder(
     size: int | None = None,
     channels: int | None = None,
     classes: int | None = None,
+    labels: Sequence[str] | None = None,
     **_: object,
 ) -> Dataset:
     """A user's own images, as in the module's text.
@@ -73,6 +74,8 @@ def folder(
         size: images are cropped to a square and resized to this many pixels; None leaves them.
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
+        labels: names of the folders of labels, in order, where the images of others, elsewhere,
+            have the same ones: some may be missing here; None: those that there are.
 
     Raises:
         FedgenError: for the first thing that is wrong with them, with all files that it is about.
@@ -94,14 +97,15 @@ def folder(
         if place.is_file():
             raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
     homes = places if len(places) > 1 else _clients(places[0])
-    files, labels = _listed(homes)
-    names, in_names = _names(files, homes, labels)
+    files, known = _listed(homes, None if labels is None else [str(each) for each in labels])
+    names, in_names = _names(files, homes, known)
     order = sorted(range(len(files)), key=lambda number: digest(names[number].encode()))
     files, names = [files[number] for number in order], [names[number] for number in order]
     images = _read(files, size, channels)
     test = np.array([_is_test(f, name, coins) for f, name in zip(files, names, strict=True)])
     of = np.array([file.label for file in files], dtype=np.int64)
-    _check_labels(of[~test], labels)
+    if labels is None:
+        _check_labels(of[~test], known)
     clients = np.array([file.client for file in files], dtype=np.int64)
     return checked(
         "folder",
@@ -110,7 +114,7 @@ def folder(
         images[test],
         of[test],
         clients[~test] if len(homes) > 1 else None,
-        len(labels),
+        len(known),
         labels_in_names=in_names,
     )
 
@@ -154,15 +158,19 @@ def _files(place: Path) -> list[Path]:
     return [each for each in _visible(place) if each.is_file()]
 
 
-def _listed(homes: Sequence[Path]) -> tuple[list[_File], list[str]]:
-    """All files of all clients, and the labels' names."""
+def _listed(homes: Sequence[Path], named: list[str] | None) -> tuple[list[_File], list[str]]:
+    """All files of all clients, and the labels' names: those ``named``, if any."""
     split = [_is_split(home) for home in homes]
     if len(set(split)) > 1:
         without = homes[split.index(False)]
         problem = f"{without} has no train/ and test/, and others have"
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
-    labels = sorted({p.name for home in homes for part in parts for p in _folders(home / part)})
+    found = {p.name for home in homes for part in parts for p in _folders(home / part)}
+    labels = sorted(found) if named is None else named
+    if unknown := found.difference(labels):
+        problem = f"{', '.join(sorted(unknown)[:_SHOWN])} in the folder are none of the labels"
+        raise FedgenError("data.labels", problem, "name them, or move them away")
     files = [
         _File(path, client, labels.index(label.name), test)
         for client, home in enumerate(homes)

@@ -128,7 +128,7 @@ def setup(config: DictConfig) -> Setup:
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
-    rows = len(shards[0]) if len(shards) == 1 else None
+    rows = None if held.elsewhere or len(shards) > 1 else len(shards[0])
     found = decided(config, len(shards), rows, held.classes, held.shape)
     check_places(config, held, found.method.plan)
     branch = _rehearsed(config) or branch_of(config, held, found.noise)

@@ -224,3 +224,13 @@ def test_a_check_says_what_there_is_and_what_fits(
     assert "does not exist" in capsys.readouterr().err
     assert cli.run(["data", "look"]) == 2
     assert "fedgen data check" in capsys.readouterr().err
+
+
+def test_labels_that_others_have_too_keep_their_numbers(hospitals: Path) -> None:
+    """One of several sites lacks a label: its images are numbered as everybody's."""
+    north = str(hospitals / "north")
+    data = read(north, labels=["healthy", "ill", "well"])
+    assert data.classes == 3
+    assert set(data.labels) == {1, 2}
+    with pytest.raises(FedgenError, match=r"data\.labels: well in the folder"):
+        read(north, labels=["ill"])

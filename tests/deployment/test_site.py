@@ -203,7 +203,7 @@ def test_a_policy_is_read_as_people_write_it(tmp_path: Path) -> None:
         (["train", *PUBLIC, "runtime=in_process"], "public_facts has no rows"),
         (["train", *PUBLIC, "evaluation=quick", "privacy.noise=seeded"], "no rows here to judge"),
         (["train", *PUBLIC, "runtime.ca=none"], "runtime.ca: none cannot be read"),
-        (["train", *PUBLIC, "partition.clients=1"], "partition.clients: must be at least 2"),
+        (["train", *PUBLIC, "partition.clients=0"], "partition.clients: must be at least 1"),
         (["train", *PUBLIC, "data.shape=[8,8]"], "data.shape: must be"),
         (["train", *PUBLIC, "runtime.rehearses=none"], "runtime.rehearses: is for seeded"),
     ],

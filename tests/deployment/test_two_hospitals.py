@@ -1,0 +1,99 @@
+"""The page ``docs/deployment.md``, followed line by line by three parties in three folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import Command
+from PIL import Image
+from tiny import tiny
+
+from fedgen import cli
+
+PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+LINES = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
+]
+[POLICY] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+
+
+def images(place: Path, seed: int) -> None:
+    """Two labels of small pictures in colour."""
+    rng = np.random.default_rng(seed)
+    for label, level in (("ill", 60), ("well", 160)):
+        (place / label).mkdir(parents=True)
+        for number in range(40):
+            pixels = (level + rng.integers(0, 60, (8, 8, 3))).astype(np.uint8)
+            Image.fromarray(pixels).save(place / label / f"{number}.png")
+
+
+@pytest.mark.slow
+def test_three_parties_follow_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    link, key, accept, other, serve, train, log = LINES
+    places = {name: tmp_path / name for name in ("coordinator", "north", "south")}
+    for seed, (name, place) in enumerate(places.items()):
+        place.mkdir()
+        if name != "coordinator":
+            images(place / "images", seed)
+
+    def words(line: str, name: str = "north") -> list[str]:
+        line = line.replace("link.example.org", "127.0.0.1").replace("9092", port)
+        line = line.replace("number=0", f"number={int(name == 'south')}").replace("north", name)
+        return shlex.split(line)[1:]
+
+    def here(name: str, line: str) -> str:
+        monkeypatch.chdir(places[name])
+        capsys.readouterr()
+        assert cli.run(words(line, name)) == 0
+        return capsys.readouterr().out
+
+    running = []
+    try:
+        monkeypatch.chdir(places["coordinator"])
+        running.append(Command([*words(link), f"port={port}"]))
+        prints = {}
+        for number, name in enumerate(("north", "south")):
+            found = re.search(r"SHA256:\S+", here(name, key))
+            assert found
+            prints[number] = found[0]
+            shutil.copy(places[name] / f"{name}.key.pub", places["coordinator"])
+        policy = re.sub(r"\d: SHA256:\S+", lambda m: f"{m[0][0]}: {prints[int(m[0][0])]}", POLICY)
+        certificate = places["coordinator"] / "fedgen-link" / "ca.crt"
+        until = time.monotonic() + 60
+        monkeypatch.chdir(places["coordinator"])
+        while cli.run([*words(accept), f"port={port}"]) != 0:
+            assert time.monotonic() < until, running[0].errors
+            time.sleep(0.2)
+        assert cli.run([*words(other), f"port={port}"]) == 0
+        for name in ("north", "south"):
+            (places[name] / "policy.yaml").write_text(policy)
+            shutil.copy(certificate, places[name])
+            monkeypatch.chdir(places[name])
+            running.append(Command(words(serve, name)))
+        small = [word for word in tiny("mixture") if word.startswith("method.")]
+        monkeypatch.chdir(places["coordinator"])
+        asked = [*words(train), "data.shape=[3,8,8]", *small, "run_dir=run"]
+        assert cli.run(asked) == 0, capsys.readouterr().err
+        record = json.loads((places["coordinator"] / "run" / "privacy.json").read_text())
+        assert record["views"]["server"]["epsilon"] <= 5 and record["noise"] == "secure"
+        for name in ("north", "south"):
+            assert "ε so far 5.00" in here(name, f"{log} lines=100")
+    finally:
+        for process in running:
+            process.send_signal(9)
+            process.wait(30)
