@@ -65,9 +65,102 @@ BOUNDS, BOUNDS_TESTS = "fedgen/privacy/bounds.py", "tests/privacy/test_bounds.py
 GS_WGAN_TESTS, VOTES_TESTS = "tests/methods/test_gs_wgan.py", "tests/methods/test_votes.py"
 ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routing.py"
 
+POLICY, SITE = "fedgen/deployment/policy.py", "fedgen/deployment/site.py"
+SITE_TESTS, SIGNING_TESTS = "tests/deployment/test_site.py", "tests/federation/test_signing.py"
 WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
+    Mutant(
+        "a-site-answers-above-its-epsilon",
+        POLICY,
+        "if cost.or_infinity > policy.epsilon:",
+        "if cost.value is None:",
+        f"{SITE_TESTS}::test_what_is_not_allowed_is_refused",
+    ),
+    Mutant(
+        "a-site-puts-its-share-into-a-sum-without-masks",
+        POLICY,
+        "if not config.runtime.masks:",
+        "if False:",
+        f"{SITE_TESTS}::test_what_is_not_allowed_is_refused",
+    ),
+    Mutant(
+        "the-coordinator-says-how-much-noise-there-is",
+        SITE,
+        "if in_short(found.noise) != request.noise_multiplier:",
+        "if False:",
+        f"{SITE_TESTS}::test_the_coordinators_word_for_the_noise_is_not_taken",
+    ),
+    Mutant(
+        "a-request-names-a-folder-that-is-read",
+        SITE,
+        "if (asked.data._target_, asked.partition._target_) != _NO_ROWS:",
+        "if False:",
+        f"{SITE_TESTS}::test_a_request_is_data_and_never_code",
+    ),
+    Mutant(
+        "one-name-stands-for-two-runs",
+        SITE,
+        "elif path.read_text() != request.text():",
+        "elif False:",
+        f"{SITE_TESTS}::test_a_run_stays_what_it_was",
+    ),
+    Mutant(
+        "runs-on-a-sites-rows-do-not-add-up",
+        SITE,
+        "check_budget(budget, privacy.delta, entry, others)",
+        "check_budget(budget, privacy.delta, entry, [])",
+        f"{SITE_TESTS}::test_all_runs_together_stay_within_a_budget",
+    ),
+    Mutant(
+        "anybody-lets-nodes-in",
+        "fedgen/deployment/flower_link.py",
+        '_OPEN = ("/v1/fleet/", "/health")',
+        '_OPEN = ("/v1/", "/health")',
+        "tests/deployment/test_link.py::test_who_is_elsewhere_is_a_node_or_nobody",
+    ),
+    Mutant(
+        "keys-of-a-client-that-the-server-invents",
+        CLIENT,
+        "signer.check(client, said, text[KEY_BYTES:])",
+        "pass",
+        f"{SIGNING_TESTS}::test_a_client_that_the_server_invents_is_noticed",
+    ),
+    Mutant(
+        "peers-are-whoever-signs",
+        "fedgen/federation/signing.py",
+        "if self.peers is not None and self.peers.get(client) != _print_of(point):",
+        "if False:",
+        f"{SIGNING_TESTS}::test_a_client_that_the_server_invents_is_noticed",
+    ),
+    Mutant(
+        "two-lists-are-signed-for-a-round",
+        CLIENT,
+        "if last == server_round and signed != text:",
+        "if False:",
+        f"{SIGNING_TESTS}::test_both_secrets_of_a_client_are_never_revealed",
+    ),
+    Mutant(
+        "shares-are-revealed-on-the-servers-word",
+        CLIENT,
+        "if len(signatures) < signers_needed(masker.sums):",
+        "if False:",
+        f"{SIGNING_TESTS}::test_both_secrets_of_a_client_are_never_revealed",
+    ),
+    Mutant(
+        "as-many-signatures-as-answers-rule-another-list-out",
+        "fedgen/federation/signing.py",
+        "return max(sums.least, (sums.asked + sums.colluders) // 2 + 1)",
+        "return sums.least",
+        f"{SIGNING_TESTS}::test_two_lists_would_need_an_honest_client_that_signed_both",
+    ),
+    Mutant(
+        "a-signature-serves-every-round",
+        "fedgen/federation/signing.py",
+        'return _text(b"keys", context, *(number',
+        'return _text(b"keys", *(number',
+        f"{SIGNING_TESTS}::test_keys_serve_one_round_of_one_run_and_cohort",
+    ),
     Mutant(
         "rows-of-a-client-are-drawn-and-hide-it",
         MECHANISMS,

@@ -21,7 +21,12 @@ from fedgen import cli
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
 
-POLICY = {"epsilon": 5.01, "delta": 1e-5, "rehearsal": True}
+POLICY = {
+    "epsilon": 5.01,
+    "delta": 1e-5,
+    "aggregations": ["local", "secure"],
+    "rehearsal": True,
+}
 
 
 class Deployment:
