@@ -42,6 +42,7 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
+  fedgen new method name=NAME [out=DIR]   a package with a method of your own, that runs as it is
   fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
                                           node in
   fedgen node [superlink=HOST:PORT] ...   a client at a site of its own; number=N data=...
@@ -102,6 +103,7 @@ COMMANDS = {
     "benchmark": "benchmark",
     "debug": "debug",
     "report": "report",
+    "new": "new",
     "node": "node",
     "link": "link",
 }
@@ -144,6 +146,10 @@ def _command(command: str, *rest: str) -> None:
     if command == "data":
         if rest[:1] != ("check",):
             raise FedgenError("data", "has one command", "write fedgen data check data=...")
+        rest = rest[1:]
+    if command == "new":
+        if rest[:1] != ("method",):
+            raise FedgenError("new", "has one command", "write fedgen new method name=NAME")
         rest = rest[1:]
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
@@ -224,6 +230,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import debugging
 
         print(debugging.debug(config))
+    elif command == "new":
+        from fedgen.experiments import new_method
+
+        print(new_method.new(config))
     elif command == "link":
         from fedgen.deployment import link
 

@@ -3,16 +3,21 @@ in a package that the environment declares.
 
 Hydra calls whatever ``_target_`` names. Files that somebody hands over, run directories, published
 generators, matrices, are data: nothing in them may name what is called but out of this list. It is
-checked before anything is imported. ``FEDGEN_EXTENSIONS``, packages with commas in between, adds
-the user's own; no file can.
+checked before anything is imported. The user's own packages are added by the environment: by the
+variable ``FEDGEN_EXTENSIONS`` (names with commas in between; they may lie in the working
+directory), or by being installed with an entry point in the group ``fedgen.extensions``. No file
+can. What such a package has in ``configs/`` is found as fedgen's own settings are.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import configs
@@ -28,10 +33,55 @@ def own() -> frozenset[str]:
     return frozenset(name for file in files for name in _NAMED.findall(file.read_text()))
 
 
+def extensions() -> tuple[str, ...]:
+    """The packages that the environment declares; importable from here on, and in processes that
+    this one starts.
+
+    Raises:
+        FedgenError: if there is no such package.
+    """
+    return _found(os.environ.get("FEDGEN_EXTENSIONS", ""))
+
+
+@functools.cache
+def _found(declared: str) -> tuple[str, ...]:
+    named = [name.strip() for name in declared.split(",") if name.strip()]
+    here = str(Path.cwd())
+    for name in named:
+        if importlib.util.find_spec(name) is None and Path(here, name).is_dir():
+            sys.path.append(here)
+            paths = [os.environ.get("PYTHONPATH", ""), here]
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if importlib.util.find_spec(name) is None:
+            problem = f"there is no package {name!r}"
+            raise FedgenError("FEDGEN_EXTENSIONS", problem, "go where it lies, or install it")
+    installed = (point.value for point in entry_points(group="fedgen.extensions"))
+    return tuple(dict.fromkeys([*named, *installed]))
+
+
+def places() -> list[Path]:
+    """Folders of settings: fedgen's own, and those of extensions."""
+    found = [Path(configs.__path__[0])]
+    for name in extensions():
+        spec = importlib.util.find_spec(name)
+        inside = list(spec.submodule_search_locations or []) if spec else []
+        found += [Path(each, "configs") for each in inside if Path(each, "configs").is_dir()]
+    return found
+
+
 def may_call(name: object) -> bool:
     """Whether a configuration may name this."""
-    declared = os.environ.get("FEDGEN_EXTENSIONS", "").split(",")
-    return name in own() or (isinstance(name, str) and name.partition(".")[0] in declared)
+    return name in own() or is_outside(name)
+
+
+def is_outside(name: object) -> bool:
+    """Whether this is of an extension."""
+    return isinstance(name, str) and name.partition(".")[0] in extensions()
+
+
+def outside(settings: object) -> list[str]:
+    """What of extensions is to be called, however deep inside of ``settings``."""
+    return sorted({str(name) for _, name in _named(settings, "") if is_outside(name)})
 
 
 def check(settings: object, key: str) -> None:

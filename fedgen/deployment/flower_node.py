@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -203,7 +204,7 @@ def connected(
             try:
                 connection = Connection(client, key)
             except LostError as error:  # not there yet, not accepted yet, or killed a moment ago
-                print(f"{address}: {error}; trying again", flush=True)
+                print(f"fedgen: {address}: {error}; trying again", file=sys.stderr, flush=True)
                 over.wait(AGAIN_SECONDS)
         yield connection
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from importlib import metadata
@@ -111,7 +112,7 @@ class _Serving:
             except RunOverError:  # it ended before this reply
                 unsent = None
             except LostError as error:
-                print(f"{error}; trying again", flush=True)
+                print(f"fedgen: {error}; trying again", file=sys.stderr, flush=True)
                 over.wait(AGAIN_SECONDS)
 
     def _answer(self, message: Message, connection: Connection) -> Message:
@@ -159,6 +160,6 @@ class _Serving:
         except RefusedError as error:
             self._homes[name] = None
             self._log.refused(name, str(error))
-            print(f"refused run {name}: {error}", flush=True)
+            print(f"fedgen: refused run {name}: {error}", file=sys.stderr, flush=True)
         self._names[run_id] = name
         return name

@@ -54,7 +54,8 @@ class Accounts:
 
     ledgers: what they came to, of the clients that told; until the end of a run, none.
     begun: how often each round was begun. unanswered: whether a client was asked and did not
-        answer, or a draw was made anew. masks: whether answers travelled under masks.
+        answer, or a draw was made anew. masks: whether answers travelled under masks; signed:
+        whether clients signed for these.
     """
 
     method: Method
@@ -64,6 +65,7 @@ class Accounts:
     begun: Counter[int] = field(default_factory=Counter)
     unanswered: Callable[[], bool] = lambda: False
     masks: bool = False
+    signed: bool = False
     _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
@@ -261,7 +263,8 @@ class Accounts:
             worst = max(each, key=lambda one: one.or_infinity)
             more.append({"colluders": colluders, "epsilon": or_null(worst.value)})
         facts = {"asked": sums.asked, "least": sums.least, "colluders": sums.colluders}
-        return {**found, **facts, "masks": self.masks, "if_more_collude": more}
+        how = {"masks": self.masks, "signed": self.signed}
+        return {**found, **facts, **how, "if_more_collude": more}
 
     def _view(self, name: str, found: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
         amplified, reason = amplification(self.method.plan, name, found)

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import configs
+from fedgen import factories
 from fedgen.errors import FedgenError
 
 _NUMBER_OR_WORD = ("method.discriminator_steps",)
@@ -51,13 +52,14 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if "=" not in word:
             raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
     plain = [word for word in overrides if _key(word) in _NO_GROUPS.get(name, ())]
-    overrides = [word for word in overrides if word not in plain]
+    overrides = [*_of_extensions(), *(word for word in overrides if word not in plain)]
     try:
         _check_groups(overrides)
         with initialize_config_module("configs", version_base="1.3"):
             words, whole = _with_a_runtime(name, overrides)
             groups = dict(whole.hydra.runtime.choices)
-            default = _default(name, tuple(w for w in words if _key(w) in groups))
+            kept = (w for w in words if _key(w) in groups or _key(w) == "hydra.searchpath")
+            default = _default(name, tuple(kept))
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_one_line(error, name) from error
     config = whole.copy()
@@ -74,7 +76,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             sums = config.privacy.aggregation == "secure"
             config.runtime.masks = sums and groups.get("runtime") == "deployed"
     if OmegaConf.select(config, "resume") is not None:
-        asked = [w for w in overrides if _key(w) != "resume" and w != "runtime=auto"]
+        own = ("resume", "hydra.searchpath")
+        asked = [w for w in overrides if _key(w) not in own and w != "runtime=auto"]
         _check_resume(config, asked)  # auto: as it was
     try:
         OmegaConf.to_container(config, resolve=True)
@@ -103,6 +106,7 @@ def check_restored(config: DictConfig) -> None:
     """
     try:
         groups = tuple(f"{group!s}={choice}" for group, choice in config.names.items() if choice)
+        groups = (*_of_extensions(), *groups)
         with initialize_config_module("configs", version_base="1.3"):
             default = _default("config", groups)
         _check_types(config, default, "")
@@ -157,6 +161,12 @@ def _several(config: DictConfig) -> bool:
     return bool(OmegaConf.select(config, "partition.clients", default=1) != 1)
 
 
+def _of_extensions() -> list[str]:
+    """Where Hydra looks beside fedgen's own settings."""
+    found = [f"file://{place}" for place in factories.places()[1:]]
+    return [f"hydra.searchpath=[{','.join(map(repr, found))}]"] if found else []
+
+
 def _check_groups(overrides: list[str]) -> None:
     """Raises FedgenError for an option of a group that is no word."""
     folders = {path.name: path for path in Path(configs.__path__[0]).iterdir() if path.is_dir()}
@@ -207,7 +217,8 @@ def named(folder: str, name: str) -> Path:
     Raises:
         FedgenError: if there is none of this name.
     """
-    files = {path.stem: path for path in Path(configs.__path__[0], folder).glob("*.yaml")}
+    there = [place / folder for place in factories.places()]
+    files = {path.stem: path for place in there for path in place.glob("*.yaml")}
     if name not in files:
         near = difflib.get_close_matches(name, files, 1)
         hint = f"did you mean {near[0]}? " if near else ""

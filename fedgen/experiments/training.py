@@ -21,9 +21,10 @@ import torch
 from dp_accounting import NonPrivateDpEvent
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
@@ -227,6 +228,7 @@ class Training:
             begun=run_dir.begun() if ready.privacy.noise == "secure" else Counter(),
             unanswered=run_dir.unanswered.exists,
             masks=self.config.runtime.masks,
+            signed=ready.dataset.elsewhere and self.config.runtime.masks,
         )
         self.clock = Clock()
         self.stopped: str | None = None
@@ -598,7 +600,8 @@ class Training:
         sha256 = hashlib.sha256(data).hexdigest()
         write_whole(self.run_dir.public / "generator.json", describe(self.ready, sha256).encode())
         words = self.accounts.published_in_words(state, self.stopped is not None)
-        said = statement(record, words, picked=self.config.group is not None)
+        outside = factories.outside(OmegaConf.to_container(self.config, resolve=True))
+        said = statement(record, words, self.config.group is not None, outside)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
         results = self._results(state, record, sha256)
         before = self.run_dir.results() if self.run_dir.finished else {}

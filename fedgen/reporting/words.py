@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
-def statement(record: dict[str, Any], words: str, picked: bool = False) -> str:
+def statement(
+    record: dict[str, Any], words: str, picked: bool = False, outside: Sequence[str] = ()
+) -> str:
     """The privacy statement that goes with what is published. ``picked``: whether the clients are a
-    group that was picked, by whatever."""
+    group that was picked, by whatever; ``outside``: code that the run used and that is not
+    fedgen's."""
     release = record["views"]["release"]
     parts = ["# What this generator tells about the private data"]
     if record["noise"] == "seeded":
         parts.append(
             "**An experiment, not for release.** The noise of this run follows from its seed: "
             "whoever knows the seed can remove it."
+        )
+    if outside:
+        parts.append(
+            f"**With code from outside of fedgen** ({', '.join(outside)}). Its bounds are its "
+            "author's: no test of fedgen's holds them."
         )
     if release["epsilon"] is None:
         parts.append(f"There is no bound: {release['reason']}.")
@@ -89,9 +98,14 @@ def sums(record: dict[str, Any]) -> list[str]:
             else "- In this run the sum was made in a simulation, which had every client's part: "
             "that nobody else has them is what secure aggregation is for.\n"
         )
-        + "- A server that follows the protocol is what the bound is about. One that forges "
-        "keys, tells clients different lists, or runs clients of its own is not covered.\n"
-        "- A client may send any number: the sum's use is not protected, and one that leaves its "
+        + (
+            "- Clients signed their keys and who answered. A server that forges these is noticed "
+            "by those who were told the others' fingerprints.\n"
+            if found.get("signed")
+            else "- A server that follows the protocol is what the bound is about. One that forges "
+            "keys, tells clients different lists, or runs clients of its own is not covered.\n"
+        )
+        + "- A client may send any number: the sum's use is not protected, and one that leaves its "
         "noise out counts as a colluder.\n"
         "- Who answers, who fails and how fast is seen, and not counted."
     ]

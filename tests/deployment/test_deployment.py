@@ -6,16 +6,22 @@ import hashlib
 import http.client
 import json
 import ssl
+import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from deployed import Deployment, deployment
+from flwr.app import Message
 from forked import Command
 from tiny import tiny
 
 from fedgen import cli
+from fedgen.deployment.flower_coordinator import serving
+from fedgen.deployment.flower_link import link_at
 from fedgen.federation import messages
+from fedgen.federation.client_app import REFUSED
 
 SECURE = ["privacy.aggregation=secure", "privacy.least=all", "privacy.target_epsilon=5"]
 pytestmark = pytest.mark.slow
@@ -132,6 +138,55 @@ def test_another_authority_is_not_believed(sites: Deployment, tmp_path: Path) ->
     node = Command(["node", *words, f"ca={tmp_path / 'other' / 'ca.crt'}", f"home={tmp_path}"])
     assert node.wait(60) == 2
     assert "it is not who ca says" in node.errors
+
+
+def waits(sites: Deployment, key: Path, home: Path) -> None:
+    """A node with this key is not let in, and says so."""
+    words = [w for w in sites.words(0) if not w.startswith(("key=", "home="))]
+    node = Command(["node", *words, f"key={key}", f"home={home}"])
+    until = time.monotonic() + 60
+    while "trying again" not in node.errors:
+        assert node.poll() is None and time.monotonic() < until, node.errors
+        time.sleep(0.05)
+    node.send_signal(9)
+    node.wait(30)
+    assert not (home / "log.jsonl").exists()
+
+
+def test_a_key_that_nobody_accepted_waits(sites: Deployment, tmp_path: Path) -> None:
+    waits(sites, tmp_path / "new.key", tmp_path / "home")
+
+
+def test_a_key_is_one_node(sites: Deployment, tmp_path: Path) -> None:
+    """With the first still connected, whoever copied its key waits."""
+    waits(sites, sites.key(0), tmp_path / "home")
+    words = [*tiny("dp_merf_small"), "method=dp_merf_small", *SECURE, "rounds=2"]
+    assert cli.run(sites.asked(*words, f"run_dir={tmp_path / 'run'}")) == 0
+
+
+def replies(sites: Deployment, version: str, request: str) -> list[Message]:
+    """What nodes answer to the greeting of a run."""
+    link = link_at(f"127.0.0.1:{sites.port}", str(sites.ca))
+    with serving(link, version, request) as grid:
+        asked = [
+            Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
+            for node in grid.get_node_ids()
+        ]
+        waiting, found = set(grid.push_messages(asked)), []
+        while len(found) < len(waiting):
+            found += grid.pull_messages(waiting - {r.metadata.reply_to_message_id for r in found})
+    return found
+
+
+@pytest.mark.parametrize("what", ["other code", "no request"])
+def test_a_bundle_of_other_code_and_what_is_no_run_are_refused(
+    sites: Deployment, what: str
+) -> None:
+    version = "9.9.9" if what == "other code" else metadata.version("fedgen")
+    found = replies(sites, version, "{}")
+    assert [reply.error.code for reply in found] == [REFUSED] * sites.count
+    why = "other code" if what == "other code" else "no run of fedgen"
+    assert why in [each for each in sites.log(0) if each["what"] == "refused"][-1]["why"]
 
 
 def test_two_are_not_at_home_in_one_folder(sites: Deployment) -> None:

@@ -1,0 +1,49 @@
+"""``fedgen new method``: a package with a method of one's own, that runs as it is."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from fedgen import factories
+from fedgen.errors import FedgenError
+from fedgen.reporting.run_dir import make_folder
+
+_FILES = {
+    "method.py.txt": "{name}/{name}.py",
+    "method.yaml.txt": "{name}/configs/method/{name}.yaml",
+    "test_method.py.txt": "test_{name}.py",
+}
+
+
+def new(config: DictConfig) -> str:
+    """Writes the files of a method ``config.name`` into the folder ``config.out``; what to do next.
+
+    Raises:
+        FedgenError: for a name that is none or is taken, or a folder that has such files.
+    """
+    name = str(config.name)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        problem = f"{name!r} is no name of a Python package"
+        raise FedgenError("name", problem, "take small letters, digits and _")
+    known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
+    if name in known or name in ("fedgen", "strategies", "configs", "tests"):
+        raise FedgenError("name", f"{name!r} is taken", "choose another")
+    out = Path(config.out).expanduser()
+    wanted = {out / place.format(name=name): source for source, place in _FILES.items()}
+    for path in wanted:
+        if path.exists():
+            raise FedgenError("out", f"{path} exists", "choose another name or folder")
+    make_folder(out / name / "configs" / "method")
+    templates = resources.files("fedgen.experiments") / "templates"
+    (out / name / "__init__.py").touch()
+    for path, source in wanted.items():
+        path.write_text((templates / source).read_text().replace("NAME", name))
+    wrote = [f"wrote {path}" for path in sorted(wanted)]
+    told = [f"cd {out}", f"export FEDGEN_EXTENSIONS={name}"]
+    told += [f"fedgen train method={name}", f"fedgen audit method={name}", "pytest"]
+    return "\n".join([*wrote, "next:", *(f"  {line}" for line in told)])

@@ -1,0 +1,104 @@
+"""A method of one's own, outside of the package: written, run, attacked, and said to be one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import Command
+
+from fedgen import cli
+
+FEDGEN = [sys.executable, "-m", "fedgen.cli"]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder with a package ``blur`` in it."""
+    assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
+    return tmp_path
+
+
+def fedgen(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
+    return subprocess.run(
+        [*FEDGEN, *words], cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(own: Path) -> None:
+    environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "not 10.0", str(own)]
+    done = subprocess.run(command, cwd=own, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode()
+
+
+@pytest.mark.slow
+def test_it_runs_on_ray_and_says_that_it_is_from_outside(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "blur")
+    words = ["method=blur", "partition=iid", "partition.clients=2", "privacy.aggregation=secure"]
+    train = Command(["train", *words, "runtime=ray", "evaluation=none", "run_dir=run"])
+    assert train.wait() == 0, train.errors
+    said = (own / "run" / "public" / "PRIVACY.md").read_text()
+    assert "With code from outside of fedgen** (blur.blur.blur)" in said
+    sample = Command(["sample", "run=run/public", "n=5", "out=samples.npz"])
+    assert sample.wait() == 0, sample.errors
+    # without the environment's word it is somebody's file
+    monkeypatch.delenv("FEDGEN_EXTENSIONS")
+    sample = Command(["sample", "run=run/public", "n=5", "out=again.npz"])
+    assert sample.wait() == 2
+    assert "is not fedgen's" in sample.errors
+
+
+def test_mistakes_are_said_in_a_line(own: Path) -> None:
+    for words, why in (
+        (["train", "method=blur", "method.sprad=1"], "sprad"),
+        (["train", "method=blurr"], "did you mean blur?"),
+        (["train", "method=blur", "method.spread=x"], "method.spread: must be a number"),
+    ):
+        done = fedgen(own, *words)
+        assert done.returncode == 2
+        [line] = done.stderr.splitlines()
+        assert why in line
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["new"], "write fedgen new method name=NAME"),
+        (["new", "method"], "name"),
+        (["new", "method", "name=dpgan"], "'dpgan' is taken"),
+        (["new", "method", "name=fedgen"], "'fedgen' is taken"),
+        (["new", "method", "name=My-Method"], "no name of a Python package"),
+        (["new", "method", "name=class"], "no name of a Python package"),
+        (["new", "method", "name=blur"], "exists"),
+    ],
+)
+def test_a_name_that_cannot_be_is_one_line(
+    own: Path,
+    words: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(own)
+    capsys.readouterr()
+    assert cli.run(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+def test_a_package_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "nowhere")
+    assert cli.run(["train", "--cfg"]) == 2
+    assert "there is no package 'nowhere'" in capsys.readouterr().err
