@@ -103,6 +103,24 @@ def check(settings: object, key: str) -> None:
             )
 
 
+def check_parts(settings: object, key: str) -> None:
+    """As ``check``, against what methods are made of alone: for settings of which nothing may read
+    a file.
+
+    Raises:
+        FedgenError: for a name that is not on the list.
+    """
+    for place, name in _named(settings, key):
+        if name not in _of_methods() and not is_outside(name):
+            raise FedgenError(place, f"{name!r} is no part of a method", "it is no run of fedgen")
+
+
+@functools.cache
+def _of_methods() -> frozenset[str]:
+    files = Path(configs.__path__[0], "method").rglob("*.yaml")
+    return frozenset(name for file in files for name in _NAMED.findall(file.read_text()))
+
+
 def _named(settings: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(settings, dict):
         if "_target_" in settings:

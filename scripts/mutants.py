@@ -93,10 +93,73 @@ MUTANTS = [
     ),
     Mutant(
         "a-request-names-a-folder-that-is-read",
-        SITE,
-        "if (asked.data._target_, asked.partition._target_) != _NO_ROWS:",
+        "fedgen/deployment/request.py",
+        'factories.check_parts(asked["method"], "method")',
+        "pass",
+        f"{SITE_TESTS}::test_a_method_is_what_it_is_called",
+    ),
+    Mutant(
+        "a-method-under-another-s-name",
+        "fedgen/deployment/request.py",
+        "if here != there:",
         "if False:",
-        f"{SITE_TESTS}::test_a_request_is_data_and_never_code",
+        f"{SITE_TESTS}::test_a_method_is_what_it_is_called",
+    ),
+    Mutant(
+        "one-share-stands-by-itself",
+        MASKING,
+        "if not heard & set(self._graph.around(self.me)) <= set(self._held):",
+        "if False:",
+        f"{SITE_TESTS}::test_no_share_stands_by_itself",
+    ),
+    Mutant(
+        "masks-of-different-questions-cancel",
+        MASKING,
+        'return f"{run}/{server_round}/{asked}".encode()',
+        'return f"{run}/{server_round}".encode()',
+        f"{SITE_TESTS}::test_sites_that_are_asked_different_things_share_no_masks",
+    ),
+    Mutant(
+        "keys-for-one-question-serve-another",
+        CLIENT,
+        "if _masker(home, message).context != context:",
+        "if False:",
+        f"{SITE_TESTS}::test_another_question_than_keys_were_announced_for",
+    ),
+    Mutant(
+        "sites-of-different-runs-share-masks",
+        SITE,
+        "about=request.text().encode(),",
+        "",
+        f"{SITE_TESTS}::test_sites_that_are_told_of_different_runs_share_no_masks",
+    ),
+    Mutant(
+        "a-site-counts-what-the-coordinator-counts",
+        SITE,
+        "limits=most,",
+        "limits=None,",
+        f"{SITE_TESTS}::test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts",
+    ),
+    Mutant(
+        "a-question-of-no-rows-is-free",
+        CLIENT,
+        "if query.count < 1 or any(",
+        "if any(",
+        f"{SITE_TESTS}::test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts",
+    ),
+    Mutant(
+        "a-question-fails-on-private-labels-first",
+        SITE,
+        "rehearsal=_no_secret(public),",
+        "",
+        f"{SITE_TESTS}::test_a_question_that_fails_on_some_labels_meets_no_private_row",
+    ),
+    Mutant(
+        "other-rows-begin-another-account",
+        SITE,
+        "Entry(request.run, _ROWS, _ROWS,",
+        "Entry(request.run, rows.digest, _ROWS,",
+        f"{SITE_TESTS}::test_rows_that_change_keep_their_account",
     ),
     Mutant(
         "one-name-stands-for-two-runs",
@@ -157,8 +220,8 @@ MUTANTS = [
     Mutant(
         "a-signature-serves-every-round",
         "fedgen/federation/signing.py",
-        'return _text(b"keys", context, *(number',
-        'return _text(b"keys", *(number',
+        'return _text(b"keys", context, about,',
+        'return _text(b"keys", about,',
         f"{SIGNING_TESTS}::test_keys_serve_one_round_of_one_run_and_cohort",
     ),
     Mutant(
@@ -1350,12 +1413,7 @@ def copy_of(mutant: Mutant | None, folder: Path) -> Path:
             shutil.copy(source, folder / name)
     if mutant is not None:
         path = folder / mutant.file
-        text = path.read_text()
-        if text.count(mutant.old) != 1:
-            sys.exit(
-                f"mutants: {mutant.name}: {mutant.file} has its line {text.count(mutant.old)} times"
-            )
-        path.write_text(text.replace(mutant.old, mutant.new))
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
     return folder
 
 
@@ -1417,6 +1475,10 @@ def main() -> None:
     if unknown:
         sys.exit(f"mutants: there is no {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    for mutant in chosen:
+        found = (ROOT / mutant.file).read_text().count(mutant.old)
+        if found != 1:
+            sys.exit(f"mutants: {mutant.name}: {mutant.file} has its line {found} times")
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # that a test fails is enough
     _load_what_others_wrote()

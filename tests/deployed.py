@@ -26,6 +26,7 @@ POLICY = {
     "delta": 1e-5,
     "aggregations": ["local", "secure"],
     "rehearsal": True,
+    "budget_epsilon": None,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ class Connection:
             if status in _TRANSIENT or (known and known.code == _NOT_ACTIVATED):
                 raise LostError(told) from error
             raise FedgenError("superlink", told, "see whether this key was accepted") from error
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             if "certificate" in str(error).lower() or "ssl" in str(error).lower():
                 problem = f"it is not who ca says ({str(error)[:100]})"
                 raise FedgenError("superlink", problem, "mend superlink or ca") from error
@@ -197,7 +198,10 @@ def connected(
     settle()
     signing = NodeAuthHttpInterceptor(key, key.public_key())
     named = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-    client = FleetHttpClient.from_server_address(address, False, ca, [named, signing])
+    try:
+        client = FleetHttpClient.from_server_address(address, False, ca, [named, signing])
+    except (ssl.SSLError, ValueError) as error:
+        raise FedgenError("ca", "holds no certificate", "take the coordinator's ca.crt") from error
     connection = None
     try:
         while connection is None and not over.is_set():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.client_app import LEDGER
 from fedgen.files import as_json
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, canonical, from_json, total
+from fedgen.privacy.events import Relation, Spend
+from fedgen.privacy.ledger import spend_from_json, spend_to_json
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 NAME = "log.jsonl"
@@ -45,9 +44,11 @@ class Log:
     def __init__(self, home: Path) -> None:
         self._path = home / NAME
 
-    def opened(self, run: str, settings: dict[str, Any], relation: Relation) -> None:
+    def opened(
+        self, run: str, names: dict[str, str], settings: dict[str, Any], relation: Relation
+    ) -> None:
         """A run that this site takes part in."""
-        chosen = {name: settings[name] for name in ("names", "privacy", "rounds")}
+        chosen = {"names": names, "privacy": settings["privacy"], "rounds": settings["rounds"]}
         line = {"what": "opened", "run": run, "settings": chosen, "relation": relation.value}
         self._add(line)
 
@@ -55,15 +56,22 @@ class Log:
         """A run that the policy does not allow."""
         self._add({"what": "refused", "run": run, "why": why})
 
-    def left(self, run: str, kind: str, size: int, code: int | None) -> None:
-        """A message that is about to leave."""
-        line = {"what": "left", "run": run, "kind": kind, "bytes": size}
+    def left(self, run: str, kind: str, size: int, spend: Spend, code: int | None) -> None:
+        """A message that is about to leave. ``spend``: with an answer, what the run has cost."""
+        line: dict[str, Any] = {"what": "left", "run": run, "kind": kind, "bytes": size}
+        if spend:
+            line["spend"] = spend_to_json(spend)
         self._add(line if code is None else {**line, "error": code})
 
     def _add(self, line: dict[str, Any]) -> None:
         stamped = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **line}
         with self._path.open("a") as file:
             file.write(json.dumps(stamped) + "\n")
+
+
+def plain(text: str) -> str:
+    """A text that others had a hand in, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def show(config: DictConfig) -> str:
@@ -79,24 +87,17 @@ def show(config: DictConfig) -> str:
     try:
         lines = [as_json(each) for each in path.read_text().splitlines()]
         runs = {line["run"]: line for line in lines if line["what"] == "opened"}
-        asks: Counter[str] = Counter()
-        told = []
-        for line in lines:
-            run = line["run"]
-            answered = line["what"] == "left" and line["kind"] == messages.ASK
-            asks[run] += answered and "error" not in line
-            told.append((line, asks[run]))
-        words = [_words(home, line, runs, asked) for line, asked in told[-config.lines :]]
-    except (ValueError, KeyError, TypeError, OSError, StopIteration) as error:
+        words = [_words(line, runs) for line in lines[-config.lines :]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise FedgenError("home", f"{path} was altered", "restore it") from error
     sent = sum(int(line.get("bytes", 0)) for line in lines)
     return "\n".join([*words, f"{len(lines)} lines, {bytes_in_words(sent)} left in all"])
 
 
-def _words(home: Path, line: dict[str, Any], runs: Mapping[str, dict[str, Any]], asked: int) -> str:
+def _words(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
     place = f"{line['time']}  {line['run'][:8]}"
     if line["what"] == "refused":
-        return f"{place}  refused: {line['why']}"
+        return f"{place}  refused: {plain(line['why'])}"
     if line["what"] == "opened":
         names, privacy = line["settings"]["names"], line["settings"]["privacy"]
         return (
@@ -104,17 +105,11 @@ def _words(home: Path, line: dict[str, Any], runs: Mapping[str, dict[str, Any]],
             f"δ {privacy['delta']:g}, noise {privacy['noise']}"
         )
     if "error" in line:
-        return f"{place}  sent a code of failure ({line['error']}) to {line['kind']}"
+        return f"{place}  sent a code of failure ({line['error']}) to {plain(line['kind'])}"
     said = f"{place}  {_IN_WORDS[line['kind']]}, {bytes_in_words(line['bytes'])}"
-    if line["kind"] != messages.ASK:
+    if "spend" not in line:
         return said
-    return f"{said}; ε so far {_epsilon_after(home, runs[line['run']], asked)}"
-
-
-def _epsilon_after(home: Path, opened: dict[str, Any], releases: int) -> str:
-    """What the first releases of a run cost, by this site's ledger, against the server."""
-    ledger = next((home / "runs" / opened["run"]).glob(f"*/{LEDGER}"))
-    charged = [as_json(each) for each in ledger.read_text().splitlines()[1 : releases + 1]]
-    spend = total([canonical(from_json(each["event"])) for each in charged])
+    opened = runs[line["run"]]
     delta, relation = opened["settings"]["privacy"]["delta"], Relation(opened["relation"])
-    return epsilon_in_words(epsilon(spend, delta, relation).value)
+    found = epsilon(spend_from_json(line["spend"]), delta, relation)
+    return f"{said}; ε so far {epsilon_in_words(found.value)}"

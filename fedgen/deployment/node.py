@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from dp_accounting import NonPrivateDpEvent
 from flwr.app import Context, Message, RecordDict
 from omegaconf import DictConfig
 
@@ -27,14 +29,16 @@ from fedgen.deployment.flower_node import (
     error_reply,
 )
 from fedgen.deployment.keys import key_at
-from fedgen.deployment.log import Log
+from fedgen.deployment.log import Log, plain
 from fedgen.deployment.policy import RefusedError
+from fedgen.deployment.request import Request
 from fedgen.deployment.site import Place, open_run
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.federation import messages
-from fedgen.federation.client_app import REFUSED, ClientHome, Homes, client_app
+from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
+from fedgen.privacy.ledger import Ledger
 
 _POLL_SECONDS = 0.05
 
@@ -45,16 +49,18 @@ def node(config: DictConfig) -> str:
     Raises:
         FedgenError: for a setting that does not work, or if the SuperLink does not let it in.
     """
+    for name in ("ca", "key", "home", "policy"):
+        if not isinstance(config[name], str):
+            raise FedgenError(name, f"cannot be {config[name]!r}", "name a file or folder")
     home = Path(config.home).expanduser()
     key = key_at(Path(config.key).expanduser())
-    print(f"key {config.key}.pub: {fingerprint(key.public_key())}", flush=True)
+    own = fingerprint(key.public_key())
+    print(f"key {config.key}.pub: {own}", flush=True)
     if config.superlink is None:
         return f"hand {config.key}.pub to the coordinator; then give superlink=HOST:PORT"
-    policy = policies.read(Path(config.policy).expanduser())
-    signer = Signer(key, policy.peers)
-    place = Place(config.number, settings.dataset(config), home, policy, signer)
-    if config.number < 0:
-        raise FedgenError("number", f"cannot be {config.number}", "count clients from 0")
+    if not re.fullmatch(r"[^\s/:]+:\d{1,5}|\[[^\s/]+\]:\d{1,5}", str(config.superlink)):
+        raise FedgenError("superlink", f"cannot be {config.superlink}", "give HOST:PORT")
+    place = _place(config, home, Signer(key, None), own)
     try:
         ca = Path(config.ca).expanduser().read_bytes()
     except OSError as error:
@@ -68,6 +74,23 @@ def node(config: DictConfig) -> str:
             print(f"node {config.number} is connected to {config.superlink}", flush=True)
             served.until(over, connection)
     return f"ended; {served.count} messages left, see fedgen node log home={config.home}"
+
+
+def _place(config: DictConfig, home: Path, signer: Signer, own: str) -> Place:
+    """What a node is home to. ``own``: the fingerprint of its key."""
+    if config.number < 0:
+        raise FedgenError("number", f"cannot be {config.number}", "count clients from 0")
+    policy = policies.read(Path(config.policy).expanduser())
+    if policy.peers is not None and policy.peers.get(config.number) != own:
+        problem = f"do not say that {config.number} is this node ({own})"
+        raise FedgenError("policy.peers", problem, "name all nodes, this one too")
+    if config.data.get("labels", ()) is None and config.data.classes is None:
+        problem = "are not given, and other sites number theirs as theirs are named"
+        raise FedgenError("data.labels", problem, "list all sites' labels, e.g. [ill,well]")
+    rows = settings.dataset(config)
+    if rows.elsewhere:
+        raise FedgenError("data", "has no rows", "a node is where they are")
+    return Place(config.number, rows, home, policy, Signer(signer.key, policy.peers))
 
 
 @contextlib.contextmanager
@@ -91,6 +114,7 @@ class _Serving:
         self._log = Log(place.home)
         self._bundle = bundle_hash(metadata.version("fedgen"))
         self._names: dict[int, str] = {}  # Flower's run -> ours
+        self._asked: dict[str, Request] = {}
         self._homes: dict[str, Homes | None] = {}  # None: refused
         self._app = client_app(self._home)
         self.count = 0
@@ -118,23 +142,47 @@ class _Serving:
     def _answer(self, message: Message, connection: Connection) -> Message:
         """The reply to a message, which is written down before it leaves."""
         name = self._opened(message.metadata.run_id, connection)
+        kind = message.metadata.message_type
         if self._homes[name] is None:
             reply = error_reply(message, REFUSED)
         else:
-            context = Context(
-                message.metadata.run_id,
-                connection.node,
-                {"partition-id": self._place.number},
-                RecordDict(),
-                {},
-            )
-            reply = self._app(message, context)
+            try:
+                context = Context(
+                    message.metadata.run_id,
+                    connection.node,
+                    {"partition-id": self._place.number},
+                    RecordDict(),
+                    {},
+                )
+                reply = self._app(message, context)
+            except Exception:  # a kind of message that there is not, or one that is none
+                reply = error_reply(message, FAILED)
         self.count += 1
-        kind, size = message.metadata.message_type, 0
-        if reply.has_content():
-            size = messages.count_bytes(reply)
-        self._log.left(name, kind, size, reply.error.code if reply.has_error() else None)
+        if reply.has_error():
+            self._log.left(name, kind, 0, {}, reply.error.code)
+            self._close_if_unbounded(name)
+        else:
+            spend = self._ledger(name).account().spend if kind == messages.ASK else {}
+            self._log.left(name, kind, messages.count_bytes(reply), spend, None)
         return reply
+
+    def _ledger(self, name: str) -> Ledger:
+        homes = self._homes[name]
+        assert homes is not None
+        return homes.of(self._place.number).ledger
+
+    def _close_if_unbounded(self, name: str) -> None:
+        """Ends a run that a computation over private rows failed in: that it did tells of them, and
+        may do so once."""
+        if self._homes[name] is None:
+            return
+        if NonPrivateDpEvent() in self._ledger(name).account().spend:
+            self._homes[name] = None
+            self._refuse(name, "a computation over the rows failed; the run is over for this site")
+
+    def _refuse(self, name: str, why: str) -> None:
+        self._log.refused(name, why)
+        print(f"fedgen: refused run {name}: {plain(why)}", file=sys.stderr, flush=True)
 
     def _home(self, context: Context) -> ClientHome:
         found = self._homes[self._names[context.run_id]]
@@ -152,14 +200,16 @@ class _Serving:
                 raise RefusedError("the coordinator has another version of fedgen, or other code")
             try:
                 asked = request.read(told.request)
-            except ValueError as error:
-                raise RefusedError(f"what is asked is no run of fedgen ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise RefusedError("what is asked is no run of fedgen") from error
+            if self._asked.setdefault(asked.run, asked) != asked:
+                raise RefusedError(f"run {asked.run} was asked for with other settings before")
             name = asked.run
-            self._homes[name], relation = open_run(self._place, asked)
-            self._log.opened(name, asked.settings, relation)
+            if name not in self._homes:  # a run that goes on goes on with what was answered
+                self._homes[name], relation = open_run(self._place, asked)
+                self._log.opened(name, asked.names, asked.settings, relation)
         except RefusedError as error:
             self._homes[name] = None
-            self._log.refused(name, str(error))
-            print(f"fedgen: refused run {name}: {error}", file=sys.stderr, flush=True)
+            self._refuse(name, str(error))
         self._names[run_id] = name
         return name

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
+from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.experiments.settings import Decided, view
 from fedgen.files import read_yaml
@@ -33,7 +34,8 @@ class Policy:
     """What a site allows.
 
     epsilon, delta: of one run, at most, against the server, per ``unit``.
-    budget_epsilon: of all runs on the same rows together; None: no limit.
+    budget_epsilon: of all runs that this node takes part in together; None: no limit. A file that
+        does not say has ``epsilon``.
     units: whose privacy ε may be about: record, client.
     methods: names of methods; None: all.
     aggregations: local, secure.
@@ -83,6 +85,10 @@ def read(path: Path) -> Policy:
     for name, check in _KINDS.items():
         if name in found and not check(found[name]):
             raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", _REMEDY)
+    found.setdefault("budget_epsilon", found["epsilon"])
+    peers = found.get("peers")
+    if peers and len(set(peers.values())) < len(peers):
+        raise FedgenError(f"{_KEY}.peers", "one fingerprint stands twice", _REMEDY)
     lists = {name: tuple(found[name]) for name in _LISTS if found.get(name) is not None}
     return Policy(**{**found, **lists})
 
@@ -100,11 +106,13 @@ def _count(value: Any) -> bool:
 
 
 def _words(allowed: Sequence[str]) -> Any:
-    return lambda value: isinstance(value, list) and bool(value) and set(value) <= set(allowed)
+    return lambda value: isinstance(value, list) and value and all(v in allowed for v in value)
 
 
-def _named(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+def _methods(value: Any) -> bool:
+    known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
+    known |= {path.stem for path in factories.places()[0].glob("warm_up/*.yaml")}
+    return value is None or bool(_words(sorted(known))(value))
 
 
 def _of_peers(value: Any) -> bool:
@@ -119,7 +127,7 @@ _KINDS = {
     "delta": lambda value: _number(value) and value < 1,
     "budget_epsilon": lambda value: value is None or _number(value),
     "units": _words(("record", "client")),
-    "methods": _named,
+    "methods": _methods,
     "aggregations": _words(("local", "secure")),
     "least": _count,
     "colluders": _count,
@@ -128,22 +136,38 @@ _KINDS = {
 }
 
 
-def check(policy: Policy, config: DictConfig, found: Decided) -> None:
-    """Holds a run against a policy.
+def check_settings(policy: Policy, config: DictConfig) -> None:
+    """Holds what a run's settings say against a policy, before anything is made of them.
+
+    Raises:
+        RefusedError: for the first thing that it does not allow.
+    """
+    privacy = config.privacy
+    if privacy.noise != "secure" and not policy.rehearsal:
+        raise RefusedError("privacy.noise=seeded has no privacy, and rehearsals are not allowed")
+    if policy.methods is not None:
+        for name in (config.names.method, config.names.warm_up):
+            if name not in (*policy.methods, "none"):
+                raise RefusedError(f"method {name} is not allowed")
+    if privacy.delta > policy.delta:
+        raise RefusedError(f"δ = {privacy.delta:g} is above {policy.delta:g}")
+    if config.rounds > _MOST_ROUNDS:
+        raise RefusedError(f"{config.rounds} rounds are more than {_MOST_ROUNDS}")
+
+
+_MOST_ROUNDS = 200_000  # twice what any published recipe has: counting ε takes time
+
+
+def check_cost(policy: Policy, config: DictConfig, found: Decided) -> None:
+    """Holds what a run would cost, and who would make its noise, against a policy.
 
     Raises:
         RefusedError: for the first thing that it does not allow.
     """
     plan, privacy = found.method.plan, config.privacy
     sums = plan.aggregation
-    if privacy.noise != "secure" and not policy.rehearsal:
-        raise RefusedError("privacy.noise=seeded has no privacy, and rehearsals are not allowed")
-    if policy.methods is not None and config.names.method not in policy.methods:
-        raise RefusedError(f"method {config.names.method} is not allowed")
     if plan.unit.value not in policy.units:
         raise RefusedError(f"ε would be about a {plan.unit.value}, which is not allowed")
-    if privacy.delta > policy.delta:
-        raise RefusedError(f"δ = {privacy.delta:g} is above {policy.delta:g}")
     if not isinstance(sums, Local | Secure):
         raise RefusedError("the server would make the noise itself")
     kind = type(sums).__name__.lower()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from dp_accounting import NonPrivateDpEvent
 
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.deployment import policy as policies
@@ -38,7 +39,7 @@ class Place:
 
     @property
     def account(self) -> SpentFile:
-        """What its rows have cost, over all runs."""
+        """What its rows have cost, over all runs that were for release."""
         return SpentFile(self.home / "spent.sqlite")
 
     def folder(self, run: str) -> Path:
@@ -65,8 +66,7 @@ def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
 
 def _site(place: Place, request: Request) -> tuple[Site, Relation]:
     asked, rows = request.config(), place.rows
-    if (asked.data._target_, asked.partition._target_) != _NO_ROWS:  # before either is called
-        raise RefusedError("a request names no rows: neither the coordinator's nor any here")
+    policies.check_settings(place.policy, asked)
     clients, public = asked.partition.clients, settings.dataset(asked)
     if (public.classes, public.shape) != (rows.classes, rows.shape):
         raise RefusedError(
@@ -75,8 +75,6 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         )
     if not 0 <= place.number < clients:
         raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
-    if asked.corruption.fraction or settings.faults(asked).total:
-        raise RefusedError("bugs and faults are planted in simulations alone")
     found = settings.decided(asked, clients, None, public.classes, public.shape)
     if in_short(found.noise) != request.noise_multiplier:
         raise RefusedError(
@@ -84,14 +82,19 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             f"{request.noise_multiplier} by fedgen {request.version} there"
         )
     settings.check_places(asked, rows, found.method.plan)
-    policies.check(place.policy, asked, found)
+    policies.check_cost(place.policy, asked, found)
     _same_as_before(place, request)
     plan, privacy = found.method.plan, found.privacy
     most, account = canonical(plan.server(privacy.budget.rows)), None
     if privacy.noise == "secure":
+        if _without_bound(place):
+            raise RefusedError(
+                "a computation over these rows failed in an earlier run, and what that told has no "
+                "bound: see errors.jsonl"
+            )
         account, folder = place.account, str(place.folder(request.run).absolute())
         kinds = plan.unit, plan.relation
-        entry = Entry(request.run, rows.digest, digest(b"one site"), folder, *kinds, most)
+        entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, most)
         budget = place.policy.budget_epsilon
         account.enter(entry, lambda others: check_budget(budget, privacy.delta, entry, others))
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
@@ -107,18 +110,35 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         in_memory=False,
         cache_bytes=0.0,
         threads=asked.runtime.threads,
-        limits=most if len(most) > 1 else {},
+        limits=most,
         aggregation=plan.aggregation,
         holds=privacy.noise == "secure" and plan.sends_again,
         half=asked.runtime.transport == "float16",
         masks=isinstance(plan.aggregation, Secure),
         signer=place.signer,
+        about=request.text().encode(),
+        rehearsal=_no_secret(public),
         spent=account,
     )
     return made, plan.relation
 
 
-_NO_ROWS = "fedgen.data.datasets.public_facts", "fedgen.data.partition.nodes"
+_ROWS = digest(b"the rows of this node")
+"""All runs count together, whatever becomes of the rows in between."""
+
+
+def _without_bound(place: Place) -> bool:
+    """Whether some run has spent what has no bound."""
+    entries = place.account.entries(_ROWS)
+    return any(NonPrivateDpEvent() in s for each in entries for s in each.charged.values())
+
+
+def _no_secret(public: Dataset) -> Shard:
+    """Rows that a question may fail on: of each label a black image and a white one."""
+    labels = torch.arange(public.classes).repeat(2)
+    images = torch.zeros((len(labels), *public.shape), dtype=torch.uint8)
+    images[public.classes :] = 255
+    return Shard(images, labels)
 
 
 def _same_as_before(place: Place, request: Request) -> None:

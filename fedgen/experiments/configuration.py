@@ -253,8 +253,9 @@ def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
             raise FedgenError(name, f"must be a list, got {new!r}", f"e.g. {list(old)}")
         elif name in _NUMBER_OR_WORD and isinstance(new, int | str) and not isinstance(new, bool):
             continue  # the method says which words
-        elif name in _SWITCH_OR_AUTO and isinstance(new, bool):
-            continue
+        elif name in _SWITCH_OR_AUTO:
+            if not isinstance(new, bool):
+                raise FedgenError(name, f"cannot be {new!r}", "choose true, false or auto")
         elif isinstance(old, bool) != isinstance(new, bool):
             raise FedgenError(name, f"cannot be {new!r}", f"the default is {old!r}")
         elif isinstance(old, int) and not isinstance(new, int):

@@ -202,7 +202,8 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
         threads=runtime.threads,
         spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
-        limits=most if len(most) > 1 else {},  # of one kind, rows are all there is to count
+        # of one kind, an honest server's rows are all there is to count
+        limits=most if len(most) > 1 else None,
         aggregation=ready.method.plan.aggregation,
         holds=ready.privacy.noise == "secure" and ready.method.plan.sends_again,
         half=runtime.transport == "float16",

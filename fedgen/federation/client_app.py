@@ -34,7 +34,7 @@ from fedgen.federation.signing import (
     signers_needed,
 )
 from fedgen.files import digest
-from fedgen.method import ClientProgram
+from fedgen.method import ClientProgram, Query
 from fedgen.privacy.events import Spend, canonical, total
 from fedgen.privacy.ledger import Ledger, Outside
 from fedgen.privacy.releases import LOCAL, Aggregation, Secure
@@ -75,13 +75,16 @@ class Site:
     run: the run's name, which the ledgers carry.
     folder: where clients keep their files, on a file system that all processes see.
     rows: each client's budget for the run, which it enforces itself.
-    limits: how often each event of the plan may be charged, where releases differ in cost.
+    limits: how often each event of the plan may be charged; None: where rows say all of it.
     aggregation: who makes the noise of what clients answer.
     holds: whether an answer is written down before it is charged, and sent again by a run that
         goes on (``Plan.sends_again``).
     half: whether answers travel in half precision.
     masks: whether answers travel under masks (``masking.py``); a simulation's sums need none.
     signer: what keys and lists of these are signed by (``signing.py``); None: nothing is signed.
+    about: what all clients of the run must have been asked to take part in, if they sign.
+    rehearsal: rows that are no secret. What a question makes of them is tried first, so that one
+        that fails by what it is fails before it meets a private row; None: it is not tried.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
     spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
@@ -99,12 +102,14 @@ class Site:
     in_memory: bool
     cache_bytes: float
     threads: int
-    limits: Spend = field(default_factory=dict)
+    limits: Spend | None = None
     aggregation: Aggregation = LOCAL
     holds: bool = False
     half: bool = False
     masks: bool = False
     signer: Signer | None = None
+    about: bytes = b""
+    rehearsal: Shard | None = None
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
@@ -112,8 +117,8 @@ class Site:
 @dataclass
 class ClientHome:
     """What one client has at hand. ``answered``: the last round that this process answered;
-    ``masker``: its secrets of the present round, of this process alone; ``agreed``: the last round
-    whose lists it signed, and their text."""
+    ``masker``: its secrets of round ``keyed``, of this process alone; ``agreed``: the last round
+    whose lists it signed, and their text; ``tried``: kinds of questions that did not fail."""
 
     number: int
     program: ClientProgram
@@ -122,7 +127,7 @@ class ClientHome:
     store: ClientStore
     ledger: Ledger
     rows: int
-    limits: Spend = field(default_factory=dict)
+    limits: Spend | None = None
     aggregation: Aggregation = LOCAL
     holds: bool = False
     half: bool = False
@@ -130,6 +135,10 @@ class ClientHome:
     masker: Masker | None = None
     masks: bool = False
     signer: Signer | None = None
+    about: bytes = b""
+    rehearsal: Shard | None = None
+    tried: set[str] = field(default_factory=set)
+    keyed: int = -1
     agreed: tuple[int, bytes] = (-1, b"")
     run: str = ""
 
@@ -149,7 +158,10 @@ class Homes:
 
     def __call__(self, context: Context) -> ClientHome:
         """The home of the client that a message is for."""
-        client = partition_of(context)
+        return self.of(partition_of(context))
+
+    def of(self, client: int) -> ClientHome:
+        """The home of a client."""
         with self._lock:  # one home for each: it remembers what it answered
             if client not in self._homes:
                 try:
@@ -175,6 +187,8 @@ class Homes:
             site.half,
             masks=site.masks,
             signer=site.signer,
+            about=site.about,
+            rehearsal=site.rehearsal,
             run=site.run,
         )
 
@@ -303,10 +317,12 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
         raise PastRoundError  # a second sum over others would show what this client sent
     if not home.masks or not isinstance(home.aggregation, Secure):
         raise MaskingError("nothing is masked here")
-    masker = Masker(home.number, home.aggregation, context_of(home.run, server_round))
-    home.masker, keys = masker, masker.announce()
+    context = context_of(home.run, server_round, messages.read_keys_for(message))
+    masker = Masker(home.number, home.aggregation, context)
+    home.masker, home.keyed, keys = masker, server_round, masker.announce()
     if home.signer is not None:
-        keys += home.signer.sign(announcement(masker.context, masker.me, masker.sums, keys))
+        said = announcement(context, masker.me, masker.sums, keys, home.about)
+        keys += home.signer.sign(said)
     return messages.pack_texts(server_round, {home.number: keys})
 
 
@@ -315,7 +331,8 @@ def _shares(home: ClientHome, message: Message) -> RecordDict:
     told = messages.read_texts(message, KEY_BYTES + (CREDENTIAL_BYTES if signer else 0))
     if signer is not None:
         for client, text in told.items():
-            said = announcement(masker.context, client, masker.sums, text[:KEY_BYTES])
+            keys_ = text[:KEY_BYTES]
+            said = announcement(masker.context, client, masker.sums, keys_, home.about)
             signer.check(client, said, text[KEY_BYTES:])
     keys = {client: text[:KEY_BYTES] for client, text in told.items()}
     return messages.pack_texts(messages.read_place(message), masker.deal(keys))
@@ -351,8 +368,7 @@ def _reveal(home: ClientHome, message: Message) -> RecordDict:
 
 def _masker(home: ClientHome, message: Message) -> Masker:
     """The secrets that keys were announced of for the round of a message."""
-    context = context_of(home.run, messages.read_place(message))
-    if home.masker is None or home.masker.context != context:
+    if home.masker is None or home.keyed != messages.read_place(message):
         raise MaskingError("no keys were announced for this round")
     return home.masker
 
@@ -361,11 +377,32 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
     """The reply that takes an answer to the server: a share leaves under masks where there are
     any, and without them only within a simulation."""
     if home.masks:
-        words = answer.arrays["answer"]
+        words, masker = answer.arrays["answer"], _masker(home, message)
         sealed = messages.read_texts(message, SEALED_BYTES)
-        masked = _masker(home, message).mask(words.reshape(-1).view(np.uint32), sealed)
+        masked = masker.mask(words.reshape(-1).view(np.uint32), sealed)
         answer = replace(answer, arrays={"answer": masked.view(np.int32).reshape(words.shape)})
     return messages.pack_answer(answer)
+
+
+def _check_question(home: ClientHome, server_round: int, query: Query, message: Message) -> None:
+    """Raises an exception for a question that is none, whatever the client's rows are."""
+    if home.masks:
+        context = context_of(home.run, server_round, messages.digest_of(message))
+        if _masker(home, message).context != context:
+            raise MaskingError("keys were announced for another question")
+    arrays = [*query.rows.items(), *query.shared.items()]
+    if query.count < 1 or any(len(rows) != query.count for rows in query.rows.values()):
+        raise ValueError("a question of no rows")
+    if not all(each.isfinite().all() for _, each in arrays if each.is_floating_point()):
+        raise ValueError("a question that is not finite")
+    kind = repr([(name, each.dtype, tuple(each.shape)) for name, each in arrays])
+    whole = any(not each.is_floating_point() for _, each in arrays)  # numbers that may index
+    if home.rehearsal is not None and (whole or kind not in home.tried):
+        coins = home.coins.at("rehearsal")
+        home.program.answer(
+            home.store.state(home.number), query, home.rehearsal, server_round, coins
+        )
+        home.tried.add(kind)
 
 
 def _ask(home: ClientHome, message: Message) -> RecordDict:
@@ -378,6 +415,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     if home.coins.mode == "secure" and server_round <= home.answered:
         raise PastRoundError  # a state that was restored does not take an answer back
     query = messages.read_query(message)
+    _check_question(home, server_round, query, message)
     # a run that goes on, or is done again, otherwise than the first (a client was late, the machine
     # is another) comes to the same round with another question, which must not share the noise of
     # the first: coins follow from the question
@@ -405,7 +443,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
             lambda: home.program.answer(state, query, home.shard, server_round, coins),
         )
         answer = messages.answer_of(release, home.aggregation, home.half)
-    if not repeat and home.limits:
+    if not repeat and home.limits is not None:
         after = total([home.ledger.account().spend, canonical(answer.event)])
         if any(count > home.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError

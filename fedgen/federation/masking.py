@@ -73,9 +73,10 @@ _RARE = 2.0**-60
 _NONCE = bytes(12)  # a key seals one text
 
 
-def context_of(run: str, server_round: int) -> bytes:
-    """What masks are for."""
-    return f"{run}/{server_round}".encode()
+def context_of(run: str, server_round: int, asked: str) -> bytes:
+    """What masks are for: a run, a round, and the digest of the question, so that clients that are
+    asked different things have different masks, which do not cancel."""
+    return f"{run}/{server_round}/{asked}".encode()
 
 
 class MaskingError(Exception):
@@ -146,7 +147,7 @@ def _degree(count: int, least: int, colluders: int) -> int:
 class Masker:
     """One client's secrets for one question. They are in memory alone, and end with it.
 
-    context: what the masks are for: run, round.
+    context: what the masks are for (``context_of``).
     """
 
     me: int
@@ -223,12 +224,17 @@ class Masker:
                 second time.
         """
         heard, unheard = set(answered), set(silent)
-        if self._told or not self._used or heard & unheard or self.me not in heard:
-            raise MaskingError("not two lists of one cohort, or asked twice")
+        if self._graph is None or self._told or not self._used:
+            raise MaskingError("nothing was masked, or asked twice")
+        if heard & unheard or self.me not in heard:
+            raise MaskingError("not two lists of one cohort")
         if len(heard) < self.sums.least or not heard | unheard <= set(self._keys):
             raise MaskingError("too few answers")
         if not set(self._held) <= heard | unheard:
             raise MaskingError("a neighbour is on neither list")
+        if not heard & set(self._graph.around(self.me)) <= set(self._held):
+            # its mask is not in my words: in a sum without it they would stand by themselves
+            raise MaskingError("a neighbour answered whose shares never came here")
         self._told = True
         return {c: shares[c in heard] for c, shares in self._held.items()}
 

@@ -42,7 +42,7 @@ _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32"
 _MOST_WORDS = 10_000  # of an event, as text
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
-_TEXTS, _OF, _COHORT = "texts", "of", "cohort"
+_TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,16 @@ def pack_place(place: int) -> RecordDict:
     return RecordDict({_FACTS: ConfigRecord({_PLACE: place})})
 
 
+def pack_keys_for(server_round: int, asked: str) -> RecordDict:
+    """Asks for keys: for a round, and the digest of the question that is to come in it."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, _ASKED: asked})})
+
+
+def read_keys_for(message: Message) -> str:
+    """The digest of the question that keys are asked for."""
+    return str(_fact(message, _ASKED))
+
+
 def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
     """What clients train on in a round."""
     return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round}), _ARRAYS: arrays})
@@ -126,10 +136,17 @@ def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
 def digest_of(message: Message) -> str:
     """A digest of a message's arrays, of its place, and of the cohort that it is for: the question
     itself."""
-    content, (last, found) = message.content, _digested[0]
+    return digest_of_content(message.content)
+
+
+def digest_of_content(content: RecordDict) -> str:
+    """See ``digest_of``."""
+    last, found = _digested[0]
     if last is not content:  # many clients of a process are often asked the same
-        cohort = content.config_records[_FACTS].get(_COHORT)
-        parts = [str(read_place(message)).encode(), *([str(cohort).encode()] if cohort else [])]
+        facts = content.config_records[_FACTS]
+        cohort = facts.get(_COHORT)
+        place = str(int(str(facts[_PLACE])))
+        parts = [place.encode(), *([str(cohort).encode()] if cohort else [])]
         for name, record in sorted(content.array_records.items()):
             for key, array in sorted(record.items()):
                 parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]

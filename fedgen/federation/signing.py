@@ -5,9 +5,10 @@ honest client shares its secrets with, nor from one that tells some clients that
 and others that it did not: it would gather shares of both secrets (``masking.py``). Where clients
 are sites with keys of their own, each signs
 
-    its announcement    run, round, who it is, how many are asked, counted on and counted out, and
-                        its two public keys: another's round, number or cohort makes it void
-    the lists           run, round, all announced keys, who answered and who did not
+    its announcement    run, round and question, what it was asked to take part in, who it is, how
+                        many are asked, counted on and counted out, and its two public keys: whoever
+                        was told otherwise takes it for void
+    the lists           run, round, question, all announced keys, who answered and who did not
 
 and checks these of all others against the fingerprints that its site was told by the others
 (``peers``). A client signs one pair of lists a round, and reveals shares after it saw the same pair
@@ -63,10 +64,13 @@ def signers_needed(sums: Secure) -> int:
     return max(sums.least, (sums.asked + sums.colluders) // 2 + 1)
 
 
-def announcement(context: bytes, client: int, sums: Secure, keys: bytes) -> bytes:
-    """What a client signs when it announces keys."""
+def announcement(
+    context: bytes, client: int, sums: Secure, keys: bytes, about: bytes = b""
+) -> bytes:
+    """What a client signs when it announces keys. ``about``: what it was asked to take part in."""
     numbers = (client, sums.asked, sums.least, sums.colluders)
-    return _text(b"keys", context, *(number.to_bytes(8, "big") for number in numbers), keys)
+    told = (number.to_bytes(8, "big") for number in numbers)
+    return _text(b"keys", context, about, *told, keys)
 
 
 def agreement(

@@ -76,7 +76,8 @@ def under_masks(
     def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
         return lambda client, reply: messages.read_texts(reply, length)
 
-    hello = messages.pack_place(server_round)
+    question = messages.digest_of_content(next(iter(asked.values())))
+    hello = messages.pack_keys_for(server_round, question)
     length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
     announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(length))
     told_keys = {client: each[client] for client, each in announced.items() if client in each}
@@ -102,7 +103,7 @@ def under_masks(
     for answer in answers.values():
         total += answer.arrays["answer"].reshape(-1).view(np.uint32)
     try:
-        context = context_of(run, server_round)
+        context = context_of(run, server_round, question)
         words = unmasked(total, keys, answered, silent, told, sums, context)
     except MaskingError as error:
         raise UnansweredError(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
+from dp_accounting import NonPrivateDpEvent
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny
+from omegaconf import OmegaConf
+from tiny import PROGRAMS, tiny, trusting
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -18,11 +23,18 @@ from fedgen.data.datasets import digits
 from fedgen.deployment import policy, request
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
-from fedgen.deployment.site import Place, open_run
+from fedgen.deployment.site import _ROWS, Place, open_run
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
-from fedgen.federation.signing import Signer
+from fedgen.federation import messages
+from fedgen.federation.client_app import client_app
+from fedgen.federation.flower_compat import identify_process
+from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES
+from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
+from fedgen.method import Method
+from fedgen.privacy.events import canonical
+from fedgen.privacy.ledger import Account
 
 PUBLIC = [
     "data=public_facts",
@@ -60,7 +72,7 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
     site = homes._site
     assert (site.noise, site.run, site.masks, site.rows) == ("secure", RUN, True, 1)
     assert site.folder == tmp_path / "runs" / RUN
-    [entry] = here.account.entries(here.rows.digest)
+    [entry] = here.account.entries(_ROWS)
     assert entry.run == RUN and not entry.over
 
 
@@ -70,7 +82,7 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
         (["privacy.noise=seeded"], {}, "rehearsals are not allowed"),
         ([], {"epsilon": 4.9}, "would cost ε = 5.00"),
         ([], {"delta": 1e-6}, "above 1e-06"),
-        ([], {"methods": ("mixture",)}, "dp_merf_small is not allowed"),
+        ([], {"methods": ("mixture",)}, "method dp_merf_small is not allowed"),
         ([], {"units": ("client",)}, "about a record"),
         ([], {"aggregations": ("local",)}, "aggregation=secure is not allowed"),
         ([], {"least": 3}, "rest on 2 answers"),
@@ -78,7 +90,6 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
         (["runtime.masks=false"], {}, "shows each answer"),
         (["data.classes=9"], {}, "about 9 labels"),
         (["partition.clients=2", "privacy.least=2"], {"least": 3}, "rest on 2"),
-        (["runtime.faults.late=0.1"], {}, "simulations alone"),
     ],
 )
 def test_what_is_not_allowed_is_refused(
@@ -92,13 +103,18 @@ def test_what_is_not_allowed_is_refused(
 
 def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> None:
     wanted = asked()
-    less = Request(wanted.run, wanted.settings, "", "0.1", wanted.version)
+    less = replace(wanted, noise_multiplier="0.1")
     with pytest.raises(RefusedError, match=r"is solved for here, 0\.1 by fedgen"):
         open_run(place(tmp_path), less)
-    bare = {**wanted.settings, "names": {**wanted.settings["names"], "privacy": "none"}}
-    bare["privacy"] = {**bare["privacy"], "target_epsilon": None, "noise_multiplier": None}
+    none = {**wanted.settings["privacy"], "target_epsilon": None, "noise_multiplier": None}
+    bare = replace(
+        wanted,
+        names={**wanted.names, "privacy": "none"},
+        settings={**wanted.settings, "privacy": none},
+        noise_multiplier=None,
+    )
     with pytest.raises(RefusedError):
-        open_run(place(tmp_path), Request(RUN, bare, "", None, wanted.version))
+        open_run(place(tmp_path), bare)
 
 
 def test_a_run_stays_what_it_was(tmp_path: Path) -> None:
@@ -121,19 +137,30 @@ def test_all_runs_together_stay_within_a_budget(tmp_path: Path) -> None:
     "change",
     [
         {"method": {"_target_": "os.system", "command": "touch owned"}},
-        {"data": {"_target_": "fedgen.data.folders.folder", "path": "/etc"}},
-        {"start": "${oc.env:HOME}"},
-        {"run_dir": 7, "rounds": "many"},
-        {"privacy": None},
-        {"runtime": {"threads": 10**9}},
-        {"partition": {"_target_": "fedgen.data.partition.iid", "clients": 3}},
+        {"method": {"_target_": "fedgen.data.folders.folder", "path": "/etc", "root": None}},
+        {"method": {"generator": {"_target_": "fedgen.data.folders.folder", "path": "/etc"}}},
+        {"method": {"_target_": "fedgen.methods.dpgan.dpgan"}},
+        {"method": {"rows": "${oc.env:HOME}"}},
+        {"warm_up": {"method": {"_target_": "fedgen.methods.mixture.mixture"}}},
+        {"data": {"classes": 10, "shape": [1, 8, 8]}},
+        {"data": {"classes": 10, "shape": [1, 8, 8], "public_rows": 1437, "path": "/etc"}},
+        {"evaluation": {"fid": True, "inception_weights": "/dev/zero"}},
+        {"rounds": "many"},
+        {"rounds": 10**9},
+        {"privacy": {}},
+        {"runtime": {"threads": 10**9, "min_success": 1, "transport": "float32", "masks": True}},
+        {"partition": {"clients": "many"}},
+        {"method": {"rows": [[[[[[[[[[[[[[1]]]]]]]]]]]]]]}},
     ],
 )
 def test_a_request_is_data_and_never_code(tmp_path: Path, change: dict[str, Any]) -> None:
     wanted = asked()
-    changed = Request(RUN, {**wanted.settings, **change}, "", wanted.noise_multiplier, "1")
+    for group, inside in change.items():
+        before = wanted.settings.get(group)
+        merged = {**before, **inside} if group in ("method", "warm_up") else inside
+        wanted = replace(wanted, settings={**wanted.settings, group: merged})
     with pytest.raises((RefusedError, ValueError)):
-        open_run(place(tmp_path), request.read(changed.text()))
+        open_run(place(tmp_path), request.read(wanted.text()))
 
 
 LEAVES = st.none() | st.integers() | st.text()
@@ -145,10 +172,25 @@ def test_what_is_no_request_is_noticed(found: Any) -> None:
         request.read(json.dumps(found))
 
 
+def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
+    """A policy allows names: what is made is what they stand for, and of parts of methods."""
+    wanted = asked()
+    own = [word for word in tiny("dp_hp_small") if not word.startswith("runtime=")]
+    other = compose("config", ["method=dp_hp_small", *own, "rounds=3", *PUBLIC]).method
+    whole: Any = OmegaConf.to_container(other, resolve=True)
+    named = replace(wanted, settings={**wanted.settings, "method": whole})
+    with pytest.raises(RefusedError, match="is not what dp_merf_small is"):
+        open_run(place(tmp_path), named)
+    part = {"_target_": "fedgen.data.folders.folder", "path": str(tmp_path), "root": None}
+    method = {**wanted.settings["method"], "generator": part}
+    with pytest.raises(RefusedError, match="is no part of a method"):
+        open_run(place(tmp_path), replace(wanted, settings={**wanted.settings, "method": method}))
+
+
 @pytest.mark.parametrize("run", ["../../x", "", "A" * 16, "0" * 65, "01234567/"])
 def test_a_runs_name_is_no_path(run: str) -> None:
     wanted = asked()
-    other = Request(run, wanted.settings, "", wanted.noise_multiplier, "1")
+    other = replace(wanted, run=run)
     with pytest.raises(ValueError, match="not a request"):
         request.read(other.text())
 
@@ -167,6 +209,10 @@ def test_a_runs_name_is_no_path(run: str) -> None:
         ("epsilon: 5\ndelta: 1e-5\naggregations: [trusted]", "policy.aggregations"),
         ("epsilon: 5\ndelta: 1e-5\npeers: [a]", "policy.peers"),
         ("epsilon: 5\ndelta: 1e-5\nrehearsal: 1", "policy.rehearsal"),
+        ("epsilon: 5\ndelta: 1e-5\nmethods: [mixtur]", "policy.methods"),
+        ("epsilon: 5\ndelta: 1e-5\nmethods: []", "policy.methods"),
+        ("epsilon: 5\ndelta: 1e-5\nunits: [[a]]", "policy.units"),
+        ("epsilon: 5\ndelta: 1e-5\npeers: {0: a, 1: a}", "one fingerprint stands twice"),
         ("epsilon: [", "is no YAML"),
     ],
 )
@@ -181,16 +227,26 @@ def test_a_policy_is_read_as_people_write_it(tmp_path: Path) -> None:
         "epsilon: 5\ndelta: 1e-5\nunits: [record]\nmethods: [mixture]\npeers: {0: SHA256:x}\n"
     )
     assert policy.read(tmp_path / "policy.yaml") == Policy(
-        5, 1e-5, units=("record",), methods=("mixture",), peers={0: "SHA256:x"}
+        5, 1e-5, 5, units=("record",), methods=("mixture",), peers={0: "SHA256:x"}
     )
+
+
+NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["node", "superlink=127.0.0.1:1", "policy=none.yaml"], "policy: none.yaml cannot be read"),
-        (["node", "superlink=127.0.0.1:1", "data=digits", "ca=none"], "ca: none cannot be read"),
-        (["node", "superlink=x", "data=digits", "number=-1"], "number: cannot be -1"),
+        ([*NODE, "policy=none.yaml"], "policy: none.yaml cannot be read"),
+        ([*NODE, "ca=none"], "ca: none cannot be read"),
+        ([*NODE, "ca=policy.yaml"], "ca: holds no certificate"),
+        ([*NODE, "ca=null"], "ca: cannot be None"),
+        ([*NODE, "number=-1"], "number: cannot be -1"),
+        ([*NODE, "superlink=x"], "superlink: cannot be x"),
+        ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),
+        ([*NODE, "data=folder", "data.path=."], "data.labels: are not given"),
+        ([*NODE, "policy=peers.yaml"], "policy.peers: do not say that 0 is this node"),
+        ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no rows"),
         (["node", "log", "home=nowhere"], "no node was at home"),
         (["node", "key=policy.yaml"], "key: policy.yaml is no private key"),
         (["link", "accept=policy.yaml"], "accept: policy.yaml is no public key"),
@@ -217,6 +273,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "policy.yaml").write_text("epsilon: 5\ndelta: 1e-5\n")
+    (tmp_path / "peers.yaml").write_text("epsilon: 5\ndelta: 1e-5\npeers: {1: SHA256:x}\n")
     assert cli.run(words) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert why in line
@@ -228,3 +285,206 @@ def test_a_cost_is_known_before_a_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.run(["account", "method=dp_merf_small", "rounds=3", *words, "output=json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
     assert 0 < row["server_epsilon"] <= 5
+
+
+# --- a coordinator that does not follow the protocol ----------------------------------------------
+
+CLIENTS = 3
+KEYS = [generate_private_key(SECP384R1()) for _ in range(CLIENTS)]
+PEERS = {client: fingerprint(key.public_key()) for client, key in enumerate(KEYS)}
+LONG = KEY_BYTES + CREDENTIAL_BYTES
+
+
+class Site:
+    """One of three honest sites, and its ClientApp, as a coordinator reaches it."""
+
+    def __init__(self, number: int, home: Path, wanted: Request) -> None:
+        self.number = number
+        allowed = Policy(5.0, 1e-5, peers=PEERS)
+        rows, signer = digits(Coins.of(0, "seeded")), Signer(KEYS[number], PEERS)
+        self.homes, _ = open_run(Place(number, rows, home, allowed, signer), wanted)
+        self._app = client_app(self.homes)
+
+    def __call__(self, kind: str, content: RecordDict) -> Message:
+        message = Message(content, dst_node_id=2, message_type=kind)
+        config = {"partition-id": self.number}
+        return self._app(message, Context(1, 2, config, RecordDict(), {}))
+
+    @property
+    def spend(self) -> Account:
+        return self.homes.of(self.number).ledger.account()
+
+
+def three(tmp_path: Path, *words: str, method: str = "dp_merf_small") -> tuple[list[Site], Method]:
+    identify_process(1)
+    own = [word for word in tiny(method) if not word.startswith("runtime=")]
+    config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
+    ready = settings.setup(config)
+    noise = settings.in_short(ready.privacy.noise_multiplier)
+    wanted = request.read(Request.of(config, RUN, "", noise).text())
+    sites = [Site(client, tmp_path / str(client), wanted) for client in range(CLIENTS)]
+    return sites, ready.method
+
+
+def dealt(
+    sites: Sequence[Site], questions: Sequence[RecordDict], server_round: int = 0
+) -> dict[int, dict[int, bytes]]:
+    """Keys and shares, asked for a question each."""
+    book: dict[int, bytes] = {}
+    for site, question in zip(sites, questions, strict=True):
+        asked = messages.pack_keys_for(server_round, messages.digest_of_content(question))
+        book |= messages.read_texts(site(messages.KEYS, asked), LONG)
+    found = {}
+    for site in sites:
+        reply = site(messages.SHARES, messages.pack_texts(server_round, book))
+        if not reply.has_error():
+            found[site.number] = messages.read_texts(reply, SEALED_BYTES)
+    return found
+
+
+def question(method: Method, server_round: int = 0) -> RecordDict:
+    coins = Coins.of(0, "seeded")
+    query = method.server.query(method.server.init(coins), server_round, coins)
+    assert query is not None
+    content = messages.pack_query(server_round, query)
+    return messages.for_cohort(content, list(range(CLIENTS)))
+
+
+def inbox(
+    shares: dict[int, dict[int, bytes]], site: Site, but: Sequence[int] = ()
+) -> dict[int, bytes]:
+    return {
+        other: each[site.number]
+        for other, each in shares.items()
+        if site.number in each and other not in but
+    }
+
+
+def test_no_share_stands_by_itself(tmp_path: Path) -> None:
+    """The coordinator keeps one neighbour's seal from a client, and has it answer all the same: the
+    mask between them would be missing on one side."""
+    sites, method = three(tmp_path)
+    asked = question(method)
+    shares = dealt(sites, [asked] * 3)
+    for site, but in zip(sites, ([2], [], []), strict=True):
+        content = messages.with_texts(asked, inbox(shares, site, but))
+        assert not site(messages.ASK, content).has_error()
+    for answered, silent in (([0, 2], [1]), ([0, 1, 2], [])):
+        lists = messages.pack_lists(0, answered, silent)
+        signed: dict[int, bytes] = {}
+        for client in answered:
+            reply = sites[client](messages.AGREE, lists)
+            if not reply.has_error():
+                signed |= messages.read_texts(reply, CREDENTIAL_BYTES)
+        told = sites[0](messages.REVEAL, messages.with_texts(lists, signed))
+        assert told.has_error()
+
+
+def test_sites_that_are_asked_different_things_share_no_masks(tmp_path: Path) -> None:
+    sites, method = three(tmp_path)
+    asked = question(method)
+    facts = asked.config_records["facts"]
+    other = RecordDict({**asked, "facts": ConfigRecord({**facts, "cohort": "another"})})
+    assert dealt(sites, [asked, asked, other]) == {}
+
+
+def test_sites_that_are_told_of_different_runs_share_no_masks(tmp_path: Path) -> None:
+    """Under one name: other numbers of rows, other scales of noise."""
+    sites, method = three(tmp_path)
+    others, _ = three(tmp_path / "b", "data.public_rows=2000")
+    asked = question(method)
+    assert dealt([sites[0], others[1], others[2]], [asked] * 3) == {}
+
+
+def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
+    sites, method = three(tmp_path)
+    asked = question(method)
+    shares = dealt(sites, [asked] * 3)
+    facts = asked.config_records["facts"]
+    other = RecordDict({**asked, "facts": ConfigRecord({**facts, "cohort": "another"})})
+    assert sites[0](messages.ASK, messages.with_texts(other, inbox(shares, sites[0]))).has_error()
+    assert sites[0].spend.releases == 0
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
+    tmp_path: Path, count: int
+) -> None:
+    """Rounds beyond the plan; and questions that claim no rows."""
+    sites, made = three(tmp_path, method="dpgan_small")
+    home = sites[0].homes.of(0)
+    home.rows = 1000  # as if rows did not say how much an answer costs
+    for server_round in range(6):
+        asked = question(made, server_round)
+        rows = messages.unpack_arrays(asked.array_records["rows"])
+        few = messages.pack_arrays({name: each[:count] for name, each in rows.items()})
+        asked = RecordDict({**asked, "rows": few})
+        shares = dealt(sites, [asked] * 3, server_round)
+        sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+    assert sites[0].spend.releases == (3 if count else 0)
+    assert sites[0].spend.spend == (canonical(made.plan.server(3)) if count else {})
+
+
+WITH_SUMS = [each for each in PROGRAMS if not trusting(each)]
+
+
+@pytest.mark.parametrize("method", WITH_SUMS)
+def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
+    """By each method: trying it on rows that are no secret refuses none."""
+    try:
+        sites, made = three(tmp_path, method=method)
+    except FedgenError as error:
+        assert error.key == "privacy.aggregation", error
+        pytest.skip("its answers do not add up")
+    coins = Coins.of(0, "seeded")
+    for number in range(made.client.preparations):
+        for site in sites:
+            assert not site(messages.PREPARE, messages.pack_place(number)).has_error()
+    broadcast = messages.pack_arrays(made.server.broadcast(made.server.init(coins), 0, coins))
+    if len(broadcast):
+        for site in sites:
+            content = messages.pack_broadcast(0, broadcast)
+            assert not site(messages.TRAIN, content).has_error()
+    asked = question(made)
+    shares = dealt(sites, [asked] * 3)
+    reply = sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+    assert not reply.has_error()
+
+
+def test_a_question_that_fails_on_some_labels_meets_no_private_row(tmp_path: Path) -> None:
+    """Weights that lack a label would fail where there is a row of it, which is an exact answer."""
+    sites, method = three(tmp_path, method="dp_wgan_gp_small")
+    asked = question(method)
+    shared = messages.unpack_arrays(asked.array_records["shared"])
+    name = next(n for n, v in sorted(shared.items()) if v.ndim and v.shape[0] == 10)
+    cut = messages.pack_arrays({**shared, name: shared[name][:5]})
+    asked = RecordDict({**asked, "shared": cut})
+    shares = dealt(sites, [asked] * 3)
+    reply = sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+    assert reply.has_error()
+    assert sites[0].spend.spend == {}, "it was tried on rows that are no secret"
+    whole = question(method)
+    endless = {**shared, name: shared[name] * float("inf")}
+    for bad in (endless, {k: v for k, v in shared.items() if k != name}):
+        asked = RecordDict({**whole, "shared": messages.pack_arrays(bad)})
+        dealt(sites, [asked] * 3, 0)
+        assert sites[0](messages.ASK, asked).has_error()
+        assert sites[0].spend.spend == {}
+
+
+def test_after_a_failure_over_private_rows_nothing_is_answered(tmp_path: Path) -> None:
+    """In no run on these rows: that it failed may tell of them, and may do so once."""
+    here = place(tmp_path)
+    homes, _ = open_run(here, asked())
+    homes.of(0).ledger.charge(0, "failed", 0, NonPrivateDpEvent())
+    with pytest.raises(RefusedError, match="has no bound"):
+        open_run(here, asked(run="fedcba9876543210"))
+
+
+def test_rows_that_change_keep_their_account(tmp_path: Path) -> None:
+    here = place(tmp_path, budget_epsilon=6.0)
+    open_run(here, asked())
+    rows = here.rows
+    fewer = replace(rows, images=rows.images[1:], labels=rows.labels[1:])
+    with pytest.raises(RefusedError, match="above 6"):
+        open_run(replace(here, rows=fewer), asked(run="fedcba9876543210"))

@@ -67,7 +67,7 @@ def texts(content: RecordDict, length: int) -> dict[int, bytes]:
 def announced(homes: list[ClientHome], server_round: int = 0) -> dict[int, bytes]:
     found = {}
     for home in homes:
-        reply = client_app._keys(home, asked(messages.pack_place(server_round)))
+        reply = client_app._keys(home, asked(messages.pack_keys_for(server_round, "question")))
         found |= texts(reply, KEY_BYTES + CREDENTIAL_BYTES)
     return found
 
@@ -114,7 +114,7 @@ def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientHome]) -> No
 def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientHome]) -> None:
     """With keys of its own under a peer's number, whoever signs them."""
     book, forged = announced(homes), bytes(range(KEY_BYTES))
-    context = context_of("run", 0)
+    context = context_of("run", 0, "question")
     for text in (
         forged + Signer(KEYS[4], None).sign(announcement(context, 3, SUMS, forged)),
         forged + book[3][KEY_BYTES:],
@@ -131,7 +131,7 @@ def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientHome]) -> 
         client_app._shares(homes[0], asked(messages.pack_texts(0, {**now, 3: before[3]})))
     keys = now[3][:KEY_BYTES]
     for context, sums in (("other", SUMS), ("run", Secure(4, 3, 1)), ("run", Secure(5, 3, 0))):
-        text = announcement(context_of(context, 0), 3, sums, keys)
+        text = announcement(context_of(context, 0, "question"), 3, sums, keys)
         with pytest.raises(MaskingError, match="did not sign"):
             homes[0].signer.check(3, text, now[3][KEY_BYTES:])  # type: ignore[union-attr]
 
@@ -170,7 +170,7 @@ def test_two_lists_would_need_an_honest_client_that_signed_both(
 
 
 def test_any_key_will_do_where_nobody_was_told(homes: list[ClientHome]) -> None:
-    text = agreement(context_of("run", 0), {}, [0], [1])
+    text = agreement(context_of("run", 0, "question"), {}, [0], [1])
     told, untold = Signer(KEYS[0], PEERS), Signer(KEYS[0], None)
     credential = Signer(KEYS[4], None).sign(text)
     untold.check(2, text, credential)

@@ -24,7 +24,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.failures import UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
 from fedgen.federation.in_process import InProcessGrid
-from fedgen.federation.masking import KEY_BYTES, Masker
+from fedgen.federation.masking import KEY_BYTES, Masker, context_of
 from fedgen.federation.messages import Answer
 from fedgen.federation.rounds import Rounds
 from fedgen.federation.sums import that_are_there, whose
@@ -236,24 +236,26 @@ def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: 
         0, method.client, SHARD, COINS, store, ledger, 100, aggregation=sums, masks=True, run="r"
     )
     grid = InProcessGrid(client_app(lambda _: home), 1, 60, serialize=False)
-    others = {c: Masker(c, sums, b"r/0") for c in (1, 2, 3)}
+    query = method.server.query(method.server.init(COINS), 0, COINS)
+    assert query is not None
+    question = messages.digest_of_content(messages.pack_query(0, query))
+    context = context_of("r", 0, question)
+    others = {c: Masker(c, sums, context) for c in (1, 2, 3)}
 
     def ask(kind: str, content: object) -> Message:
         [reply] = grid.send_and_receive([Message(content, dst_node_id=2, message_type=kind)])  # type: ignore[call-overload]
         return reply
 
-    announced = ask(messages.KEYS, messages.pack_place(0))
+    announced = ask(messages.KEYS, messages.pack_keys_for(0, question))
     keys = messages.read_texts(announced, KEY_BYTES)
     keys |= {c: each.announce() for c, each in others.items()}
     assert not ask(messages.SHARES, messages.pack_texts(0, keys)).has_error()
-    query = method.server.query(method.server.init(COINS), 0, COINS)
-    assert query is not None
     inbox = {c: each.deal(keys)[0] for c, each in others.items()}
     content = messages.with_texts(messages.pack_query(0, query), inbox)
     assert not ask(messages.ASK, content).has_error()
     assert ask(messages.ASK, content).has_error()
-    assert ask(messages.KEYS, messages.pack_place(0)).has_error()
-    assert not ask(messages.KEYS, messages.pack_place(1)).has_error()
+    assert ask(messages.KEYS, messages.pack_keys_for(0, question)).has_error()
+    assert not ask(messages.KEYS, messages.pack_keys_for(1, question)).has_error()
 
 
 def test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer(
