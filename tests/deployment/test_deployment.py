@@ -39,7 +39,7 @@ def bits(run: Path) -> str:
 
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("mixture_small", SECURE), ("dpgan_small", SECURE), ("gs_wgan_small", SECURE[2:])],
+    [("dp_merf_small", SECURE), ("dpgan_small", SECURE), ("gs_wgan_small", SECURE[2:])],
 )
 def test_a_rehearsal_comes_to_the_bits_of_the_simulation(
     sites: Deployment, method: str, how: list[str], tmp_path: Path

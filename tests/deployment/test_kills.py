@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,23 +43,26 @@ def answers(sites: Deployment, node: int, name: str) -> int:
     return sum(each["kind"] == messages.ASK and "error" not in each for each in left)
 
 
-def killed_and_ended(sites: Deployment, run: Path, victim: str, seed: int) -> None:
-    """A run with one kill at a random moment, which goes on until it ends."""
-    words = sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}")
-    coordinator = Command(words)
+def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed: int) -> None:
+    """A run in which parts are killed at random moments, one after the other, until it ends."""
+    draw = random.Random(seed)
+    coordinator = Command(sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}"))
     end = time.monotonic() + 240
     while not (run / "run.json").exists():
         assert coordinator.poll() is None and time.monotonic() < end, coordinator.errors
         time.sleep(0.05)
-    time.sleep(random.Random(seed).uniform(0.5, 12))
-    process = {"coordinator": coordinator, "link": sites.link, "node": sites.nodes[1]}[victim]
-    assert process is not None
-    process.send_signal(9)
-    process.wait(30)
-    if victim == "link":
-        sites.start_link()
-    elif victim == "node":
-        sites.start_node(1)
+    for victim in victims:
+        time.sleep(draw.uniform(0.5, 10))
+        process = {"coordinator": coordinator, "link": sites.link, "node": sites.nodes[1]}[victim]
+        assert process is not None
+        process.send_signal(9)
+        process.wait(30)
+        if victim == "link":
+            sites.start_link()
+        elif victim == "node":
+            sites.start_node(1)
+        else:
+            coordinator = Command(["train", f"resume={run}"])
     while not (run / "results.json").exists():
         status = coordinator.wait(end - time.monotonic())
         if status != 0:
@@ -74,10 +77,11 @@ def killed_and_ended(sites: Deployment, run: Path, victim: str, seed: int) -> No
         assert spent >= answers(sites, node, name) > 0
 
 
-@pytest.mark.parametrize("victim", ["node", "coordinator", "link"])
-def test_a_run_outlives_each_of_its_parts(
-    sites: Deployment, tmp_path: Path, victim: str, pytestconfig: pytest.Config
+def test_a_run_outlives_its_parts(
+    sites: Deployment, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """``--kills N`` of each."""
-    for seed in range(pytestconfig.getoption("--kills")):
-        killed_and_ended(sites, tmp_path / f"run{seed}", victim, seed)
+    """All three in one run; with ``--kills N`` each in N runs more."""
+    killed_and_ended(sites, tmp_path / "all", ["link", "coordinator", "node"], 0)
+    for seed in range(1, pytestconfig.getoption("--kills") + 1):
+        for victim in ("node", "coordinator", "link"):
+            killed_and_ended(sites, tmp_path / f"{victim}{seed}", [victim], seed)
