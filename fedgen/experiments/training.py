@@ -60,7 +60,7 @@ from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_g
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import statement
+from fedgen.reporting.words import card, statement
 
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
@@ -604,6 +604,9 @@ class Training:
         outside = factories.outside(OmegaConf.to_container(self.config, resolve=True))
         said = statement(record, words, self.config.group is not None, outside)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
+        data_set = self.ready.dataset
+        told = card(record, str(self.config.names.method), data_set.shape, data_set.classes)
+        write_whole(self.run_dir.public / "README.md", told.encode())
         results = self._results(state, record, sha256)
         before = self.run_dir.results() if self.run_dir.finished else {}
         if before.get("generator_sha256") == results["generator_sha256"]:

@@ -27,6 +27,7 @@ _SEALED = (
     "privacy.json",
     *(f"public/{n}" for n in ("PRIVACY.md", "generator.json", "generator.safetensors")),
     "public/samples.png",
+    "public/README.md",
 )
 _LINE_BYTES = 2**16  # more than a line of metrics has
 

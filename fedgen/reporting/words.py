@@ -62,6 +62,40 @@ def statement(
     return "\n\n".join(parts) + "\n"
 
 
+def card(record: dict[str, Any], method: str, shape: Sequence[int], classes: int) -> str:
+    """The model card of what is published, as hubs read it: metadata, and what to know before use.
+
+    Args:
+        shape: of the images, (channels, height, width). classes: number of labels.
+    """
+    release, (channels, height, width) = record["views"]["release"], shape
+    kind = "grey" if channels == 1 else "colour"
+    if release["epsilon"] is None:
+        promise = f"There is no privacy bound: {release['reason']}."
+    else:
+        promise = (
+            f"({epsilon_in_words(release['epsilon'])}, {record['delta']:g})-differential privacy "
+            f"per {record['unit']}, against whoever has this folder: `PRIVACY.md` says what that "
+            "means and what it does not cover."
+        )
+    warning = "**An experiment, not for release**: its noise follows from a seed.\n\n"
+    return (
+        "---\nlibrary_name: fedgen\npipeline_tag: unconditional-image-generation\n"
+        f"tags:\n- differential-privacy\n- synthetic-data\n- {method}\n---\n\n"
+        f"# A private generator of images ({method})\n\n![Samples](samples.png)\n\n"
+        f"{warning if record['noise'] == 'seeded' else ''}"
+        f"Draws {kind} images of {width} x {height} pixels with {classes} "
+        f"label{'s' if classes > 1 else ''}. {promise}\n\n## Use\n\n"
+        "```python\nimport fedgen\n\nimages, labels = fedgen.load(FOLDER).samples(1000)\n```\n\n"
+        "## Limits\n\n"
+        "- Samples resemble the training data as a whole. Rare kinds of images, and differences "
+        "within a label, are what noise hides first.\n"
+        "- How useful samples are was not measured on anything in this folder. Judge them on data "
+        "of your own before you rely on them.\n"
+        "- What the training data say about groups, the generator may say too.\n"
+    )
+
+
 _PICKED = (
     "- Who took part, and how many: the clients are a group that was picked, perhaps by looking at "
     "their data. What a client's being in it tells about the client, and about others, comes "

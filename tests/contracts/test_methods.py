@@ -203,6 +203,7 @@ def test_public_holds_nothing_of_single_clients(
     run = ordinary(method, "several")
     assert sorted(p.name for p in (run / "public").iterdir()) == [
         "PRIVACY.md",
+        "README.md",
         "generator.json",
         "generator.safetensors",
         "samples.png",

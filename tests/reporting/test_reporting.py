@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -21,7 +23,7 @@ from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, schema
-from fedgen.reporting.words import statement, summary
+from fedgen.reporting.words import card, statement, summary
 
 
 @given(st.floats(0, 1e4))
@@ -75,6 +77,25 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
     secure = statement({**record, "noise": "secure"}, "draws")
     assert "not for release" not in secure
     assert "proven ε" in summary(run)
+
+
+def test_the_card_is_one_that_hubs_read(train: Train) -> None:
+    """Metadata first; its lines of Python draw samples from the folder."""
+    run = train("rounds=1")
+    text = (run / "public" / "README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "fedgen"
+    assert "An experiment, not for release" in body and "grey images of 8 x 8 pixels" in body
+    record = json.loads((run / "privacy.json").read_text())
+    assert f"({record['views']['release']['epsilon']:.2f}, 1e-05)-differential privacy" in body
+    [code] = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    names: dict[str, object] = {"FOLDER": run / "public"}
+    exec(code.replace("1000", "10"), names)
+    assert len(names["images"]) == 10  # type: ignore[arg-type]
+    record["views"]["release"] |= {"epsilon": None, "reason": "why"}
+    assert "There is no privacy bound: why" in card(
+        {**record, "noise": "secure"}, "x", (3, 8, 8), 1
+    )
 
 
 @pytest.mark.parametrize(
