@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
 from fedgen.deployment import policy, request
+from fedgen.deployment.flower_coordinator import bundle_hash
+from fedgen.deployment.flower_node import Run
+from fedgen.deployment.node import _Serving
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
 from fedgen.deployment.site import _ROWS, Place, open_run
@@ -28,7 +32,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
 from fedgen.federation import messages
-from fedgen.federation.client_app import client_app
+from fedgen.federation.client_app import FAILED, REFUSED, client_app
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES
 from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
@@ -488,3 +492,59 @@ def test_rows_that_change_keep_their_account(tmp_path: Path) -> None:
     fewer = replace(rows, images=rows.images[1:], labels=rows.labels[1:])
     with pytest.raises(RefusedError, match="above 6"):
         open_run(replace(here, rows=fewer), asked(run="fedcba9876543210"))
+
+
+class Line:
+    """A connection that knows of one run."""
+
+    node = 1
+
+    def __init__(self, wanted: Request, bundle: str | None = None) -> None:
+        self._run = Run(wanted.text(), bundle or bundle_hash(metadata.version("fedgen")))
+
+    def run(self, run_id: int) -> Run:
+        return self._run
+
+
+def answered(served: _Serving, line: Line, kind: str, content: RecordDict) -> Message:
+    identify_process(1)
+    message = Message(content, dst_node_id=2, message_type=kind)
+    return served._answer(message, line)  # type: ignore[arg-type]
+
+
+def test_no_message_ends_a_node(tmp_path: Path) -> None:
+    """Kinds that there are not, and contents that are none: a code, and the node goes on."""
+    served, line = _Serving(place(tmp_path)), Line(asked())
+    for kind in ("query.nonsense", messages.ASK, messages.SHARES, messages.RESTORE):
+        reply = answered(served, line, kind, messages.pack_hello())
+        assert reply.error.code == FAILED
+    hello = answered(served, line, messages.HELLO, messages.pack_hello())
+    assert messages.read_partition(hello) == 0
+    codes = [each.get("error") for each in map(json.loads, (tmp_path / "log.jsonl").open())]
+    assert codes == [None, FAILED, FAILED, FAILED, FAILED, None]
+
+
+def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried on rows that are no secret, and did not fail there."""
+    served, wanted = _Serving(place(tmp_path)), asked("privacy.aggregation=local")
+    served._place = place(tmp_path, aggregations=("local",))
+    line = Line(wanted)
+    assert not answered(served, line, messages.HELLO, messages.pack_hello()).has_error()
+    home = served._homes[RUN].of(0)  # type: ignore[union-attr]
+    whole = home.program.answer
+
+    def fails(state: object, query: object, shard: object, *rest: object) -> object:
+        if shard is home.shard:
+            raise ValueError("a label that there is not")
+        return whole(state, query, shard, *rest)  # type: ignore[arg-type]
+
+    home.program = replace(home.program, answer=fails)  # type: ignore[arg-type]
+    _, made = three(tmp_path / "others")
+    reply = answered(served, line, messages.ASK, question(made))
+    assert reply.error.code == FAILED
+    for kind in (messages.ASK, messages.HELLO):
+        assert answered(served, line, kind, question(made)).error.code == REFUSED
+    with pytest.raises(RefusedError, match="has no bound"):
+        open_run(served._place, asked("privacy.aggregation=local", run="fedcba9876543210"))
