@@ -320,6 +320,7 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
     context = context_of(home.run, server_round, messages.read_keys_for(message))
     masker = Masker(home.number, home.aggregation, context)
     home.masker, home.keyed, keys = masker, server_round, masker.announce()
+    home.agreed = -1, b""  # lists of other keys are other lists
     if home.signer is not None:
         said = announcement(context, masker.me, masker.sums, keys, home.about)
         keys += home.signer.sign(said)

@@ -62,9 +62,9 @@ def place(home: Path, **policy: Any) -> Place:
     return Place(0, digits(Coins.of(0, "seeded")), home, allowed, SIGNER)
 
 
-def asked(*words: str, run: str = RUN) -> Request:
-    own = [word for word in tiny("dp_merf_small") if not word.startswith("runtime=")]
-    config = compose("config", ["method=dp_merf_small", *own, "rounds=3", *PUBLIC, *words])
+def asked(*words: str, run: str = RUN, method: str = "dp_merf_small") -> Request:
+    own = [word for word in tiny(method) if not word.startswith("runtime=")]
+    config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
     noise = settings.in_short(settings.setup(config).privacy.noise_multiplier)
     return Request.of(config, run, "", noise)
 
@@ -522,6 +522,20 @@ def test_no_message_ends_a_node(tmp_path: Path) -> None:
     assert messages.read_partition(hello) == 0
     codes = [each.get("error") for each in map(json.loads, (tmp_path / "log.jsonl").open())]
     assert codes == [None, FAILED, FAILED, FAILED, FAILED, None]
+
+
+def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
+    """After the coordinator died: a new run of Flower's, with the same name."""
+    served = _Serving(place(tmp_path, aggregations=("local",)))
+    line = Line(asked("privacy.aggregation=local", method="dpgan_small"))
+    _, made = three(tmp_path / "others", method="dpgan_small")
+    assert not answered(served, line, messages.ASK, question(made)).has_error()
+    assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
+    assert answered(served, line, messages.ASK, question(made)).has_error()
+    served._names.clear()  # as for another number of Flower's
+    assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
+    assert not answered(served, line, messages.ASK, question(made)).has_error()
+    assert served._ledger(RUN).account().releases == 2
 
 
 def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
