@@ -141,10 +141,24 @@ MUTANTS = [
         f"{SITE_TESTS}::test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts",
     ),
     Mutant(
+        "the-server-chooses-who-is-between-two-silent-ones",
+        CLIENT,
+        "context, whole=home.signer is not None)",
+        "context)",
+        f"{SIGNING_TESTS}::test_clients_that_sign_are_neighbours_of_all",
+    ),
+    Mutant(
+        "training-tells-which-rows-there-are",
+        CLIENT,
+        "if home.rehearsal is None:",
+        "if True:",
+        f"{SITE_TESTS}::test_training_fails_in_silence",
+    ),
+    Mutant(
         "a-question-of-no-rows-is-free",
         CLIENT,
-        "if query.count < 1 or any(",
-        "if any(",
+        "or query.count < 1",
+        "or False",
         f"{SITE_TESTS}::test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts",
     ),
     Mutant(

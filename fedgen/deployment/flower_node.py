@@ -107,7 +107,7 @@ class Connection:
         """Says that it is there, often enough."""
         wanted = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=_HEARTBEAT_SECONDS)
         while not self._over.wait(_HEARTBEAT_SECONDS / 3):
-            with contextlib.suppress(httpx.HTTPError):  # the next call says what is wrong
+            with contextlib.suppress(Exception):  # the next call says what is wrong
                 self._client.SendNodeHeartbeat(wanted)
 
     @staticmethod

@@ -138,6 +138,11 @@ class _Serving:
             except LostError as error:
                 print(f"fedgen: {error}; trying again", file=sys.stderr, flush=True)
                 over.wait(AGAIN_SECONDS)
+            except Exception as error:  # of the SuperLink's: a node stays, whatever it is sent
+                told = plain(f"{type(error).__name__}: {error}")[:200]
+                print(f"fedgen: {told}; trying again", file=sys.stderr, flush=True)
+                unsent = None
+                over.wait(AGAIN_SECONDS)
 
     def _answer(self, message: Message, connection: Connection) -> Message:
         """The reply to a message, which is written down before it leaves."""

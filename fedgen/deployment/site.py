@@ -73,6 +73,10 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             f"the run is about {public.classes} labels of images {list(public.shape)}, here are "
             f"{rows.classes} of {list(rows.shape)}"
         )
+    if place.policy.peers is not None and clients != len(place.policy.peers):
+        raise RefusedError(
+            f"the run has {clients} clients, and there are {len(place.policy.peers)}"
+        )
     if not 0 <= place.number < clients:
         raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
     found = settings.decided(asked, clients, None, public.classes, public.shape)
@@ -134,11 +138,15 @@ def _without_bound(place: Place) -> bool:
 
 
 def _no_secret(public: Dataset) -> Shard:
-    """Rows that a question may fail on: of each label a black image and a white one."""
-    labels = torch.arange(public.classes).repeat(2)
+    """Rows that a question may fail on: of each label black images and white ones, as many as a
+    draw of rows takes some of."""
+    labels = torch.arange(public.classes).repeat(2 * _COPIES)
     images = torch.zeros((len(labels), *public.shape), dtype=torch.uint8)
-    images[public.classes :] = 255
+    images[len(labels) // 2 :] = 255
     return Shard(images, labels)
+
+
+_COPIES = 10  # of a black and of a white image, of each label
 
 
 def _same_as_before(place: Place, request: Request) -> None:

@@ -280,13 +280,20 @@ def _privately(home: ClientHome, server_round: int, compute: Callable[[], T]) ->
     try:
         return compute()
     except Exception:
-        if home.coins.mode == "secure":
-            home.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
+        _no_bound(home, server_round)
         raise
+
+
+def _no_bound(home: ClientHome, server_round: int) -> None:
+    """Writes down that a failure over private rows was shown."""
+    if home.coins.mode == "secure":
+        home.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
 
 
 def _prepare(home: ClientHome, message: Message) -> RecordDict:
     number = messages.read_place(message)
+    if not 0 <= number < home.program.preparations:
+        raise ValueError("there is no such part to prepare")
     done = home.store.done(home.number, messages.PREPARE)
     if done is None or done < number:
         parts = _privately(home, 0, lambda: home.program.prepare(number, home.shard, home.coins))
@@ -300,11 +307,16 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
     if done is None or done < server_round:
         arrays = messages.read_broadcast(message)
         state = home.store.state(home.number)
-        changed = _privately(
-            home,
-            server_round,
-            lambda: home.program.train(state, arrays, home.shard, server_round, home.coins),
-        )
+        try:
+            changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
+        except Exception as error:
+            if home.rehearsal is None:
+                _no_bound(home, server_round)
+                raise
+            # at a site of its own a client keeps what it had, which is as good a state of its rows
+            # as another, and says what it would have said
+            write_down(home.store.folder(home.number), message.metadata.message_type, error)
+            changed = {}
         told = messages.digest_of(message)
         home.store.commit(home.number, messages.TRAIN, server_round, changed, None, told)
     return messages.pack_acknowledgement()
@@ -318,7 +330,7 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
     if not home.masks or not isinstance(home.aggregation, Secure):
         raise MaskingError("nothing is masked here")
     context = context_of(home.run, server_round, messages.read_keys_for(message))
-    masker = Masker(home.number, home.aggregation, context)
+    masker = Masker(home.number, home.aggregation, context, whole=home.signer is not None)
     home.masker, home.keyed, keys = masker, server_round, masker.announce()
     home.agreed = -1, b""  # lists of other keys are other lists
     if home.signer is not None:
@@ -388,11 +400,17 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
 def _check_question(home: ClientHome, server_round: int, query: Query, message: Message) -> None:
     """Raises an exception for a question that is none, whatever the client's rows are."""
     if home.masks:
-        context = context_of(home.run, server_round, messages.digest_of(message))
+        context = context_of(home.run, server_round, messages.framed_digest(message.content))
         if _masker(home, message).context != context:
             raise MaskingError("keys were announced for another question")
     arrays = [*query.rows.items(), *query.shared.items()]
-    if query.count < 1 or any(len(rows) != query.count for rows in query.rows.values()):
+    if query.count > home.rows:
+        raise BudgetError
+    if (
+        not messages.is_question(message)
+        or query.count < 1
+        or any(len(rows) != query.count for rows in query.rows.values())
+    ):
         raise ValueError("a question of no rows")
     if not all(each.isfinite().all() for _, each in arrays if each.is_floating_point()):
         raise ValueError("a question that is not finite")

@@ -104,8 +104,9 @@ class Graph:
         return [self.order[(place + step) % len(self.order)] for step in steps]
 
 
-def graph(keys: Mapping[int, bytes], sums: Secure) -> Graph:
-    """The graph that everybody derives from the same keys.
+def graph(keys: Mapping[int, bytes], sums: Secure, whole: bool = False) -> Graph:
+    """The graph that everybody derives from the same keys; ``whole``: all are neighbours, where who
+    is silent may be a server's choice, who knows who is whose neighbour.
 
     Raises:
         MaskingError: for keys of too few clients, or of more than were to be asked.
@@ -117,7 +118,7 @@ def graph(keys: Mapping[int, bytes], sums: Secure) -> Graph:
     def place(client: int) -> bytes:
         return hashlib.sha256(told + client.to_bytes(8, "big")).digest()
 
-    degree = _degree(len(keys), sums.least, sums.colluders)
+    degree = len(keys) - 1 if whole else _degree(len(keys), sums.least, sums.colluders)
     half = (degree + 1) // 2
     threshold = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
     return Graph(tuple(sorted(keys, key=place)), degree, threshold)
@@ -147,7 +148,7 @@ def _degree(count: int, least: int, colluders: int) -> int:
 class Masker:
     """One client's secrets for one question. They are in memory alone, and end with it.
 
-    context: what the masks are for (``context_of``).
+    context: what the masks are for (``context_of``). whole: of the graph.
     """
 
     me: int
@@ -161,6 +162,7 @@ class Masker:
     _held: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _used: bool = False
     _told: bool = False
+    whole: bool = False
 
     def announce(self) -> bytes:
         """The public keys: of masks, and of boxes."""
@@ -177,7 +179,7 @@ class Masker:
             raise MaskingError("these are not the keys of a cohort with me in it")
         if len(set(flat)) < len(flat) or any(len(pair) != KEY_BYTES for pair in keys.values()):
             raise MaskingError("one client twice")
-        self._graph, self._keys = graph(keys, self.sums), dict(keys)
+        self._graph, self._keys = graph(keys, self.sums, self.whole), dict(keys)
         around, threshold = self._graph.around(self.me), self._graph.threshold
         of_key, of_seed = (_split(s, threshold, len(around)) for s in (self._mask_key, self._seed))
         dealt = dict(zip(around, zip(of_key, of_seed, strict=True), strict=True))
@@ -255,6 +257,7 @@ def unmasked(
     told: Mapping[int, Mapping[int, bytes]],
     sums: Secure,
     context: bytes,
+    whole: bool = False,
 ) -> Words:
     """The sum of the words of those that ``answered``, from that of their masked ones.
 
@@ -264,7 +267,7 @@ def unmasked(
     Raises:
         MaskingError: if too few shares were told, or wrong ones.
     """
-    found, net = total.copy(), graph(keys, sums)
+    found, net = total.copy(), graph(keys, sums, whole)
     for client in answered | silent:
         around = net.around(client)
         shares = {

@@ -155,6 +155,22 @@ def digest_of_content(content: RecordDict) -> str:
     return found
 
 
+def framed_digest(content: RecordDict) -> str:
+    """A digest of a question that no other question has: what masks are made for."""
+    facts = content.config_records[_FACTS]
+    parts = [str(facts[_PLACE]).encode(), str(facts.get(_COHORT, "")).encode()]
+    for name, record in sorted(content.array_records.items()):
+        for key, array in sorted(record.items()):
+            words = (name, key, array.dtype, str(tuple(array.shape)))
+            parts += [*(word.encode() for word in words), array.data]
+    return digest(*(len(part).to_bytes(8, "big") + part for part in parts))
+
+
+def is_question(message: Message) -> bool:
+    """Whether a message holds the arrays of a question, and no others."""
+    return {_ROWS} <= set(message.content.array_records) <= {_ROWS, _SHARED}
+
+
 _digested: list[tuple[RecordDict | None, str]] = [(None, "")]  # the last content, and its digest
 
 

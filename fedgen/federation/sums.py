@@ -76,7 +76,7 @@ def under_masks(
     def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
         return lambda client, reply: messages.read_texts(reply, length)
 
-    question = messages.digest_of_content(next(iter(asked.values())))
+    question = messages.framed_digest(next(iter(asked.values())))
     hello = messages.pack_keys_for(server_round, question)
     length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
     announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(length))
@@ -104,7 +104,7 @@ def under_masks(
         total += answer.arrays["answer"].reshape(-1).view(np.uint32)
     try:
         context = context_of(run, server_round, question)
-        words = unmasked(total, keys, answered, silent, told, sums, context)
+        words = unmasked(total, keys, answered, silent, told, sums, context, signed)
     except MaskingError as error:
         raise UnansweredError(
             "runtime",

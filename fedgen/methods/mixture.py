@@ -99,7 +99,9 @@ class Contributions:
     def clustered(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
         """Its coordinates, and one more, in the block of its label's nearest cluster."""
         place = self.coordinates(shared, images, labels)
-        blocks = labels * self.clusters + _nearest(place, shared["centres"], labels)
+        # of more centres than there are, one would be a block that there is not
+        centres = shared["centres"][:, : self.clusters]
+        blocks = labels * self.clusters + _nearest(place, centres, labels)
         return _counted(place, float(shared["bound"]), blocks, self.classes * self.clusters)
 
     def spread(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:

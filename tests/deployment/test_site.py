@@ -62,11 +62,17 @@ def place(home: Path, **policy: Any) -> Place:
     return Place(0, digits(Coins.of(0, "seeded")), home, allowed, SIGNER)
 
 
-def asked(*words: str, run: str = RUN, method: str = "dp_merf_small") -> Request:
+def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tuple[Request, Method]:
+    """A request that arrived, and the method of it."""
     own = [word for word in tiny(method) if not word.startswith("runtime=")]
     config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
-    noise = settings.in_short(settings.setup(config).privacy.noise_multiplier)
-    return Request.of(config, run, "", noise)
+    ready = settings.setup(config)
+    noise = settings.in_short(ready.privacy.noise_multiplier)
+    return request.read(Request.of(config, run, "", noise).text()), ready.method
+
+
+def asked(*words: str, run: str = RUN) -> Request:
+    return prepared(*words, run=run)[0]
 
 
 def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
@@ -321,13 +327,9 @@ class Site:
 
 def three(tmp_path: Path, *words: str, method: str = "dp_merf_small") -> tuple[list[Site], Method]:
     identify_process(1)
-    own = [word for word in tiny(method) if not word.startswith("runtime=")]
-    config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
-    ready = settings.setup(config)
-    noise = settings.in_short(ready.privacy.noise_multiplier)
-    wanted = request.read(Request.of(config, RUN, "", noise).text())
+    wanted, made = prepared(*words, method=method)
     sites = [Site(client, tmp_path / str(client), wanted) for client in range(CLIENTS)]
-    return sites, ready.method
+    return sites, made
 
 
 def dealt(
@@ -336,7 +338,7 @@ def dealt(
     """Keys and shares, asked for a question each."""
     book: dict[int, bytes] = {}
     for site, question in zip(sites, questions, strict=True):
-        asked = messages.pack_keys_for(server_round, messages.digest_of_content(question))
+        asked = messages.pack_keys_for(server_round, messages.framed_digest(question))
         book |= messages.read_texts(site(messages.KEYS, asked), LONG)
     found = {}
     for site in sites:
@@ -527,9 +529,9 @@ def test_no_message_ends_a_node(tmp_path: Path) -> None:
 def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
     """After the coordinator died: a new run of Flower's, with the same name."""
     served = _Serving(place(tmp_path, aggregations=("local",)))
-    line = Line(asked("privacy.aggregation=local", method="dpgan_small"))
-    _, made = three(tmp_path / "others", method="dpgan_small")
-    coins = Coins.of(0, "seeded")
+    words = ["privacy.aggregation=local", "rounds=12"]
+    wanted, made = prepared(*words, method="dpgan_small")
+    line, coins = Line(wanted), Coins.of(0, "seeded")
     weights = messages.pack_arrays(made.server.broadcast(made.server.init(coins), 0, coins))
 
     def round_0() -> bool:
@@ -569,3 +571,23 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
         assert answered(served, line, kind, question(made)).error.code == REFUSED
     with pytest.raises(RefusedError, match="has no bound"):
         open_run(served._place, asked("privacy.aggregation=local", run="fedcba9876543210"))
+
+
+def test_training_fails_in_silence(tmp_path: Path) -> None:
+    """Labels that one site's rows need and the broadcast lacks: that a site has such rows would
+    show, for nothing."""
+    served = _Serving(place(tmp_path, aggregations=("local",), units=("client", "record")))
+    words = ["privacy.aggregation=local", "privacy.adversary=server", "rounds=2"]
+    wanted, made = prepared(*words, method="gs_wgan_small")
+    line, coins = Line(wanted), Coins.of(0, "seeded")
+    for number in range(made.client.preparations):
+        part = messages.pack_place(number)
+        assert answered(served, line, messages.PREPARE, part).has_content()
+    too_far = messages.pack_place(made.client.preparations)
+    assert answered(served, line, messages.PREPARE, too_far).has_error()
+    broadcast = made.server.broadcast(made.server.init(coins), 0, coins)
+    few = messages.pack_arrays({name: each[:1] for name, each in broadcast.items()})
+    reply = answered(served, line, messages.TRAIN, messages.pack_broadcast(0, few))
+    assert reply.has_content()
+    assert served._ledger(RUN).account().spend == {}
+    assert list((tmp_path / "runs" / RUN).glob("*/errors.jsonl"))

@@ -17,7 +17,7 @@ from fedgen.federation import client_app, messages
 from fedgen.federation.client_app import ClientHome
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.masking import KEY_BYTES, SHARE_BYTES, MaskingError, context_of
+from fedgen.federation.masking import KEY_BYTES, SHARE_BYTES, MaskingError, context_of, graph
 from fedgen.federation.signing import (
     CREDENTIAL_BYTES,
     Signer,
@@ -183,3 +183,18 @@ def test_any_key_will_do_where_nobody_was_told(homes: list[ClientHome]) -> None:
     ):
         with pytest.raises(MaskingError):
             untold.check(2, text, broken)
+
+
+def test_who_is_silent_may_be_the_servers_choice() -> None:
+    """On a ring the server, who knows it, could have all on both sides of a few be silent, and open
+    the sum of those few. Clients that sign are all neighbours of each other."""
+    sums, keys = Secure(240, 160, 0), {c: c.to_bytes(KEY_BYTES, "big") for c in range(240)}
+    assert graph(keys, sums).degree < 80, "those of a simulation have few neighbours"
+    whole = graph(keys, sums, whole=True)
+    assert whole.degree == 239 and len(whole.around(7)) == 240
+    assert whole.threshold > 239 // 2
+
+
+def test_clients_that_sign_are_neighbours_of_all(homes: list[ClientHome]) -> None:
+    announced(homes)
+    assert all(home.masker is not None and home.masker.whole for home in homes)

@@ -238,7 +238,7 @@ def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: 
     grid = InProcessGrid(client_app(lambda _: home), 1, 60, serialize=False)
     query = method.server.query(method.server.init(COINS), 0, COINS)
     assert query is not None
-    question = messages.digest_of_content(messages.pack_query(0, query))
+    question = messages.framed_digest(messages.pack_query(0, query))
     context = context_of("r", 0, question)
     others = {c: Masker(c, sums, context) for c in (1, 2, 3)}
 
