@@ -42,6 +42,15 @@ assert fedgen.load(run.path / "public").samples(4).images.shape == (4, 1, 8, 8)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells, one after the other; the training at a few rounds' cost."""
+    file = Path(__file__).parents[1] / "examples" / "first_run.ipynb"
+    cells = [each for each in json.loads(file.read_text())["cells"] if each["cell_type"] == "code"]
+    code = "\n".join("".join(each["source"]) for each in cells)
+    assert not any(each["outputs"] for each in cells)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
 def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
     there = fedgen.train(TINY, method="dp_merf_small", rounds=3, run_dir=tmp_path / "it's, here")
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", "rounds=3"]
