@@ -155,6 +155,13 @@ MUTANTS = [
         f"{SITE_TESTS}::test_training_fails_in_silence",
     ),
     Mutant(
+        "a-draw-of-one-gaussian-loses-its-last-digit",
+        "fedgen/privacy/events.py",
+        "if isinstance(alone, GaussianDpEvent) and count == 1:",
+        "if False:",
+        "tests/privacy/test_events.py::test_what_is_canonical_stays_so",
+    ),
+    Mutant(
         "a-question-of-no-rows-is-free",
         CLIENT,
         "or query.count < 1",
@@ -280,8 +287,8 @@ MUTANTS = [
     Mutant(
         "all-keys-are-announced",
         MASKING,
-        "degree = _degree(len(keys), sums.least, sums.colluders)",
-        "degree = min(_degree(sums.asked, sums.least, sums.colluders), len(keys) - 1)",
+        "else _degree(len(keys), sums.least, sums.colluders)",
+        "else min(_degree(sums.asked, sums.least, sums.colluders), len(keys) - 1)",
         f"{MASKING_TESTS}::test_however_few_announce_keys_colluders_are_below_the_threshold",
     ),
     Mutant(
@@ -336,8 +343,8 @@ MUTANTS = [
     Mutant(
         "canaries-of-other-neighbours",
         "fedgen/experiments/settings.py",
-        "        plan = make(noise).plan\n",
-        "        plan = make(None).plan\n",
+        "        plan = found.method.plan\n",
+        "        plan = found.at_noise(None).plan\n",
         f"{SUM_TESTS}::test_canaries_of_a_run_are_its_neighbours",
     ),
     Mutant(
@@ -508,15 +515,15 @@ MUTANTS = [
     Mutant(
         "both-secrets-of-one-client",
         MASKING,
-        "or heard & unheard or self.me not in heard",
-        "or self.me not in heard",
+        "if heard & unheard or self.me not in heard:",
+        "if self.me not in heard:",
         f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
     ),
     Mutant(
         "shares-told-twice",
         MASKING,
-        "if self._told or not self._used",
-        "if not self._used",
+        "or self._told or not self._used:",
+        "or not self._used:",
         f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
     ),
     Mutant(
@@ -734,8 +741,8 @@ MUTANTS = [
     Mutant(
         "noise-at-two-scales",
         "fedgen/experiments/settings.py",
-        "branch = branch_of(config, held, noise)",
-        'branch = ""',
+        "branch_of(config, held, found.noise)",
+        '""',
         "tests/experiments/test_branches.py::test_no_two_scales_of_one_noise",
     ),
     Mutant(
@@ -935,8 +942,8 @@ MUTANTS = [
     Mutant(
         "no-limit-to-a-kind-of-release",
         CLIENT,
-        "if not repeat and home.limits:",
-        "if not home.limits:",
+        "if not repeat and home.limits is not None:",
+        "if home.limits is None:",
         f"{CLIENT_TESTS}::test_no_kind_of_release_is_charged_more_often_than_planned",
     ),
     Mutant(
@@ -1246,8 +1253,8 @@ MUTANTS = [
     Mutant(
         "a-budget-of-one-run",
         "fedgen/experiments/spent.py",
-        "spent_together([*others, entry], config.privacy.delta)",
-        "spent_together([entry], config.privacy.delta)",
+        "spent_together([*others, entry], delta)",
+        "spent_together([entry], delta)",
         f"{SPENT}::test_runs_on_the_same_rows_add_up",
     ),
     Mutant(

@@ -34,7 +34,7 @@ hypothesis.settings.load_profile("fedgen")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long to look for what falls over."""
     parser.addoption("--fuzz", type=int, default=8, help="cases of each kind in test_fuzz.py")
-    parser.addoption("--kills", type=int, default=0, help="more of each part, in test_kills.py")
+    parser.addoption("--kills", type=int, default=0, help="more of each part, deployed")
 
 
 @pytest.fixture

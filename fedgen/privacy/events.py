@@ -120,9 +120,14 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
 
 
 def _single_gaussian(event: DpEvent) -> GaussianDpEvent:
-    """All that one draw gates, as a single Gaussian."""
-    precision = 0.0
-    for leaf, times in canonical(event).items():
+    """All that one draw gates, as a single Gaussian. One stays as it is, to the last digit: what is
+    canonical is what it is canonical of, however often it goes there and back."""
+    precision, leaves = 0.0, canonical(event)
+    if len(leaves) == 1:
+        [(alone, count)] = leaves.items()
+        if isinstance(alone, GaussianDpEvent) and count == 1:
+            return alone
+    for leaf, times in leaves.items():
         if not isinstance(leaf, GaussianDpEvent):
             raise ValueError(f"a draw inside a draw has no accountant: {event}")
         precision += times / leaf.noise_multiplier**2

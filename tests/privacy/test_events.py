@@ -43,6 +43,14 @@ def test_canonical_counts(event: object, count: int) -> None:
     assert {leaf: number * count for leaf, number in once.items()} == dict(often)
 
 
+@given(events)
+def test_what_is_canonical_stays_so(event: object) -> None:
+    """To the last digit, there and back: a client's account is held against the plan."""
+    for leaf in canonical(event):
+        again = from_json(json.loads(json.dumps(to_json(leaf))))
+        assert canonical(again) == {leaf: 1}
+
+
 def test_a_rate_of_a_whole_number_is_read_again() -> None:
     """As a setting may be written: sampling_rate=1."""
     event = PoissonSampledDpEvent(1, GaussianDpEvent(2))
