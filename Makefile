@@ -12,8 +12,8 @@ demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
 
 test: $(INSTALLED) lint
-	# four, on any number of cores: many tests wait for processes of their own
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	# three, on any number of cores: many tests wait for processes of their own
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed
 
 lint: $(INSTALLED)

@@ -47,7 +47,7 @@ def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed:
     """A run in which parts are killed at random moments, one after the other, until it ends."""
     draw = random.Random(seed)
     coordinator = Command(sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}"))
-    end = time.monotonic() + 240
+    end = time.monotonic() + 900
     while not (run / "run.json").exists():
         assert coordinator.poll() is None and time.monotonic() < end, coordinator.errors
         time.sleep(0.05)
