@@ -56,7 +56,7 @@ class Deployment:
         """Starts the link, and waits until it answers."""
         words = [f"home={self.place / 'link'}", f"port={self.port}", "host=0.0.0.0"]
         self.link = Command(["link", *words])
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while True:
             with suppress(OSError):
                 context = ssl.create_default_context(cafile=str(self.ca))

@@ -144,7 +144,7 @@ def waits(sites: Deployment, key: Path, home: Path) -> None:
     """A node with this key is not let in, and says so."""
     words = [w for w in sites.words(0) if not w.startswith(("key=", "home="))]
     node = Command(["node", *words, f"key={key}", f"home={home}"])
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while "trying again" not in node.errors:
         assert node.poll() is None and time.monotonic() < until, node.errors
         time.sleep(0.05)

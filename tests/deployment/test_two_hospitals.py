@@ -74,7 +74,7 @@ def test_three_parties_follow_the_page(
             shutil.copy(places[name] / f"{name}.key.pub", places["coordinator"])
         policy = re.sub(r"\d: SHA256:\S+", lambda m: f"{m[0][0]}: {prints[int(m[0][0])]}", POLICY)
         certificate = places["coordinator"] / "fedgen-link" / "ca.crt"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         monkeypatch.chdir(places["coordinator"])
         while cli.run([*words(accept), f"port={port}"]) != 0:
             assert time.monotonic() < until, running[0].errors
