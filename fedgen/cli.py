@@ -64,6 +64,7 @@ settings (defaults in brackets):
   data=digits|mnist|fashion_mnist|femnist|celeba|folder|public_facts [digits]   data.root=DIR
                          data.path=PATH|[PATH,...] data.size=N data.channels=1|3
                          data.classes=N, of an .npz   data.public_rows=N, about
+                         data.labels=[A,B]   data.shape=[C,H,W], of public_facts
   partition=single|iid|by_writer|by_folder|dirichlet|shards|nodes [single]
                          partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D

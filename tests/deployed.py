@@ -93,7 +93,7 @@ class Deployment:
         (self.place / f"policy{node}.yaml").write_text(yaml.safe_dump({**POLICY, **policy}))
 
     def start_node(self, node: int) -> None:
-        """Starts a node, and returns once it is connected for the first time."""
+        """Starts a node; it connects when it can."""
         self.nodes[node] = Command(["node", *self.words(node)])
 
     def accept(self, node: int) -> None:

@@ -110,7 +110,7 @@ class Link:
             client.close()
 
     def register(self, public_key: bytes, name: str) -> int:
-        """Lets a node with this public key (OpenSSH format) in; returns its id."""
+        """Lets a node with this public key (PEM) in; returns its id."""
         with self.open(ControlHttpClient, "flwr CLI") as client:
             found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
             return int(found.node_id)

@@ -87,7 +87,6 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         )
     settings.check_places(asked, rows, found.method.plan)
     policies.check_cost(place.policy, asked, found)
-    _same_as_before(place, request)
     plan, privacy = found.method.plan, found.privacy
     most, account = canonical(plan.server(privacy.budget.rows)), None
     if privacy.noise == "secure":
@@ -101,6 +100,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, most)
         budget = place.policy.budget_epsilon
         account.enter(entry, lambda others: check_budget(budget, privacy.delta, entry, others))
+    _same_as_before(place, request)
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     made = Site(
         program=found.program,

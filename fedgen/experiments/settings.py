@@ -84,27 +84,38 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """All that a run is made of. ``branch``: see ``branch_of``. ``at_noise`` makes the method at
-    another noise multiplier, ``program`` the client program in another process, ``with_gaps`` the
-    method as it is accounted if a missing answer may have shown a draw, ``aggregated`` with another
-    maker of the noise; ``canaries``: of an audited run; ``left_open``: settings that the method
+class Decided:
+    """What of a run follows from its settings and from what everybody knows of its clients.
+    ``at_noise`` makes the method at another noise multiplier, ``program`` the client program in
+    another process, ``with_gaps`` the method as it is accounted if a missing answer may have shown
+    a draw, ``aggregated`` with another maker of the noise; ``left_open``: settings that the method
     settled, as they were before."""
 
-    config: DictConfig
-    branch: str
-    coins: Coins
-    dataset: Dataset
-    shards: list[Index]
     method: Method
     privacy: Privacy
     at_noise: Callable[[float | None], Method]
     program: Callable[[], ClientProgram]
     with_gaps: Callable[[], Method]
     aggregated: Callable[[Kind], Method]
+    left_open: Mapping[str, int | None]
+
+    @property
+    def noise(self) -> float | None:
+        """The noise multiplier."""
+        return self.privacy.noise_multiplier
+
+
+@dataclass(frozen=True)
+class Setup(Decided):
+    """All that a run is made of. ``branch``: see ``branch_of``. ``canaries``: of an audited run."""
+
+    config: DictConfig
+    branch: str
+    coins: Coins
+    dataset: Dataset
+    shards: list[Index]
     faults: Faults
     canaries: Canaries | None
-    left_open: Mapping[str, int | None]
 
     def held_out(self, count: int) -> Shard | None:
         """The first ``count`` rows that nobody trains on, if there are any."""
@@ -141,40 +152,15 @@ def setup(config: DictConfig) -> Setup:
             held, shards, plan.unit, plan.relation, config.audit.canaries, here
         )
     return Setup(
-        config,
-        branch,
-        coins,
-        held,
-        shards,
-        found.method,
-        found.privacy,
-        at_noise=found.at_noise,
-        program=found.program,
-        with_gaps=found.with_gaps,
-        aggregated=found.aggregated,
+        **vars(found),
+        config=config,
+        branch=branch,
+        coins=coins,
+        dataset=held,
+        shards=shards,
         faults=faults(config),
         canaries=canaries,
-        left_open=found.left_open,
     )
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What of a run follows from its settings and from what everybody knows of its clients; the
-    fields are those of ``Setup``."""
-
-    method: Method
-    privacy: Privacy
-    at_noise: Callable[[float | None], Method]
-    program: Callable[[], ClientProgram]
-    with_gaps: Callable[[], Method]
-    aggregated: Callable[[Kind], Method]
-    left_open: Mapping[str, int | None]
-
-    @property
-    def noise(self) -> float | None:
-        """The noise multiplier."""
-        return self.privacy.noise_multiplier
 
 
 def decided(

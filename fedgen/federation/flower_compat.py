@@ -1,4 +1,5 @@
-"""Every import of Flower that is not public, in one place; a contract test watches over them."""
+"""Every import of Flower that is not public, in one place, but for a deployment's (its room's files
+``flower_*``); a contract test watches over them."""
 
 from __future__ import annotations
 

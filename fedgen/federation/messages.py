@@ -1,7 +1,8 @@
 """Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
 
-Only an empty acknowledgement, a client's number, its ledger's sum, keys and sealed shares of masks,
-and what its aggregation takes (a Release; a Share; a Clipped) can be packed into a reply.
+Only an empty acknowledgement, a client's number, its ledger's sum, keys and sealed shares of masks
+with signatures, and what its aggregation takes (a Release; a Share; a Clipped) can be packed into a
+reply.
 """
 
 from __future__ import annotations
@@ -136,17 +137,10 @@ def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
 def digest_of(message: Message) -> str:
     """A digest of a message's arrays, of its place, and of the cohort that it is for: the question
     itself."""
-    return digest_of_content(message.content)
-
-
-def digest_of_content(content: RecordDict) -> str:
-    """See ``digest_of``."""
-    last, found = _digested[0]
+    content, (last, found) = message.content, _digested[0]
     if last is not content:  # many clients of a process are often asked the same
-        facts = content.config_records[_FACTS]
-        cohort = facts.get(_COHORT)
-        place = str(int(str(facts[_PLACE])))
-        parts = [place.encode(), *([str(cohort).encode()] if cohort else [])]
+        cohort = content.config_records[_FACTS].get(_COHORT)
+        parts = [str(read_place(message)).encode(), *([str(cohort).encode()] if cohort else [])]
         for name, record in sorted(content.array_records.items()):
             for key, array in sorted(record.items()):
                 parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
