@@ -62,13 +62,14 @@ settings (defaults in brackets):
   warm_up=none|central_images|mixture [none]     of methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
   data=digits|mnist|fashion_mnist|femnist|celeba|folder|public_facts [digits]   data.root=DIR
-                         data.path=PATH|[PATH,...] data.size=N data.channels=1|3
+                         data.path=FOLDER|[A,B]|FILE.npz|TABLE.csv data.size=N data.channels=1|3
                          data.classes=N, of an .npz   data.public_rows=N, about
                          data.labels=[A,B]   data.shape=[C,H,W], of public_facts
   partition=single|iid|by_writer|by_folder|dirichlet|shards|nodes [single]
                          partition.clients=N partition.alpha=A
   privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
+                         privacy.unit=record|client|person privacy.images_per_person=N
                          privacy.budget_epsilon=E, of all secure runs on the same data
   runtime=auto|in_process|ray|flower|deployed [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE

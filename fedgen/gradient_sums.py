@@ -62,7 +62,16 @@ def gradient_sum(
         return PlainSum(batches, divisor, unit)
     if unit is Unit.CLIENT:
         return ClientMean(clip, noise_multiplier, batches, divisor, RELATION, meeting)
-    return SumGaussian(clip, noise_multiplier, batches, divisor, RELATION, unit, meeting)
+    return SumGaussian(
+        clip,
+        noise_multiplier,
+        batches,
+        divisor,
+        RELATION,
+        unit,
+        meeting,
+        most=facts.images_per_person,
+    )
 
 
 def method_of(
@@ -83,13 +92,14 @@ def method_of(
         answer: see ``ClientProgram``. size: its numbers. worst_case: what an audit plays.
         rate: of the Poisson draw. source: of the epsilon that is claimed. exact: see ``Plan``.
     """
+    plan = _plan(mechanism, size, rate, source, exact)
     return Method(
         ClientProgram(0, lambda *_: {}, lambda *_: {}, answer),
         server,
-        _plan(mechanism, size, rate, source, exact),
+        plan,
         Routing("mean", facts.clients),
         0,
-        lambda: [worst_case()],
+        lambda: [worst_case().of_person(plan.images_per_person)],
         total(mechanism),
     )
 
@@ -104,7 +114,7 @@ def _plan(mechanism: GradientSum, answer: int, rate: float, source: str, exact: 
     def event(answered: int) -> DpEvent:
         return repeat(mechanism.event(), answered)
 
-    drawn = rate < 1 and mechanism.unit is Unit.RECORD
+    drawn = rate < 1 and mechanism.unit is not Unit.CLIENT
     by = f"secret Poisson draw of rows at rate {rate:.4g}" if private and drawn else None
     reason = None if by else "every row is in every batch: there is no draw"
     if mechanism.unit is Unit.CLIENT:
@@ -127,9 +137,10 @@ def _plan(mechanism: GradientSum, answer: int, rate: float, source: str, exact: 
             "RDP of the sampled Gaussian, one draw a step",
             source,
         )
-        if isinstance(mechanism, SumGaussian)
+        if isinstance(mechanism, SumGaussian) and mechanism.unit is Unit.RECORD
         else None,
         exact=exact,
+        images_per_person=mechanism.most if isinstance(mechanism, SumGaussian) else 1,
         aggregation=mechanism.aggregation,
         extents=() if isinstance(mechanism, PlainSum) else (mechanism.extent,),
     )

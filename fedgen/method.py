@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dp_accounting import DpEvent
@@ -123,6 +123,12 @@ class WorstCase:
     round: int = 0
     event: DpEvent | None = None
 
+    def of_person(self, images: int) -> WorstCase:
+        """The same, where somebody has so many images."""
+        (state, first), (other, second) = self.first, self.second
+        more, less = (state, first.times(images)), (other, second.times(images))
+        return replace(self, first=more, second=less)
+
 
 Kind = Literal["local", "secure", "trusted"]
 """Who makes the noise of a sum; see ``fedgen.privacy.releases``."""
@@ -145,6 +151,7 @@ class PublicFacts:
     aggregating: who makes the noise of a sum of answers (``privacy.aggregation``); None: as the
         method was published. least, colluders: of a secure sum; None: two thirds of those asked.
     unit: whose data is to be protected; None: as the method was published.
+    images_per_person: how many images of one person a client trains on at most, of unit person.
     """
 
     clients: int
@@ -158,6 +165,12 @@ class PublicFacts:
     least: int | Literal["all"] | None = None
     colluders: int = 0
     unit: Unit | None = None
+    images_per_person: int = 1
+
+    @property
+    def of_rows(self) -> Unit:
+        """The unit of sums over rows."""
+        return Unit.RECORD if self.unit is None else self.unit
 
     def aggregation(
         self, asked: int, clip: float = math.inf, published: Kind = "local"
@@ -243,6 +256,7 @@ class Plan:
         knows whom the draws chose. None as ``release``.
     amplified_by: what amplifies, per view, in words; reasons: why nothing does.
     aggregation: who makes the noise of a sum of answers.
+    images_per_person: of unit person: how many count at a client, at most; of others 1.
     extents: of each kind of sum: std of its noise, and the largest number that one contribution is
         meant to hold.
     """
@@ -266,6 +280,7 @@ class Plan:
     longest: float = math.inf
     aggregation: Aggregation = LOCAL
     extents: tuple[tuple[float, float], ...] = ()
+    images_per_person: int = 1
 
     @property
     def short(self) -> bool:

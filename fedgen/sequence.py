@@ -125,12 +125,13 @@ class Sums:
         if self.noise_multiplier is None:
             if self.facts.unit is Unit.CLIENT:
                 return PlainClient()
-            return PlainSum(batches, self.rows / self.facts.clients, Unit.RECORD)
+            return PlainSum(batches, self.rows / self.facts.clients, self.facts.of_rows)
         noise = self.noise_multiplier * (repeats / share) ** 0.5
         if self.facts.unit is Unit.CLIENT:
             return ClientGaussian(most, noise, RELATION, aggregation=meeting)
         each = self.rows / self.facts.clients
-        return SumGaussian(clip, noise, batches, each, RELATION, Unit.RECORD, meeting, peak)
+        unit, most = self.facts.of_rows, self.facts.images_per_person
+        return SumGaussian(clip, noise, batches, each, RELATION, unit, meeting, peak, most)
 
 
 def std_of_mean(mechanism: OfRows | OfClients, clients: int) -> float:
@@ -237,9 +238,10 @@ class SumSequence:
     ) -> WorstCase:
         """Of one of the sums; see ``WorstCase``."""
         [number] = [n for n, each in enumerate(self.asked) if each.name == name]
-        round_ = self._starts[number]
-        event = self.asked[number].mechanism.event()
-        return WorstCase(self.question(round_, shared), first, second, read, round_, event)
+        round_, mechanism = self._starts[number], self.asked[number].mechanism
+        event, question = mechanism.event(), self.question(round_, shared)
+        worst = WorstCase(question, first, second, read, round_, event)
+        return worst.of_person(mechanism.most if isinstance(mechanism, SumGaussian) else 1)
 
     def total(self, answers: Answers, round_: int, coins: Coins) -> Tensor:
         """The sum of what clients answered, in double precision."""
@@ -286,7 +288,7 @@ class SumSequence:
         reason = None if by else "all rows are in each sum: there is no draw"
         reason = reason if private else "nothing is clipped and nothing is noised"
         claim = None
-        if private and paper is not None:
+        if private and paper is not None and first.unit is not Unit.PERSON:  # no paper counts them
             claim = Claim(
                 lambda rounds, delta: claimed_by_rdp(
                     self.event(min(rounds, self.rounds)), delta, RELATION
@@ -308,6 +310,7 @@ class SumSequence:
             asking_rounds=self.rounds,
             length=length,
             aggregation=first.aggregation,
+            images_per_person=first.most if isinstance(first, SumGaussian) else 1,
             extents=tuple(
                 each.mechanism.extent
                 for each in self.asked

@@ -71,6 +71,48 @@ WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
     Mutant(
+        "several-rows-of-a-person-cost-as-one",
+        "fedgen/privacy/events.py",
+        "    if size == 1:\n        return event\n",
+        "    return event\n",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
+        "draws-of-a-person-count-the-sum-of-their-rates",
+        "fedgen/privacy/accounting.py",
+        "    weights = binom.pmf(counts, event.size, event.sampling_probability)",
+        "    weights = binom.pmf(counts, 1, event.sampling_probability)",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
+        "a-mechanism-counts-a-persons-single-row",
+        "fedgen/privacy/mechanisms.py",
+        "return of_group(self.batches.event(GaussianDpEvent(self.noise_multiplier)), self.most)",
+        "return self.batches.event(GaussianDpEvent(self.noise_multiplier))",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
+        "a-row-of-a-person-too-many",
+        "fedgen/data/partition.py",
+        "kept.append(np.sort(order[place < most]))",
+        "kept.append(np.sort(order[place <= most]))",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
+        "a-persons-rows-at-two-clients",
+        "fedgen/data/partition.py",
+        "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
+        "    if not homes:",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
+        "a-table-names-files-elsewhere",
+        "fedgen/data/tables.py",
+        "if home not in (table.parent / path).resolve().parents:",
+        "if home is None:",
+        "tests/data/test_tables.py",
+    ),
+    Mutant(
         "a-site-answers-above-its-epsilon",
         POLICY,
         "if cost.or_infinity > policy.epsilon:",
@@ -301,7 +343,7 @@ MUTANTS = [
     Mutant(
         "rounded-to-half-before-the-noise",
         "fedgen/experiments/settings.py",
-        "if plan.trusted and plan.unit is Unit.RECORD and",
+        "if plan.trusted and plan.unit is not Unit.CLIENT and",
         "if plan.trusted and not plan.unit and",
         f"{SUM_TESTS}::test_mistakes_are_said_before_anything_runs",
     ),

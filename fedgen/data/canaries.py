@@ -33,13 +33,17 @@ def plant(
     dataset: Dataset, shards: list[Index], unit: Unit, relation: Relation, count: int, coins: Coins
 ) -> tuple[Dataset, list[Index], Canaries]:
     """The data set and the shards with canaries, each there by a fair coin: rows, or all rows of a
-    client. Without its canary a place keeps its own rows (replace one) or loses them (add or remove
-    one; a client without rows is none): flipping one coin makes a neighbour.
+    client or a person. Without its canary a place keeps its own rows (replace one) or loses them
+    (add or remove one; a client without rows is none): flipping one coin makes a neighbour.
 
     Raises:
         FedgenError: if there are fewer units than canaries.
     """
-    units = list(shards) if unit is Unit.CLIENT else _single(np.concatenate(shards))
+    rows = np.concatenate(shards)
+    units = list(shards) if unit is Unit.CLIENT else _single(rows)
+    if unit is Unit.PERSON:
+        assert dataset.persons is not None
+        units = [rows[dataset.persons[rows] == who] for who in np.unique(dataset.persons[rows])]
     if count > len(units):
         raise FedgenError(
             "audit.canaries", f"{count} are more than there are {unit.value}s", "lower it"

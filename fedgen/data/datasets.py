@@ -5,7 +5,8 @@ Found in this order under ``data.root`` (default: the environment variable FEDGE
 torchvision's download.
 
 ``NAME.npz``: ``train_images`` (n, h, w) or (n, h, w, 3) uint8, ``train_labels`` (n,) integers, and
-the same with ``test_``; optional ``train_writer`` (n,).
+the same with ``test_``; optional ``train_writer`` (n,), whose a row is, and ``train_person`` (n,),
+whom it shows: without it, its writer.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def times(self, count: int) -> Shard:
+        """Each row so often."""
+        if count == 1:
+            return self
+        return Shard(self.images.repeat(count, 1, 1, 1), self.labels.repeat(count))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Images as floats in [0, 1] and labels of some rows; any shape of index."""
@@ -78,6 +85,7 @@ class Dataset:
     writers: who made each training row, (n,) int64, or None.
     classes: number of labels.
     labels_in_names: whether a record of another label has another place among the rows.
+    persons: whom each training row shows, (n,) int64, or None: by one number, one person.
     """
 
     name: str
@@ -88,6 +96,7 @@ class Dataset:
     writers: Labels | None
     classes: int
     labels_in_names: bool = False
+    persons: Labels | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -104,7 +113,18 @@ class Dataset:
     def digest(self) -> str:
         """A digest of all training rows, computed once; it belongs to the server side."""
         writers = b"" if self.writers is None else self.writers.tobytes()
-        return digest(self.images.tobytes(), self.labels.tobytes(), writers)
+        persons = [] if self._by_writer or self.persons is None else [self.persons.tobytes()]
+        return digest(self.images.tobytes(), self.labels.tobytes(), writers, *persons)
+
+    @property
+    def _by_writer(self) -> bool:
+        """Whether whom a row shows is who made it."""
+        return self.persons is self.writers
+
+    @property
+    def shows_persons(self) -> bool:
+        """Whether somebody said whom each row shows."""
+        return self.persons is not None and not self._by_writer
 
     def holding_out(self, count: int, coins: Coins) -> Dataset:
         """The data set with ``count`` training rows, by public coins, in place of its test split:
@@ -122,6 +142,7 @@ class Dataset:
         order = torch.randperm(len(self.labels), generator=coins.public("held out")).numpy()
         out, rest = np.sort(order[:count]), np.sort(order[count:])
         writers = None if self.writers is None else self.writers[rest]
+        persons = None if self.persons is None else self.persons[rest]
         return Dataset(
             self.name,
             self.images[rest],
@@ -131,6 +152,7 @@ class Dataset:
             writers,
             self.classes,
             self.labels_in_names,
+            writers if self._by_writer else persons,
         )
 
     def shard(self, index: Labels) -> Shard:
@@ -379,15 +401,19 @@ def centre_square(image: object, size: int) -> Images:
 def from_npz(name: str, file: Path, classes: int) -> Dataset:
     """The data set in an npz file, as in the module's text."""
     arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"])
-    writers = arrays.get("train_writer")
+    writers, persons = (
+        None if name not in arrays else _whole_numbers(file, arrays[name])
+        for name in ("train_writer", "train_person")
+    )
     return checked(
         name,
         as_images(file, arrays["train_images"]),
         _whole_numbers(file, arrays["train_labels"]),
         as_images(file, arrays["test_images"]),
         _whole_numbers(file, arrays["test_labels"]),
-        None if writers is None else _whole_numbers(file, writers),
+        writers,
         classes,
+        persons=persons,
     )
 
 
@@ -443,8 +469,13 @@ def checked(
     writers: NDArray[np.generic] | None,
     classes: int,
     labels_in_names: bool = False,
+    persons: NDArray[np.generic] | None = None,
+    writers_are_persons: bool = True,
 ) -> Dataset:
     """A data set of these arrays.
+
+    Args:
+        persons: None: whose they are, if ``writers_are_persons``.
 
     Raises:
         FedgenError: if they are none.
@@ -463,19 +494,24 @@ def checked(
             f"{test_images.shape[1:]} to test on",
             "they must be square, with one or three channels, and the same in both splits",
         )
-    sizes = {len(images), len(labels)} | ({len(writers)} if writers is not None else set())
+    sizes = {len(each) for each in (images, labels, writers, persons) if each is not None}
     if len(sizes) > 1 or len(test_images) != len(test_labels):
-        raise FedgenError("data", f"{name} has not one label (and writer) per image", "mend it")
+        raise FedgenError(
+            "data", f"{name} has not one label (and writer, and person) per image", "mend it"
+        )
     for split in (labels, test_labels):
         if len(split) and (split.min() < 0 or split.max() >= classes):
             raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
+    of = None if writers is None else writers.astype(np.int64)
+    shown = of if writers_are_persons else None
     return Dataset(
         name,
         np.ascontiguousarray(images, dtype=np.uint8),
         labels.astype(np.int64),
         np.ascontiguousarray(test_images, dtype=np.uint8),
         test_labels.astype(np.int64),
-        None if writers is None else writers.astype(np.int64),
+        of,
         classes,
         labels_in_names,
+        shown if persons is None else persons.astype(np.int64),
     )

@@ -5,6 +5,7 @@
 | ``PATH/LABEL/*.png`` | none: one set of images |
 | ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
 | several paths, each ``LABEL/*.png`` | the paths, in this order |
+| ``PATH.csv`` (``tables.py``) | its column ``client``, if it has one |
 
 Inside of each, ``train/`` and ``test/`` may come before the labels. Where nobody has a test split,
 a tenth of the images is one, by public coins that are keyed by each image's name. Files and folders
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from fedgen.data.datasets import (
     from_npz,
     root_of,
 )
+from fedgen.data.tables import Listed, Record, known_labels, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
 
@@ -45,16 +47,6 @@ _MOST_PIXELS = 2**26  # of an image
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 _GREY = ("1", "L", "LA", "I", "I;16", "F")
 _SHOWN = 20  # files that one line names
-
-
-@dataclass(frozen=True)
-class _File:
-    """An image: where it is, whose, under which label, and in which split (None: not said)."""
-
-    path: Path
-    client: int
-    label: int
-    test: bool | None
 
 
 def folder(
@@ -70,7 +62,8 @@ def folder(
     """A user's own images, as in the module's text.
 
     Args:
-        path: a file or folder, or several folders, from the working directory or below ``root``.
+        path: a file, a table or a folder, or several folders, from the working directory or below
+            ``root``.
         size: images are cropped to a square and resized to this many pixels; None leaves them.
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
@@ -89,33 +82,33 @@ def folder(
         problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
         raise FedgenError("data.channels", problem, "or null, to leave images as they are")
     places = [_place(each, root) for each in paths]
-    if len(places) == 1 and places[0].is_file():
+    if len(places) == 1 and places[0].suffix == ".csv":
+        listed = listed_in(places[0], labels)
+    elif len(places) == 1 and places[0].is_file():
         if classes is None:
             raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
         return from_npz("folder", places[0], classes)
-    for place in places:
-        if place.is_file():
-            raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
-    homes = places if len(places) > 1 else _clients(places[0])
-    files, known = _listed(homes, None if labels is None else [str(each) for each in labels])
-    names, in_names = _names(files, homes, known)
-    order = sorted(range(len(files)), key=lambda number: digest(names[number].encode()))
-    files, names = [files[number] for number in order], [names[number] for number in order]
-    images = _read(files, size, channels)
-    test = np.array([_is_test(f, name, coins) for f, name in zip(files, names, strict=True)])
-    of = np.array([file.label for file in files], dtype=np.int64)
+    else:
+        listed = _listed(places, labels)
+    records = sorted(listed.records, key=lambda record: digest(record.name.encode()))
+    images = _read([record.path for record in records], size, channels)
+    test = np.array([_is_test(record, coins) for record in records])
+    of = np.array([record.label for record in records], dtype=np.int64)
     if labels is None:
-        _check_labels(of[~test], known)
-    clients = np.array([file.client for file in files], dtype=np.int64)
+        _check_labels(of[~test], listed.labels)
+    clients = np.array([record.client for record in records], dtype=np.int64)
+    persons = np.array([record.person for record in records], dtype=np.int64)
     return checked(
         "folder",
         images[~test],
         of[~test],
         images[test],
         of[test],
-        clients[~test] if len(homes) > 1 else None,
-        len(known),
-        labels_in_names=in_names,
+        clients[~test] if listed.clients > 1 else None,
+        len(listed.labels),
+        listed.labels_in_names,
+        persons[~test] if listed.persons else None,
+        writers_are_persons=False,
     )
 
 
@@ -158,8 +151,12 @@ def _files(place: Path) -> list[Path]:
     return [each for each in _visible(place) if each.is_file()]
 
 
-def _listed(homes: Sequence[Path], named: list[str] | None) -> tuple[list[_File], list[str]]:
-    """All files of all clients, and the labels' names: those ``named``, if any."""
+def _listed(places: Sequence[Path], named: Sequence[str] | None) -> Listed:
+    """All files of all clients, under the labels ``named``, if any."""
+    for place in places:
+        if place.is_file():
+            raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
+    homes = places if len(places) > 1 else _clients(places[0])
     split = [_is_split(home) for home in homes]
     if len(set(split)) > 1:
         without = homes[split.index(False)]
@@ -167,45 +164,43 @@ def _listed(homes: Sequence[Path], named: list[str] | None) -> tuple[list[_File]
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
     found = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    labels = sorted(found) if named is None else named
-    if unknown := found.difference(labels):
-        problem = f"{', '.join(sorted(unknown)[:_SHOWN])} in the folder are none of the labels"
-        raise FedgenError("data.labels", problem, "name them, or move them away")
-    files = [
-        _File(path, client, labels.index(label.name), test)
+    labels = known_labels(found, named)
+    records = [
+        Record(path, path.name, client, labels.index(label.name), test)
         for client, home in enumerate(homes)
         for part, test in parts.items()
         for label in _folders(home / part)
         for path in _files(label)
     ]
-    if not files:
+    if not records:
         where = ", ".join(map(str, homes[:_SHOWN]))
         raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
-    return files, labels
+    named_records, in_names = _named_apart(records, homes, labels)
+    return Listed(named_records, labels, len(homes), in_names)
 
 
-def _names(
-    files: Sequence[_File], homes: Sequence[Path], labels: Sequence[str]
-) -> tuple[list[str], bool]:
-    """What tells each record, and whether labels are part of it."""
-    of = [f"{homes[f.client].name}/" if len(homes) > 1 else "" for f in files]
+def _named_apart(
+    records: Sequence[Record], homes: Sequence[Path], labels: Sequence[str]
+) -> tuple[list[Record], bool]:
+    """Records with what tells each, and whether labels are part of it."""
+    of = [f"{homes[r.client].name}/" if len(homes) > 1 else "" for r in records]
     if len({home.name for home in homes}) < len(homes):  # paths of one name
-        of = [f"{f.client}/" for f in files]
-    plain = [f"{client}{file.path.name}" for client, file in zip(of, files, strict=True)]
-    counts = Counter((name, f.test) for name, f in zip(plain, files, strict=True))
-    if max(counts.values()) == 1:
-        return plain, False
-    whole = [f"{c}{labels[f.label]}/{f.path.name}" for c, f in zip(of, files, strict=True)]
-    return whole, True
+        of = [f"{r.client}/" for r in records]
+    plain = [f"{client}{r.name}" for client, r in zip(of, records, strict=True)]
+    counts = Counter((name, r.test) for name, r in zip(plain, records, strict=True))
+    in_names = max(counts.values()) > 1
+    if in_names:
+        plain = [f"{c}{labels[r.label]}/{r.name}" for c, r in zip(of, records, strict=True)]
+    return [replace(r, name=name) for r, name in zip(records, plain, strict=True)], in_names
 
 
-def _is_test(file: _File, name: str, coins: Coins) -> bool:
-    if file.test is not None:
-        return file.test
-    return float(torch.rand((), generator=coins.public("folder", "split", name))) < 0.1
+def _is_test(record: Record, coins: Coins) -> bool:
+    if record.test is not None:
+        return record.test
+    return float(torch.rand((), generator=coins.public("folder", "split", record.name))) < 0.1
 
 
-def _read(files: Sequence[_File], size: int | None, channels: int | None) -> Images:
+def _read(files: Sequence[Path], size: int | None, channels: int | None) -> Images:
     """All images (n, channels, h, w), in this order."""
     from PIL import Image, UnidentifiedImageError
 
@@ -214,14 +209,14 @@ def _read(files: Sequence[_File], size: int | None, channels: int | None) -> Ima
     found = []
     for file in files:
         try:
-            raw = Image.open(file.path)
+            raw = Image.open(file)
             if raw.width * raw.height > _MOST_PIXELS:
-                large.append(file.path)
+                large.append(file)
                 continue
             grey = channels == 1 or (channels is None and raw.mode in _GREY)
             image = raw.convert("L" if grey else "RGB")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
-            bad.append(file.path)
+            bad.append(file)
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
     if large:
@@ -240,7 +235,7 @@ def _read(files: Sequence[_File], size: int | None, channels: int | None) -> Ima
         sizes = ", ".join(f"{w}x{h}" for h, w in sorted(shapes)[:_SHOWN])
         problem = f"images are to be square and of one size, and there are {sizes}"
         raise FedgenError("data.path", problem, "set data.size=32 (or another) to crop and resize")
-    return as_images(files[0].path.parent, np.stack(found))
+    return as_images(files[0].parent, np.stack(found))
 
 
 def _check_labels(of: Labels, labels: Sequence[str]) -> None:

@@ -127,6 +127,36 @@ def shards(
     return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
 
 
+def of_persons(shards: list[Index], persons: Index | None, most: int, coins: Coins) -> list[Index]:
+    """The shards with at most ``most`` rows of each person, by public coins of the rows' places: of
+    a person more or less, nobody else's rows are others.
+
+    Raises:
+        FedgenError: where nobody knows whom rows show, or somebody has rows at several clients.
+    """
+    if persons is None:
+        raise FedgenError(
+            "privacy.unit",
+            "cannot be person: the data do not tell whom an image shows",
+            "give a table with a column person (data.path=FILE.csv), or an .npz with train_person",
+        )
+    homes = [np.unique(persons[shard]) for shard in shards]
+    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):
+        raise FedgenError(
+            "partition",
+            "gives several clients images of one person, whom no client could protect alone",
+            "take single, by_writer or by_folder",
+        )
+    coin = torch.rand(len(persons), generator=coins.public("persons"), dtype=torch.float64).numpy()
+    kept = []
+    for shard in shards:
+        order = shard[np.lexsort((coin[shard], persons[shard]))]
+        _, starts = np.unique(persons[order], return_index=True)
+        place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+        kept.append(np.sort(order[place < most]))
+    return kept
+
+
 def check_clients(clients: int | None, rows: int) -> None:
     """Raises FedgenError for a number of clients that no partition can serve."""
     if clients is not None and clients < 1:

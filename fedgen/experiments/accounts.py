@@ -17,6 +17,7 @@ from fedgen.privacy.budget import release_epsilon, smaller
 from fedgen.privacy.events import (
     RevealedDraw,
     Spend,
+    Unit,
     canonical,
     in_words,
     to_json,
@@ -222,6 +223,7 @@ class Accounts:
             "schema": 1,
             "delta": self.privacy.delta,
             "unit": plan.unit.value,
+            **self._of_persons(),
             "relation": plan.relation.value,
             "sampler": plan.sampler,
             "noise": self.privacy.noise,
@@ -243,6 +245,11 @@ class Accounts:
             "without_bound": sorted(lost),
             "clients": clients,
         }
+
+    def _of_persons(self) -> dict[str, int]:
+        if self.method.plan.unit is not Unit.PERSON:
+            return {}
+        return {"images_per_person": self.method.plan.images_per_person}
 
     def _aggregation(self, spends: Mapping[int, Spend], lost: frozenset[int]) -> dict[str, Any]:
         """Who made the noise; of secure sums, epsilon against the server if more clients collude

@@ -28,6 +28,9 @@ def check(config: DictConfig) -> str:
     if found.writers is not None:
         of = np.unique(found.writers, return_counts=True)[1]
         lines.append(f"{len(of):,} clients, with {of.min():,} to {of.max():,} images each")
+    if found.persons is not None and found.shows_persons:
+        of = np.unique(found.persons, return_counts=True)[1]
+        lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
     lines += [f"fits: {' '.join(_fitting(config, found))}"]
     lines.append("these numbers are private: they are for whoever has the images alone")
@@ -47,7 +50,7 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "file names occur under several labels: methods of sums take them, and those that "
             "protect replaced records do not (rename the files for these)"
         )
-    if found.writers is None:
+    if found.persons is None:
         said.append("ε is about single images: several of one person are not one record")
     return said
 
@@ -61,4 +64,8 @@ def _fitting(config: DictConfig, found: Dataset) -> list[str]:
     about = round(count, 2 - len(str(count)))
     by = "by_folder" if config.names.data == "folder" else "by_writer"
     clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
-    return ["method=mixture", f"data.public_rows={about}", *clients]
+    persons = []
+    if found.persons is not None and found.shows_persons:
+        median = int(np.median(np.unique(found.persons, return_counts=True)[1]))
+        persons = ["privacy.unit=person", f"privacy.images_per_person={median}"]
+    return ["method=mixture", f"data.public_rows={about}", *clients, *persons]

@@ -24,7 +24,7 @@ from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset, Shard
-from fedgen.data.partition import Index, check_clients
+from fedgen.data.partition import Index, check_clients, of_persons
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.federation.fault_rates import Faults
@@ -41,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "privacy.adversary": ("server", "release"),
     "privacy.aggregation": ("local", "secure", "trusted"),
-    "privacy.unit": ("record", "client"),
+    "privacy.unit": ("record", "client", "person"),
     "privacy.noise": ("seeded", "secure"),
     "runtime.store": ("memory", "disk"),
     "runtime.transport": ("float32", "float16"),
@@ -67,6 +67,7 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
+_MOST_OF_A_PERSON = 1000
 UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 # not every runtime has a store; a method was published with an aggregation and a unit
@@ -193,6 +194,7 @@ def decided(
         least=asked_for.least,
         colluders=asked_for.colluders,
         unit=Unit(asked_for.unit) if asked_for.unit else None,
+        images_per_person=asked_for.images_per_person or 1,
     )
     made = build(config.method, "method", without=("strategy",))
     make = partial(_method, made, facts, config)
@@ -244,7 +246,7 @@ def _check_meeting(config: DictConfig, plan: Plan) -> None:
     aggregation = plan.aggregation
     # what a client sends as a whole is clipped again; of a sum over rows, one row would move what
     # is rounded by more than the noise was made for
-    if plan.trusted and plan.unit is Unit.RECORD and config.runtime.transport == "float16":
+    if plan.trusted and plan.unit is not Unit.CLIENT and config.runtime.transport == "float16":
         raise FedgenError(
             "runtime.transport", "float16 would round a sum before its noise", "set it to float32"
         )
@@ -283,6 +285,11 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     shards: list[Index] = build(config.partition, "partition")(
         labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
     )
+    if config.privacy.unit == Unit.PERSON.value:
+        if held.elsewhere:
+            problem = "cannot be person here: nodes do not count images of a person"
+            raise FedgenError("privacy.unit", problem, "set it to record or client")
+        shards = of_persons(shards, held.persons, config.privacy.images_per_person, coins)
     return held, shards
 
 
@@ -309,6 +316,8 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
         return ""
     whole: Any = OmegaConf.to_container(config, resolve=True)
     whole["privacy"].pop("budget_epsilon", None)  # refuses a run, and changes none
+    if whole["privacy"]["images_per_person"] is None:
+        whole["privacy"].pop("images_per_person")
     chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
     chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
@@ -495,6 +504,7 @@ def check(config: DictConfig) -> None:
     _whole(config, "privacy.colluders", 0, 10**9)
     if config.privacy.least not in (None, "all"):
         _whole(config, "privacy.least", 1, 10**9)
+    _check_persons(config)
     for key in ("held_out", "evaluate_every"):
         _whole(config, key, 0, 10**9)
     if config.evaluate_every and not config.evaluation.classifiers:
@@ -661,6 +671,18 @@ def least_samples(chosen: DictConfig) -> int:
     if chosen.judge:
         return LEAST_JUDGED
     return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
+
+
+def _check_persons(config: DictConfig) -> None:
+    """Raises FedgenError unless a number of images goes with persons, and with them alone."""
+    key = "privacy.images_per_person"
+    if config.privacy.unit == Unit.PERSON.value:
+        if config.privacy.images_per_person is None:
+            problem = "is not set, and privacy.unit=person rests on it"
+            raise FedgenError(key, problem, "give how many images of a person count, at most")
+        _whole(config, key, 1, _MOST_OF_A_PERSON)
+    elif config.privacy.images_per_person is not None:
+        raise FedgenError(key, "is of privacy.unit=person alone", "leave it out")
 
 
 def _whole(config: DictConfig, key: str, least: int, most: int) -> None:

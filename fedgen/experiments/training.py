@@ -53,7 +53,7 @@ from fedgen.federation.server_app import server_app
 from fedgen.files import digest, write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Unit, canonical
 from fedgen.privacy.ledger import Account, Ledger, larger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
@@ -495,6 +495,11 @@ class Training:
             f"{privacy.budget.rounds} rounds, proven ε ≤ {server} (server), {release} "
             f"(release) per {plan.unit.value} at δ = {privacy.delta:g}, noise multiplier {noise}"
         )
+        if self.ready.dataset.shows_persons and plan.unit is Unit.RECORD:
+            self.progress.say(
+                "ε is about single images, and the data tell whom each shows: see "
+                "privacy.unit=person"
+            )
 
     def _finished(self, state: RunState, facts: RoundFacts) -> None:
         """After each round: numbers and pictures as often as configured."""

@@ -30,6 +30,7 @@ from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, WorstCase
 from fedgen.models.functional import Tensors
 from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import Unit
 from fedgen.privacy.per_example import ClippedSum, of_rows
 from fedgen.sequence import Asked, Sums, SumSequence
 
@@ -151,7 +152,7 @@ def central_images(
     size = facts.classes * math.prod(half)
     sequence = SumSequence((Asked("central", size, mechanism, halved, images),), device)
     # at client level a client's part is the mean over all of its rows
-    drawn = sampling_rate if facts.unit is None or facts.unit.value == "record" else 1.0
+    drawn = 1.0 if facts.unit is Unit.CLIENT else sampling_rate
     server = Server(facts.shape, facts.classes, half, facts.classes / drawn, magnitude, sequence)
     by = f"secret Poisson draw of rows at rate {sampling_rate:.4g}" if drawn < 1 else None
     return sequence.method(

@@ -261,10 +261,10 @@ def dp_sinkhorn(
     batches = PoissonBatches(sampling_rate)
     alone = clipping == "images" and noise_multiplier is not None
     whole = clip * math.sqrt(images) if clipping == "images" else clip
-    if facts.unit is Unit.CLIENT:
+    if facts.of_rows is not Unit.RECORD:
         raise FedgenError(
             "privacy.unit",
-            "cannot be client: a client's matrix follows from a batch of its rows",
+            f"cannot be {facts.of_rows.value}: a client's matrix follows from a batch of its rows",
             "set it to record, or take dp_merf, gs_wgan or fedavg_gan",
         )
     meeting = facts.aggregation(facts.clients, whole)

@@ -221,10 +221,9 @@ def fedavg_gan(
         raise FedgenError(
             "method.cohort", f"{cohort} of {facts.clients} clients cannot be drawn", "lower it"
         )
-    if facts.unit is Unit.RECORD:
-        raise FedgenError(
-            "privacy.unit", "cannot be record: a client's delta is clipped", "set it to client"
-        )
+    if facts.unit not in (None, Unit.CLIENT):
+        problem = f"cannot be {facts.of_rows.value}: a client's delta is clipped"
+        raise FedgenError("privacy.unit", problem, "set it to client")
     nets = networks(facts, generator, discriminator, latent, device)
     rate, everybody = cohort / facts.clients, Routing("mean", facts.clients)
     by_server = draws == "server" and rate < 1

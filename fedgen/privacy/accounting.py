@@ -9,6 +9,7 @@ wins.
 | draw | add or remove one | replace one |
 |---|---|---|
 | Poisson | the sampled Gaussian, by dp_accounting | ``secret_draws`` at the same rate |
+| Poisson, several rows of one | ``group_draw_pmfs``, no second bound | refused |
 | fixed size | refused: it changes the number of rows | ``secret_draws`` |
 """
 
@@ -38,13 +39,20 @@ from scipy.stats import binom
 
 from fedgen.privacy.events import (
     Contribution,
+    PoissonSampledGroup,
     Relation,
     RevealedDraw,
     Spend,
     canonical,
     with_draws_seen,
 )
-from fedgen.privacy.secret_draws import ORDERS, largest_loss, subset_draw_pmf, subset_draw_rdp
+from fedgen.privacy.secret_draws import (
+    ORDERS,
+    group_draw_pmfs,
+    largest_loss,
+    subset_draw_pmf,
+    subset_draw_rdp,
+)
 
 # dp_accounting warns of each fractional order at which a series does not converge; it leaves it out
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -132,6 +140,8 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
         return Epsilon(0.0, "nothing released", 0.0)
     if SampledWithoutReplacementDpEvent in kinds and relation is not Relation.REPLACE_ONE:
         raise ValueError("a draw of a fixed number has no neighbours by adding or removing one")
+    if PoissonSampledGroup in kinds and relation is not Relation.ADD_OR_REMOVE_ONE:
+        raise ValueError("several rows of one are added or removed, and not replaced")
     if NonPrivateDpEvent in kinds:
         return Epsilon(None, "no bound", None)
     if Contribution in kinds:
@@ -159,17 +169,21 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
         return Epsilon(seen, "exact Gaussians over the visits of secret draws", min(by_pld, by_rdp))
     if by_rdp <= by_pld:
         return Epsilon(by_rdp, "RDP of secret draws", by_pld)
-    return Epsilon(by_pld, "PLD of secret draws", by_rdp)
+    return Epsilon(by_pld, "PLD of secret draws", None if math.isinf(by_rdp) else by_rdp)
 
 
 def _gaussian(event: DpEvent) -> GaussianDpEvent:
     """What a leaf releases when its draw, if any, is favourable."""
+    if isinstance(event, PoissonSampledGroup):
+        return GaussianDpEvent(event.event.noise_multiplier / event.size)
     return event if isinstance(event, GaussianDpEvent) else event.event
 
 
 def _rate(event: DpEvent) -> float:
-    """The probability that a leaf's draw takes one given record or subset."""
+    """The probability that a leaf's draw takes one given record or subset; any of a group."""
     match event:
+        case PoissonSampledGroup(sampling_probability=rate, size=size):
+            return float(-math.expm1(size * math.log1p(-rate)))
         case PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)
         case SampledWithoutReplacementDpEvent(source_dataset_size=population, sample_size=taken):
@@ -233,7 +247,10 @@ def _gaussian_rdp(mu: float, delta: float) -> float:
 @lru_cache(maxsize=4096)
 def _by_rdp(leaves: Leaves, delta: float, relation: Relation) -> float:
     """The least over orders, looked for among a few of all, and then around the best of these: each
-    order gives a bound, so that the best one may be missed, and nothing be wrong."""
+    order gives a bound, so that the best one may be missed, and nothing be wrong. Infinity for
+    draws of groups: nobody has their divergences."""
+    if any(isinstance(event, PoissonSampledGroup) for event, _ in leaves):
+        return math.inf
     pure = all(_is_sampled_gaussian(event, relation) for event, _ in leaves)
     orders = tuple(rdp.DEFAULT_RDP_ORDERS) if pure else ORDERS
     small = [place for place, order in enumerate(orders) if order in range(2, 2 * _FEW)]
@@ -316,12 +333,26 @@ def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
 @lru_cache(maxsize=64)
 def _loss(event: DpEvent, relation: Relation, step: float) -> pld.PrivacyLossDistribution:
     """The loss of one release, on a grid."""
+    if isinstance(event, PoissonSampledGroup):
+        pmfs = group_draw_pmfs(*_visits(event), event.event.noise_multiplier, step)
+        return pld.PrivacyLossDistribution(*pmfs)
     sigma = _gaussian(event).noise_multiplier
     if _is_sampled_gaussian(event, relation):
         return pld.from_gaussian_mechanism(
             sigma, sampling_prob=_rate(event), value_discretization_interval=step
         )
     return pld.PrivacyLossDistribution(subset_draw_pmf(_rate(event), 1 / sigma, step))
+
+
+def _visits(event: PoissonSampledGroup) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How many rows of a group a batch has, and how likely; what is too rare for floating point
+    counts for the whole group."""
+    counts = np.arange(event.size + 1, dtype=float)
+    weights = binom.pmf(counts, event.size, event.sampling_probability)
+    kept = weights > 0
+    kept[-1] = True
+    weights[-1] += max(1 - weights.sum(), 1e-300)
+    return counts[kept], weights[kept] / weights[kept].sum()
 
 
 def _discretization(leaves: Leaves) -> tuple[float, float]:
@@ -332,6 +363,11 @@ def _discretization(leaves: Leaves) -> tuple[float, float]:
     for event, count in leaves:
         rate, mu = _rate(event), 1 / _gaussian(event).noise_multiplier
         rarely, often = rate * (mu**4 / 4 + mu**2), rate**2 * math.expm1(min(mu**2, 50.0))
+        if isinstance(event, PoissonSampledGroup):
+            (counts, weights), one = _visits(event), 1 / event.event.noise_multiplier
+            rarely = float(weights @ ((counts * one) ** 4 / 4 + (counts * one) ** 2))
+            pairs = np.expm1(np.minimum(np.outer(counts, counts) * one**2, 50.0))
+            often = float(weights @ pairs @ weights)
         variance += count * min(rarely, often)
         top, releases = max(top, largest_loss(rate, mu)), releases + count
     spread = math.sqrt(variance)
@@ -346,7 +382,7 @@ def _discretization(leaves: Leaves) -> tuple[float, float]:
 
 def _as_if_seen(leaves: Leaves, delta: float) -> float:
     """epsilon against one who sees each draw, where all are draws of one kind; else infinity."""
-    if len(leaves) > 1:
+    if len(leaves) > 1 or isinstance(leaves[0][0], PoissonSampledGroup):
         return math.inf
     [(event, count)] = leaves
     return revealed_epsilon(_rate(event), _gaussian(event).noise_multiplier, count, delta)

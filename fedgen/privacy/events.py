@@ -11,6 +11,9 @@ The vocabulary is dp_accounting's, and one node of our own:
     of the draw.
 ``PoissonSampledDpEvent(q, event)``
     the same, each row drawn by itself with probability ``q``.
+``PoissonSampledGroup(q, k, event)``
+    the same, of k rows that are one person's, each drawn by itself: what ``event`` takes in of the
+    person is a Binomial(k, q) number of them.
 ``RevealedDraw(q, event)``
     the record's subset is drawn with probability ``q``, independently each time, but the adversary
     is assumed to see the draw: no amplification, yet the number of visits is a random number.
@@ -52,6 +55,7 @@ class Unit(Enum):
 
     RECORD = "record"
     CLIENT = "client"
+    PERSON = "person"
 
 
 class Relation(Enum):
@@ -66,6 +70,15 @@ class RevealedDraw(DpEvent):  # type: ignore[misc]
     """A draw with probability ``probability`` that the adversary is assumed to see."""
 
     probability: float
+    event: DpEvent
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class PoissonSampledGroup(DpEvent):  # type: ignore[misc]
+    """Draws of ``size`` rows of one person, each with probability ``sampling_probability``."""
+
+    sampling_probability: float
+    size: int
     event: DpEvent
 
 
@@ -110,6 +123,11 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
             if rate >= 1:
                 return canonical(gate, count)
             return {PoissonSampledDpEvent(rate, gate): count}
+        case PoissonSampledGroup(sampling_probability=rate, size=size, event=inner):
+            gate = _single_gaussian(inner)
+            if rate >= 1 or size == 1:
+                return canonical(of_group(PoissonSampledDpEvent(rate, gate), size), count)
+            return {PoissonSampledGroup(rate, size, gate): count}
         case RevealedDraw(probability=probability, event=inner):
             gate = _single_gaussian(inner)
             if probability >= 1:
@@ -134,6 +152,30 @@ def _single_gaussian(event: DpEvent) -> GaussianDpEvent:
     return GaussianDpEvent(1 / math.sqrt(precision))
 
 
+def of_group(event: DpEvent, size: int) -> DpEvent:
+    """What a sum of bounded rows costs somebody who has ``size`` of them, of the event that it
+    costs a single row, by adding or removing. Together they move the sum by at most ``size`` times
+    as much; of Poisson draws, by as many times as there are of them in the batch: the loss is at
+    most that of a mixture of Gaussians (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD
+    with sampling via mixture of Gaussians mechanisms").
+
+    Raises:
+        ValueError: for an event that is none of these.
+    """
+    if size == 1:
+        return event
+    match event:
+        case GaussianDpEvent(noise_multiplier=sigma):
+            return GaussianDpEvent(sigma / size)
+        case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            gate = _single_gaussian(inner)
+            return of_group(gate, size) if rate >= 1 else PoissonSampledGroup(rate, size, gate)
+        case Contribution() | NonPrivateDpEvent():
+            return event
+        case _:
+            raise ValueError(f"no bound for a group of rows: {event}")
+
+
 def total(spends: list[Spend]) -> Spend:
     """The sum of several spends."""
     counter: Counter[DpEvent] = Counter()
@@ -152,6 +194,7 @@ def with_noise(spend: Spend, factor: float) -> Spend:
                 found[GaussianDpEvent(factor * sigma)] += count
             case (
                 PoissonSampledDpEvent(event=gate)
+                | PoissonSampledGroup(event=gate)
                 | SampledWithoutReplacementDpEvent(event=gate)
                 | RevealedDraw(event=gate)
             ):
@@ -168,6 +211,8 @@ def with_draws_seen(spend: Spend) -> Spend:
     for event, count in spend.items():
         if isinstance(event, PoissonSampledDpEvent):
             event = RevealedDraw(event.sampling_probability, event.event)
+        elif isinstance(event, PoissonSampledGroup):  # as if all were drawn each time
+            event = of_group(event.event, event.size)
         found[event] += count
     return dict(found)
 
@@ -185,6 +230,9 @@ def to_json(event: DpEvent) -> dict[str, Any]:
             return {"event": "draw", "of": population, "take": taken, "gates": to_json(inner)}
         case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return {"event": "poisson", "rate": float(rate), "gates": to_json(inner)}
+        case PoissonSampledGroup(sampling_probability=rate, size=size, event=inner):
+            gated = to_json(inner)
+            return {"event": "poisson_group", "rate": float(rate), "size": size, "gates": gated}
         case RevealedDraw(probability=probability, event=inner):
             gated = to_json(inner)
             return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
@@ -207,6 +255,13 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             return SampledWithoutReplacementDpEvent(population, taken, from_json(inner))
         case {"event": "poisson", "rate": float() | int() as rate, "gates": inner}:
             return PoissonSampledDpEvent(float(rate), from_json(inner))
+        case {
+            "event": "poisson_group",
+            "rate": float() | int() as rate,
+            "size": int() as size,
+            "gates": inner,
+        }:
+            return PoissonSampledGroup(float(rate), size, from_json(inner))
         case {
             "event": "revealed_draw",
             "probability": float() | int() as probability,
@@ -240,6 +295,12 @@ def in_words(spend: Spend) -> str:
                 words.append(
                     f"{count:,} secret Poisson draws at rate {rate:.4g}, each gating one Gaussian "
                     f"release at noise multiplier {gate.noise_multiplier:.4g}"
+                )
+            case PoissonSampledGroup(sampling_probability=rate, size=size, event=gate):
+                words.append(
+                    f"{count:,} secret Poisson draws at rate {rate:.4g} of up to {size} images of "
+                    f"a person, each gating one Gaussian release at noise multiplier "
+                    f"{gate.noise_multiplier:.4g} of one of them"
                 )
             case RevealedDraw(probability=probability, event=gate):
                 words.append(

@@ -34,7 +34,7 @@ from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.privacy.batches import ALWAYS, Batches, OwnDraw, Rows
 from fedgen.privacy.bounds import Bound
-from fedgen.privacy.events import Relation, Unit, repeat
+from fedgen.privacy.events import Relation, Unit, of_group, repeat
 from fedgen.privacy.per_example import ClippedSum, clip_rows
 from fedgen.privacy.releases import LOCAL, SEAL, Aggregation, Release, Sent, noised
 from fedgen.privacy.routing import Routing
@@ -227,6 +227,7 @@ class SumGaussian:
 
     divisor: the expected size of a batch, or the public number of rows; never a realized size.
     peak: of the entries of what a row adds, over C.
+    most: rows that one person has at most, of unit person. The noise multiplier is that of one.
     """
 
     clip: float
@@ -237,12 +238,13 @@ class SumGaussian:
     unit: Unit
     aggregation: Aggregation = LOCAL
     peak: float = 1.0
+    most: int = 1
 
     def __post_init__(self) -> None:
         _check_neighbours(self.batches, self.relation)
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of what is released, before the noise."""
+        """L2 sensitivity of what is released to one row, before the noise."""
         return _of_a_sum(relation) * self.clip / self.divisor
 
     @property
@@ -257,7 +259,7 @@ class SumGaussian:
 
     def event(self) -> DpEvent:
         """What one release costs."""
-        return self.batches.event(GaussianDpEvent(self.noise_multiplier))
+        return of_group(self.batches.event(GaussianDpEvent(self.noise_multiplier)), self.most)
 
     def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
         """The batch behind the next release, in parts of ``about`` so many rows."""

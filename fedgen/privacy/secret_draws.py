@@ -129,3 +129,58 @@ def subset_draw_rdp(gamma: float, mu: float, orders: Sequence[int] = ORDERS) -> 
         terms = log_binom + j * log_gamma + log_t
         found.append(float(np.logaddexp(0.0, logsumexp(terms))) / (order - 1))
     return tuple(found)
+
+
+def group_draw_pmfs(
+    counts: NDArray[np.float64], weights: NDArray[np.float64], sigma: float, step: float
+) -> tuple[pld_pmf.PLDPmf, pld_pmf.PLDPmf]:
+    """Privacy loss distributions, of removing and of adding, that dominate one sum of clipped rows
+    over a Poisson batch, plus Gaussian noise of ``sigma`` clip norms, where the one who is added or
+    removed has several rows: sum_k w_k N(k, sigma^2) against N(0, sigma^2) (Ganesh 2024, "Tight
+    group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians mechanisms", for
+    Poisson sampling: the same for vectors, whatever their directions, and for adaptive steps).
+
+    Args:
+        counts: k, ascending, how many of the rows a batch may have. weights: w_k, which sum to 1.
+
+    The profile at each point of a grid is taken at the threshold where the pair's loss is that
+    point, and its dots are connected (Doroshenko et al. 2022). Beyond 9 standard deviations the
+    mass, below 1e-18, counts as infinite loss, or as the least.
+    """
+    squared = sigma**2
+    heights = np.log(weights) - counts**2 / (2 * squared)
+
+    def loss(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The loss at points, and its slope."""
+        value, slope = np.empty_like(x), np.empty_like(x)
+        for at in range(0, len(x), 2**16):
+            part = slice(at, at + 2**16)
+            terms = heights + counts * x[part, None] / squared
+            value[part] = logsumexp(terms, axis=1)
+            slope[part] = np.exp(terms - value[part, None]) @ counts / squared
+        return value, slope
+
+    ends = np.array([-9 * sigma, counts[-1] + 9 * sigma])
+    low, high = loss(ends)[0]
+    points = np.arange(math.floor(low / step), math.ceil(high / step) + 1)
+    grid = points * step
+    dense = np.linspace(ends[0], ends[1], 20_001)
+    x = np.interp(grid, loss(dense)[0], dense)
+    for _ in range(4):  # Newton's method: the loss is convex and increasing
+        value, slope = loss(x)
+        x = np.clip(x - (value - grid) / np.maximum(slope, 1e-300), *ends)
+    above, below = ndtr(-x / sigma), ndtr(x / sigma)
+    above_p = sum(w * ndtr((k - x) / sigma) for k, w in zip(counts, weights, strict=True))
+    below_p = sum(w * ndtr((x - k) / sigma) for k, w in zip(counts, weights, strict=True))
+    removed = np.clip(above_p - np.exp(grid) * above, 0.0, 1.0)
+    added = np.clip(below - np.exp(-grid) * below_p, 0.0, 1.0)[::-1]
+    made = [
+        pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+            step, int(first), int(last), np.minimum.accumulate(profile)
+        )
+        for first, last, profile in (
+            (points[0], points[-1], removed),
+            (-points[-1], -points[0], added),
+        )
+    ]
+    return made[0], made[1]

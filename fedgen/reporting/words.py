@@ -150,11 +150,14 @@ def protected(record: dict[str, Any]) -> str:
     one = {
         "record": "one image with its label",
         "client": "all images of one client together",
+        "person": "all images of one person together, of which at most "
+        f"{record.get('images_per_person', 1)} count at each client,",
     }[record["unit"]]
     how = {
         ("record", "replace_one"): "was among the training data, or another in its place",
         ("client", "replace_one"): "were among the training data, or others in their place",
         ("record", "add_or_remove_one"): "was among the training data, or not",
+        ("person", "add_or_remove_one"): "were among the training data, or not",
         ("client", "add_or_remove_one"): "were among the training data, or it had none: how many "
         "clients there are is public",
     }[record["unit"], record["relation"]]

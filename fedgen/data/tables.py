@@ -1,0 +1,138 @@
+"""A list of images: a CSV file with a line for each, and a heading.
+
+| column | |
+|---|---|
+| ``path`` | the image's file, below the table's folder; it is the record's name |
+| ``label`` | the label's name |
+| ``client`` | optional: whose image it is (``partition=by_folder``) |
+| ``person`` | optional: whom it shows (``privacy.unit=person``) |
+| ``split`` | optional: ``train`` or ``test`` |
+
+Names of labels and clients are numbered in their alphabetical order. A table is data that somebody
+may have handed over: it names no file outside of its folder.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from fedgen.errors import FedgenError
+
+_SHOWN = 20  # names in a line
+_SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Record:
+    """An image: where it is, what tells it from others, whose, under which label, in which split
+    (None: not said), and whom it shows."""
+
+    path: Path
+    name: str
+    client: int
+    label: int
+    test: bool | None
+    person: int = -1
+
+
+@dataclass(frozen=True)
+class Listed:
+    """All records, the labels' names, the number of clients, whether labels are part of records'
+    names, and whether it is known whom records show."""
+
+    records: list[Record]
+    labels: list[str]
+    clients: int
+    labels_in_names: bool = False
+    persons: bool = False
+
+
+def known_labels(found: Iterable[str], named: Sequence[str] | None) -> list[str]:
+    """The labels' names in order: those ``named`` by a setting, or all that there are.
+
+    Raises:
+        FedgenError: for a label that is none of those named.
+    """
+    labels = sorted(set(found)) if named is None else [str(each) for each in named]
+    if unknown := set(found).difference(labels):
+        problem = f"{', '.join(sorted(unknown)[:_SHOWN])} in the data are none of the labels"
+        raise FedgenError("data.labels", problem, "name them, or move them away")
+    return labels
+
+
+def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
+    """The records of a table; ``named``: see ``known_labels``.
+
+    Raises:
+        FedgenError: for the first thing that is wrong with it.
+    """
+    rows = _rows(table)
+    columns = set(rows[0])
+    if lacking := {"path", "label"} - columns:
+        problem = f"{table} has no column {' and no column '.join(sorted(lacking))}"
+        raise FedgenError("data.path", problem, "name its columns in the first line")
+    clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
+    persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
+    labels = known_labels({row["label"] for row in rows}, named)
+    home = table.parent.resolve()
+    by_label = {name: number for number, name in enumerate(labels)}
+    records = []
+    for number, row in enumerate(rows, 2):
+        path, split = PurePosixPath(row["path"]), row.get("split", "")
+        if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
+            problem = f"{table}, line {number}: {row['path']!r} is no file below the table's folder"
+            raise FedgenError("data.path", problem, "give paths from there")
+        if home not in (table.parent / path).resolve().parents:
+            problem = f"{table}, line {number}: {row['path']!r} leads out of the table's folder"
+            raise FedgenError("data.path", problem, "copy the image there")
+        if split not in _SPLITS:
+            problem = f"{table}, line {number}: the split {split!r} is none"
+            raise FedgenError("data.path", problem, "write train or test, or leave it out")
+        if persons and not row["person"]:
+            problem = f"{table}, line {number}: nobody is named as person"
+            raise FedgenError("data.path", problem, "name one, or leave out the column")
+        records.append(
+            Record(
+                table.parent / path,
+                str(path),
+                clients.get(row.get("client", ""), 0),
+                by_label[row["label"]],
+                _SPLITS[split],
+                persons.get(row.get("person", ""), -1),
+            )
+        )
+    twice = [name for name, count in Counter(r.name for r in records).items() if count > 1]
+    if twice:
+        problem = f"{table} names {', '.join(sorted(twice)[:_SHOWN])} more than once"
+        raise FedgenError("data.path", problem, "name each image once")
+    return Listed(records, labels, max(len(clients), 1), persons=bool(persons))
+
+
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(sorted(set(names)))}
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    """The lines by the names of their columns, all of them whole."""
+    try:
+        if table.stat().st_size > _MOST_BYTES:
+            raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
+        with table.open(newline="", encoding="utf-8-sig") as opened:
+            rows = list(csv.DictReader(opened, strict=True))
+    except (OSError, ValueError, csv.Error) as error:
+        raise FedgenError(
+            "data.path", f"{table} is no readable CSV file ({error})", "write it anew, in UTF-8"
+        ) from error
+    if not rows:
+        problem = f"{table} lists no image"
+        raise FedgenError("data.path", problem, "a heading (path,label), and a line for each image")
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            problem = f"{table}, line {number} has not as many fields as the first line"
+            raise FedgenError("data.path", problem, "mend it")
+    return rows

@@ -1,0 +1,141 @@
+"""A list of images: read whole, or refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.datasets import Dataset
+from fedgen.data.folders import folder
+from fedgen.data.tables import listed_in
+from fedgen.errors import FedgenError
+
+COINS = Coins.of(0, "seeded")
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    """24 images of six patients at two clinics."""
+    (tmp_path / "scans").mkdir()
+    lines = ["path,label,client,person,split"]
+    for number in range(24):
+        Image.new("L", (8, 8), number).save(tmp_path / "scans" / f"{number}.png")
+        label, clinic = ("ill", "well")[number % 2], ("north", "süd")[number % 6 // 3]
+        split = "test" if number >= 18 else "train"
+        lines.append(f"scans/{number}.png,{label},{clinic},patient {number % 6},{split}")
+    table = tmp_path / "scans.csv"
+    table.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    return table
+
+
+def read(table: Path) -> Dataset:
+    return folder(COINS, None, str(table))
+
+
+def test_a_table_of_images(scans: Path) -> None:
+    data = read(scans)
+    assert (data.classes, data.shape) == (2, (1, 8, 8))
+    assert sorted(data.images[:, 0, 0, 0]) == list(range(18))
+    assert sorted(data.test_images[:, 0, 0, 0]) == list(range(18, 24))
+    assert data.writers is not None and data.persons is not None
+    for image, label, clinic, person in zip(
+        data.images[:, 0, 0, 0], data.labels, data.writers, data.persons, strict=True
+    ):
+        assert (label, clinic, person) == (image % 2, image % 6 // 3, image % 6)
+
+
+def test_its_order_says_nothing(scans: Path) -> None:
+    before = read(scans)
+    head, *lines = scans.read_text("utf-8-sig").splitlines()
+    scans.write_text("\n".join([head, *reversed(lines)]))
+    after = read(scans)
+    assert before.digest == after.digest
+    assert np.array_equal(before.images, after.images)
+
+
+def test_what_is_not_told_is_not_known(scans: Path) -> None:
+    lines = [",".join(line.split(",")[:2]) for line in scans.read_text("utf-8-sig").splitlines()]
+    scans.write_text("\n".join(lines))
+    data = read(scans)
+    assert data.writers is None and data.persons is None
+    assert len(data.labels) + len(data.test_labels) == 24
+
+
+@pytest.mark.slow
+def test_a_run_per_person_from_a_table(scans: Path, tmp_path: Path) -> None:
+    words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
+             "partition=by_folder", "privacy.unit=person", "privacy.images_per_person=2",
+             "privacy.aggregation=secure", "rounds=3", "evaluation=none",
+             "runtime=in_process"]  # fmt: skip
+    assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
+    statement = (tmp_path / "run" / "public" / "PRIVACY.md").read_text()
+    assert "all images of one person together" in statement
+
+
+def test_data_check_says_whom_images_show(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["data", "check", "data=folder", f"data.path={scans}"]) == 0
+    said = capsys.readouterr().out
+    assert "6 persons, with 3 to 3 images each" in said
+    assert "privacy.unit=person privacy.images_per_person=3" in said
+
+
+def test_images_of_people_are_said_to_be_single_ones(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
+             "rounds=2", "evaluation=none"]  # fmt: skip
+    assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert "ε is about single images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "lists no image"),
+        ("path,label\n", "lists no image"),
+        ("file,label\na.png,x\n", "no column path"),
+        ("path,label\na.png\n", "line 2 has not as many fields"),
+        ("path,label\na.png,x,y\n", "line 2 has not as many fields"),
+        ("path,label\n/etc/hostname,x\n", "no file below the table's folder"),
+        ("path,label\na/../../b.png,x\n", "no file below the table's folder"),
+        ("path,label\n,x\n", "no file below the table's folder"),
+        ("path,label\na.png,x\na.png,y\n", "more than once"),
+        ("path,label,split\na.png,x,dev\n", "the split 'dev' is none"),
+        ("path,label,person\na.png,x,\n", "nobody is named"),
+        ('path,label\n"a.png,x\n', "no readable CSV"),
+        ("path,label\nabsent.png,x\n", "no readable images"),
+    ],
+)
+def test_mistakes(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text(text)
+    with pytest.raises(FedgenError, match=said):
+        read(tmp_path / "list.csv")
+
+
+def test_links_out_of_the_folder_are_not_followed(scans: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.png"
+    Image.new("L", (8, 8), 3).save(outside)
+    home = tmp_path / "handed over"
+    home.mkdir()
+    (home / "a.png").symlink_to(outside)
+    (home / "list.csv").write_text("path,label\na.png,x\n")
+    with pytest.raises(FedgenError, match="leads out of"):
+        read(home / "list.csv")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_table_or_a_line(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> (
+    None
+):  # fmt: skip
+    table = tmp_path_factory.mktemp("any") / "list.csv"
+    table.write_bytes(raw)
+    with pytest.raises(FedgenError):
+        listed_in(table, None)
+        raise FedgenError("data.path", "a table after all", "")

@@ -1,0 +1,256 @@
+"""Several rows of one person: what they cost together, by two accountants and by the mechanism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import privacy_loss_distribution as pld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom, kstest, norm
+from tiny import Train, tiny
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.data.partition import of_persons
+from fedgen.errors import FedgenError
+from fedgen.experiments import audit
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup, setup
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.events import (
+    PoissonSampledGroup,
+    Relation,
+    Unit,
+    canonical,
+    from_json,
+    of_group,
+    repeat,
+    to_json,
+    with_draws_seen,
+    with_noise,
+)
+from fedgen.privacy.mechanisms import SumGaussian
+from fedgen.privacy.per_example import of_rows
+
+RELATION = Relation.ADD_OR_REMOVE_ONE
+CASES = [(3, 0.01, 1.0, 300), (10, 0.05, 4.0, 200), (2, 0.2, 0.8, 10), (4, 0.5, 2.0, 1)]
+
+
+def sampled(rate: float, sigma: float, size: int, count: int = 1) -> dict:
+    event = of_group(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size)
+    return canonical(repeat(event, count))
+
+
+@pytest.mark.parametrize(("size", "rate", "sigma", "count"), CASES)
+def test_epsilon_is_the_second_accountants(
+    size: int, rate: float, sigma: float, count: int
+) -> None:
+    """dp_accounting's own mixture of Gaussians, at a grid of its own."""
+    found = epsilon(sampled(rate, sigma, size, count), 1e-5, RELATION).value
+    counts = np.arange(size + 1)
+    theirs = pld.from_mixture_gaussian_mechanism(
+        sigma, counts.tolist(), binom.pmf(counts, size, rate).tolist(),
+        value_discretization_interval=2e-3,
+    ).self_compose(count)  # fmt: skip
+    assert found == pytest.approx(theirs.get_epsilon_for_delta(1e-5), rel=2e-3)
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 12), st.floats(0.001, 0.5), st.floats(0.5, 5), st.integers(1, 50))
+def test_it_lies_between_one_row_and_all_of_them_at_once(
+    size: int, rate: float, sigma: float, count: int
+) -> None:
+    spend = sampled(rate, sigma, size, count)
+    found = epsilon(spend, 1e-5, RELATION).or_infinity
+    one = epsilon(sampled(rate, sigma, 1, count), 1e-5, RELATION).or_infinity
+    whole = epsilon(
+        canonical(repeat(GaussianDpEvent(sigma / size), count)), 1e-5, RELATION
+    ).or_infinity
+    assert one <= found + 1e-3 and found <= whole + 1e-9
+    assert found <= epsilon(with_draws_seen(spend), 1e-5, RELATION).or_infinity + 1e-9
+    assert epsilon(with_noise(spend, 2.0), 1e-5, RELATION).or_infinity <= found + 1e-3
+
+
+@given(st.integers(1, 1000), st.floats(1e-4, 1), st.floats(0.1, 100))
+def test_it_is_canonical_and_travels(size: int, rate: float, sigma: float) -> None:
+    [(event, count)] = sampled(rate, sigma, size).items()
+    assert count == 1
+    assert canonical(event) == {event: 1}
+    assert from_json(json.loads(json.dumps(to_json(event)))) == event
+
+
+def test_what_has_no_bound_for_groups() -> None:
+    with pytest.raises(ValueError, match="no bound for a group"):
+        of_group(PoissonSampledGroup(0.1, 2, GaussianDpEvent(1.0)), 2)
+    with pytest.raises(ValueError, match="not replaced"):
+        epsilon(sampled(0.1, 1.0, 2), 1e-5, Relation.REPLACE_ONE)
+
+
+@pytest.mark.parametrize(("size", "rate", "sigma"), [(5, 0.3, 0.5), (3, 0.05, 1.0)])
+def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float) -> None:
+    """Of a person all of whose rows point one way: a test that fails one honest mechanism in a
+    thousand."""
+    mechanism = SumGaussian(1.0, sigma, PoissonBatches(rate), 1.0, RELATION, Unit.PERSON, most=size)
+    assert mechanism.event() == of_group(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size)
+    rows = torch.full((size, 1), 7.0)  # clipped to 1
+    found = []
+    for number in range(3000):
+        here = Coins.of(number, "seeded")
+        sums = (
+            of_rows(rows[torch.from_numpy(part)], 1.0, torch.zeros(len(part), dtype=torch.long), 1)
+            for part in mechanism.parts(size, here, 100)
+        )
+        found.append(float(mechanism.noised(1, sums, here)))
+
+    def law(x: np.ndarray) -> np.ndarray:
+        counts = np.arange(size + 1)
+        shifted = norm.cdf((np.asarray(x)[:, None] - counts) / sigma)
+        return shifted @ binom.pmf(counts, size, rate)
+
+    assert kstest(found, law).pvalue > 1e-3
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 11), st.integers(1, 4))
+def test_a_person_more_moves_nobody_elses_rows(person: int, most: int) -> None:
+    persons = np.random.default_rng(0).integers(0, 12, 150)
+    coins = Coins.of(3, "seeded")
+    [kept] = of_persons([np.arange(150)], persons, most, coins)
+    assert np.bincount(persons[kept]).max() == most
+    assert (np.diff(kept) > 0).all()
+    without = np.flatnonzero(persons != person)
+    [rest] = of_persons([without], persons, most, coins)
+    assert np.array_equal(rest, kept[persons[kept] != person])
+
+
+def test_persons_are_at_one_client(coins: Coins) -> None:
+    persons = np.array([0, 0, 1, 1])
+    with pytest.raises(FedgenError, match="several clients images of one person"):
+        of_persons([np.array([0, 2]), np.array([1, 3])], persons, 1, coins)
+    with pytest.raises(FedgenError, match="do not tell whom"):
+        of_persons([np.arange(4)], None, 1, coins)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+PERSONS = ["privacy.unit=person", "privacy.images_per_person=3"]
+SUMS = [
+    "dpgan_small", "dp_wgan_gp_small", "psg_small", "dpdm_small", "dp_merf_small",
+    "dp_merf_ae_small", "dp_hp_small", "mixture_small", "central_images_small",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """160 images of 20 people, 8 of each, at two writers."""
+    rng, file = np.random.default_rng(0), tmp_path_factory.mktemp("people") / "people.npz"
+    persons = np.repeat(np.arange(20), 8)
+    np.savez(
+        file,
+        train_images=rng.integers(0, 256, (160, 8, 8), dtype=np.uint8),
+        train_labels=np.arange(160) % 10,
+        train_writer=persons // 10,
+        train_person=persons,
+        test_images=rng.integers(0, 256, (40, 8, 8), dtype=np.uint8),
+        test_labels=np.arange(40) % 10,
+    )
+    return f"data.path={file}"
+
+
+def ready(method: str, people: str) -> Setup:
+    words = tiny(method, "data=folder", people, "data.classes=10", "data.public_rows=160",
+                 "method.sampling_rate=1.0")  # fmt: skip
+    return setup(compose("audit", [f"method={method}", *words, *PERSONS,
+                                   "audit.canaries=0"]))  # fmt: skip
+
+
+@pytest.mark.parametrize("method", SUMS)
+def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> None:
+    """All rows in every batch: the release moves by three clip norms, and nothing less is counted.
+    A mechanism that counted single rows would be three times as far apart."""
+    made = ready(method, people)
+    loud, quiet = made.at_noise(1.0), made.at_noise(1e-4)
+    for kind in range(len(loud.worst_cases())):
+        [(leaf, count)] = canonical(loud.worst_cases()[kind].event or loud.plan.server(1)).items()
+        assert isinstance(leaf, GaussianDpEvent)
+        sides = []
+        for side in ("first", "second"):
+            worst = quiet.worst_cases()[kind]
+            state, shard = getattr(worst, side)
+            sides.append(
+                audit._released(quiet, worst, state, shard, 0, Coins.of(5, "seeded")).astype(float)
+            )
+        spread = []
+        for trial in range(40):
+            worst = loud.worst_cases()[kind]
+            state, shard = worst.second
+            both = [
+                audit._released(each, worst, state, shard, trial, Coins.of(5, "seeded")).astype(
+                    float
+                )
+                for each in (loud, quiet)
+            ]
+            spread.append(both[0] - both[1])
+        apart = np.linalg.norm(sides[0] - sides[1]) / np.std(np.concatenate(spread))
+        assert apart * leaf.noise_multiplier / count**0.5 == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpgan_small", "mixture_small"])
+def test_a_run_is_about_persons(method: str, people: str, train: Train) -> None:
+    words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
+    run = train(f"method={method}", *words, "partition=by_writer", "privacy.target_epsilon=4")
+    record = json.loads((run / "privacy.json").read_text())
+    assert (record["unit"], record["images_per_person"]) == ("person", 3)
+    assert record["claimed"] is None
+    assert record["views"]["server"]["epsilon"] <= 4
+    assert (
+        "all images of one person together, of which at most 3 count"
+        in (run / "public" / "PRIVACY.md").read_text()
+    )
+    before = (run / "privacy.json").read_bytes()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert (run / "privacy.json").read_bytes() == before
+
+
+def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
+    words = tiny("dp_merf_small", "data=folder", people, "data.classes=10", *PERSONS)
+    words += ["method=dp_merf_small", "data.public_rows=160", "audit.releases=0"]
+    run = tmp_path / "run"
+    assert cli.run(["audit", *words, "audit.canaries=12", f"run_dir={run}"]) == 0
+    assert json.loads((run / "audit.json").read_text())["run"]["canaries"] == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method=dp_merf_small", "privacy.unit=person"], "privacy.images_per_person: is not set"),
+        (["method=dp_merf_small", "privacy.images_per_person=2"], "of privacy.unit=person alone"),
+        (["method=dp_merf_small", *PERSONS], "the data do not tell whom"),
+        (["method=dp_merf_small", "privacy.unit=person", "privacy.images_per_person=0"], "whole"),
+        (["method=gs_wgan_small", "method.critics=9", *PERSONS], "cannot be person"),
+        (["method=dp_sinkhorn_small", *PERSONS], "cannot be person"),
+        (
+            ["method=fedavg_gan", "partition=by_writer", "method.cohort=2", *PERSONS],
+            "cannot be person",
+        ),
+        (["method=dp_merf_small", "partition=iid", "partition.clients=4", *PERSONS], "one person"),
+    ],
+)
+def test_mistakes(
+    words: list[str], said: str, people: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_persons = [] if "do not tell" in said else ["data=folder", people, "data.classes=10",
+                                                     "data.public_rows=160"]  # fmt: skip
+    assert cli.run(["account", *with_persons, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
