@@ -42,6 +42,7 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
+                                          about.controller|purpose|data|persons=TEXT
   fedgen new method name=NAME [out=DIR]   a package with a method of your own, that runs as it is
   fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
                                           node in

@@ -42,6 +42,9 @@ SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults
 """Settings of the runtime group that a run's bits and its privacy depend on."""
 
 
+_NO_KEY = object()
+
+
 def compose(name: str, overrides: list[str]) -> DictConfig:
     """The configuration ``name`` with overrides, and the chosen groups' options under ``names``.
 
@@ -52,7 +55,9 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if "=" not in word:
             raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
     plain = [word for word in overrides if _key(word) in _NO_GROUPS.get(name, ())]
-    overrides = [*_of_extensions(), *(word for word in overrides if word not in plain)]
+    texts = [word for word in overrides if name == "report" and word.startswith("about.")]
+    apart = {*plain, *texts}
+    overrides = [*_of_extensions(), *(word for word in overrides if word not in apart)]
     try:
         _check_groups(overrides)
         with initialize_config_module("configs", version_base="1.3"):
@@ -75,6 +80,12 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             # a simulation's sums are ideal; between sites nothing else hides what is added
             sums = config.privacy.aggregation == "secure"
             config.runtime.masks = sums and groups.get("runtime") == "deployed"
+    for word in texts:  # as they are, quotes and commas too
+        key, _, text = word.partition("=")
+        if OmegaConf.select(config, key, default=_NO_KEY) is _NO_KEY:
+            problem = f"there is no {key!r}"
+            raise FedgenError(key, problem, f"choose {', '.join(config.about)} under about")
+        OmegaConf.update(config, key, text.replace("${", "\\${"))
     if OmegaConf.select(config, "resume") is not None:
         own = ("resume", "hydra.searchpath")
         asked = [w for w in overrides if _key(w) not in own and w != "runtime=auto"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib import metadata
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.run_dir import RunDir
 
-SCHEMA = 2
+SCHEMA = 3
 """Of ``generator.json``."""
 
 _CLIENTS = 10**9
@@ -55,13 +57,24 @@ def draw_samples(
     return images
 
 
-def describe(ready: Setup, sha256: str) -> str:
+def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     """What is needed beside the weights to draw samples: public parameters alone. Architectures go
-    by words, not by what Python would import. ``sha256``: of the weights' file."""
+    by words, not by what Python would import. ``sha256``: of the weights' file; ``record``: of
+    privacy, of which what holds for whoever has the folder is said."""
     method = OmegaConf.to_container(ready.config.method, resolve=True)
     assert isinstance(method, dict)
     facts = {"classes": ready.dataset.classes, "shape": list(ready.dataset.shape)}
-    told = {"schema": SCHEMA, "method": _in_words(method), **facts, "generator_sha256": sha256}
+    known = ("delta", "unit", "relation", "noise", "images_per_person")
+    privacy = {key: record[key] for key in known if key in record}
+    told = {
+        "schema": SCHEMA,
+        "method": _in_words(method),
+        **facts,
+        "generator_sha256": sha256,
+        "privacy": {"epsilon": record["views"]["release"]["epsilon"], **privacy},
+        "fedgen": metadata.version("fedgen"),
+        "date": date.today().isoformat(),
+    }
     return json.dumps(told, indent=2) + "\n"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import importlib.resources
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from yaml import YAMLError
 from fedgen.errors import FedgenError
 from fedgen.files import as_json, check_no_links, read_json, read_yaml
 from fedgen.reporting.figures import curves, histogram_of_clients
+from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import averages, but_for, figures, protected, strength
@@ -32,13 +33,16 @@ _EXTREMES = 25
 ACCURACY = "gen2real accuracy"
 
 
-def report(runs: Sequence[Path], audience: str) -> str:
+def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str:
     """The page.
+
+    Args:
+        about: what people say of the data (``headline.ASKED``).
 
     Raises:
         FedgenError: if one of them is no finished run.
     """
-    facts = _public if audience == "public" else _server
+    facts, said = (_public if audience == "public" else _server), told(about)
     shown = [facts(path) for path in runs]
     if not runs:
         raise FedgenError("runs", "is empty", "name at least one run directory")
@@ -57,7 +61,7 @@ def report(runs: Sequence[Path], audience: str) -> str:
     engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
     page = engine.from_string(room.read_text())
-    return page.render(runs=shown, audience=audience, compared=compared)
+    return page.render(runs=shown, audience=audience, compared=compared, told=said)
 
 
 def _public(path: Path) -> dict[str, Any]:
@@ -66,16 +70,27 @@ def _public(path: Path) -> dict[str, Any]:
     check_no_links(folder, "runs")
     try:
         described = read_json(folder / "generator.json")
-        title = described["method"]["name"]
+        title = str(described["method"]["name"]).rpartition(".")[2]
         statement = (folder / "PRIVACY.md").read_text()
         picture = _picture(folder / "samples.png")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        privacy, (channels, high, wide) = described["privacy"], described["shape"]
+        made = {
+            "run": str(described["generator_sha256"])[:12],
+            "fedgen": str(described["fedgen"]),
+            "date": str(described["date"]),
+            "classes": int(described["classes"]),
+            "shape": [int(channels), int(high), int(wide)],
+        }
+        card = headline({"release": privacy["epsilon"]}, privacy)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise FedgenError(
             "runs", f"{path} has no readable public folder", "give a finished run"
         ) from error
     return {
         "place": str(path),
         "title": title,
+        "card": {**card, **made, "releases": None},
+        "uncovered": _section(statement, "What is not covered"),
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
         "configuration": OmegaConf.to_yaml(OmegaConf.create(described["method"])),
@@ -104,6 +119,19 @@ def _server(path: Path) -> dict[str, Any]:
         }
         for name, found in record["clients"].items()
     ]
+    try:
+        published = read_json(run_dir.public / "generator.json")
+        made = {
+            "run": identity["run"][:16],
+            "fedgen": published["fedgen"],
+            "date": published["date"],
+            "classes": published["classes"],
+            "shape": published["shape"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{path}/public/generator.json is of another version"
+        raise FedgenError("runs", problem, "train it anew") from error
+    views = {name: view["epsilon"] for name, view in record["views"].items()}
     by_epsilon = sorted(
         clients, key=lambda c: (c["server"] is None, c["server"] or 0), reverse=True
     )
@@ -117,6 +145,15 @@ def _server(path: Path) -> dict[str, Any]:
         "title": f"{results['method']} on {results['data']}",
         "results": results,
         "record": record,
+        "card": {
+            **headline(views, record),
+            **made,
+            "releases": max(each["releases"] for each in clients),
+        },
+        "uncovered": _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered"),
+        "by_adversary": by_adversary(record),
+        "of_persons": of_persons(record),
+        "audited": audited(path),
         "protected": protected(record) + but_for(record),
         "strength": {
             name: strength(found["epsilon"], record["delta"])
@@ -250,6 +287,12 @@ def _paragraphs(markdown: str) -> list[tuple[str, str]]:
                 break
         found.append((kind, text.replace("**", "")))
     return found
+
+
+def _section(markdown: str, title: str) -> list[str]:
+    """The points of a list in a privacy statement."""
+    inside = markdown.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return [line.removeprefix("- ") for line in inside.splitlines() if line.startswith("- ")]
 
 
 def _picture(path: Path) -> str:

@@ -8,10 +8,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.stats import norm
 from tiny import Train
 
 from fedgen import cli
+from fedgen.privacy.accounting import gaussian_delta, gaussian_epsilon
+from fedgen.reporting.headline import FOUND, beliefs, of_persons, tier
 from fedgen.reporting.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -72,6 +79,7 @@ def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Pat
         assert private not in html.replace("follows from its seed", "").replace(
             "knows the seed", ""
         ), private
+    assert "whoever has what is published" in html and "whoever runs the training" not in html
     # the folder alone makes the same page
     alone = tmp_path / "handed out"
     shutil.copytree(run / "public", alone)
@@ -119,6 +127,8 @@ def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> N
         (["runs=[]"], "runs", "is empty"),
         (["runs=no", "out=a.pdf"], "out", "no .html"),
         ([], "runs", "is not given"),
+        (["runs=no", "about=3"], "about", "is no group"),
+        (["runs=no", "about.date=today"], "about.date", "there is no"),
     ],
 )
 def test_mistakes(
@@ -131,14 +141,69 @@ def test_mistakes(
     assert error.count("\n") == 1
 
 
+def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
+    train: Train, tmp_path: Path
+) -> None:
+    run = train(*SEVERAL, "method=dp_merf_small", "evaluation=none")
+    html = page(
+        str(run), tmp_path / "a.html", "about.controller=St. Mary's, ${x}", "about.purpose=<b>"
+    )
+    assert "St. Mary&#39;s, ${x}" in html and "&lt;b&gt;" in html and "<td><b></td>" not in html
+    assert html.count('class="missing">missing: about.') == 2
+    assert "A person with several images at one client is protected less" in html
+    assert "No attack was tried" in html and "Each client has an ε of its own" in html
+    record = json.loads((run / "privacy.json").read_text())
+    [(two, pair), *_, (ten, many)] = of_persons(record)
+    assert (two, ten) == (2, 10)
+    alone = record["views"]["server"]["epsilon"]
+    assert alone < pair < many
+    # all of one Gaussian: twice as far
+    [[event, count]] = record["clients"]["0"]["events"]
+    [sigma] = [event["noise_multiplier"]]
+    assert pair == pytest.approx(gaussian_epsilon(2 * count**0.5 / sigma, 1e-5), abs=1e-6)
+    public = page(str(run), tmp_path / "p.html", "audience=public", "about.data=scans of 2024")
+    assert "scans of 2024" in public and public.count('class="missing">missing: about.') == 3
+
+
+def test_an_audit_is_in_the_report(train: Train, tmp_path: Path) -> None:
+    run = train("method=dp_merf_small")
+    point = {"after": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}
+    told = {"confidence": 0.95, "program": {"points": []}, "run": {"points": [point]}}
+    (run / "audit.json").write_text(json.dumps(told))
+    said = "After 1 rounds an attack on the run shows an ε of at least 0.50 (95% confidence)"
+    assert said in page(str(run), tmp_path / "a.html")
+    (run / "audit.json").write_text("{}")
+    assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'x.html'}"]) == 2
+
+
+@given(st.floats(0.05, 30), st.floats(1e-9, 1e-3))
+def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: float) -> None:
+    """The best tests of the worst pair of an (epsilon, delta) bound, at every threshold."""
+    mu = brentq(lambda mu: float(gaussian_delta(mu, epsilon)) - delta, 1e-6, 200)
+    thresholds = np.linspace(-10, 10 + mu, 2000)
+    there, others = norm.sf(thresholds - mu), norm.sf(thresholds)
+    enough = there >= FOUND
+    for prior, after in beliefs(epsilon, delta):
+        right = prior * there / (prior * there + (1 - prior) * others)
+        assert right[enough].max() <= after + 1e-9
+
+
+def test_beliefs_without_a_bound() -> None:
+    assert [after for _, after in beliefs(None, 1e-5)] == [1.0, 1.0, 1.0]
+    assert [after for _, after in beliefs(1.0, 0.5)] == [1.0, 1.0, 1.0]
+    assert [after for _, after in beliefs(0.0, 1e-12)] == pytest.approx([0.01, 0.1, 0.5])
+    assert tier(None).startswith("none") and tier(1).startswith("strong")
+    assert tier(10).startswith("reasonable") and tier(10.1).startswith("weak")
+
+
 DRIVE = """
 <script>
 const loaded = [...document.images].every((image) => image.complete && image.naturalWidth > 0);
 const slider = document.querySelector("input[type=range]");
-const last = document.querySelector("img.samples").src;
+const last = document.querySelector("img[data-shown]").src;
 slider.value = 0;
 slider.dispatchEvent(new Event("input"));
-const first = document.querySelector("img.samples").src;
+const first = document.querySelector("img[data-shown]").src;
 const table = document.querySelector("table.sortable");
 const clients = () => [...table.rows].slice(1).map((row) => Number(row.cells[0].textContent));
 const button = table.querySelector("button");
