@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from fedgen.errors import FedgenError
 from fedgen.files import write_whole
@@ -24,11 +24,8 @@ def report(config: DictConfig) -> Path:
         problem = f"cannot be {config.audience!r}"
         raise FedgenError("audience", problem, "choose server or public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
-    about = OmegaConf.to_container(config.about, resolve=True)
-    if not isinstance(about, dict):
-        raise FedgenError("about", f"is no group of settings: {about}", "e.g. about.purpose=...")
-    told = {str(key): value for key, value in about.items()}
-    text = page([Path(str(run)) for run in runs], config.audience, told)
+    about = {str(key): value for key, value in config.about.items()}
+    text = page([Path(str(run)) for run in runs], config.audience, about)
     try:
         write_whole(out, text.encode())
     except OSError as error:

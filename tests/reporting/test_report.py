@@ -127,7 +127,7 @@ def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> N
         (["runs=[]"], "runs", "is empty"),
         (["runs=no", "out=a.pdf"], "out", "no .html"),
         ([], "runs", "is not given"),
-        (["runs=no", "about=3"], "about", "is no group"),
+        (["runs=no", "about=3"], "about", "cannot be 3"),
         (["runs=no", "about.date=today"], "about.date", "there is no"),
     ],
 )
