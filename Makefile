@@ -6,12 +6,12 @@ INSTALLED := .venv/installed
 # hundreds of processes begin in the tests: each sooner if it finds what others compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
 
-test: $(INSTALLED) lint
+test: $(INSTALLED) lint docs
 	# three, on any number of cores: many tests wait for processes of their own
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed
@@ -22,6 +22,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# strict: a link to nowhere is an error
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
 # --without-pip and --python: Debian keeps ensurepip in a package of its own
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv --without-pip .venv
@@ -29,4 +33,4 @@ $(INSTALLED): pyproject.toml
 	touch $(INSTALLED)
 
 clean:
-	rm -rf .venv build dist *.egg-info runs
+	rm -rf .venv build dist site *.egg-info runs

@@ -1,0 +1,82 @@
+"""Pages of the documentation site that are made of what the project has elsewhere: README,
+settings, the command line, methods and docstrings. A hook of mkdocs (``mkdocs.yml``)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from fedgen.cli import HELP
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTRACT = ["fedgen.method"]
+PRIVACY = [
+    f"fedgen.privacy.{room}"
+    for room in (
+        "events", "accounting", "secret_draws", "calibration", "mechanisms", "bounds", "batches",
+        "releases", "routing", "per_example", "noise", "budget", "ledger", "audit",
+    )
+]  # fmt: skip
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds them."""
+    pages = {
+        "index.md": _moved((ROOT / "README.md").read_text()),
+        "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
+        "security.md": _moved((ROOT / "SECURITY.md").read_text()),
+        "reference/command-line.md": f"# Command line\n\n```text\n{HELP}```\n",
+        "reference/settings.md": _settings(),
+        "reference/methods.md": _methods(),
+        "reference/python.md": "# Python\n\n::: fedgen.library\n",
+        "reference/contract.md": _modules("A method's contract", CONTRACT),
+        "reference/privacy.md": _modules("Privacy", PRIVACY),
+    }
+    for place, text in pages.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def _moved(text: str) -> str:
+    """A page of the top folder, with links as they are inside of ``docs/``."""
+    text = text.replace("](docs/", "](").replace("](SECURITY.md)", "](security.md)")
+    return text.replace("](CHANGELOG.md)", "](changelog.md)")
+
+
+def _settings() -> str:
+    """Each group of settings as its file has it: the defaults, with what they mean."""
+    parts = [
+        "# Settings\n\n`fedgen train --cfg ...` prints those of a run. `group=NAME` chooses a file "
+        "of a group, `group.key=VALUE` sets one of its settings."
+    ]
+    alone = [ROOT / "configs" / f"{name}.yaml" for name in ("config", "audit", "sample", "report")]
+    parts += [f"## {file.stem}\n\n{_yaml(file)}" for file in alone]
+    for group in ("data", "partition", "privacy", "runtime", "evaluation", "warm_up"):
+        files = sorted((ROOT / "configs" / group).glob("*.yaml"))
+        parts += [f"## {group}={file.stem}\n\n{_yaml(file)}" for file in files]
+    return "\n\n".join(parts) + "\n"
+
+
+def _methods() -> str:
+    """What each method does, as its file says, with its settings."""
+    parts = ["# All methods"]
+    for file in sorted((ROOT / "configs" / "method").glob("*.yaml")):
+        found = re.search(r"^_target_: (fedgen\.methods\.\w+)\.", file.read_text(), re.MULTILINE)
+        if found is None or file.stem.endswith("_small"):
+            continue
+        module = ROOT.joinpath(*found[1].split(".")).with_suffix(".py")
+        text = ast.get_docstring(ast.parse(module.read_text())) or ""
+        parts.append(f"## {file.stem}\n\n```text\n{text}\n```\n\n{_yaml(file)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _modules(title: str, names: list[str]) -> str:
+    return f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
+
+
+def _yaml(file: Path) -> str:
+    return f"```yaml\n{file.read_text()}```"
