@@ -43,6 +43,8 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
                                           about.controller|purpose|data|persons=TEXT
+  fedgen release run=DIR out=FILE.zip     train once more as a rehearsal did, with secret noise and
+                                          nothing else that looks at the rows; pack what to hand out
   fedgen new method name=NAME [out=DIR]   a package with a method of your own, that runs as it is
   fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
                                           node in
@@ -106,6 +108,7 @@ COMMANDS = {
     "benchmark": "benchmark",
     "debug": "debug",
     "report": "report",
+    "release": "release",
     "new": "new",
     "node": "node",
     "link": "link",
@@ -253,6 +256,12 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import report
 
         print(report.report(config))
+    elif command == "release":
+        from fedgen.experiments import release
+        from fedgen.reporting.words import summary
+
+        made, packed = release.release(config)
+        print(summary(made), packed, sep="\n")
     elif command == "evaluate":
         from fedgen.experiments import evaluation
 

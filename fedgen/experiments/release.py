@@ -1,0 +1,86 @@
+"""``fedgen release``: from a rehearsal to what is handed out."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.errors import FedgenError
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.identity import opened
+from fedgen.experiments.training import train
+from fedgen.files import check_no_links
+from fedgen.reporting.run_dir import RunDir
+
+
+def release(config: DictConfig) -> tuple[Path, Path]:
+    """Trains once more with the settings of a seeded run, with coins of the system's and nothing
+    that looks at private rows beside the training, and packs what may be handed out. A run whose
+    noise was secret is packed as it is.
+
+    Returns:
+        The run directory, and the packed file.
+
+    Raises:
+        FedgenError: for a run that cannot be released.
+    """
+    out = Path(config.out)
+    if out.suffix != ".zip" or out.exists():
+        raise FedgenError("out", f"{out} is no new .zip file", "give out=FILE.zip")
+    run_dir, was, identity = opened(Path(config.run), "run")
+    if not run_dir.finished:
+        problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"
+        raise FedgenError("run", problem, remedy)
+    run = run_dir.path
+    if was.privacy.noise == "seeded":
+        run = train(_for_release(was, identity, config))
+    _pack(RunDir(run), out)
+    return run, out
+
+
+def _for_release(was: DictConfig, identity: dict[str, Any], asked: DictConfig) -> DictConfig:
+    """The settings of a rehearsal, for a release.
+
+    Raises:
+        FedgenError: for what is none: without noise, begun with foreign weights, or an audit.
+    """
+    for what, found in (
+        ("has no noise", was.names.privacy == "none"),
+        ("began with another run's weights, and has no ε", was.start is not None),
+        ("was an audit, with canaries among the rows", was.get("audit") is not None),
+        ("was one of several generators for debugging", was.group is not None),
+    ):
+        if found:
+            raise FedgenError("run", what, "rehearse what you will release, by fedgen train")
+    now = was.copy()
+    for key, value in identity.get("left_open", {}).items():  # solved for anew
+        OmegaConf.update(now, key, value)
+    quiet = compose("config", ["evaluation=none"])
+    now.evaluation, now.names.evaluation = quiet.evaluation, "none"
+    now.evaluate_every, now.held_out, now.corruption.fraction = 0, 0, 0.0
+    now.runtime.faults = quiet.runtime.faults
+    now.privacy.noise, now.privacy.budget_epsilon = "secure", asked.budget_epsilon
+    now.run_dir = asked.run_dir
+    return now
+
+
+def _pack(run: RunDir, out: Path) -> None:
+    """What is published of a run, whole or not at all.
+
+    Raises:
+        FedgenError: if it is not what the run wrote, or there is no room for it.
+    """
+    check_no_links(run.public, "run")
+    run.check_digests("run")
+    new = out.with_name(f"{out.name}.new")
+    try:
+        with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
+            for file in sorted(run.public.iterdir()):
+                opened_.write(file, f"{out.stem}/{file.name}")
+        new.rename(out)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error

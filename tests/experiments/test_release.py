@@ -1,0 +1,84 @@
+"""From a rehearsal to what is handed out."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from tiny import Train
+
+import fedgen
+from fedgen import cli
+
+JUDGED = ["method=dp_merf_small", "rounds=4", "evaluation=quick", "evaluation.samples=40",
+          "evaluate_every=2", "held_out=100"]  # fmt: skip
+
+
+def records(run: Path) -> tuple[dict, dict]:
+    return tuple(json.loads((run / f"{n}.json").read_text()) for n in ("privacy", "results"))
+
+
+@pytest.mark.parametrize("clients", [[], ["partition=iid", "partition.clients=4",
+                                          "privacy.aggregation=secure"]])  # fmt: skip
+def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Path) -> None:
+    rehearsal = train(*JUDGED, *clients)
+    run, out = tmp_path / "released", tmp_path / "hand-out.zip"
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}"]
+    assert cli.run(["release", *words]) == 0
+    (before, judged), (after, results) = records(rehearsal), records(run)
+    assert (before["noise"], after["noise"]) == ("seeded", "secure")
+    assert after["noise_multiplier"] == before["noise_multiplier"]
+    assert after["views"] == before["views"]
+    assert judged["gen2real"] and not results["gen2real"]
+    assert results["generator_sha256"] != judged["generator_sha256"]
+    with zipfile.ZipFile(out) as packed:
+        packed.extractall(tmp_path / "elsewhere")
+    public = tmp_path / "elsewhere" / "hand-out"
+    assert {p.name for p in public.iterdir()} == {p.name for p in (run / "public").iterdir()}
+    assert "not for release" not in (public / "PRIVACY.md").read_text()
+    assert fedgen.load(public).samples(5).images.shape == (5, 1, 8, 8)
+    # what was released once is packed, and nothing is spent again
+    again = tmp_path / "again.zip"
+    assert cli.run(["release", f"run={run}", f"out={again}"]) == 0
+    assert records(run) == (after, results)
+    with zipfile.ZipFile(again) as packed:
+        whole = packed.read("again/generator.safetensors")
+    assert whole == (public / "generator.safetensors").read_bytes()
+
+
+def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
+    rehearsal = train("method=dp_merf_small", "rounds=4", "privacy.target_epsilon=2")
+    out = tmp_path / "out.zip"
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={tmp_path / 'r'}"]
+    assert cli.run(["release", *words, "budget_epsilon=1"]) == 2
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "said"),
+    [
+        (["privacy=none"], [], "run: has no noise"),
+        ([], ["out=a.tar"], "out: a.tar is no new .zip"),
+        ([], ["run=no"], "run: no is not a run directory"),
+        ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must be positive"),
+    ],
+)
+def test_mistakes(
+    made: list[str], words: list[str], said: str, train: Train, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = train("method=dp_merf_small", "rounds=2", *made)
+    capsys.readouterr()
+    assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {said}") and error.count("\n") == 1
+    assert not (tmp_path / "o.zip").exists()
+
+
+def test_a_changed_generator_is_not_packed(train: Train, tmp_path: Path) -> None:
+    run = train("method=dp_merf_small", "rounds=2", "privacy.noise=secure")
+    (run / "public" / "PRIVACY.md").write_text("ε = 0.1")
+    assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}"]) == 2
+    assert not (tmp_path / "o.zip").exists()
