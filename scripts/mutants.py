@@ -99,6 +99,13 @@ MUTANTS = [
         "tests/privacy/test_persons.py",
     ),
     Mutant(
+        "a-persons-rows-follow-from-where-they-lie",
+        "fedgen/data/partition.py",
+        "told = [_keyed(key, images[row], int(labels[row])) for row in shard]",
+        "told = [_keyed(key, images[0], int(row)) for row in shard]",
+        "tests/privacy/test_persons.py",
+    ),
+    Mutant(
         "a-persons-rows-at-two-clients",
         "fedgen/data/partition.py",
         "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
@@ -108,7 +115,7 @@ MUTANTS = [
     Mutant(
         "a-table-names-files-elsewhere",
         "fedgen/data/tables.py",
-        "if home not in (table.parent / path).resolve().parents:",
+        "if home not in really.parents:",
         "if home is None:",
         "tests/data/test_tables.py",
     ),

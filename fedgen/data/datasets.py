@@ -111,10 +111,17 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all training rows, computed once; it belongs to the server side."""
+        """A digest of all training rows, and whom they show, computed once; it belongs to the
+        server side."""
+        if self._by_writer or self.persons is None:
+            return self.account
+        return digest(self.account.encode(), self.persons.tobytes())
+
+    @cached_property
+    def account(self) -> str:
+        """What the rows are accounted by over all runs: whom they show is none of it."""
         writers = b"" if self.writers is None else self.writers.tobytes()
-        persons = [] if self._by_writer or self.persons is None else [self.persons.tobytes()]
-        return digest(self.images.tobytes(), self.labels.tobytes(), writers, *persons)
+        return digest(self.images.tobytes(), self.labels.tobytes(), writers)
 
     @property
     def _by_writer(self) -> bool:

@@ -82,7 +82,7 @@ def folder(
         problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
         raise FedgenError("data.channels", problem, "or null, to leave images as they are")
     places = [_place(each, root) for each in paths]
-    if len(places) == 1 and places[0].suffix == ".csv":
+    if len(places) == 1 and places[0].suffix == ".csv" and not places[0].is_dir():
         listed = listed_in(places[0], labels)
     elif len(places) == 1 and places[0].is_file():
         if classes is None:

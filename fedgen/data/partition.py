@@ -6,6 +6,8 @@ on who the writers are. Replacing one row by another, of a writer that is there,
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -127,9 +129,17 @@ def shards(
     return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
 
 
-def of_persons(shards: list[Index], persons: Index | None, most: int, coins: Coins) -> list[Index]:
-    """The shards with at most ``most`` rows of each person, by public coins of the rows' places: of
-    a person more or less, nobody else's rows are others.
+def of_persons(
+    shards: list[Index],
+    persons: Index | None,
+    most: int,
+    images: NDArray[np.uint8],
+    labels: Index,
+    coins: Coins,
+) -> list[Index]:
+    """The shards with at most ``most`` rows of each person. Which, follows from a public key and
+    from the person's own rows alone: those of the least keyed digests, wherever they lie. Without
+    somebody's rows everybody else's are the same ones.
 
     Raises:
         FedgenError: where nobody knows whom rows show, or somebody has rows at several clients.
@@ -147,14 +157,21 @@ def of_persons(shards: list[Index], persons: Index | None, most: int, coins: Coi
             "gives several clients images of one person, whom no client could protect alone",
             "take single, by_writer or by_folder",
         )
-    coin = torch.rand(len(persons), generator=coins.public("persons"), dtype=torch.float64).numpy()
+    bits = torch.randint(2**62, (), generator=coins.public("persons"))
+    key = int(bits).to_bytes(8, "little")
     kept = []
     for shard in shards:
-        order = shard[np.lexsort((coin[shard], persons[shard]))]
+        told = [_keyed(key, images[row], int(labels[row])) for row in shard]
+        order = shard[sorted(range(len(shard)), key=lambda at: (persons[shard[at]], told[at]))]
         _, starts = np.unique(persons[order], return_index=True)
         place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
         kept.append(np.sort(order[place < most]))
     return kept
+
+
+def _keyed(key: bytes, image: NDArray[np.uint8], label: int) -> bytes:
+    whole = label.to_bytes(8, "little") + image.tobytes()
+    return hashlib.blake2b(whole, key=key, digest_size=16).digest()
 
 
 def check_clients(clients: int | None, rows: int) -> None:

@@ -3,19 +3,19 @@
 | column | |
 |---|---|
 | ``path`` | the image's file, below the table's folder; it is the record's name |
-| ``label`` | the label's name |
+| ``label`` | the label's name; all names are a setting, ``data.labels``, and public |
 | ``client`` | optional: whose image it is (``partition=by_folder``) |
 | ``person`` | optional: whom it shows (``privacy.unit=person``) |
 | ``split`` | optional: ``train`` or ``test`` |
 
-Names of labels and clients are numbered in their alphabetical order. A table is data that somebody
-may have handed over: it names no file outside of its folder.
+Clients are numbered in the alphabetical order of their names. A table is data that somebody may
+have handed over: it names no file outside of its folder, and none twice.
 """
 
 from __future__ import annotations
 
 import csv
-from collections import Counter
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from fedgen.errors import FedgenError
 
 _SHOWN = 20  # names in a line
+_LONG = 100  # letters of a name in a line
 _SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
 _MOST_BYTES = 2**30
 
@@ -78,18 +79,35 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
         raise FedgenError("data.path", problem, "name its columns in the first line")
     clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
     persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
+    if named is None:
+        there = sorted({row["label"] for row in rows})
+        some = ",".join(each[:_LONG] for each in there[:_SHOWN])
+        problem = "is not set: labels are public, and not read off a table's rows"
+        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
     labels = known_labels({row["label"] for row in rows}, named)
-    home = table.parent.resolve()
+    home, seen = table.parent.resolve(), set()
     by_label = {name: number for number, name in enumerate(labels)}
     records = []
     for number, row in enumerate(rows, 2):
         path, split = PurePosixPath(row["path"]), row.get("split", "")
+        where = f"{table}, line {number}: {row['path'][:_LONG]!r}"
         if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
-            problem = f"{table}, line {number}: {row['path']!r} is no file below the table's folder"
+            problem = f"{where} is no file below the table's folder"
             raise FedgenError("data.path", problem, "give paths from there")
-        if home not in (table.parent / path).resolve().parents:
-            problem = f"{table}, line {number}: {row['path']!r} leads out of the table's folder"
+        try:
+            really = (table.parent / path).resolve()
+            there_is = really.is_file()
+        except (OSError, RuntimeError, ValueError):  # a link to itself, a name too long
+            really, there_is = table, False
+        if home not in really.parents:
+            problem = f"{where} leads out of the table's folder"
             raise FedgenError("data.path", problem, "copy the image there")
+        if not there_is:
+            raise FedgenError("data.path", f"{where} is no file", "remove the line")
+        if really in seen:
+            problem = f"{where} is named more than once"
+            raise FedgenError("data.path", problem, "name each image once")
+        seen.add(really)
         if split not in _SPLITS:
             problem = f"{table}, line {number}: the split {split!r} is none"
             raise FedgenError("data.path", problem, "write train or test, or leave it out")
@@ -106,10 +124,6 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
                 persons.get(row.get("person", ""), -1),
             )
         )
-    twice = [name for name, count in Counter(r.name for r in records).items() if count > 1]
-    if twice:
-        problem = f"{table} names {', '.join(sorted(twice)[:_SHOWN])} more than once"
-        raise FedgenError("data.path", problem, "name each image once")
     return Listed(records, labels, max(len(clients), 1), persons=bool(persons))
 
 
@@ -123,7 +137,9 @@ def _rows(table: Path) -> list[dict[str, str]]:
         if table.stat().st_size > _MOST_BYTES:
             raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
         with table.open(newline="", encoding="utf-8-sig") as opened:
-            rows = list(csv.DictReader(opened, strict=True))
+            read = csv.DictReader(opened, strict=True)
+            columns = list(read.fieldnames or ())
+            rows = list(read)
     except (OSError, ValueError, csv.Error) as error:
         raise FedgenError(
             "data.path", f"{table} is no readable CSV file ({error})", "write it anew, in UTF-8"
@@ -131,8 +147,17 @@ def _rows(table: Path) -> list[dict[str, str]]:
     if not rows:
         problem = f"{table} lists no image"
         raise FedgenError("data.path", problem, "a heading (path,label), and a line for each image")
+    if len(set(columns)) < len(columns):
+        problem = f"{table} has two columns of one name"
+        raise FedgenError("data.path", problem, "remove one of them")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             problem = f"{table}, line {number} has not as many fields as the first line"
             raise FedgenError("data.path", problem, "mend it")
-    return rows
+    return [
+        {
+            column: value if column == "path" else unicodedata.normalize("NFC", value.strip())
+            for column, value in row.items()
+        }
+        for row in rows
+    ]

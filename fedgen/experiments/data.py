@@ -50,6 +50,8 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "file names occur under several labels: methods of sums take them, and those that "
             "protect replaced records do not (rename the files for these)"
         )
+    if found.shows_persons and _at_several_clients(found):
+        said.append("somebody has images at several clients: ε per person holds for each alone")
     if found.persons is None:
         said.append("ε is about single images: several of one person are not one record")
     return said
@@ -61,11 +63,22 @@ _FEW = 50
 def _fitting(config: DictConfig, found: Dataset) -> list[str]:
     """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
     count = len(found.labels)
-    about = round(count, 2 - len(str(count)))
     by = "by_folder" if config.names.data == "folder" else "by_writer"
     clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
     persons = []
     if found.persons is not None and found.shows_persons:
-        median = int(np.median(np.unique(found.persons, return_counts=True)[1]))
-        persons = ["privacy.unit=person", f"privacy.images_per_person={median}"]
+        of = np.unique(found.persons, return_counts=True)[1]
+        most = 2 ** int(np.log2(np.median(of)))  # roughly: it is public
+        count = int(np.minimum(of, most).sum())
+        persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
+        clients = [] if _at_several_clients(found) else clients
+    about = round(count, 2 - len(str(count)))
     return ["method=mixture", f"data.public_rows={about}", *clients, *persons]
+
+
+def _at_several_clients(found: Dataset) -> bool:
+    """Whether somebody has images at more than one client."""
+    if found.writers is None or found.persons is None:
+        return False
+    pairs = np.unique(np.stack([found.persons, found.writers]), axis=1)
+    return bool(pairs.shape[1] > len(np.unique(found.persons)))

@@ -67,7 +67,7 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
-_MOST_OF_A_PERSON = 1000
+_MOST_OF_A_PERSON = 200
 UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 # not every runtime has a store; a method was published with an aggregation and a unit
@@ -289,7 +289,8 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
         if held.elsewhere:
             problem = "cannot be person here: nodes do not count images of a person"
             raise FedgenError("privacy.unit", problem, "set it to record or client")
-        shards = of_persons(shards, held.persons, config.privacy.images_per_person, coins)
+        most, whole = config.privacy.images_per_person, (held.images, held.labels)
+        shards = of_persons(shards, held.persons, most, *whole, coins)
     return held, shards
 
 

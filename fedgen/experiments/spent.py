@@ -33,7 +33,7 @@ def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
     most = canonical(plan.server(ready.privacy.budget.rows))
     folder = str(run_dir.path.absolute())
     shares = digest(*(shard.tobytes() for shard in ready.shards))
-    entry = Entry(name, ready.dataset.digest, shares, folder, plan.unit, plan.relation, most)
+    entry = Entry(name, ready.dataset.account, shares, folder, plan.unit, plan.relation, most)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
     file.enter(entry, partial(check_budget, budget, delta, entry))
     return file
@@ -75,11 +75,11 @@ def spent(config: DictConfig) -> str:
     check_output(config.output)
     settings.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
-    entries, delta = file.entries(rows.digest), config.privacy.delta
+    entries, delta = file.entries(rows.account), config.privacy.delta
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {
         "data": config.names.data,
-        "digest": rows.digest,
+        "digest": rows.account,
         "delta": delta,
         "runs": [_row(entry, delta) for entry in entries],
         "together": [_together([e for e in entries if e.kind == k], *k[:2], delta) for k in kinds],

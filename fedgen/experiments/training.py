@@ -27,6 +27,7 @@ from torch import Tensor
 from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
+from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
@@ -597,9 +598,8 @@ class Training:
         self._figure()
         generator = self.method.server.generator(state.server)
         labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
-        sample_grid(
-            self._sample(generator, labels, "grid"), 10, self.run_dir.public / "samples.png"
-        )
+        grid = self._sample(generator, labels, "grid")
+        sample_grid(grid, 10, self.run_dir.public / "samples.png")
         weights = {name: value.cpu().contiguous() for name, value in sorted(generator.items())}
         data = safetensors.torch.save(weights)
         write_whole(self.run_dir.public / "generator.safetensors", data)
@@ -613,7 +613,7 @@ class Training:
         data_set = self.ready.dataset
         told = card(record, str(self.config.names.method), data_set.shape, data_set.classes)
         write_whole(self.run_dir.public / "README.md", told.encode())
-        results = self._results(state, record, sha256)
+        results = {**self._results(state, record, sha256), "coherence": coherence(grid)}
         before = self.run_dir.results() if self.run_dir.finished else {}
         if before.get("generator_sha256") == results["generator_sha256"]:
             # resumed at its end: it may have been judged in another way since

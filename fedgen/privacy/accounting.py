@@ -324,7 +324,7 @@ def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
     def delta_at(eps: float) -> float:
         return float(found(eps)) + rounding
 
-    if delta_at(math.inf) > delta:
+    if not delta_at(math.inf) <= delta:  # nor if it is no number
         return math.inf
     # not get_epsilon_for_delta: it gives up where exp(-loss) underflows
     return _smallest_epsilon(delta_at, delta, 1e-7)

@@ -46,6 +46,8 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 
+_MOST_OF_A_GROUP = 10**6
+
 Spend = Mapping[DpEvent, int]
 """Canonical spend: leaf events (a Gaussian, a draw around a Gaussian, no bound) and how often."""
 
@@ -260,7 +262,7 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             "rate": float() | int() as rate,
             "size": int() as size,
             "gates": inner,
-        }:
+        } if 1 <= size <= _MOST_OF_A_GROUP:
             return PoissonSampledGroup(float(rate), size, from_json(inner))
         case {
             "event": "revealed_draw",

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp, ndtr
+from scipy.special import gammaln, log_ndtr, logsumexp, ndtr
 
 ORDERS: tuple[int, ...] = (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16))
 """Orders at which Renyi divergences of secret draws are taken."""
@@ -169,11 +169,13 @@ def group_draw_pmfs(
     for _ in range(4):  # Newton's method: the loss is convex and increasing
         value, slope = loss(x)
         x = np.clip(x - (value - grid) / np.maximum(slope, 1e-300), *ends)
-    above, below = ndtr(-x / sigma), ndtr(x / sigma)
-    above_p = sum(w * ndtr((k - x) / sigma) for k, w in zip(counts, weights, strict=True))
-    below_p = sum(w * ndtr((x - k) / sigma) for k, w in zip(counts, weights, strict=True))
-    removed = np.clip(above_p - np.exp(grid) * above, 0.0, 1.0)
-    added = np.clip(below - np.exp(-grid) * below_p, 0.0, 1.0)[::-1]
+    above, below = np.zeros_like(x), np.full_like(x, -np.inf)  # below: a logarithm
+    for k, w in zip(counts, weights, strict=True):
+        above += w * ndtr((k - x) / sigma)
+        below = np.logaddexp(below, math.log(w) + log_ndtr((x - k) / sigma))
+    # a product of a large and a small number, which floating point holds together alone
+    removed = np.clip(above - np.exp(grid + log_ndtr(-x / sigma)), 0.0, 1.0)
+    added = np.clip(ndtr(x / sigma) - np.exp(below - grid), 0.0, 1.0)[::-1]
     made = [
         pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
             step, int(first), int(last), np.minimum.accumulate(profile)

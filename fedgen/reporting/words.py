@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgen.evaluation.coherence import NOISE
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
@@ -150,8 +151,8 @@ def protected(record: dict[str, Any]) -> str:
     one = {
         "record": "one image with its label",
         "client": "all images of one client together",
-        "person": "all images of one person together, of which at most "
-        f"{record.get('images_per_person', 1)} count at each client,",
+        "person": "all images of one person at one client together, of which at most "
+        f"{record.get('images_per_person', 1)} count,",
     }[record["unit"]]
     how = {
         ("record", "replace_one"): "was among the training data, or another in its place",
@@ -232,6 +233,12 @@ def summary(path: Path) -> str:
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
+    if results.get("coherence", 1.0) < NOISE:
+        lines.append(
+            "the samples look like noise: neighbouring pixels hardly agree (correlation "
+            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); take a larger ε, more "
+            "rows, or method=mixture"
+        )
     lines += quality(results)
     parts = ", ".join(f"{n} {s:.3g} s" for n, s in results["seconds_per_round"].items())
     if results["rounds_per_second"]:

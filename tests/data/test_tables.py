@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def scans(tmp_path: Path) -> Path:
 
 
 def read(table: Path) -> Dataset:
-    return folder(COINS, None, str(table))
+    return folder(COINS, None, str(table), labels=["ill", "well"])
 
 
 def test_a_table_of_images(scans: Path) -> None:
@@ -71,25 +72,30 @@ def test_what_is_not_told_is_not_known(scans: Path) -> None:
 @pytest.mark.slow
 def test_a_run_per_person_from_a_table(scans: Path, tmp_path: Path) -> None:
     words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
+             "data.labels=[ill,well]",
              "partition=by_folder", "privacy.unit=person", "privacy.images_per_person=2",
              "privacy.aggregation=secure", "rounds=3", "evaluation=none",
              "runtime=in_process"]  # fmt: skip
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
     statement = (tmp_path / "run" / "public" / "PRIVACY.md").read_text()
-    assert "all images of one person together" in statement
+    assert "all images of one person at one client together" in statement
 
 
 def test_data_check_says_whom_images_show(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["data", "check", "data=folder", f"data.path={scans}"]) == 0
+    assert (
+        cli.run(["data", "check", "data=folder", f"data.path={scans}", "data.labels=[ill,well]"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "6 persons, with 3 to 3 images each" in said
-    assert "privacy.unit=person privacy.images_per_person=3" in said
+    assert "privacy.unit=person privacy.images_per_person=2" in said
 
 
 def test_images_of_people_are_said_to_be_single_ones(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
+             "data.labels=[ill,well]",
              "rounds=2", "evaluation=none"]  # fmt: skip
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
     assert "ε is about single images" in capsys.readouterr().out
@@ -106,17 +112,55 @@ def test_images_of_people_are_said_to_be_single_ones(
         ("path,label\n/etc/hostname,x\n", "no file below the table's folder"),
         ("path,label\na/../../b.png,x\n", "no file below the table's folder"),
         ("path,label\n,x\n", "no file below the table's folder"),
-        ("path,label\na.png,x\na.png,y\n", "more than once"),
+        ("path,label,label\na.png,x,x\n", "two columns of one name"),
         ("path,label,split\na.png,x,dev\n", "the split 'dev' is none"),
         ("path,label,person\na.png,x,\n", "nobody is named"),
         ('path,label\n"a.png,x\n', "no readable CSV"),
-        ("path,label\nabsent.png,x\n", "no readable images"),
+        ("path,label\nabsent.png,x\n", "is no file"),
+        (f"path,label\n{'a' * 5000}.png,x\n", "is no file|leads out"),
     ],
 )
 def test_mistakes(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(text)
-    with pytest.raises(FedgenError, match=said):
-        read(tmp_path / "list.csv")
+    with pytest.raises(FedgenError, match=said) as found:
+        folder(COINS, None, str(tmp_path / "list.csv"), labels=["x", "y"])
+    assert len(str(found.value)) < 1000
+
+
+def test_labels_are_a_setting(scans: Path) -> None:
+    with pytest.raises(FedgenError, match=r"labels are public.*data.labels=\[ill,well\]"):
+        folder(COINS, None, str(scans))
+
+
+def test_no_image_has_two_lines(tmp_path: Path) -> None:
+    """Whatever they call it; nor is anything read that is no file."""
+    Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
+    (tmp_path / "c.png").symlink_to(tmp_path / "c.png")
+    os.mkfifo(tmp_path / "d.png")
+    table = tmp_path / "list.csv"
+    for other, said in (("a.png", "more than once"), ("./a.png", "more than once"),
+                        ("b.png", "more than once"), ("c.png", "leads out|is no file"),
+                        ("d.png", "is no file")):  # fmt: skip
+        table.write_text(f"path,label\na.png,x\n{other},x\n")
+        with pytest.raises(FedgenError, match=said):
+            folder(COINS, None, str(table), labels=["x"])
+
+
+def test_a_name_is_one_name_however_it_is_spelled(scans: Path) -> None:
+    text = scans.read_text("utf-8-sig")
+    scans.write_text(text.replace("süd,patient 3", "su\u0308d , patient 3 ", 1))
+    data = read(scans)
+    assert data.persons is not None and data.writers is not None
+    assert (data.persons.max(), data.writers.max()) == (5, 1)
+
+
+def test_whom_images_show_is_another_run_and_the_same_account(scans: Path) -> None:
+    before = read(scans)
+    scans.write_text(scans.read_text("utf-8-sig").replace("patient 5", "patient 4"))
+    after = read(scans)
+    assert before.digest != after.digest
+    assert before.account == after.account
 
 
 def test_links_out_of_the_folder_are_not_followed(scans: Path, tmp_path: Path) -> None:
@@ -127,7 +171,7 @@ def test_links_out_of_the_folder_are_not_followed(scans: Path, tmp_path: Path) -
     (home / "a.png").symlink_to(outside)
     (home / "list.csv").write_text("path,label\na.png,x\n")
     with pytest.raises(FedgenError, match="leads out of"):
-        read(home / "list.csv")
+        folder(COINS, None, str(home / "list.csv"), labels=["x"])
 
 
 @given(st.binary(max_size=200))
@@ -137,5 +181,5 @@ def test_any_bytes_are_a_table_or_a_line(tmp_path_factory: pytest.TempPathFactor
     table = tmp_path_factory.mktemp("any") / "list.csv"
     table.write_bytes(raw)
     with pytest.raises(FedgenError):
-        listed_in(table, None)
+        listed_in(table, ["x"])
         raise FedgenError("data.path", "a table after all", "")
