@@ -122,6 +122,7 @@ def test_images_of_people_are_said_to_be_single_ones(
 )
 def test_mistakes(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(text)
+    Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
     with pytest.raises(FedgenError, match=said) as found:
         folder(COINS, None, str(tmp_path / "list.csv"), labels=["x", "y"])
     assert len(str(found.value)) < 1000
