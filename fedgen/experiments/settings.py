@@ -67,7 +67,7 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
-_MOST_OF_A_PERSON = 200
+_MOST_OF_A_PERSON = 50  # more take minutes to account
 UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 # not every runtime has a store; a method was published with an aggregation and a unit

@@ -202,6 +202,7 @@ def test_train_leaves_debugging_to_debug(
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_a_recipe_on_real_writers(tmp_path: Path) -> None:
     """On fewer writers than the recipe's, and so at a larger epsilon."""
     if not (Path(os.environ.get("FEDGEN_DATA", "")) / "femnist.npz").exists():
