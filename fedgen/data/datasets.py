@@ -293,8 +293,16 @@ def femnist(
     if not there[~test].any():
         raise FedgenError("data.least_rows", "leaves no writer", "lower it")
     images, labels, writers, test = images[there], labels[there], writers[there], test[there]
+    of = writers[~test]
     return checked(
-        "femnist", images[~test], labels[~test], images[test], labels[test], writers[~test], classes
+        "femnist",
+        images[~test],
+        labels[~test],
+        images[test],
+        labels[test],
+        of,
+        classes,
+        persons=of,
     )
 
 
@@ -420,7 +428,7 @@ def from_npz(name: str, file: Path, classes: int) -> Dataset:
         _whole_numbers(file, arrays["test_labels"]),
         writers,
         classes,
-        persons=persons,
+        persons=writers if persons is None else persons,
     )
 
 
@@ -477,12 +485,11 @@ def checked(
     classes: int,
     labels_in_names: bool = False,
     persons: NDArray[np.generic] | None = None,
-    writers_are_persons: bool = True,
 ) -> Dataset:
     """A data set of these arrays.
 
     Args:
-        persons: None: whose they are, if ``writers_are_persons``.
+        persons: whom each row shows; ``writers`` itself where that is who made it.
 
     Raises:
         FedgenError: if they are none.
@@ -510,7 +517,7 @@ def checked(
         if len(split) and (split.min() < 0 or split.max() >= classes):
             raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
     of = None if writers is None else writers.astype(np.int64)
-    shown = of if writers_are_persons else None
+    shown = None if persons is None else persons.astype(np.int64)
     return Dataset(
         name,
         np.ascontiguousarray(images, dtype=np.uint8),
@@ -520,5 +527,5 @@ def checked(
         of,
         classes,
         labels_in_names,
-        shown if persons is None else persons.astype(np.int64),
+        of if persons is writers else shown,
     )

@@ -108,7 +108,6 @@ def folder(
         len(listed.labels),
         listed.labels_in_names,
         persons[~test] if listed.persons else None,
-        writers_are_persons=False,
     )
 
 

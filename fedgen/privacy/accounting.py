@@ -164,12 +164,15 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     # a draw never costs more than what it gates, nor more than if it were seen
     seen = _as_if_seen(leaves, delta)
     if exact <= min(by_pld, by_rdp, seen):
-        return Epsilon(exact, "Gaussian, as if always drawn", min(by_pld, by_rdp))
-    if seen < min(by_pld, by_rdp):
-        return Epsilon(seen, "exact Gaussians over the visits of secret draws", min(by_pld, by_rdp))
-    if by_rdp <= by_pld:
-        return Epsilon(by_rdp, "RDP of secret draws", by_pld)
-    return Epsilon(by_pld, "PLD of secret draws", None if math.isinf(by_rdp) else by_rdp)
+        found, by, second = exact, "Gaussian, as if always drawn", min(by_pld, by_rdp)
+    elif seen < min(by_pld, by_rdp):
+        found, by = seen, "exact Gaussians over the visits of secret draws"
+        second = min(by_pld, by_rdp)
+    elif by_rdp <= by_pld:
+        found, by, second = by_rdp, "RDP of secret draws", by_pld
+    else:
+        found, by, second = by_pld, "PLD of secret draws", by_rdp
+    return Epsilon(found, by, None if math.isinf(second) else second)
 
 
 def _gaussian(event: DpEvent) -> GaussianDpEvent:
