@@ -67,6 +67,7 @@ ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routin
 
 POLICY, SITE = "fedgen/deployment/policy.py", "fedgen/deployment/site.py"
 SITE_TESTS, SIGNING_TESTS = "tests/deployment/test_site.py", "tests/federation/test_signing.py"
+PERSONS_TESTS = "tests/privacy/test_persons.py"
 WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
@@ -75,49 +76,49 @@ MUTANTS = [
         "fedgen/privacy/events.py",
         "    if size == 1:\n        return event\n",
         "    return event\n",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_epsilon_is_the_second_accountants",
     ),
     Mutant(
         "draws-of-a-person-count-the-sum-of-their-rates",
         "fedgen/privacy/accounting.py",
         "    weights = binom.pmf(counts, event.size, event.sampling_probability)",
         "    weights = binom.pmf(counts, 1, event.sampling_probability)",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_epsilon_is_the_second_accountants",
     ),
     Mutant(
         "a-mechanism-counts-a-persons-single-row",
         "fedgen/privacy/mechanisms.py",
         "return of_group(self.batches.event(GaussianDpEvent(self.noise_multiplier)), self.most)",
         "return self.batches.event(GaussianDpEvent(self.noise_multiplier))",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_a_sum_has_the_law_that_is_counted",
     ),
     Mutant(
         "a-row-of-a-person-too-many",
         "fedgen/data/partition.py",
         "kept.append(np.sort(order[place < most]))",
         "kept.append(np.sort(order[place <= most]))",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_without_a_person_everybody_elses_rows_are_the_same_ones",
     ),
     Mutant(
         "a-persons-rows-follow-from-where-they-lie",
         "fedgen/data/partition.py",
         "told = [_keyed(key, images[row], int(labels[row])) for row in shard]",
         "told = [_keyed(key, images[0], int(row)) for row in shard]",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_without_a_person_everybody_elses_rows_are_the_same_ones",
     ),
     Mutant(
         "a-persons-rows-at-two-clients",
         "fedgen/data/partition.py",
         "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
         "    if not homes:",
-        "tests/privacy/test_persons.py",
+        f"{PERSONS_TESTS}::test_persons_are_at_one_client",
     ),
     Mutant(
         "a-table-names-files-elsewhere",
         "fedgen/data/tables.py",
         "if home not in really.parents:",
         "if home is None:",
-        "tests/data/test_tables.py",
+        "tests/data/test_tables.py::test_links_out_of_the_folder_are_not_followed",
     ),
     Mutant(
         "a-site-answers-above-its-epsilon",

@@ -37,11 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=0, help="more of each part, deployed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: alone at the end they would keep everybody waiting."""
-    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
-
-
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> int:
     """How many random cases of a kind to try."""

@@ -29,7 +29,7 @@ def test_noise_images_and_nothing() -> None:
 def test_a_run_says_so(
     method: str, noise: float, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"method={method}", "rounds=100", "evaluation=none", "privacy.target_epsilon=null"]
+    words = [f"method={method}", "rounds=20", "evaluation=none", "privacy.target_epsilon=null"]
     words += [f"privacy.noise_multiplier={noise}", f"run_dir={tmp_path / 'run'}"]
     assert cli.run(["train", *words]) == 0
     assert ("look like noise" in capsys.readouterr().out) == said
