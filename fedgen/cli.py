@@ -46,6 +46,8 @@ usage: fedgen <command> [key=value ...]
   fedgen release run=DIR out=FILE.zip     train once more as a rehearsal did, with secret noise and
                                           nothing else that looks at the rows; pack what to hand out
   fedgen new method name=NAME [out=DIR]   a package with a method of your own, that runs as it is
+  fedgen check method=NAME [overrides]    does a method keep what each promises? runs that are
+                                          repeated, moved, cut off, shared out; attacks
   fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
                                           node in
   fedgen node [superlink=HOST:PORT] ...   a client at a site of its own; number=N data=...
@@ -102,6 +104,7 @@ COMMANDS = {
     "train": "config",
     "account": "account",
     "audit": "audit",
+    "check": "audit",
     "data": "account",
     "sample": "sample",
     "evaluate": "evaluate",
@@ -224,6 +227,10 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
         from fedgen.experiments import audit
 
         print(audit.audit(config).text)
+    elif command == "check":
+        from fedgen.experiments import check
+
+        print(check.check(config))
     elif command == "sample":
         from fedgen.experiments import generation
 

@@ -18,11 +18,12 @@ _server.set_forkserver_preload(["fedgen.experiments.training", "matplotlib.figur
 
 
 class Command:
-    """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; its errors go to a file."""
+    """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; what it says goes to files."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (as long as this object)
-        given = tuple(words), self._errors.name, dict(os.environ)
+        self._folder = tempfile.TemporaryDirectory()  # as long as this object
+        said = [str(Path(self._folder.name) / name) for name in ("output", "errors")]
+        given = tuple(words), said, dict(os.environ)
         self._process = _server.Process(target=_run, args=given, daemon=False)
         self._process.start()
         assert self._process.pid is not None
@@ -45,17 +46,22 @@ class Command:
         return status
 
     @property
+    def output(self) -> str:
+        """What it printed."""
+        return (Path(self._folder.name) / "output").read_text()
+
+    @property
     def errors(self) -> str:
         """What it said of errors."""
-        return Path(self._errors.name).read_text()
+        return (Path(self._folder.name) / "errors").read_text()
 
 
-def _run(words: tuple[str, ...], errors: str, environ: dict[str, str]) -> None:
+def _run(words: tuple[str, ...], said: list[str], environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    with Path(os.devnull).open("wb") as nowhere, Path(errors).open("wb") as file:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for number, place in enumerate(said, 1):
+        with Path(place).open("wb") as file:
+            os.dup2(file.fileno(), number)
     sys.argv = ["fedgen", *words]
     cli.main()
 

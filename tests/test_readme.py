@@ -39,7 +39,14 @@ def test_the_pages_python_runs(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_readme_is_for_strangers() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    """Short, and in short sentences: at most 30 words."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for part in re.split(r"\n\s*\n|\n(?=[-|#*])|\|", prose):
+        words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", part)
+        for sentence in re.split(r"(?<=[.!?:;])\s", words):
+            assert len(sentence.split()) <= 30, sentence
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -70,7 +70,7 @@ def audit(config: DictConfig) -> Audited:
         FedgenError: for a setting that does not work, or if an attack refutes a proven epsilon.
     """
     chosen = config.audit
-    _check(chosen)
+    check_audit(chosen)
     if config.resume is not None:
         raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
     ready = settings.setup(config)
@@ -79,7 +79,7 @@ def audit(config: DictConfig) -> Audited:
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in sights(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
-        noise = chosen.noise_multiplier or _telling_noise(ready, sight, kind)
+        noise = chosen.noise_multiplier or telling_noise(ready, sight, kind)
         method = ready.at_noise(noise)
         worst = method.worst_cases()[kind]
         if len(kinds) > 1:
@@ -150,7 +150,7 @@ def audit(config: DictConfig) -> Audited:
     return Audited(found, guessed, text)
 
 
-def _telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
+def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
     """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
     much more never."""
 
@@ -162,7 +162,7 @@ def _telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
     return least_noise(at, _TELLING)
 
 
-def _check(chosen: DictConfig) -> None:
+def check_audit(chosen: DictConfig) -> None:
     """Raises FedgenError for an audit that cannot be."""
     for key, least in (("releases", 2 * _LEAST_TRIALS), ("canaries", 4)):
         if chosen[key] and not least <= chosen[key] <= 10**7:

@@ -45,5 +45,5 @@ def new(config: DictConfig) -> str:
         path.write_text((templates / source).read_text().replace("NAME", name))
     wrote = [f"wrote {path}" for path in sorted(wanted)]
     told = [f"cd {out}", f"export FEDGEN_EXTENSIONS={name}"]
-    told += [f"fedgen train method={name}", f"fedgen audit method={name}", "pytest"]
+    told += [f"fedgen train method={name}", f"fedgen check method={name}", "pytest"]
     return "\n".join([*wrote, "next:", *(f"  {line}" for line in told)])
