@@ -143,6 +143,20 @@ def std_of_mean(mechanism: OfRows | OfClients, clients: int) -> float:
     return float(mechanism.std / clients**0.5)
 
 
+_sealed: list[tuple[bytes, str]] = []  # the last questions of this process, and their digests
+
+
+def _seal(shared: Tensor) -> str:
+    """A digest, made once for what many clients of a process are asked by one after the other: to
+    compare takes a tenth of the time."""
+    data = shared.numpy().tobytes()
+    for before, found in _sealed:
+        if before == data:
+            return found
+    _sealed[:] = [(data, digest(data)), *_sealed[:1]]
+    return _sealed[0][1]
+
+
 @dataclass(frozen=True)
 class SumSequence:
     """All that a run asks its clients for, in order."""
@@ -187,7 +201,7 @@ class SumSequence:
 
         if (prepared := asked.prepared) is not None:
             parts = torch.split(torch.arange(len(shard)), asked.at_once)
-            seals = [digest(query.shared[name].numpy().tobytes()) for name in prepared.names]
+            seals = [_seal(query.shared[name]) for name in prepared.names]
             made = private.kept(
                 " ".join(seals),
                 lambda: torch.cat([prepared.of(shared, private.rows(some)[0]) for some in parts]),

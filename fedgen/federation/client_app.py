@@ -412,7 +412,7 @@ def _check_question(home: ClientHome, server_round: int, query: Query, message: 
         or any(len(rows) != query.count for rows in query.rows.values())
     ):
         raise ValueError("a question of no rows")
-    if not all(each.isfinite().all() for _, each in arrays if each.is_floating_point()):
+    if not messages.is_finite(message):
         raise ValueError("a question that is not finite")
     kind = repr([(name, each.dtype, tuple(each.shape)) for name, each in arrays])
     whole = any(not each.is_floating_point() for _, each in arrays)  # numbers that may index

@@ -8,9 +8,10 @@ reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, AGREE, REVEAL)
 """What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
 KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
+
+T = TypeVar("T")
 
 _RAW = "fedgen.raw"
 _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -134,19 +137,46 @@ def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
     return RecordDict({**content, _FACTS: ConfigRecord({**facts, _COHORT: cohort})})
 
 
+def _of_the_last(work: Callable[[RecordDict], T]) -> Callable[[RecordDict], T]:
+    """Works once for a content that many clients of a process are handed one after the other."""
+    last: list[tuple[RecordDict, T]] = []
+
+    def found(content: RecordDict) -> T:
+        if not last or last[0][0] is not content:
+            last[:] = [(content, work(content))]
+        return last[0][1]
+
+    return found
+
+
+@_of_the_last
+def _digest(content: RecordDict) -> str:
+    facts = content.config_records[_FACTS]
+    cohort = facts.get(_COHORT)
+    parts = [str(int(str(facts[_PLACE]))).encode(), *([str(cohort).encode()] if cohort else [])]
+    for name, record in sorted(content.array_records.items()):
+        for key, array in sorted(record.items()):
+            parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
+    return digest(*parts)
+
+
 def digest_of(message: Message) -> str:
     """A digest of a message's arrays, of its place, and of the cohort that it is for: the question
     itself."""
-    content, (last, found) = message.content, _digested[0]
-    if last is not content:  # many clients of a process are often asked the same
-        cohort = content.config_records[_FACTS].get(_COHORT)
-        parts = [str(read_place(message)).encode(), *([str(cohort).encode()] if cohort else [])]
-        for name, record in sorted(content.array_records.items()):
-            for key, array in sorted(record.items()):
-                parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
-        found = digest(*parts)
-        _digested[0] = content, found
-    return found
+    return _digest(message.content)
+
+
+@_of_the_last
+def _finite(content: RecordDict) -> bool:
+    arrays = [each for record in content.array_records.values() for each in record.values()]
+    types = {each.dtype: np.dtype(each.dtype).newbyteorder("<") for each in arrays}
+    floats = [np.frombuffer(each.data, types[each.dtype]) for each in arrays if "f" in each.dtype]
+    return all(bool(np.isfinite(each).all()) for each in floats)
+
+
+def is_finite(message: Message) -> bool:
+    """Whether all numbers in a message's arrays are."""
+    return _finite(message.content)
 
 
 def framed_digest(content: RecordDict) -> str:
@@ -163,9 +193,6 @@ def framed_digest(content: RecordDict) -> str:
 def is_question(message: Message) -> bool:
     """Whether a message holds the arrays of a question, and no others."""
     return {_ROWS} <= set(message.content.array_records) <= {_ROWS, _SHARED}
-
-
-_digested: list[tuple[RecordDict | None, str]] = [(None, "")]  # the last content, and its digest
 
 
 def read_broadcast(message: Message) -> dict[str, Tensor]:
