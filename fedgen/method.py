@@ -284,7 +284,7 @@ class Plan:
 
     @property
     def short(self) -> bool:
-        """Whether what is asked once is so little that a run is kept after each answer."""
+        """Whether what is asked once is so little that a secure run is kept after each answer."""
         return 0 < self.once <= _SHORT
 
     @property

@@ -15,6 +15,8 @@ import contextlib
 import importlib
 import io
 import multiprocessing
+import multiprocessing.context
+import multiprocessing.pool
 import os
 import shutil
 import sys
@@ -1027,10 +1029,17 @@ MUTANTS = [
     ),
     Mutant(
         "embedding-asked-again-after-a-kill",
-        "fedgen/experiments/training.py",
-        "due |= state.rounds == once or (state.rounds < once and self.method.plan.short)",
-        "due |= False",
+        TRAINING,
+        "            due |= state.rounds == once\n",
+        "",
         f"{DP_MERF_TESTS}::test_a_run_for_release_that_is_killed_later_asks_no_second_time",
+    ),
+    Mutant(
+        "a-step-of-a-short-sequence-asked-again-after-a-kill",
+        TRAINING,
+        "            due |= state.rounds < once and self.method.plan.short and secret\n",
+        "",
+        "tests/methods/test_dp_merf_ae.py::test_a_step_that_was_paid_for_is_not_done_again",
     ),
     Mutant(
         "clipped-again-in-half-precision",
@@ -1535,6 +1544,26 @@ def _load_what_others_wrote() -> None:
     del sys.path[:2]
 
 
+class _Worker(multiprocessing.context.ForkProcess):
+    """A fork that may have processes of its own, as tests do that kill a command."""
+
+    def _get_daemon(self) -> bool:
+        return False
+
+    def _set_daemon(self, value: bool) -> None:
+        del value
+
+    daemon = property(_get_daemon, _set_daemon)  # type: ignore[assignment]
+
+
+class _Context(multiprocessing.context.ForkContext):
+    Process = _Worker
+
+
+def _Workers(**options: int) -> multiprocessing.pool.Pool:  # noqa: N802 (as multiprocessing.Pool)
+    return multiprocessing.pool.Pool(context=_Context(), **options)
+
+
 def main() -> None:
     """Judges the mutants that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -1554,7 +1583,7 @@ def main() -> None:
     os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # that a test fails is enough
     _load_what_others_wrote()
     survived = 0
-    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
+    with _Workers(maxtasksperchild=1) as pool:
         tests = sorted({mutant.test for mutant in chosen})
         whole = pool.apply_async(failed, (None, [] if asked.tests_passed else tests))
         judged = pool.imap(judge, chosen, chunksize=1)

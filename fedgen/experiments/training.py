@@ -383,9 +383,10 @@ class Training:
             last = state.rounds == self.ready.privacy.budget.rounds
             due = _due(state, facts, self.config.runtime.checkpoint_every)
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
-            # what clients said once is not asked again
-            once = self.method.plan.once
-            due |= state.rounds == once or (state.rounds < once and self.method.plan.short)
+            # what clients said once is not asked again; what follows from the seed can be
+            once, secret = self.method.plan.once, self.ready.privacy.noise == "secure"
+            due |= state.rounds == once
+            due |= state.rounds < once and self.method.plan.short and secret
             if due and not last:
                 keep()
             self._die_if_told_to(state, facts)

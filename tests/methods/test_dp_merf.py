@@ -140,9 +140,16 @@ def test_the_generator_descends_to_the_embedding() -> None:
     assert np.mean(distances[-5:]) < np.mean(distances[:5]) / 2
 
 
-def test_a_run_for_release_that_is_killed_later_asks_no_second_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["local", "trusted"])
+def test_a_run_for_release_that_is_killed_later_asks_no_second_time(
+    kind: str, tmp_path: Path
+) -> None:
+    """Whether an answer could be sent again (its noise is held), or not (it would meet other noise
+    of the aggregator's)."""
     run = tmp_path / "run"
     words = ["method=dp_merf_small", "rounds=30", "privacy.noise=secure"]
+    words += ["partition=iid", "partition.clients=2", f"privacy.aggregation={kind}"]
+    words += ["privacy.adversary=release", "runtime=in_process"]
     words += ["runtime.checkpoint_every=1000", "runtime.faults.server_dies=20", f"run_dir={run}"]
     assert Command(["train", *tiny("dp_merf_small"), *words]).wait() == -9
     assert cli.run(["train", f"resume={run}"]) == 0
