@@ -92,7 +92,8 @@ settings (defaults in brackets):
              datalens_mnist|datalens_mnist_cpu|g_pate_mnist|g_pate_mnist_cpu|
              psg_mnist|psg_mnist_cpu|dpdm_mnist|dpdm_mnist_gpu|dpdm_mnist_cpu|
              dp_feta_mnist|dp_feta_mnist_cpu|
-             femnist_fedavg_gan|scale_3400
+             femnist_fedavg_gan|scale_3400|mixture_mnist|mixture_fashion_mnist|mixture_writers|
+             mnist_writers_sums|femnist_sums
              of debug: femnist_debug|femnist_debug_small|femnist_debug_sums
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
                          debug.generators=N corruption.fraction=SHARE

@@ -595,7 +595,7 @@ def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "not amplified: the server knows whom it asks" in text
     assert "amplified by the secret draw of 1 of 40 clients" in text
-    assert "the paper's formula would claim" in text
+    assert "its formula would claim" in text
     assert cli.run(["account", "output=xml"]) == 2
     assert "words or json" in one_line(capsys)
 

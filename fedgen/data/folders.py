@@ -85,9 +85,16 @@ def folder(
     if len(places) == 1 and places[0].suffix == ".csv" and not places[0].is_dir():
         listed = listed_in(places[0], labels)
     elif len(places) == 1 and places[0].is_file():
+        if places[0].suffix != ".npz":
+            problem = f"{places[0]} is no folder, no .csv and no .npz"
+            raise FedgenError("data.path", problem, "give one of these")
         if classes is None:
             raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
-        return from_npz("folder", places[0], classes)
+        try:
+            return from_npz("folder", places[0], classes)
+        except FedgenError as error:
+            key = "data.path" if error.key == "data.root" else error.key
+            raise FedgenError(key, error.problem, error.remedy) from error
     else:
         listed = _listed(places, labels)
     records = sorted(listed.records, key=lambda record: digest(record.name.encode()))
@@ -117,7 +124,7 @@ def _place(path: str, root: str | None) -> Path:
     found = here if here.exists() else below
     if not found.exists():
         raise FedgenError(
-            "data.path", f"{path} does not exist", "give an .npz file or a folder, from here"
+            "data.path", f"{path} does not exist", "give a folder, a .csv or an .npz, from here"
         )
     return found
 

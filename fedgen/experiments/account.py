@@ -73,8 +73,9 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
     lines = [
         f"{ready.config.names.method} on {ready.config.names.data}, "
         f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds"
-        f"{_asking(plan, privacy.budget.rounds)} of {plan.rows_per_round} rows, "
-        f"{_of_a_client(privacy.budget.rows)} rows a client",
+        f"{_asking(plan, privacy.budget.rounds)} of {plan.rows_per_round} "
+        f"question{'s' if plan.rows_per_round > 1 else ''}, "
+        f"{_of_a_client(privacy.budget.rows)} answers of a client",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
         f"draws: {plan.sampler}; noise multiplier: {noise}",
@@ -99,7 +100,7 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
         lines.append(_third_opinion(ready))
     if claim is not None:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
-        lines.append(f"the paper's formula would claim ε = {formula} ({claim.source})")
+        lines.append(f"its formula would claim ε = {formula} ({claim.source})")
     return "\n".join(lines)
 
 

@@ -117,6 +117,7 @@ def _runs(config: DictConfig, folder: Path) -> list[Finding]:
 def _trained(config: DictConfig, place: Path) -> RunDir:
     here = config.copy()
     here.run_dir = str(place)
+    print(f"a run, {place.name}:", flush=True)
     return RunDir(train(here))
 
 
@@ -178,6 +179,7 @@ def _cut_off(config: DictConfig, place: Path) -> RunDir:
         if len(seen) == 2:
             raise KeyboardInterrupt
 
+    print("a run, cut off and resumed:", flush=True)
     try:
         return RunDir(train(here, watch=cut))
     except Interrupted:
@@ -243,5 +245,6 @@ def _attacked(
             told=lambda done: progress.show("releases", done, 2 * audit.releases, ""),
         )
     most = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
-    said = f"ε ≥ {most.lower_bound:.2f} of {epsilon_in_words(most.proven)} proven"
+    proven = epsilon_in_words(most.proven)
+    said = f"the attack shows ε ≥ {most.lower_bound:.2f}, proven for what it sees is {proven}"
     return any(point.broken for point in points), said

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -66,7 +67,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             kept = (w for w in words if _key(w) in groups or _key(w) == "hydra.searchpath")
             default = _default(name, tuple(kept))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _in_one_line(error, name) from error
+        raise _in_one_line(error, name, overrides) from error
     config = whole.copy()
     with open_dict(config):
         del config.hydra
@@ -178,9 +179,13 @@ def _of_extensions() -> list[str]:
     return [f"hydra.searchpath=[{','.join(map(repr, found))}]"] if found else []
 
 
+def _groups() -> dict[str, Path]:
+    return {path.name: path for path in Path(configs.__path__[0]).iterdir() if path.is_dir()}
+
+
 def _check_groups(overrides: list[str]) -> None:
     """Raises FedgenError for an option of a group that is no word."""
-    folders = {path.name: path for path in Path(configs.__path__[0]).iterdir() if path.is_dir()}
+    folders = _groups()
     parsed = OverridesParser.create().parse_overrides(overrides)
     for word, each in zip(overrides, parsed, strict=True):
         group = folders.get(each.key_or_group)
@@ -279,7 +284,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _in_one_line(error: Exception, name: str) -> FedgenError:
+def _in_one_line(error: Exception, name: str, overrides: Sequence[str] = ()) -> FedgenError:
     """Hydra's error as key, problem, remedy."""
     text = str(error)
     option = re.search(r"Could not find '([\w/]+)/([^'/]+)'", text)
@@ -287,22 +292,25 @@ def _in_one_line(error: Exception, name: str) -> FedgenError:
         known = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         near = difflib.get_close_matches(option[2], known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
+        own = " (yours: FEDGEN_EXTENSIONS=PACKAGE)" if option[1] == "method" else ""
         return FedgenError(
-            option[1], f"there is no {option[2]!r}", f"{hint}choose {', '.join(known)}"
+            option[1], f"there is no {option[2]!r}", f"{hint}choose {', '.join(known)}{own}"
         )
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
         wrong = key[1] or key[2]
-        known = [each for each in _known_keys(name) if each != wrong]  # of another method
+        known = [each for each in _known_keys(name, overrides) if each != wrong]
         near = difflib.get_close_matches(wrong, known, 1)
         remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
         return FedgenError(wrong, "is no setting", remedy)
     return FedgenError("override", text.splitlines()[0], "see fedgen --help")
 
 
-def _known_keys(name: str) -> list[str]:
+def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
+    """Of the groups that are chosen."""
+    chosen = [word for word in overrides if "." not in _key(word) and _key(word) in _groups()]
     with initialize_config_module("configs", version_base="1.3"):
-        config = hydra_compose(name)
+        config = hydra_compose(name, chosen)
 
     def walk(part: DictConfig, prefix: str) -> list[str]:
         keys = []

@@ -32,7 +32,8 @@ def check(config: DictConfig) -> str:
         of = np.unique(found.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
-    lines += [f"fits: {' '.join(_fitting(config, found))}"]
+    lines += [f"fits: fedgen train data=... {' '.join(_fitting(config, found))}"]
+    lines.append("(method.teacher=none: many times as fast, for a first look)")
     lines.append("these numbers are private: they are for whoever has the images alone")
     return "\n".join(lines)
 
@@ -41,8 +42,11 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
     said = []
     if found.classes == 1:
         said.append("all images have one label: nothing tells how useful samples are")
-    if counts.min() < _FEW:
-        said.append(f"a label with fewer than {_FEW} images is mostly noise at a small ε")
+    if few := [str(label) for label in np.flatnonzero(counts < _FEW)]:
+        said.append(
+            f"fewer than {_FEW} images of label {', '.join(few)} (counted from 0): mostly noise at "
+            "a small ε"
+        )
     if test < _FEW:
         said.append("there is hardly a test split to judge samples by")
     if found.labels_in_names:

@@ -89,7 +89,8 @@ def described(folder: Path, key: str) -> dict[str, Any]:
         found = read_json(path)
         schema = found["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedgenError(key, f"{path} cannot be read", "give a finished run") from error
+        remedy = "give a finished run, or its public folder"
+        raise FedgenError(key, f"{path} cannot be read", remedy) from error
     if schema != SCHEMA:
         problem = f"{path} has schema {schema!r}, not {SCHEMA}"
         raise FedgenError(key, problem, "open it by the version of fedgen that wrote it")

@@ -29,7 +29,8 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     """
     out = Path(config.out)
     if out.suffix != ".zip" or out.exists():
-        raise FedgenError("out", f"{out} is no new .zip file", "give out=FILE.zip")
+        problem = f"{out} exists" if out.exists() else f"{out} is no .zip file"
+        raise FedgenError("out", problem, "give out=FILE.zip, a new one")
     run_dir, was, identity = opened(Path(config.run), "run")
     if not run_dir.finished:
         problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"

@@ -502,6 +502,8 @@ class Training:
                 "ε is about single images, and the data tell whom each shows: see "
                 "privacy.unit=person"
             )
+        for warning in settings.of_little_use(self.ready):  # for whoever has the rows, as we do
+            self.progress.say(warning)
 
     def _finished(self, state: RunState, facts: RoundFacts) -> None:
         """After each round: numbers and pictures as often as configured."""

@@ -218,7 +218,7 @@ def summary(path: Path) -> str:
         f"proven ε {eps['server']} (server), {eps['release']} (release) per {record['unit']} at "
         f"δ = {record['delta']:g}"
         + (
-            f"; the paper's formula would claim {record['claimed']['epsilon']:.4g}"
+            f"; its formula would claim {record['claimed']['epsilon']:.4g}"
             if record["claimed"] and record["claimed"]["epsilon"] is not None
             else ""
         )

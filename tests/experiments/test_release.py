@@ -60,7 +60,7 @@ def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
     ("made", "words", "said"),
     [
         (["privacy=none"], [], "run: has no noise"),
-        ([], ["out=a.tar"], "out: a.tar is no new .zip"),
+        ([], ["out=a.tar"], "out: a.tar is no .zip"),
         ([], ["run=no"], "run: no is not a run directory"),
         ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must be positive"),
     ],
