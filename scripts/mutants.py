@@ -74,6 +74,27 @@ WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
     Mutant(
+        "rows-move-each-other-by-rounding",
+        "fedgen/privacy/exact.py",
+        "    return (left @ right) * (left_grid * right_grid)",
+        "    return rows.double() @ matrix.double()",
+        "tests/privacy/test_exact.py::test_no_order_of_adding_up_is_another_sum",
+    ),
+    Mutant(
+        "sums-of-products-that-a-double-does-not-hold",
+        "fedgen/privacy/exact.py",
+        "_BITS = 53 ",
+        "_BITS = 58 ",
+        "tests/privacy/test_exact.py::test_no_order_of_adding_up_is_another_sum",
+    ),
+    Mutant(
+        "the-nearest-cluster-depends-on-the-rows-beside-it",
+        MIXTURE,
+        "along = product(places[mine], own.T, (self.longest, self.longest))",
+        "along = (places[mine].float() @ own.T.float()).double()",
+        f"{MIXTURE_TESTS}::test_a_row_between_two_clusters_stays_where_it_is",
+    ),
+    Mutant(
         "several-rows-of-a-person-cost-as-one",
         "fedgen/privacy/events.py",
         "    if size == 1:\n        return event\n",

@@ -21,9 +21,10 @@ cluster's count and sum together, a moment by its Frobenius norm. With shares s_
 noise multiplier sigma of it all, release i has sigma / sqrt(s_i), and k repeats sqrt(k) times that:
 the squared ratios of sensitivity to noise add up to 1 / sigma^2 (``fedgen.sequence.Sums``).
 
-Whatever the server asks by, a row's contribution is at most that long. That the other rows' cosines
-and wavelet features, in single precision, stay the same to the last bit whatever row is beside
-them, is taken for granted.
+Whatever the server asks by, a row's contribution is at most that long, and another row moves it
+nowhere: cosines, coordinates and what decides the nearest cluster are exact (``privacy/exact.py``).
+That the other rows' wavelet features, in single precision, stay the same to the last bit whatever
+row is beside them, is taken for granted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fedgen.methods.teacher import Space, Teacher, descent, ridge
 from fedgen.models.functional import Tensors, join, part
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
+from fedgen.privacy.exact import product
 from fedgen.privacy.per_example import ClippedSum, clip_rows, from_moments, of_moments, of_rows
 from fedgen.sequence import Asked, OfClients, OfRows, Sums, SumSequence, std_of_mean
 
@@ -83,7 +85,7 @@ class Contributions:
         shares = images.new_zeros(len(images), channels * LEVELS)
         ones = torch.ones_like(level, dtype=images.dtype).flatten(1)
         shares.scatter_add_(1, level.flatten(1), ones)
-        square = images.square().flatten(1).mean(1, keepdim=True)
+        square = images.double().square().flatten(1).mean(1, keepdim=True)
         both = torch.cat([shares / images[0].numel(), square], 1) if len(images) else shares
         return of_rows(_padded(both, channels * LEVELS + 1) / math.sqrt(2), 1.0)
 
@@ -101,22 +103,40 @@ class Contributions:
         place = self.coordinates(shared, images, labels)
         # of more centres than there are, one would be a block that there is not
         centres = shared["centres"][:, : self.clusters]
-        blocks = labels * self.clusters + _nearest(place, centres, labels)
+        blocks = labels * self.clusters + self.nearest(place, centres, labels)
         return _counted(place, float(shared["bound"]), blocks, self.classes * self.clusters)
 
     def spread(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
         """The square of what sets it apart from its cluster's centre, in the block of its label."""
         place, bound = self.coordinates(shared, images, labels), float(shared["bound"])
-        apart = place - shared["centres"][labels, _nearest(place, shared["centres"], labels)]
+        nearest = self.nearest(place, shared["centres"], labels)
+        apart = place - shared["centres"][labels, nearest]
         return of_moments(clip_rows(apart, bound) / bound, 1.0, labels, self.classes)
 
     def waves(self, images: Tensor) -> Tensor:
         """Images -> the lowest cosines of each channel (n, c * m * m)."""
-        return (images.flatten(2) @ self.cosines.to(images)).flatten(1)
+        channels = images.flatten(2).flatten(0, 1)
+        found = product(channels, self.cosines.to(images.device), (1.0, 1.0))
+        return found.view(len(images), images.shape[1] * found.shape[1])
 
     def coordinates(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         """Images -> their places around their label's mean (n, d)."""
-        return (self.waves(images) - shared["means"][labels]) @ shared["basis"]
+        apart = self.waves(images) - shared["means"][labels]
+        return product(apart, shared["basis"], (self.longest, 1.0))
+
+    def nearest(self, places: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+        """Of each place (n, d) the nearest of its label's centres (labels, k, d)."""
+        found = torch.zeros(len(places), dtype=torch.long, device=places.device)
+        for label, own in enumerate(centres.double()):
+            mine = labels == label
+            along = product(places[mine], own.T, (self.longest, self.longest))
+            found[mine] = (own.square().sum(1) - 2 * along).argmin(1)
+        return found
+
+    @property
+    def longest(self) -> float:
+        """Of what sets images apart: twice a white one's length."""
+        return 2 * math.sqrt(math.prod(self.shape))
 
 
 def _counted(rows: Tensor, bound: float, blocks: Tensor, count: int) -> ClippedSum:
@@ -125,15 +145,6 @@ def _counted(rows: Tensor, bound: float, blocks: Tensor, count: int) -> ClippedS
     return of_rows(
         torch.cat([number, clip_rows(rows, bound) / bound], 1) / _JOINT, 1.0, blocks, count
     )
-
-
-def _nearest(places: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
-    """Of each place (n, d) the nearest of its label's centres (labels, k, d)."""
-    found = torch.zeros(len(places), dtype=torch.long, device=places.device)
-    for label, own in enumerate(centres):
-        mine = labels == label
-        found[mine] = (own.square().sum(1) - 2 * places[mine] @ own.T).argmin(1)
-    return found
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
@@ -463,7 +474,8 @@ class Server:
         """By how near an image is to what its label's mixture draws."""
         del coins
         place = self.contributions.coordinates(state, images, labels)
-        centres = state["centres"][labels, _nearest(place, state["centres"], labels)]
+        nearest = self.contributions.nearest(place, state["centres"], labels)
+        centres = state["centres"][labels, nearest]
         return -(place - centres).square().sum(1)
 
 

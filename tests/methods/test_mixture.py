@@ -152,6 +152,32 @@ def test_a_row_moves_every_sum_by_at_most_its_clip(seed: int, size: float, white
         assert float((whole - fewer).norm()) <= getattr(asked.mechanism, "clip")  # noqa: B009
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6), st.integers(2, 40))
+def test_a_row_between_two_clusters_stays_where_it_is(seed: int, copies: int) -> None:
+    """Copies of a row that lies as near to one centre as to another, and one row more."""
+    source = torch.Generator().manual_seed(seed)
+    server = make(1.0).server.init.__self__  # type: ignore[attr-defined]
+    asks, sizes = server.contributions, server.sizes
+    one = torch.rand((1, *server.shape), generator=source)
+    waves = asks.waves(one).shape[1]
+    shared = {
+        "means": torch.randn((server.classes, waves), generator=source),
+        "basis": torch.linalg.qr(torch.randn((waves, sizes.coordinates), generator=source)).Q,
+    }
+    labels = torch.zeros(copies + 1, dtype=torch.long)
+    place = asks.coordinates(shared, one, labels[:1])
+    aside = torch.randn((1, 1, sizes.coordinates), generator=source).double()
+    shared["centres"] = torch.cat([place + aside, place - aside], 1).repeat(server.classes, 1, 1)
+    more = torch.cat([one.repeat(copies, 1, 1, 1), torch.rand(one.shape, generator=source)])
+    alone = asks.nearest(place, shared["centres"], labels[:1])
+    for rows in (more[:-1], more):
+        there = asks.coordinates(shared, rows, labels[: len(rows)])
+        assert torch.equal(there[:copies], place.repeat(copies, 1))
+        found = asks.nearest(there, shared["centres"], labels[: len(rows)])
+        assert (found[:copies] == alone).all()
+
+
 def sequence_of(method: Method) -> Any:
     """The sums behind a client program."""
     return method.client.answer.__self__.asked  # type: ignore[attr-defined]
