@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
+from torch import Tensor
 
 from fedgen.coins import Coins
+from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings
 from fedgen.experiments.audit import Sight, attack, check_audit, sights, telling_noise
@@ -24,12 +28,19 @@ from fedgen.experiments.configuration import compose
 from fedgen.experiments.generation import draw_samples, labels_of, load_generator
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
+from fedgen.method import Method
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, canonical, from_json
+from fedgen.privacy.events import Relation, Unit, canonical, from_json
+from fedgen.privacy.releases import Local, Release
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
 
 _CLIENTS = 4
+_BESIDE = 300  # rows beside one more
+_DRAWS = 100  # that may leave it out
+_HARDLY_ANY = 1e-4  # noise, over the sensitivity
+_NUMBERS = 3000  # of noise, to measure it by: to a hundredth
+_TOLERATED = 1.1  # of a bound
 UNSEEN = """\
 not checked, as only the author knows: that the neighbours in worst_cases are the worst there are,
 and that the server knows nothing of the clients but their answers"""
@@ -214,7 +225,7 @@ def _several(config: DictConfig, folder: Path) -> list[Finding]:
 def _attacks(config: DictConfig, audit: DictConfig) -> list[Finding]:
     """Of each kind of question and each view: with the noise that is claimed, and with half."""
     ready = settings.setup(config)
-    found = []
+    found = [_among_many(ready, kind) for kind in range(len(ready.method.worst_cases()))]
     for sight in sights(ready.method):
         for kind, worst in enumerate(ready.method.worst_cases()):
             name = f"{sight.name}, {next(iter(worst.query.rows))}"
@@ -225,6 +236,48 @@ def _attacks(config: DictConfig, audit: DictConfig) -> list[Finding]:
             # where a draw hides what a client does, an attack may be too weak to tell
             found.append(Finding(f"half of the noise is noticed ({name})", less, caught or None))
     return found
+
+
+def _among_many(ready: Setup, kind: int) -> Finding:
+    """One row more beside many of the data set's: white, black, noise, or of another label, each as
+    the last, so that all others keep their places."""
+    loud, quiet = ready.at_noise(1.0), ready.at_noise(_HARDLY_ANY)
+    worst = loud.worst_cases()[kind]
+    promise = f"a row more among many moves no more ({next(iter(worst.query.rows))})"
+    local = isinstance(loud.plan.aggregation, Local) and loud.plan.unit is Unit.RECORD
+    if not local or loud.plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
+        return Finding(promise, "tried where a client answers with a noised sum of rows", None)
+    [leaf] = canonical(worst.event)  # one Gaussian, on all rows or on drawn ones
+    proven = 1 / getattr(leaf, "event", leaf).noise_multiplier
+    whole = ready.dataset.shard(ready.shards[0])
+    images, labels = whole.images[:_BESIDE], whole.labels[:_BESIDE]
+    source = ready.coins.at("check").public("rows")
+
+    def sent(made: Method, more: list[tuple[Tensor, int]], coins: int) -> NDArray[np.float64]:
+        rows = torch.cat([images, *(row[None] for row, _ in more)])
+        shard = Shard(rows, torch.cat([labels, torch.tensor([each for _, each in more]).long()]))
+        here = ready.coins.at("check", kind, coins)
+        answer = made.client.answer({}, worst.query, shard, worst.round, here)
+        assert isinstance(answer, Release)
+        return np.asarray(answer.arrays["answer"], float).ravel()
+
+    noise = torch.randint(0, 256, images.shape[1:], generator=source, dtype=torch.uint8)
+    tried = [*(torch.full_like(noise, grey) for grey in (255, 219, 0)), noise, images[0]]
+    for coins in range(_DRAWS):  # until they draw the row
+        without = sent(quiet, [], coins)
+        if np.abs(sent(quiet, [(noise, int(labels[-1]))], coins) - without).max() > 0:
+            break
+    else:
+        return Finding(promise, f"no draw of {_DRAWS} took the row", None)
+    enough = range(-(-_NUMBERS // without.size))
+    std = float(np.std([sent(loud, [], each) - sent(quiet, [], each) for each in enough]))
+    most = max(
+        float(np.linalg.norm(sent(quiet, [(row, label)], coins) - without)) / std / proven
+        for row in tried
+        for label in (int(labels[-1]), (int(labels[-1]) + 1) % ready.dataset.classes)
+    )
+    said = f"{most:.2f} of what is counted, at most"
+    return Finding(promise, said, most < _TOLERATED)
 
 
 def _attacked(
