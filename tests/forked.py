@@ -23,6 +23,8 @@ class Command:
     def __init__(self, words: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory()  # as long as this object
         said = [str(Path(self._folder.name) / name) for name in ("output", "errors")]
+        for place in said:  # there before anybody looks
+            Path(place).touch()
         given = tuple(words), said, dict(os.environ)
         self._process = _server.Process(target=_run, args=given, daemon=False)
         self._process.start()

@@ -308,7 +308,8 @@ def _in_one_line(error: Exception, name: str, overrides: Sequence[str] = ()) -> 
 
 def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Of the groups that are chosen."""
-    chosen = [word for word in overrides if "." not in _key(word) and _key(word) in _groups()]
+    kept = {*_groups(), "hydra.searchpath"}
+    chosen = [word for word in overrides if _key(word) in kept]
     with initialize_config_module("configs", version_base="1.3"):
         config = hydra_compose(name, chosen)
 
