@@ -1581,10 +1581,6 @@ class _Context(multiprocessing.context.ForkContext):
     Process = _Worker
 
 
-def _Workers(**options: int) -> multiprocessing.pool.Pool:  # noqa: N802 (as multiprocessing.Pool)
-    return multiprocessing.pool.Pool(context=_Context(), **options)
-
-
 def main() -> None:
     """Judges the mutants that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -1604,7 +1600,7 @@ def main() -> None:
     os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # that a test fails is enough
     _load_what_others_wrote()
     survived = 0
-    with _Workers(maxtasksperchild=1) as pool:
+    with multiprocessing.pool.Pool(maxtasksperchild=1, context=_Context()) as pool:
         tests = sorted({mutant.test for mutant in chosen})
         whole = pool.apply_async(failed, (None, [] if asked.tests_passed else tests))
         judged = pool.imap(judge, chosen, chunksize=1)

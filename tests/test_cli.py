@@ -28,6 +28,7 @@ MISTAKES = [
     ("partition", ["partition=idd"], "did you mean iid"),
     ("privcy.delta", ["privcy.delta=1e-5"], "did you mean privacy.delta"),
     ("method.clp", ["method.clp=1"], "did you mean method.clip"),
+    ("method", ["method=blur"], "FEDGEN_EXTENSIONS"),
     ("noise", ["noise"], "key=value"),
     ("rounds", ["rounds=many"], "whole number"),
     ("rounds", ["rounds=0"], "from 1 to"),
@@ -661,3 +662,8 @@ def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "run")
+
+
+def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["account", "method=mixture_small", "method.techer=none"]) == 2
+    assert "method.techer: is no setting; did you mean method.teacher?" in capsys.readouterr().err

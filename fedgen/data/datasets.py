@@ -413,9 +413,9 @@ def centre_square(image: object, size: int) -> Images:
     return np.asarray(fitted, dtype=np.uint8)
 
 
-def from_npz(name: str, file: Path, classes: int) -> Dataset:
-    """The data set in an npz file, as in the module's text."""
-    arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"])
+def from_npz(name: str, file: Path, classes: int, key: str = "data.root") -> Dataset:
+    """The data set in an npz file, as in the module's text; ``key``: the setting that named it."""
+    arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"], key)
     writers, persons = (
         None if name not in arrays else _whole_numbers(file, arrays[name])
         for name in ("train_writer", "train_person")
@@ -442,21 +442,23 @@ def _whole_numbers(file: Path, values: NDArray[np.generic]) -> Labels:
     return values.astype(np.int64)
 
 
-def _arrays(file: Path, needed: list[str]) -> dict[str, NDArray[np.generic]]:
+def _arrays(
+    file: Path, needed: list[str], key: str = "data.root"
+) -> dict[str, NDArray[np.generic]]:
     """The arrays of an npz file, never unpickled."""
     try:
         with file.open("rb") as opened:
             found = read_arrays(opened)
     except MemoryError as error:
-        raise FedgenError("data.root", f"{file}: {error}", "take part of it") from error
+        raise FedgenError(key, f"{file}: {error}", "take part of it") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FedgenError(
-            "data.root", f"{file} is not a readable npz file ({error})", "copy it again"
+            key, f"{file} is not a readable npz file ({error})", "copy it again"
         ) from error
     missing = [name for name in needed if name not in found]
     if missing:
         raise FedgenError(
-            "data.root", f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
+            key, f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
         )
     if any(found[name].size == 0 for name in needed):
         raise FedgenError("data.root", f"{file} has no rows", "give it some")

@@ -90,11 +90,7 @@ def folder(
             raise FedgenError("data.path", problem, "give one of these")
         if classes is None:
             raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
-        try:
-            return from_npz("folder", places[0], classes)
-        except FedgenError as error:
-            key = "data.path" if error.key == "data.root" else error.key
-            raise FedgenError(key, error.problem, error.remedy) from error
+        return from_npz("folder", places[0], classes, "data.path")
     else:
         listed = _listed(places, labels)
     records = sorted(listed.records, key=lambda record: digest(record.name.encode()))

@@ -11,7 +11,6 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
 from fedgen.method import Method
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, Unit, canonical, from_json
+from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
 from fedgen.privacy.releases import Local, Release
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
@@ -77,6 +76,8 @@ def check(config: DictConfig) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = [*_runs(_few(own), Path(folder)), *_attacks(own, config.audit)]
+        except Interrupted:
+            raise Interrupted("interrupted; a check keeps nothing, begin it again") from None
         except FedgenError:
             for file in Path(folder).glob("*/clients/*/errors.jsonl"):  # they go with the folder
                 last = json.loads(file.read_text().splitlines()[-1])
@@ -120,7 +121,7 @@ def _runs(config: DictConfig, folder: Path) -> list[Finding]:
         _draws_samples(first),
         _same(_trained(config, folder / "again"), first, "a run repeats"),
         _same(_trained(moved, folder / "moved"), first, "states on disk change nothing"),
-        _same(_cut_off(config, folder / "cut"), first, "a run that was cut off goes on"),
+        _goes_on(config, folder / "cut", first),
         *_several(config, folder),
     ]
 
@@ -147,11 +148,9 @@ def _adds_up(run: RunDir) -> Finding:
     printed, lines = run.privacy(), 0
     relation, promise = Relation(printed["relation"]), "ledgers add up to what is printed"
     for client, page in printed["clients"].items():
-        spend: dict[Any, int] = {}
-        for line in (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]:
-            for event, count in canonical(from_json(json.loads(line)["event"])).items():
-                spend[event] = spend.get(event, 0) + count
-            lines += 1
+        told = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
+        spend = total([canonical(from_json(json.loads(line)["event"])) for line in told])
+        lines += len(told)
         least = epsilon(spend, printed["delta"], relation).or_infinity if spend else 0.0
         server = math.inf if page["server"] is None else page["server"]
         if server < least * (1 - 1e-9):
@@ -180,7 +179,7 @@ def _same(run: RunDir, first: RunDir, promise: str) -> Finding:
     return Finding(promise, "to the same bit" if same else "to another generator", same)
 
 
-def _cut_off(config: DictConfig, place: Path) -> RunDir:
+def _goes_on(config: DictConfig, place: Path, first: RunDir) -> Finding:
     """Interrupted at the second picture, as by Ctrl-C, and resumed."""
     here, seen = config.copy(), []
     here.run_dir = str(place)
@@ -191,10 +190,14 @@ def _cut_off(config: DictConfig, place: Path) -> RunDir:
             raise KeyboardInterrupt
 
     print("a run, cut off and resumed:", flush=True)
+    promise = "a run that was cut off goes on"
     try:
-        return RunDir(train(here, watch=cut))
+        train(here, watch=cut)
     except Interrupted:
-        return RunDir(train(compose("config", [f"resume='{place}'"])))
+        if len(seen) < 2:  # really by Ctrl-C
+            raise
+        return _same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, promise)
+    return Finding(promise, "too short to be cut off: take more rounds", None)
 
 
 def _several(config: DictConfig, folder: Path) -> list[Finding]:

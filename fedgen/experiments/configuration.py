@@ -292,10 +292,8 @@ def _in_one_line(error: Exception, name: str, overrides: Sequence[str] = ()) -> 
         known = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         near = difflib.get_close_matches(option[2], known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        own = " (yours: FEDGEN_EXTENSIONS=PACKAGE)" if option[1] == "method" else ""
-        return FedgenError(
-            option[1], f"there is no {option[2]!r}", f"{hint}choose {', '.join(known)}{own}"
-        )
+        remedy = f"{hint}choose {', '.join(known)}; yours: FEDGEN_EXTENSIONS=PACKAGE"
+        return FedgenError(option[1], f"there is no {option[2]!r}", remedy)
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
         wrong = key[1] or key[2]

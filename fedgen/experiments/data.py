@@ -1,13 +1,14 @@
-"""``fedgen data check``: what a data set holds, before anything trains on it. For whoever has the
-rows: counts are private, and go nowhere from here."""
+"""``fedgen data check``: what a data set holds, before anything trains on it; and what a rehearsal
+warns of. For whoever has the rows: counts are private, and go nowhere from here."""
 
 from __future__ import annotations
 
 import numpy as np
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fedgen.data.datasets import Dataset
-from fedgen.experiments.settings import dataset
+from fedgen.experiments.settings import Setup, dataset
+from fedgen.privacy.events import Unit
 
 
 def check(config: DictConfig) -> str:
@@ -62,6 +63,27 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
 
 
 _FEW = 50
+
+
+def of_little_use(ready: Setup) -> list[str]:
+    """What makes a generator useless whatever the noise. Private, for whoever rehearses on rows of
+    their own: a run for release looks at rows for nothing but its training."""
+    config, plan = ready.config, ready.method.plan
+    if ready.privacy.noise == "secure" or ready.dataset.elsewhere or config.group is not None:
+        return []
+    said, rows = [], np.concatenate(ready.shards)
+    assumed = OmegaConf.select(config, "method.rows")
+    if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
+        said.append(
+            f"warning: method.rows = {assumed:,} is far from the number of images there are, and "
+            "samples will be of little use: fedgen data check says what fits"
+        )
+    if np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes).min() < _FEW:
+        said.append(
+            f"warning: a label has fewer than {_FEW} images, and will be mostly noise: see fedgen "
+            "data check"
+        )
+    return said
 
 
 def _fitting(config: DictConfig, found: Dataset) -> list[str]:

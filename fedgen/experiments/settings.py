@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from dp_accounting import NonPrivateDpEvent
 from hydra.utils import get_object, instantiate
@@ -68,7 +67,6 @@ _MAY_BE_ZERO = (
 )
 _LEAST_CLIP = 1e-9  # of gradients in single precision
 MOST = 1e9  # of an epsilon, of a noise multiplier
-_LEAST_OF_A_LABEL = 10  # images of which anything can be learnt
 _MOST_OF_A_PERSON = 50  # more take minutes to account
 UNLIMITED = 10**12  # rows of a client, where a bound does not depend on them
 LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
@@ -694,27 +692,6 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
         raise FedgenError(
             key, f"must be a whole number from {least} to {most}, got {value!r}", "mend it"
         )
-
-
-def of_little_use(ready: Setup) -> list[str]:
-    """What makes a generator useless whatever the noise: private, for whoever has the rows."""
-    if ready.dataset.elsewhere or ready.config.group is not None:
-        return []
-    said = []
-    rows = np.concatenate(ready.shards)
-    assumed = OmegaConf.select(ready.config, "method.rows")
-    if assumed and ready.method.plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
-        said.append(
-            f"warning: method.rows = {assumed:,} is far from the number of images there are, and "
-            "samples will be of little use: fedgen data check says what fits"
-        )
-    counts = np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes)
-    if counts.min() < _LEAST_OF_A_LABEL:
-        said.append(
-            f"warning: a label has fewer than {_LEAST_OF_A_LABEL} images, and hardly anything can "
-            "be learnt of it: see fedgen data check"
-        )
-    return said
 
 
 def _check_parameters(key: str, settings: DictConfig) -> None:

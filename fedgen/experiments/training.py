@@ -32,6 +32,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
+from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
 from fedgen.experiments.identity import (
@@ -502,7 +503,7 @@ class Training:
                 "ε is about single images, and the data tell whom each shows: see "
                 "privacy.unit=person"
             )
-        for warning in settings.of_little_use(self.ready):  # for whoever has the rows, as we do
+        for warning in of_little_use(self.ready):
             self.progress.say(warning)
 
     def _finished(self, state: RunState, facts: RoundFacts) -> None:

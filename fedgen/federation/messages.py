@@ -126,7 +126,11 @@ def pack_query(server_round: int, query: Query) -> RecordDict:
 
 def read_place(message: Message) -> int:
     """The round of a broadcast or query, the number of a part to prepare, a tag."""
-    return int(str(message.content.config_records[_FACTS][_PLACE]))
+    return _place(message.content)
+
+
+def _place(content: RecordDict) -> int:
+    return int(str(content.config_records[_FACTS][_PLACE]))
 
 
 def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
@@ -151,9 +155,8 @@ def _of_the_last(work: Callable[[RecordDict], T]) -> Callable[[RecordDict], T]:
 
 @_of_the_last
 def _digest(content: RecordDict) -> str:
-    facts = content.config_records[_FACTS]
-    cohort = facts.get(_COHORT)
-    parts = [str(int(str(facts[_PLACE]))).encode(), *([str(cohort).encode()] if cohort else [])]
+    cohort = content.config_records[_FACTS].get(_COHORT)
+    parts = [str(_place(content)).encode(), *([str(cohort).encode()] if cohort else [])]
     for name, record in sorted(content.array_records.items()):
         for key, array in sorted(record.items()):
             parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
@@ -169,9 +172,11 @@ def digest_of(message: Message) -> str:
 @_of_the_last
 def _finite(content: RecordDict) -> bool:
     arrays = [each for record in content.array_records.values() for each in record.values()]
-    types = {each.dtype: np.dtype(each.dtype).newbyteorder("<") for each in arrays}
-    floats = [np.frombuffer(each.data, types[each.dtype]) for each in arrays if "f" in each.dtype]
-    return all(bool(np.isfinite(each).all()) for each in floats)
+    floats = [each for each in arrays if each.dtype.startswith("float")]
+    return all(
+        bool(np.isfinite(np.frombuffer(each.data, np.dtype(each.dtype).newbyteorder("<"))).all())
+        for each in floats
+    )
 
 
 def is_finite(message: Message) -> bool:

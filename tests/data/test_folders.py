@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny import tiny
+from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
@@ -234,3 +234,41 @@ def test_labels_that_others_have_too_keep_their_numbers(hospitals: Path) -> None
     assert set(data.labels) == {1, 2}
     with pytest.raises(FedgenError, match=r"data\.labels: well in the data"):
         read(north, labels=["ill"])
+
+
+def test_a_file_that_is_no_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by the setting that names it, with what there could be."""
+    draw(tmp_path, 1)
+    torn = tmp_path / "torn.npz"
+    torn.write_bytes(b"PK")
+    lacking = tmp_path / "lacking.npz"
+    np.savez(lacking, images=np.zeros(3))
+    for file, why in (
+        (tmp_path / "0.png", "is no folder, no .csv and no .npz"),
+        (torn, "is not a readable npz file"),
+        (lacking, "lacks train_images"),
+    ):
+        words = ["data=folder", f"data.path={file}", "data.classes=2"]
+        assert cli.run(["data", "check", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("fedgen: data.path: ") and why in said
+
+
+def test_a_rehearsal_warns_of_what_will_be_of_little_use(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run for release says nothing that follows from private rows."""
+    for label, count in (("a", 80), ("b", 12)):
+        draw(tmp_path / "images" / label, count)
+    data = ["data=folder", f"data.path={tmp_path / 'images'}", "method=mixture_small"]
+    warnings = ("method.rows = 1,400 is far from", "a label has fewer than 50 images")
+    train(*data, name="seeded")
+    said = capsys.readouterr().out
+    assert all(each in said for each in warnings)
+    train(*data, "privacy.noise=secure", name="secure")
+    assert "warning" not in capsys.readouterr().out
+    for label in ("a", "b"):
+        draw(tmp_path / "more" / label, 80)
+    more = ["data=folder", f"data.path={tmp_path / 'more'}", "method=mixture_small"]
+    train(*more, "method.rows=150", name="enough")
+    assert "warning" not in capsys.readouterr().out

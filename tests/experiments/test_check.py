@@ -36,6 +36,16 @@ def test_methods_keep_what_they_promise(method: str, capsys: Captured) -> None:
     assert "not checked, as only the author knows" in said
 
 
+def test_what_cannot_be_found_out_is_left_open(capsys: Captured) -> None:
+    """Nothing is said of a run that was not cut off, nor of a budget that there is not."""
+    words = [*tiny("dp_hp_small"), "rounds=1", "audit.releases=200", "privacy.target_epsilon=null"]
+    words += ["privacy.noise_multiplier=2"]
+    assert cli.run(["check", "method=dp_hp_small", *words]) == 0
+    said = capsys.readouterr().out
+    assert "open    a run that was cut off goes on: too short" in said
+    assert "open    a run stays within its budget" in said
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "promise"),
     [
