@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Deployment:
         self.link: Command | None = None
         self.nodes: list[Command | None] = [None] * nodes
         self.ca = place / "link" / "ca.crt"
+        self.doors = dict.fromkeys(range(nodes), (self.port, self.ca))  # where each knocks
         config = compose("config", ["data=digits", "partition=iid", f"partition.clients={nodes}"])
         rows, shards = settings.shared_out(config)
         for node, shard in enumerate(shards):
@@ -68,10 +69,11 @@ class Deployment:
 
     def words(self, node: int) -> list[str]:
         """What a node is started with."""
+        port, ca = self.doors[node]
         return [
             f"number={node}",
-            f"superlink=127.0.0.1:{self.port}",
-            f"ca={self.ca}",
+            f"superlink=127.0.0.1:{port}",
+            f"ca={ca}",
             f"key={self.key(node)}",
             f"home={self.home(node)}",
             f"policy={self.place / f'policy{node}.yaml'}",
@@ -133,16 +135,20 @@ class Deployment:
 
 @contextmanager
 def deployment(
-    place: Path, nodes: int, policies: Sequence[dict[str, Any]] = ()
+    place: Path,
+    nodes: int,
+    policies: Sequence[dict[str, Any]] = (),
+    later: Collection[int] = (),
 ) -> Iterator[Deployment]:
-    """A deployment for as long as the block."""
+    """A deployment for as long as the block. ``later``: nodes that are not started yet."""
     here = Deployment(place, nodes)
     try:
         here.start_link()
         for node in range(nodes):
             here.allow(node, **(policies[node] if policies else {}))
             here.accept(node)
-            here.start_node(node)
+            if node not in later:
+                here.start_node(node)
         yield here
     finally:
         here.end()
