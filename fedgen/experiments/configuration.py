@@ -10,18 +10,19 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-import configs
 from fedgen import factories
 from fedgen.errors import FedgenError
 
@@ -45,6 +46,9 @@ SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults
 
 _NO_KEY = object()
 
+_override = ConfigLoaderImpl._apply_overrides_to_config
+"""Hydra's own way to set values; in what was composed before, which Hydra has no other way to."""
+
 
 def compose(name: str, overrides: list[str]) -> DictConfig:
     """The configuration ``name`` with overrides, and the chosen groups' options under ``names``.
@@ -61,16 +65,10 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     overrides = [*_of_extensions(), *(word for word in overrides if word not in apart)]
     try:
         _check_groups(overrides)
-        with initialize_config_module("configs", version_base="1.3"):
-            words, whole = _with_a_runtime(name, overrides)
-            groups = dict(whole.hydra.runtime.choices)
-            kept = (w for w in words if _key(w) in groups or _key(w) == "hydra.searchpath")
-            default = _default(name, tuple(kept))
+        default, config, groups = _settled(name, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise _in_one_line(error, name, overrides) from error
-    config = whole.copy()
     with open_dict(config):
-        del config.hydra
         for word in plain:
             config.merge_with_dotlist([word])
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
@@ -103,10 +101,50 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     return config
 
 
+def _settled(name: str, words: list[str]) -> tuple[DictConfig, DictConfig, dict[str, Any]]:
+    """The settings of the chosen groups, these with all overrides, and the groups' options. Where
+    neither the experiment nor anybody else names a runtime, several clients run on Ray."""
+    folders = _groups()
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = [each for each in parsed if _is_value(each, folders)]
+    lines = {each.input_line for each in values}
+    default, groups = _composed(name, tuple(word for word in words if word not in lines))
+    default, groups = default.copy(), dict(groups)
+    config = default.copy()
+    of_runtime = [each for each in values if _of(each.key_or_group) == "runtime"]
+    _override([each for each in values if each not in of_runtime], config)
+    if groups.get("runtime") == "auto":
+        groups["runtime"] = "ray" if _several(config) else "in_process"
+        own = OmegaConf.load(named("runtime", groups["runtime"]))
+        for each in (default, config):
+            with open_dict(each):
+                each.runtime = OmegaConf.merge(own, each.runtime)
+    _override(of_runtime, config)
+    return default, config, groups
+
+
 @functools.cache
-def _default(name: str, groups: tuple[str, ...]) -> DictConfig:
-    """What the settings are held against: nobody changes it."""
-    return hydra_compose(name, list(groups))
+def _composed(name: str, choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """The settings of groups' options, and these options, once in a process: composing takes longer
+    than all else that is done to settings. Nobody changes what is returned."""
+    with initialize_config_module("configs", version_base="1.3"):
+        config = hydra_compose(name, list(choices), return_hydra_config=True)
+    groups = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config.hydra
+    return config, groups
+
+
+def _is_value(word: Override, groups: Collection[str]) -> bool:
+    """Whether it sets a value in what is composed, and so has no part in composing it."""
+    key = word.key_or_group
+    if word.is_sweep_override() or word.package or "/" in key or _of(key) == "hydra":
+        return False
+    return key not in groups or isinstance(word.value(), dict)
+
+
+def _of(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def check_restored(config: DictConfig) -> None:
@@ -119,9 +157,7 @@ def check_restored(config: DictConfig) -> None:
     try:
         groups = tuple(f"{group!s}={choice}" for group, choice in config.names.items() if choice)
         groups = (*_of_extensions(), *groups)
-        with initialize_config_module("configs", version_base="1.3"):
-            default = _default("config", groups)
-        _check_types(config, default, "")
+        _check_types(config, _composed("config", groups)[0], "")
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
         raise FedgenError("names", "do not fit the rest", "restore them") from error
 
@@ -150,25 +186,6 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
         raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")
 
 
-def _with_a_runtime(name: str, overrides: list[str]) -> tuple[list[str], DictConfig]:
-    """The overrides, with the runtime that several clients run on if neither the experiment nor
-    anybody else says otherwise, Ray; and what they compose to."""
-    asked = [word for word in overrides if not _key(word).startswith("runtime.")]
-    if not any(_key(word) == "runtime" and word != "runtime=auto" for word in asked):
-        whole = hydra_compose(name, asked, return_hydra_config=True)
-        if whole.hydra.runtime.choices.get("runtime") == "auto":
-            chosen = "ray" if _several(whole) else "in_process"
-            words = [f"runtime={chosen}", *(w for w in overrides if _key(w) != "runtime")]
-            if len(asked) < len(overrides):  # settings of a runtime: they need it there
-                return words, hydra_compose(name, words, return_hydra_config=True)
-            with open_dict(whole):  # as composing it again would, in half the time
-                own = OmegaConf.load(named("runtime", chosen))
-                whole.runtime = OmegaConf.merge(own, whole.runtime)
-                whole.hydra.runtime.choices.runtime = chosen
-            return words, whole
-    return overrides, hydra_compose(name, overrides, return_hydra_config=True)
-
-
 def _several(config: DictConfig) -> bool:
     return bool(OmegaConf.select(config, "partition.clients", default=1) != 1)
 
@@ -180,7 +197,9 @@ def _of_extensions() -> list[str]:
 
 
 def _groups() -> dict[str, Path]:
-    return {path.name: path for path in Path(configs.__path__[0]).iterdir() if path.is_dir()}
+    """The folder of each group: of fedgen's, or of an extension's own."""
+    places = [place for place in reversed(factories.places()) if place.is_dir()]
+    return {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
 
 
 def _check_groups(overrides: list[str]) -> None:
@@ -308,8 +327,7 @@ def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Of the groups that are chosen."""
     kept = {*_groups(), "hydra.searchpath"}
     chosen = [word for word in overrides if _key(word) in kept]
-    with initialize_config_module("configs", version_base="1.3"):
-        config = hydra_compose(name, chosen)
+    config, _ = _composed(name, tuple(chosen))
 
     def walk(part: DictConfig, prefix: str) -> list[str]:
         keys = []

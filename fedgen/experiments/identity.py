@@ -61,11 +61,11 @@ def moved(config: DictConfig, asked: DictConfig) -> DictConfig:
 def new_run(ready: Setup) -> tuple[RunDir, str]:
     """A run directory, and the run's name: seeded runs with the same settings are the same run."""
     config = ready.config
-    name = secrets.token_hex(8) if ready.privacy.noise == "secure" else _settings_digest(config)
+    settings = _settings_digest(config)
+    name = secrets.token_hex(8) if ready.privacy.noise == "secure" else settings
     place = config.run_dir or time.strftime(
         f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
     )
-    settings = _settings_digest(config)
     identity = {
         "run": name,
         "data": ready.dataset.digest,

@@ -109,8 +109,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         ready = settings.setup(config)
         _check_rows(ready)
         run_dir, name = new_run(ready)
-        if ready.privacy.noise == "seeded" and not ready.dataset.elsewhere:
-            # who has which labels is private
+        shared_out = len(ready.shards) > 1 and not ready.dataset.elsewhere
+        if shared_out and ready.privacy.noise == "seeded":  # who has which labels is private
             partition(_label_counts(ready), run_dir.path / "partition.png")
     else:
         run_dir, before, identity = opened(Path(config.resume), "resume")
