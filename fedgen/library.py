@@ -37,8 +37,7 @@ from fedgen.experiments import account as accounting
 from fedgen.experiments import audit as auditing
 from fedgen.experiments import evaluation, training
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.generation import draw_samples, labels_of, load_generator
-from fedgen.method import Method, Tensors
+from fedgen.experiments.generation import Published, draw_samples, labels_of, load_generator
 from fedgen.reporting.run_dir import RunDir
 
 Settings = Mapping[str, Any]
@@ -62,25 +61,32 @@ class Generator:
     device: str = "auto"
 
     @cached_property
-    def _loaded(self) -> tuple[Method, Tensors, int]:
+    def _loaded(self) -> Published:
         return load_generator(self.path, self.device)
 
     @property
     def classes(self) -> int:
         """Number of labels."""
-        return self._loaded[2]
+        return self._loaded.classes
 
-    def samples(self, n: int, labels: Sequence[int] | None = None, seed: int = 0) -> Samples:
-        """``n`` images, of ``labels`` or of all, uniformly: those of ``fedgen sample``.
+    @property
+    def labels(self) -> list[str] | None:
+        """Names of the labels, if they were published: where ``data.labels`` told them."""
+        return self._loaded.labels
+
+    def samples(self, n: int, labels: Sequence[int | str] | None = None, seed: int = 0) -> Samples:
+        """``n`` images, of ``labels`` (numbers or names) or of all, uniformly: those of ``fedgen
+        sample``.
 
         Raises:
             FedgenError: for labels that there are not, or more images than a set has.
         """
         with _as_it_was():
-            method, weights, classes = self._loaded
+            found = self._loaded
             coins = Coins.of(seed, "seeded").at("sample")
-            chosen = labels_of(method, classes, n, labels, coins)
-            return Samples(draw_samples(method, weights, chosen, coins), chosen.numpy())
+            chosen = labels_of(found, n, labels, coins)
+            images = draw_samples(found.method, found.weights, chosen, coins)
+            return Samples(images, chosen.numpy())
 
     def classify(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
         """Labels (n,) of images (n, channels, height, width) uint8, by the private classifier that
@@ -90,10 +96,10 @@ class Generator:
             FedgenError: if there is none.
         """
         with _as_it_was():
-            method, weights, _ = self._loaded
-            if method.server.classify is None:
+            classify = self._loaded.method.server.classify
+            if classify is None:
                 raise FedgenError("run", "has no classifier", "train one: method=mixture")
-            found = method.server.classify(weights, torch.from_numpy(images).float() / 255)
+            found = classify(self._loaded.weights, torch.from_numpy(images).float() / 255)
             return np.asarray(found.cpu().numpy())
 
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from tiny import TINY, Train, tiny
 
+import fedgen
 from fedgen import cli
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.evaluation import JUDGED
@@ -380,6 +381,64 @@ def test_samples_as_a_grid_and_as_a_folder(
         capsys.readouterr()
         assert cli.run([*words, *more]) == 2
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+def test_names_of_labels_are_published_if_a_setting_tells_them(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label in ("well", "Ill"):
+        (tmp_path / "in" / label).mkdir(parents=True)
+        for i in range(20):
+            Image.new("L", (8, 8), i).save(tmp_path / "in" / label / f"{label}{i}.png")
+    words = ["method=dpgan_small", "data=folder", f"data.path={tmp_path / 'in'}"]
+    words += ["data.public_rows=40"]
+    told = train(*words, "data.labels=[well,Ill]", name="told")
+    untold = train(*words, name="untold")
+    assert fedgen.load(told).labels == ["well", "Ill"]
+    assert fedgen.load(untold / "public").labels is None
+    assert "2 labels (well, Ill)" in (told / "public" / "README.md").read_text()
+    for place in (untold / "public").iterdir():
+        assert b"Ill" not in place.read_bytes()
+    assert set(fedgen.load(told).samples(9, ["Ill"]).labels) == {1}
+    draw = ["sample", f"run={told}", "n=30"]
+    assert cli.run([*draw, "labels=[Ill,0]", f"out={tmp_path / 'out'}"]) == 0
+    assert {place.name for place in (tmp_path / "out").iterdir()} == {"well", "Ill"}
+    capsys.readouterr()
+    assert cli.run([*draw, "labels=[ill]", f"out={tmp_path / 'other'}"]) == 2
+    assert "0 to 1, or well, Ill; got ill" in one_line(capsys)
+    path = told / "public" / "generator.json"
+    whole = path.read_text()
+    for bad in (
+        '["well"]',
+        '["well", "../Ill"]',
+        '["well", "WELL"]',
+        '["well", ""]',
+        '"ab"',
+        "[0, 1]",
+    ):
+        path.write_text(re.sub(r'"labels": \[[^]]*\]', f'"labels": {bad}', whole))
+        capsys.readouterr()
+        assert cli.run([*draw, f"out={tmp_path / 'other'}"]) == 2
+        assert one_line(capsys).startswith("fedgen: run: ")
+        assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("labels", ["[a/b,c]", "[a,A]", "['',b]", "[.,b]"])
+def test_names_that_are_none(
+    labels: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(
+        tmp_path / "x.npz",
+        train_images=np.zeros((9, 8, 8), np.uint8),
+        train_labels=np.arange(9) % 2,
+        test_images=np.zeros((9, 8, 8), np.uint8),
+        test_labels=np.arange(9) % 2,
+    )
+    words = ["train", "data=folder", f"data.path={tmp_path / 'x.npz'}", "rounds=1"]
+    assert cli.run([*words, f"data.labels={labels}"]) == 2
+    assert one_line(capsys).startswith("fedgen: data.labels: cannot be ")
+    assert cli.run([*words, "data.labels=[a,b]", "data.classes=3"]) == 2
+    assert one_line(capsys).startswith("fedgen: data.classes: is 3, of 2 labels")
 
 
 def test_sample_and_evaluate(

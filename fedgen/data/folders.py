@@ -67,8 +67,8 @@ def folder(
         size: images are cropped to a square and resized to this many pixels; None leaves them.
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
-        labels: names of the folders of labels, in order, where the images of others, elsewhere,
-            have the same ones: some may be missing here; None: those that there are.
+        labels: names of the labels, in order: public, also where the images of others, elsewhere,
+            have the same ones and some are missing here; None: those that there are.
 
     Raises:
         FedgenError: for the first thing that is wrong with them, with all files that it is about.
@@ -88,8 +88,16 @@ def folder(
         if places[0].suffix != ".npz":
             problem = f"{places[0]} is no folder, no .csv and no .npz"
             raise FedgenError("data.path", problem, "give one of these")
+        if labels is not None:
+            named = len(known_labels([], labels))
+            if classes not in (None, named):
+                raise FedgenError(
+                    "data.classes", f"is {classes}, of {named} labels", "leave it out"
+                )
+            classes = named
         if classes is None:
-            raise FedgenError("data.classes", "is not set", "give the number of labels of the npz")
+            problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
+            raise FedgenError("data.classes", problem, remedy)
         return from_npz("folder", places[0], classes, "data.path")
     else:
         listed = _listed(places, labels)

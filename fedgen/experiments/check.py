@@ -161,10 +161,11 @@ def _adds_up(run: RunDir) -> Finding:
 
 def _draws_samples(run: RunDir) -> Finding:
     """By ``public/`` alone."""
-    method, generator, classes = load_generator(run.public, "cpu")
+    found = load_generator(run.public, "cpu")
+    method, generator = found.method, found.weights
     coins = Coins.of(0, "seeded").at("sample")
-    count = method.server.distinct or 10 * classes
-    labels = labels_of(method, classes, count, None, coins)
+    count = method.server.distinct or 10 * found.classes
+    labels = labels_of(found, count, None, coins)
     images = method.server.sample(generator, labels, coins)
     fits = bool(images.isfinite().all() and images.min() >= 0 and images.max() <= 1)
     again = draw_samples(method, generator, labels, coins)

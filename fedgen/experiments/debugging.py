@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -218,14 +219,15 @@ def _compare(
     each = _COLUMNS // count
     for name in GROUPS:
         for number in range(count):
-            method, generator, _ = load_generator(place / f"{name}-{number}", config.device)
+            published = load_generator(place / f"{name}-{number}", config.device)
+            draw = partial(draw_samples, published.method, published.weights)
             coins = Coins.of(config.seed, "seeded").at("debug", name, number)
             labels = torch.randint(
                 0, classes, (config.debug.samples,), generator=coins.public("labels")
             )
-            samples[name].append((draw_samples(method, generator, labels, coins), labels.numpy()))
+            samples[name].append((draw(labels, coins), labels.numpy()))
             grid = torch.arange(classes).repeat_interleave(each)
-            drawn = draw_samples(method, generator, grid, coins.at("grid"))
+            drawn = draw(grid, coins.at("grid"))
             columns[name].append(drawn.reshape(classes, each, *drawn.shape[1:]))
     lessons = np.concatenate([clients[client] for client in split.apart])
     like = typical(held.images[lessons], held.labels[lessons], classes)

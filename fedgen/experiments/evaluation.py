@@ -76,7 +76,7 @@ def _evaluate_run(config: DictConfig) -> str:
     if identity["data"] != ready.dataset.digest:
         raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
     run_dir.check_digests("run")
-    _, generator, _ = load_generator(Path(config.run), config.device)
+    generator = load_generator(Path(config.run), config.device).weights
     with run_dir.locked("run"), RunProgress() as progress:
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
         found = judge_run(ready, generator, progress, run_dir)

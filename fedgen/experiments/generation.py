@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
 from numbers import Integral
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fedgen import factories
 from fedgen.coins import Coins
+from fedgen.data.tables import are_names
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup, build
@@ -34,6 +36,17 @@ SCHEMA = 3
 
 _CLIENTS = 10**9
 _COLUMNS = 10  # of a grid
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a run published: the method that draws samples of ``weights``, the number of labels, and
+    their names, where the run was told them (``data.labels``: none is read off the rows)."""
+
+    method: Method
+    weights: Tensors
+    classes: int
+    labels: list[str] | None
 
 
 def judged_samples(
@@ -63,7 +76,11 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     privacy, of which what holds for whoever has the folder is said."""
     method = OmegaConf.to_container(ready.config.method, resolve=True)
     assert isinstance(method, dict)
-    facts = {"classes": ready.dataset.classes, "shape": list(ready.dataset.shape)}
+    facts = {
+        "classes": ready.dataset.classes,
+        "labels": label_names(ready.config),
+        "shape": list(ready.dataset.shape),
+    }
     known = ("delta", "unit", "relation", "noise", "images_per_person")
     privacy = {key: record[key] for key in known if key in record}
     told = {
@@ -76,6 +93,12 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "date": date.today().isoformat(),
     }
     return json.dumps(told, indent=2) + "\n"
+
+
+def label_names(config: DictConfig) -> list[str] | None:
+    """The names of labels that a setting tells, and which count as public by that."""
+    names = OmegaConf.select(config, "data.labels")
+    return None if names is None else [str(name) for name in names]
 
 
 def described(folder: Path, key: str) -> dict[str, Any]:
@@ -97,10 +120,10 @@ def described(folder: Path, key: str) -> dict[str, Any]:
     return dict(found)
 
 
-def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
-    """The generator of a finished run, or of its ``public`` folder handed out: the method that
-    samples it, its weights, the number of labels. Both are data that somebody may have changed:
-    nothing but what fedgen itself builds is built, and the weights must be those described.
+def load_generator(path: Path, device: str) -> Published:
+    """The generator of a finished run, or of its ``public`` folder handed out. It is data that
+    somebody may have changed: nothing but what fedgen itself builds is built, and the weights must
+    be those described.
 
     Raises:
         FedgenError: if there is none.
@@ -113,6 +136,7 @@ def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
         weights = safetensors.torch.load(data)
         # how many clients there were is not told; more than a draw could be of
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
+        names = _names(found.get("labels"), facts.classes)
         make = build(_in_targets(found["method"]), "run", without=("strategy",))
         with torch.device("meta"):  # sizes alone: they may be anything
             server = make(facts=facts, noise_multiplier=None, device="meta").server
@@ -135,7 +159,8 @@ def load_generator(path: Path, device: str) -> tuple[Method, Tensors, int]:
         raise FedgenError("run", problem, "restore it")
     device = settings.device(device)
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
-    return method, {name: each.to(device) for name, each in weights.items()}, facts.classes
+    weights = {name: each.to(device) for name, each in weights.items()}
+    return Published(method, weights, facts.classes, names)
 
 
 _ROOMS = ("fedgen.methods.", "fedgen.models.")
@@ -185,21 +210,31 @@ def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
     return classes, (channels, high, wide)
 
 
-def labels_of(method: Method, classes: int, count: Any, chosen: Any, coins: Coins) -> Tensor:
-    """The labels of so many samples: uniform among those ``chosen``, or all; of a set, each of its
-    images once.
+def _names(told: Any, classes: int) -> list[str] | None:
+    """Raises ValueError for what are no names of so many labels: each may become a folder's."""
+    if told is None:
+        return None
+    if not isinstance(told, list) or len(told) != classes or not are_names(told):
+        raise ValueError
+    return told
+
+
+def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Tensor:
+    """The labels of so many samples: uniform among those ``chosen``, numbers or names, or all; of a
+    set, each of its images once.
 
     Raises:
         FedgenError: for labels that there are not, or more than a set has.
     """
     if not isinstance(count, int) or count < 1:
         raise FedgenError("n", f"must be a positive whole number, got {count!r}", "e.g. n=1000")
-    among = range(classes) if chosen is None else chosen
-    listed = isinstance(among, Sequence) and len(among) > 0 and not isinstance(among, str)
-    if not listed or not all(isinstance(n, Integral) and 0 <= int(n) < classes for n in among):
+    classes, names = published.classes, published.labels or []
+    listed = isinstance(chosen, Sequence) and len(chosen) > 0 and not isinstance(chosen, str)
+    if chosen is not None and not listed:
         problem = f"must be a list of numbers from 0 to {classes - 1}, got {chosen}"
         raise FedgenError("labels", problem, "e.g. labels=[0,1]")
-    distinct, drawn = method.server.distinct, coins.public("labels")
+    among = range(classes) if chosen is None else [_number(n, classes, names) for n in chosen]
+    distinct, drawn = published.method.server.distinct, coins.public("labels")
     if distinct is None:
         return torch.tensor(list(among))[torch.randint(0, len(among), (count,), generator=drawn)]
     order = torch.randperm(distinct, generator=drawn) % classes  # as many of each label
@@ -210,41 +245,54 @@ def labels_of(method: Method, classes: int, count: Any, chosen: Any, coins: Coin
     return order[:count]
 
 
+def _number(label: Any, classes: int, names: Sequence[str]) -> int:
+    """The number of a label that is given by number or by name."""
+    if isinstance(label, str) and label in names:
+        return names.index(label)
+    if not isinstance(label, Integral) or not 0 <= int(label) < classes:
+        known = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
+        raise FedgenError("labels", problem, "e.g. labels=[0,1]")
+    return int(label)
+
+
 def sample(config: DictConfig) -> Path:
     """Writes samples of a finished run: images (n, channels, height, width) uint8 and labels (n,)
     of an .npz; a grid, as one .png; or a folder of ``label/00000.png``, as ``data=folder`` reads
-    it. Needs its ``public`` folder alone."""
+    it, by the labels' names if these were published. Needs its ``public`` folder alone."""
     out = Path(config.out)
     if out.suffix not in ("", ".npz", ".png") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png and no new folder"
         raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
     settings.check_seed(config)
-    method, generator, classes = load_generator(Path(config.run), config.device)
+    published = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
-    labels = labels_of(method, classes, config.n, config.labels, coins)
+    labels = labels_of(published, config.n, config.labels, coins)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values
-    images = draw_samples(method, generator, labels, coins)
+    images = draw_samples(published.method, published.weights, labels, coins)
     try:
         if out.suffix == ".npz":
             np.savez_compressed(out, images=images, labels=labels.numpy())
         elif out.suffix == ".png":
             sample_grid(images, min(len(images), _COLUMNS), out)
         else:
-            _write_folder(images, labels.tolist(), out)
+            _write_folder(images, labels.tolist(), published.labels, out)
     except OSError as error:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
     return out
 
 
-def _write_folder(images: NDArray[np.uint8], labels: list[int], out: Path) -> None:
+def _write_folder(
+    images: NDArray[np.uint8], labels: list[int], names: list[str] | None, out: Path
+) -> None:
     """One file for each image, in a folder of its label; whole, or not at all. No two files share a
     name: ``data=folder`` tells records by it."""
     new = out.with_name(f"{out.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     width = len(str(max(labels)))  # so that names sort as labels do
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        place = new / f"{label:0{width}d}"
+        place = new / (f"{label:0{width}d}" if names is None else names[label])
         place.mkdir(parents=True, exist_ok=True)
         write_image(image, place / f"{number:05d}.png")
     new.rename(out)

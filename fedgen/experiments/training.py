@@ -34,7 +34,7 @@ from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
-from fedgen.experiments.generation import describe, draw_samples, judged_samples
+from fedgen.experiments.generation import describe, draw_samples, judged_samples, label_names
 from fedgen.experiments.identity import (
     check_intact,
     check_same_noise,
@@ -615,7 +615,13 @@ class Training:
         said = statement(record, words, self.config.group is not None, outside)
         write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
         data_set = self.ready.dataset
-        told = card(record, str(self.config.names.method), data_set.shape, data_set.classes)
+        told = card(
+            record,
+            str(self.config.names.method),
+            data_set.shape,
+            data_set.classes,
+            label_names(self.config),
+        )
         write_whole(self.run_dir.public / "README.md", told.encode())
         results = {**self._results(state, record, sha256), "coherence": coherence(grid)}
         before = self.run_dir.results() if self.run_dir.finished else {}

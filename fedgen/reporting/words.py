@@ -63,12 +63,20 @@ def statement(
     return "\n\n".join(parts) + "\n"
 
 
-def card(record: dict[str, Any], method: str, shape: Sequence[int], classes: int) -> str:
+def card(
+    record: dict[str, Any],
+    method: str,
+    shape: Sequence[int],
+    classes: int,
+    labels: Sequence[str] | None,
+) -> str:
     """The model card of what is published, as hubs read it: metadata, and what to know before use.
 
     Args:
-        shape: of the images, (channels, height, width). classes: number of labels.
+        shape: of the images, (channels, height, width). classes: number of labels. labels: their
+            names, if these are published.
     """
+    named = f" ({', '.join(labels)})" if labels else ""
     release, (channels, height, width) = record["views"]["release"], shape
     kind = "grey" if channels == 1 else "colour"
     if release["epsilon"] is None:
@@ -86,7 +94,9 @@ def card(record: dict[str, Any], method: str, shape: Sequence[int], classes: int
         f"# A private generator of images ({method})\n\n![Samples](samples.png)\n\n"
         f"{warning if record['noise'] == 'seeded' else ''}"
         f"Draws {kind} images of {width} x {height} pixels with {classes} "
-        f"label{'s' if classes > 1 else ''}. {promise}\n\n## Use\n\n"
+        f"label{'s' if classes > 1 else ''}{named}. {promise}\n\n## Use\n\n"
+        "By fedgen, which its README says how to install: `fedgen sample run=FOLDER out=FILE.npz`, "
+        "or in Python\n\n"
         "```python\nimport fedgen\n\nimages, labels = fedgen.load(FOLDER).samples(1000)\n```\n\n"
         "## Limits\n\n"
         "- Samples resemble the training data as a whole. Rare kinds of images, and differences "

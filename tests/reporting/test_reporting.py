@@ -93,9 +93,8 @@ def test_the_card_is_one_that_hubs_read(train: Train) -> None:
     exec(code.replace("1000", "10"), names)
     assert len(names["images"]) == 10  # type: ignore[arg-type]
     record["views"]["release"] |= {"epsilon": None, "reason": "why"}
-    assert "There is no privacy bound: why" in card(
-        {**record, "noise": "secure"}, "x", (3, 8, 8), 1
-    )
+    text = card({**record, "noise": "secure"}, "x", (3, 8, 8), 2, ["ill", "well"])
+    assert "There is no privacy bound: why" in text and "2 labels (ill, well)" in text
 
 
 @pytest.mark.parametrize(
