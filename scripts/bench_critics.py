@@ -29,8 +29,8 @@ from torch import nn
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.ensemble.critics import at_once
+from fedgen.experiments.building import build
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import build
 from fedgen.federation.client_store import ClientStore
 from fedgen.method import PublicFacts
 from fedgen.models.dcgan import Critic

@@ -1,14 +1,15 @@
 """Pages of the documentation site that are made of what the project has elsewhere: README,
-settings, the command line, methods and docstrings. A hook of mkdocs (``mkdocs.yml``)."""
+settings, the command line and docstrings. A hook of mkdocs (``mkdocs.yml``)."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from omegaconf import OmegaConf
 
 from fedgen.cli import HELP
 
@@ -31,7 +32,6 @@ def on_files(files: Files, config: Any) -> Files:
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
         "reference/command-line.md": f"# Command line\n\n```text\n{HELP}```\n",
         "reference/settings.md": _settings(),
-        "reference/methods.md": _methods(),
         "reference/python.md": "# Python\n\n::: fedgen.library\n",
         "reference/contract.md": _modules("A method's contract", CONTRACT),
         "reference/privacy.md": _modules("Privacy", PRIVACY),
@@ -61,17 +61,21 @@ def _settings() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _methods() -> str:
-    """What each method does, as its file says, with its settings."""
-    parts = ["# All methods"]
-    for file in sorted((ROOT / "configs" / "method").glob("*.yaml")):
-        found = re.search(r"^_target_: (fedgen\.methods\.\w+)\.", file.read_text(), re.MULTILINE)
-        if found is None or file.stem.endswith("_small"):
-            continue
-        module = ROOT.joinpath(*found[1].split(".")).with_suffix(".py")
-        text = ast.get_docstring(ast.parse(module.read_text())) or ""
-        parts.append(f"## {file.stem}\n\n```text\n{text}\n```\n\n{_yaml(file)}")
-    return "\n\n".join(parts) + "\n"
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Adds to a method's page what its file says, and its settings."""
+    place = Path(page.file.src_uri)
+    if place.parent.name != "methods":
+        return markdown
+    file = ROOT / "configs" / "method" / f"{place.stem}.yaml"
+    whole = OmegaConf.load(file)
+    while "_target_" not in whole:  # one that begins with another's settings
+        whole = OmegaConf.load(file.with_stem(str(whole.defaults[0])))
+    module = ROOT.joinpath(*whole["_target_"].split(".")[:-1]).with_suffix(".py")
+    text = ast.get_docstring(ast.parse(module.read_text())) or ""
+    return (
+        f"{markdown}\n\n## The algorithm\n\n```text\n{text}\n```\n\n"
+        f"## Settings\n\n`method={place.stem}`:\n\n{_yaml(file)}\n"
+    )
 
 
 def _modules(title: str, names: list[str]) -> str:

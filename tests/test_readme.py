@@ -18,7 +18,7 @@ from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import setup
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 RECIPES = sorted(
@@ -106,6 +106,23 @@ def test_recipe_at_two_rounds(
     for results in place.rglob("results.json"):
         rounds = json.loads(results.read_text())["rounds"]
         assert rounds == wanted or config.method.strategy._target_.endswith("OneShot")
+
+
+def test_every_method_has_a_page() -> None:
+    pages = {page.stem for page in PAGES}
+    for file in (ROOT / "configs" / "method").glob("*.yaml"):
+        assert file.stem.removesuffix("_small") in pages, file.stem
+
+
+def test_the_page_of_measured_runs_is_that_of_the_figures() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import results_page; print(results_page.page(), end='')"],
+        check=True,
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == (ROOT / "docs" / "measured.md").read_text()
 
 
 def test_every_experiment_is_complete() -> None:

@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.settings import Decided, view
+from fedgen.experiments.planning import view
+from fedgen.experiments.settings import Decided
 from fedgen.files import read_yaml
 from fedgen.privacy.releases import Local, Secure
 from fedgen.reporting.progress import epsilon_in_words

@@ -35,6 +35,7 @@ from fedgen.models.functional import (
     template,
     trainable,
 )
+from fedgen.parameters import Betas, Decay, NonNegativeInt
 from fedgen.privacy.events import Relation
 from fedgen.privacy.mechanisms import Mechanism
 from fedgen.privacy.releases import Sent
@@ -105,15 +106,15 @@ class Settings(TypedDict):
     batch: int
     fakes_per_label: int
     generator_learning_rate: float
-    generator_betas: tuple[float, float]
-    ema: float
+    generator_betas: Betas
+    ema: Decay
     critics: int
     critics_per_step: int
     critic_steps: int
     critic_batch: int
     critic_learning_rate: float
-    critic_betas: tuple[float, float]
-    warm_start: int
+    critic_betas: Betas
+    warm_start: NonNegativeInt
     device: str
 
 

@@ -13,7 +13,8 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
 from fedgen.experiments.configuration import check_output
-from fedgen.experiments.settings import UNLIMITED, Setup, view
+from fedgen.experiments.planning import UNLIMITED, view
+from fedgen.experiments.settings import Setup
 from fedgen.method import Kind, Plan
 from fedgen.privacy.accounting import Epsilon, opacus_opinions
 from fedgen.privacy.events import Relation, canonical, in_words

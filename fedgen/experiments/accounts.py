@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
-from fedgen.experiments.settings import Privacy
+from fedgen.experiments.planning import Privacy
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller

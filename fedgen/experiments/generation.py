@@ -24,8 +24,9 @@ from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.data.tables import are_names
 from fedgen.errors import FedgenError
-from fedgen.experiments import settings
-from fedgen.experiments.settings import Setup, build
+from fedgen.experiments import building, checks
+from fedgen.experiments.building import build
+from fedgen.experiments.settings import Setup
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
@@ -157,7 +158,7 @@ def load_generator(path: Path, device: str) -> Published:
     if shapes[0] != shapes[1] or not all(bool(v.isfinite().all()) for v in weights.values()):
         problem = f"{folder / 'generator.safetensors'} does not hold what generator.json describes"
         raise FedgenError("run", problem, "restore it")
-    device = settings.device(device)
+    device = building.device(device)
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
     weights = {name: each.to(device) for name, each in weights.items()}
     return Published(method, weights, facts.classes, names)
@@ -264,7 +265,7 @@ def sample(config: DictConfig) -> Path:
     if out.suffix not in ("", ".npz", ".png") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png and no new folder"
         raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
-    settings.check_seed(config)
+    checks.check_seed(config)
     published = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
     labels = labels_of(published, config.n, config.labels, coins)

@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen import factories
 from fedgen.errors import FedgenError
+from fedgen.experiments.building import device
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME, check_restored
-from fedgen.experiments.settings import Setup, device, in_short
+from fedgen.experiments.settings import Setup, in_short
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import LEDGER
 from fedgen.federation.client_store import ClientStore

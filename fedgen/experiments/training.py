@@ -31,6 +31,7 @@ from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
+from fedgen.experiments.building import build
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
@@ -44,7 +45,7 @@ from fedgen.experiments.identity import (
     opened,
 )
 from fedgen.experiments.interrupt import Interrupt
-from fedgen.experiments.settings import Setup, build
+from fedgen.experiments.settings import Setup
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedgen.parameters import NonNegative
+
 DATA = math.sqrt(1 / 3)  # of a uniform pixel: no statistic of private rows (DPDM's code)
 
 Network = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,10 +66,10 @@ class Sampler:
     highest: float
     rho: float
     second_order: bool
-    churn: float
-    churn_from: float
+    churn: NonNegative
+    churn_from: NonNegative
     churn_to: float
-    guidance: float
+    guidance: NonNegative
 
     @property
     def levels(self) -> list[float]:

@@ -34,6 +34,7 @@ from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
 from fedgen.losses.bce import discriminator_loss, generator_loss
 from fedgen.method import Method, PublicFacts, Query
+from fedgen.parameters import NonNegative
 from fedgen.privacy.bounds import Signs
 
 
@@ -49,7 +50,7 @@ def datalens(
     noise_multiplier: float | None,
     *,
     largest: int,
-    threshold: float,
+    threshold: NonNegative,
     **settings: Unpack[Settings],
 ) -> Method:
     """DataLens for these public parameters.

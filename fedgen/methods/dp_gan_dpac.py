@@ -42,6 +42,7 @@ from fedgen.models.functional import (
     template,
     trainable,
 )
+from fedgen.parameters import Betas, NonNegative, NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,15 @@ class DualPurposeClassifier:
 def dual_purpose_classifier(
     *,
     classifier: Callable[..., nn.Module],
-    begins: int,
+    begins: NonNegativeInt,
     critic_share: float,
-    fake_steps: int,
-    real_steps: int,
+    fake_steps: NonNegativeInt,
+    real_steps: NonNegativeInt,
     sequential: bool,
     anew: bool,
     learning_rate: float,
-    betas: tuple[float, float],
-    gradient_penalty: float,
+    betas: Betas,
+    gradient_penalty: NonNegative,
     classes: int,
     shape: tuple[int, int, int],
     device: str,

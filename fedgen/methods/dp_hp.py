@@ -32,6 +32,7 @@ from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, WorstCase
 from fedgen.methods.dp_merf import Server, embedding
 from fedgen.models.functional import template
+from fedgen.parameters import Betas, Decay
 from fedgen.sequence import Sums, SumSequence
 
 _LEVELS = 255  # that a byte has above 0
@@ -146,8 +147,8 @@ def dp_hp(
     rows: int,
     fakes_per_label: int,
     learning_rate: float,
-    betas: tuple[float, float],
-    ema: float,
+    betas: Betas,
+    ema: Decay,
     device: str,
 ) -> Method:
     """DP-HP for these public parameters.

@@ -43,6 +43,7 @@ from fedgen.models.functional import (
     template,
     trainable,
 )
+from fedgen.parameters import Betas, Decay
 from fedgen.privacy.per_example import ClippedSum, of_rows
 from fedgen.sequence import Asked, Sums, SumSequence
 
@@ -228,8 +229,8 @@ def dp_merf(
     rows: int,
     fakes_per_label: int,
     learning_rate: float,
-    betas: tuple[float, float],
-    ema: float,
+    betas: Betas,
+    ema: Decay,
     device: str,
 ) -> Method:
     """DP-MERF for these public parameters.

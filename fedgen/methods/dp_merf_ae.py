@@ -39,6 +39,7 @@ from fedgen.models.functional import (
     template,
     unflat,
 )
+from fedgen.parameters import Betas, ClipNorm, Decay
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Unit
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
@@ -133,9 +134,9 @@ def dp_merf_ae(
     autoencoder_steps: int,
     batch: int,
     sampling_rate: float,
-    clip: float,
+    clip: ClipNorm,
     autoencoder_learning_rate: float,
-    autoencoder_betas: tuple[float, float],
+    autoencoder_betas: Betas,
     embedding_noise: float,
     generator: Callable[..., nn.Module],
     latent: int,
@@ -144,8 +145,8 @@ def dp_merf_ae(
     rows: int,
     fakes_per_label: int,
     learning_rate: float,
-    betas: tuple[float, float],
-    ema: float,
+    betas: Betas,
+    ema: Decay,
     device: str,
 ) -> Method:
     """DP-MERF + AE for these public parameters; what is not named here is ``dp_merf``'s.

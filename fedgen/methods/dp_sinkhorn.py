@@ -52,6 +52,7 @@ from fedgen.models.functional import (
     part,
     template,
 )
+from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
@@ -205,19 +206,19 @@ def dp_sinkhorn(
     generator: Callable[..., nn.Module],
     latent: int,
     images: int,
-    debiased: float,
+    debiased: NonNegative,
     sampling_rate: float,
-    l1: float,
-    l2: float,
-    label_weight: float,
+    l1: NonNegative,
+    l2: NonNegative,
+    label_weight: NonNegative,
     blur: float,
-    clip: float,
+    clip: ClipNorm,
     clipping: Clipping,
     released: Released,
     learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    ema: float,
+    betas: Betas,
+    weight_decay: NonNegative,
+    ema: Decay,
     device: str,
 ) -> Method:
     """DP-Sinkhorn for these public parameters.

@@ -35,6 +35,7 @@ from fedgen.data.datasets import Shard
 from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
+from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, by_vmap
 
@@ -92,11 +93,11 @@ def dp_wgan_gp(
     batch: int,
     sampling_rate: float,
     critic_steps: int,
-    gradient_penalty: float,
+    gradient_penalty: NonNegative,
     learning_rate: float,
-    betas: tuple[float, float],
-    clip: float,
-    ema: float,
+    betas: Betas,
+    clip: ClipNorm,
+    ema: Decay,
     device: str,
 ) -> Method:
     """DP-WGAN-GP for these public parameters.

@@ -44,6 +44,7 @@ from fedgen.models.functional import (
     template,
     unflat,
 )
+from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
@@ -182,13 +183,13 @@ def dpdm(
     network: Callable[..., nn.Module],
     sampler: Callable[..., edm.Sampler],
     copies: int,
-    label_dropout: float,
+    label_dropout: NonNegative,
     learning_rate: float,
-    betas: tuple[float, float],
-    ema: float,
+    betas: Betas,
+    ema: Decay,
     batch: int,
     sampling_rate: float,
-    clip: float,
+    clip: ClipNorm,
     device: str,
 ) -> Method:
     """DPDM for these public parameters.

@@ -40,6 +40,7 @@ from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
+from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import ClippedSum, Precision, clipped_sum
 
@@ -104,13 +105,13 @@ def dpgan(
     sampling_rate: float,
     discriminator_steps: int | Literal["adaptive"],
     accuracy_floor: float,
-    accuracy_ema: float,
+    accuracy_ema: Decay,
     discriminator_learning_rate: float,
     generator_learning_rate: float,
-    betas: tuple[float, float],
-    clip: float,
-    ema: float,
-    mode_seeking: float,
+    betas: Betas,
+    clip: ClipNorm,
+    ema: Decay,
+    mode_seeking: NonNegative,
     precision: Precision,
     device: str,
 ) -> Method:

@@ -56,6 +56,7 @@ from fedgen.models.functional import (
     trainable,
     unflat,
 )
+from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.batches import OwnDraw
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
@@ -185,14 +186,14 @@ def fedavg_gan(
     discriminator_steps: int,
     discriminator_learning_rate: float,
     batch: int,
-    gradient_penalty: float,
-    clip: float,
+    gradient_penalty: NonNegative,
+    clip: ClipNorm,
     server_learning_rate: float,
     generator_steps: int,
     generator_batch: int,
     generator_learning_rate: float,
-    generator_betas: tuple[float, float],
-    ema: float,
+    generator_betas: Betas,
+    ema: Decay,
     device: str,
 ) -> Method:
     """FedAvg-GAN for these public parameters.

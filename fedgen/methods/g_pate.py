@@ -38,6 +38,7 @@ from fedgen.errors import FedgenError
 from fedgen.losses.bce import discriminator_loss, generator_loss
 from fedgen.method import Method, PublicFacts, Query
 from fedgen.models.functional import Tensors
+from fedgen.parameters import NonNegative
 from fedgen.privacy.bounds import OneHot
 
 Reading = Literal["fullest", "mean"]
@@ -86,7 +87,7 @@ def g_pate(
     directions: int,
     bins: int,
     reach: float,
-    threshold: float,
+    threshold: NonNegative,
     reading: Reading,
     **settings: Unpack[Settings],
 ) -> Method:

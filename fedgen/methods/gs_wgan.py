@@ -46,6 +46,7 @@ from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Claim, Method, PublicFacts, Query
 from fedgen.models.functional import Tensors, part, split
+from fedgen.parameters import ClipNorm, NonNegative
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.routing import Mode, Sampling
 
@@ -95,9 +96,9 @@ def gs_wgan(
     noise_multiplier: float | None,
     *,
     critic_schedule: Literal["public", "on_query"],
-    gradient_penalty: float,
-    drift_penalty: float,
-    clip: float,
+    gradient_penalty: NonNegative,
+    drift_penalty: NonNegative,
+    clip: ClipNorm,
     sanitize: Literal["samples", "parameters"],
     routing: Mode,
     answerers: int,

@@ -47,6 +47,7 @@ from fedgen.models.functional import (
     template,
     trainable,
 )
+from fedgen.parameters import Betas
 from fedgen.privacy.bounds import Bit
 
 Targets = Literal["hard", "soft"]
@@ -124,7 +125,7 @@ def pate_gan(
     *,
     student: Callable[..., nn.Module],
     student_learning_rate: float,
-    student_betas: tuple[float, float],
+    student_betas: Betas,
     student_steps: int,
     targets: Targets,
     **settings: Unpack[Settings],

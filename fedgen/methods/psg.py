@@ -36,6 +36,7 @@ from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum, method_of
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
 from fedgen.models.functional import Tensors, flat, initial, join, likeness, part, template, unflat
+from fedgen.parameters import ClipNorm, NonNegative
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.privacy.per_example import clipped_sum, examples_at_once
 from fedgen.privacy.releases import Sent
@@ -214,13 +215,13 @@ def psg(
     batch_loop: int,
     inner: int,
     learning_rate: float,
-    momentum: float,
+    momentum: NonNegative,
     matches: int,
     classifier_learning_rate: float,
     classifier_batch: int,
     batch: int,
     sampling_rate: float,
-    clip: float,
+    clip: ClipNorm,
     device: str,
 ) -> Method:
     """PSG for these public parameters.

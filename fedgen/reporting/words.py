@@ -219,6 +219,10 @@ each client's labels.
 """
 
 
+_PARTS = {"critics": "clients train", "routing": "answer", "generator": "the server"}
+"""Of a round, in words."""
+
+
 def summary(path: Path) -> str:
     """What a run came to, for people."""
     results = json.loads((path / "results.json").read_text())
@@ -250,7 +254,8 @@ def summary(path: Path) -> str:
             "rows, or method=mixture"
         )
     lines += quality(results)
-    parts = ", ".join(f"{n} {s:.3g} s" for n, s in results["seconds_per_round"].items())
+    taken = results["seconds_per_round"]
+    parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in _PARTS.items() if n in taken)
     if results["rounds_per_second"]:
         lines.append(
             f"{results['rounds_per_second']:.3g} rounds/s ({parts} a round), peak memory "
@@ -291,7 +296,9 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     average, calibrated = averages(results)
     if average is not None:
-        rows.append(("gen2real average", f"{average:.1%}, calibrated {calibrated:.1%}"))
+        rows.append(
+            ("gen2real average", f"{average:.1%}, {calibrated:.1%} of what real rows reach")
+        )
     if "classifier" in results:
         told = results["classifier"]
         rows.append(

@@ -13,8 +13,8 @@ from tiny import COINS, Train
 
 from fedgen.data.datasets import digits
 from fedgen.evaluation.utility import Fit, Predict, all_scores, cnn, scikit, summary
+from fedgen.experiments.building import build
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import build
 
 DATA = digits(COINS)
 REAL = (DATA.images, DATA.labels)

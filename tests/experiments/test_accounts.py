@@ -10,7 +10,7 @@ from dp_accounting import NonPrivateDpEvent
 from tiny import SETTINGS, make
 
 from fedgen.experiments.accounts import Accounts, amplification
-from fedgen.experiments.settings import Privacy
+from fedgen.experiments.planning import Privacy
 from fedgen.federation.rounds import RunState
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
