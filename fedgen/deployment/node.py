@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +41,8 @@ from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, cli
 from fedgen.federation.signing import Signer, fingerprint
 from fedgen.privacy.ledger import Ledger
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
+_OF_THE_SILENCE = 0.05  # that a node waits before it asks again: a twentieth is added
 
 
 def node(config: DictConfig) -> str:
@@ -123,16 +125,19 @@ class _Serving:
         """Answers messages until it is told to end. What cannot be sent now is sent later: it was
         charged."""
         unsent: tuple[Message, Message] | None = None
+        heard = time.monotonic()
         while not over.is_set():
             try:
                 if unsent is None:
                     message = connection.receive()
                     if message is None:
-                        over.wait(_POLL_SECONDS)
+                        silent = time.monotonic() - heard
+                        pause = max(_POLL_SECONDS, _OF_THE_SILENCE * silent)
+                        over.wait(min(pause, _SELDOM_SECONDS))
                         continue
                     unsent = message, self._answer(message, connection)
                 connection.reply(*unsent)
-                unsent = None
+                unsent, heard = None, time.monotonic()
             except RunOverError:  # it ended before this reply
                 unsent = None
             except LostError as error:
