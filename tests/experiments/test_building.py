@@ -1,0 +1,58 @@
+"""A method's settings are held against the types that its function declares."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from fedgen.errors import FedgenError
+from fedgen.experiments.building import check_parameters
+
+DPGAN, DATALENS = "fedgen.methods.dpgan.dpgan", "fedgen.methods.datalens.datalens"
+UNET = "fedgen.models.unet.UNet"
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [
+        (DPGAN, "ema", 0.0),
+        (DPGAN, "betas", [0.0, 0.999]),
+        (DPGAN, "mode_seeking", 0),
+        (DPGAN, "clip", 1e-9),
+        (DPGAN, "discriminator_steps", "adaptive"),
+        (DPGAN, "discriminator_steps", 5),
+        (DATALENS, "warm_start", 0),
+        (DATALENS, "threshold", 0.0),
+        (UNET, "attention", [7]),
+        (UNET, "attention", []),
+    ],
+)
+def test_what_may_be(target: str, name: str, value: object) -> None:
+    check_parameters("method", OmegaConf.create({"_target_": target, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value", "problem"),
+    [
+        (DPGAN, "ema", 1.0, "must be below 1"),
+        (DPGAN, "ema", -0.1, "must be positive"),
+        (DPGAN, "betas", [0.5, 1.0], "must be below 1"),
+        (DPGAN, "betas", [0.5], "must be two numbers"),
+        (DPGAN, "betas", [0.5, "x"], "must be numbers"),
+        (DPGAN, "clip", 1e-10, "must be at least 1e-09"),
+        (DPGAN, "clip", float("inf"), "must be positive"),
+        (DPGAN, "batch", 0, "must be positive"),
+        (DPGAN, "batch", 1.5, "must be a whole number"),
+        (DPGAN, "batch", "many", "must be a number"),
+        (DPGAN, "discriminator_steps", "often", "choose a number or adaptive"),
+        (DPGAN, "generator", 3, "it is a group of settings"),
+        (DATALENS, "warm_start", -1, "must be positive"),
+        (DATALENS, "warm_start", 0.5, "must be a whole number"),
+        (UNET, "attention", [0.5], "must be whole numbers"),
+    ],
+)
+def test_what_may_not_be(target: str, name: str, value: object, problem: str) -> None:
+    with pytest.raises(FedgenError, match=rf"^method\.{name}: .*{re.escape(problem)}"):
+        check_parameters("method", OmegaConf.create({"_target_": target, name: value}))
