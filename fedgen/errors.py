@@ -62,9 +62,9 @@ def status_of(work: Callable[[], None]) -> int:
     except BrokenPipeError:  # whoever read what is printed has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        lacks = _lacks(error)
-        if lacks is not None:
-            print(f"fedgen: {lacks}; what was there stays", file=sys.stderr)
+        lacking = lacks(error)
+        if lacking is not None:
+            print(f"fedgen: {lacking}; what was there stays", file=sys.stderr)
             return MACHINE_FAILED
         if isinstance(error, OSError) and error.filename:  # a folder in a file's place
             print(f"fedgen: {error.filename}: {error.strerror}; mend it", file=sys.stderr)
@@ -73,7 +73,7 @@ def status_of(work: Callable[[], None]) -> int:
     return 0
 
 
-def _lacks(error: Exception) -> str | None:
+def lacks(error: Exception) -> str | None:
     """What the machine has too little of, or does not allow; None for another error."""
     if isinstance(error, OSError):
         if error.errno not in _OF_THE_MACHINE:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
+from fedgen.data.tables import known_labels
 from fedgen.errors import FedgenError
 from fedgen.files import cache, digest, read_arrays
 
@@ -172,12 +173,15 @@ def root_of(root: str | None) -> Path:
     return Path(root or os.environ.get("FEDGEN_DATA") or cache()).expanduser()
 
 
-def public_facts(classes: int, shape: Sequence[int], **_: object) -> Dataset:
+def public_facts(
+    classes: int, shape: Sequence[int], labels: Sequence[str] | None = None, **_: object
+) -> Dataset:
     """What everybody knows of images that lie elsewhere: no row is here.
 
     Args:
         classes: number of labels.
         shape: (channels, height, width) of each image.
+        labels: names of the labels, in order, if these are told.
 
     Raises:
         FedgenError: for what no images have.
@@ -185,11 +189,13 @@ def public_facts(classes: int, shape: Sequence[int], **_: object) -> Dataset:
     if not 1 <= classes <= _MOST_CLASSES:
         problem = f"must be from 1 to {_MOST_CLASSES:,}, got {classes}"
         raise FedgenError("data.classes", problem, "give the number of labels")
+    if labels is not None and len(known_labels([], labels)) != classes:
+        raise FedgenError("data.classes", f"is {classes}, of {len(labels)} labels", "mend it")
     if len(shape) != 3 or shape[0] not in (1, 3) or not all(8 <= n <= 1024 for n in shape[1:]):
         problem = f"must be [1 or 3, height, width], got {list(shape)}"
         raise FedgenError("data.shape", problem, "e.g. [3,64,64]")
-    images, labels = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
-    return Dataset("public_facts", images, labels, images, labels, None, classes)
+    images, nothing = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
+    return Dataset("public_facts", images, nothing, images, nothing, None, classes)
 
 
 _MOST_CLASSES = 10_000

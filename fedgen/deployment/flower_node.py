@@ -119,7 +119,9 @@ class Connection:
             if status == httpx.codes.FORBIDDEN:
                 raise RunOverError from error
             known = FlowerError.from_json(error.response.text)
-            if status in _TRANSIENT or (known and known.code == _NOT_ACTIVATED):
+            if known and known.code == _NOT_ACTIVATED:
+                raise LostError(_NOT_LET_IN) from error
+            if status in _TRANSIENT:
                 raise LostError(told) from error
             raise FedgenError("superlink", told, "see whether this key was accepted") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -182,6 +184,10 @@ AGAIN_SECONDS = 2.0  # between two tries of what did not work
 _HEARTBEAT_SECONDS = 10.0  # a node that was killed may come back after two of them
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _NOT_ACTIVATED = 2004  # no such key, or one that is connected
+_NOT_LET_IN = (
+    "the link does not know this key yet (the coordinator: fedgen link accept=KEY.pub), or a node "
+    "with it is connected"
+)
 
 
 def error_reply(message: Message, code: int) -> Message:

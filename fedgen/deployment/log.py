@@ -82,6 +82,8 @@ def show(config: DictConfig) -> str:
     """
     home = Path(config.home).expanduser()
     path = home / NAME
+    if not path.exists() and (home / "lock").exists():
+        return "nothing has left this node yet"
     if not path.exists():
         raise FedgenError("home", f"no node was at home in {home}", "name a node's folder")
     try:

@@ -36,6 +36,7 @@ from fedgen.deployment.request import Request
 from fedgen.deployment.site import Place, open_run
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
+from fedgen.experiments.settings import label_names
 from fedgen.federation import messages
 from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
@@ -92,7 +93,8 @@ def _place(config: DictConfig, home: Path, signer: Signer, own: str) -> Place:
     rows = settings.dataset(config)
     if rows.elsewhere:
         raise FedgenError("data", "has no rows", "a node is where they are")
-    return Place(config.number, rows, home, policy, Signer(signer.key, policy.peers))
+    known = Signer(signer.key, policy.peers)
+    return Place(config.number, rows, home, policy, known, label_names(config))
 
 
 @contextlib.contextmanager

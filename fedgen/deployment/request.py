@@ -24,7 +24,7 @@ from fedgen.files import as_json
 _GROUPS = ("method", "warm_up", "privacy")
 _ALONE = ("rounds", "seed")
 _INSIDE = {
-    "data": ("classes", "shape", "public_rows"),
+    "data": ("classes", "labels", "shape", "public_rows"),
     "partition": ("clients",),
     "runtime": ("threads", "min_success", "transport", "masks"),
 }

@@ -14,7 +14,7 @@ from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
-from fedgen.experiments.settings import in_short
+from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
 from fedgen.federation.client_app import Homes, Site
 from fedgen.federation.signing import Signer
@@ -29,6 +29,7 @@ class Place:
     """What a node is home to.
 
     number: which client it is. rows: its images and labels. home: its folder, of this node alone.
+    labels: the names of its labels, in order, where they are known.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Place:
     home: Path
     policy: Policy
     signer: Signer
+    labels: list[str] | None = None
 
     @property
     def account(self) -> SpentFile:
@@ -58,6 +60,8 @@ def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
     try:
         found, relation = _site(place, request)
         return Homes(found), relation
+    except RefusedError:
+        raise
     except FedgenError as error:
         raise RefusedError(str(error)) from error
     except Exception as error:  # settings that no coordinator of ours would send
@@ -72,6 +76,11 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         raise RefusedError(
             f"the run is about {public.classes} labels of images {list(public.shape)}, here are "
             f"{rows.classes} of {list(rows.shape)}"
+        )
+    named = label_names(asked)
+    if named is not None and place.labels is not None and named != place.labels:
+        raise RefusedError(
+            f"the run is about the labels {', '.join(named)}, here are {', '.join(place.labels)}"
         )
     if place.policy.peers is not None and clients != len(place.policy.peers):
         raise RefusedError(

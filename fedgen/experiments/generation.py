@@ -26,7 +26,7 @@ from fedgen.data.tables import are_names
 from fedgen.errors import FedgenError
 from fedgen.experiments import building, checks
 from fedgen.experiments.building import build
-from fedgen.experiments.settings import Setup
+from fedgen.experiments.settings import Setup, label_names
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
@@ -94,12 +94,6 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "date": date.today().isoformat(),
     }
     return json.dumps(told, indent=2) + "\n"
-
-
-def label_names(config: DictConfig) -> list[str] | None:
-    """The names of labels that a setting tells, and which count as public by that."""
-    names = OmegaConf.select(config, "data.labels")
-    return None if names is None else [str(name) for name in names]
 
 
 def described(folder: Path, key: str) -> dict[str, Any]:

@@ -305,6 +305,12 @@ def dataset(config: DictConfig) -> Dataset:
     return found
 
 
+def label_names(config: DictConfig) -> list[str] | None:
+    """The names of labels that a setting tells, and which count as public by that."""
+    names = OmegaConf.select(config, "data.labels")
+    return None if names is None else [str(name) for name in names]
+
+
 def _method(
     make: Callable[..., Method],
     facts: PublicFacts,

@@ -35,7 +35,7 @@ from fedgen.experiments.building import build
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
-from fedgen.experiments.generation import describe, draw_samples, judged_samples, label_names
+from fedgen.experiments.generation import describe, draw_samples, judged_samples
 from fedgen.experiments.identity import (
     check_intact,
     check_same_noise,
@@ -45,7 +45,7 @@ from fedgen.experiments.identity import (
     opened,
 )
 from fedgen.experiments.interrupt import Interrupt
-from fedgen.experiments.settings import Setup
+from fedgen.experiments.settings import Setup, label_names
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import ERRORS, LEDGER, Site

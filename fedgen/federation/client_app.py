@@ -22,6 +22,7 @@ from flwr.clientapp.typing import Mod
 from fedgen import coins
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import lacks
 from fedgen.federation import messages
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, MaskingError, context_of
@@ -198,8 +199,11 @@ def partition_of(context: Context) -> int:
     return int(str(context.node_config["partition-id"]))
 
 
-def client_app(find_home: Callable[[Context], ClientHome], mods: tuple[Mod, ...] = ()) -> ClientApp:
+def client_app(
+    find_home: Callable[[Context], ClientHome], mods: tuple[Mod, ...] = (), alone: bool = True
+) -> ClientApp:
     """The app. It captures no data: ``find_home`` looks the client up by the message's context.
+    ``alone``: see ``Nodes``.
 
     A message that was handled before gets the reply that it got then, so that nothing is spent
     twice. A client handles one message at a time, whatever process or thread it arrives in.
@@ -217,6 +221,8 @@ def client_app(find_home: Callable[[Context], ClientHome], mods: tuple[Mod, ...]
                 if home is not None:
                     folder = home.store.folder(home.number)
                     write_down(folder, message.metadata.message_type, error)
+                if not alone and lacks(error) is not None:
+                    raise
                 return Message(Error(FAILED), reply_to=message)
             return Message(content, reply_to=message)
 

@@ -29,7 +29,7 @@ def run(
 ) -> None:
     """Runs a ServerApp against the ClientApp of a site; see ``InProcessGrid`` for the settings."""
     del again  # everything is here
-    app = client_app(Homes(site), site.mods)
+    app = client_app(Homes(site), site.mods, alone=False)
     start(server, InProcessGrid(app, clients, timeout, serialize))
 
 
@@ -48,7 +48,11 @@ class InProcessGrid(OwnGrid):
         self, app: ClientApp, clients: int, timeout: float | None, serialize: bool
     ) -> None:
         super().__init__(clients)
-        self._here, self._timeout, self._serialize = Nodes(app, clients), timeout, serialize
+        self._here, self._timeout, self._serialize = (
+            Nodes(app, clients, alone=False),
+            timeout,
+            serialize,
+        )
         self._pending: dict[str, Message] = {}
 
     def _send(self, name: str, message: Message) -> None:

@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
+from fedgen.errors import lacks
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     NODE_UNAVAILABLE,
@@ -35,10 +36,12 @@ def seconds_for(message: Message, timeout: float | None) -> float:
 
 
 class Nodes:
-    """The nodes of this process: calls the ClientApp with a context that names the partition."""
+    """The nodes of this process: calls the ClientApp with a context that names the partition.
+    Unless they are ``alone``, in the server's process, what the machine lacks ends the server too.
+    """
 
-    def __init__(self, app: ClientApp, clients: int) -> None:
-        self._app, self._clients = app, clients
+    def __init__(self, app: ClientApp, clients: int, alone: bool = True) -> None:
+        self._app, self._clients, self._alone = app, clients, alone
         self._contexts: dict[int, Context] = {}
 
     def handle(self, message: Message) -> Message:
@@ -46,7 +49,9 @@ class Nodes:
         node = message.metadata.dst_node_id
         try:
             return self._app(message, self._context(node))
-        except Exception:
+        except Exception as error:
+            if not self._alone and lacks(error) is not None:
+                raise
             return Message(Error(CLIENT_RAISED), reply_to=message)
 
     def _context(self, node: int) -> Context:
