@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import opened
+from fedgen.files import digest
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,9 +54,12 @@ def add(section: str, run: Path, command: str) -> None:
     """Keeps the figures of a finished run."""
     run_dir, made, identity = opened(run, "run")
     asked = compose("config", shlex.split(command)[2:])
+    for key, value in identity["left_open"].items():  # what the method settled for itself
+        OmegaConf.update(made, key, value)
     for config in (made, asked):
         config.run_dir = None
-    if OmegaConf.to_container(made) != OmegaConf.to_container(asked):
+    plain = [OmegaConf.to_container(each, resolve=True) for each in (made, asked)]
+    if plain[0] != plain[1]:
         sys.exit(f"results_page: {command} has other settings than {run}")
     privacy = run_dir.privacy()
     told = {
@@ -68,9 +72,10 @@ def add(section: str, run: Path, command: str) -> None:
         "aggregation": privacy["aggregation"]["kind"],
         "results": _small(run_dir.results()),
     }
-    slug = re.sub(r"[^a-z0-9]+", "-", command.removeprefix("fedgen train ").lower()).strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", command.removeprefix("fedgen train ").lower())
+    name = f"{slug[:80].strip('-')}-{digest(command.encode())[:8]}.json"
     KEPT.mkdir(exist_ok=True)
-    (KEPT / f"{slug[:150]}.json").write_text(json.dumps(told, indent=1) + "\n")
+    (KEPT / name).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def _small(value: Any) -> Any:
