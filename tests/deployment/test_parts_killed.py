@@ -46,7 +46,13 @@ def answers(sites: Deployment, node: int, name: str) -> int:
 def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed: int) -> None:
     """A run in which parts are killed at random moments, one after the other, until it ends."""
     draw = random.Random(seed)
-    coordinator = Command(sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}"))
+    words = sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}")
+
+    def again() -> Command:
+        """It goes on; a run that ended before anybody was told of it left nothing, and begins."""
+        return Command(["train", f"resume={run}"] if (run / "run.json").exists() else words)
+
+    coordinator = Command(words)
     end = time.monotonic() + 900
     while not (run / "run.json").exists():
         assert coordinator.poll() is None and time.monotonic() < end, coordinator.errors
@@ -62,12 +68,12 @@ def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed:
         elif victim == "node":
             sites.start_node(1)
         else:
-            coordinator = Command(["train", f"resume={run}"])
+            coordinator = again()
     while not (run / "results.json").exists():
         status = coordinator.wait(end - time.monotonic())
         if status != 0:
             assert time.monotonic() < end, coordinator.errors
-            coordinator = Command(["train", f"resume={run}"])
+            coordinator = again()
     assert coordinator.wait(60) == 0, coordinator.errors
     name = json.loads((run / "run.json").read_text())["run"]
     record = json.loads((run / "privacy.json").read_text())
