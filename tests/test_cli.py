@@ -21,6 +21,7 @@ import fedgen
 from fedgen import cli
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.evaluation import JUDGED
+from fedgen.experiments.generation import _number
 from fedgen.experiments.settings import dataset, setup
 
 MISTAKES = [
@@ -423,7 +424,20 @@ def test_names_of_labels_are_published_if_a_setting_tells_them(
         assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("labels", ["[a/b,c]", "[a,A]", "['',b]", "[.,b]"])
+def test_a_name_goes_before_a_number() -> None:
+    assert [_number(each, 3, ["1", "2", "3"]) for each in (1, "2", 3, 0)] == [0, 1, 2, 0]
+
+
+def test_names_of_other_labels_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", *TINY, "+data.labels=[a]"]) == 2
+    assert one_line(capsys).startswith("fedgen: data.labels: are 1 names, of 10 labels")
+    assert cli.run(["train", *TINY, "method={foo: 1}"]) == 2
+    assert one_line(capsys).startswith("fedgen: method: ")
+
+
+@pytest.mark.parametrize(
+    "labels", ["[a/b,c]", "[a,A]", "['',b]", "[.,b]", "3", "true", "ab", "[1,null]"]
+)
 def test_names_that_are_none(
     labels: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,9 @@ def known_labels(found: Iterable[str], named: Sequence[str] | None) -> list[str]
     Raises:
         FedgenError: for a label that is none of those named, or names that cannot be published.
     """
+    listed = isinstance(named, list | tuple) and all(type(each) in (str, int) for each in named)
+    if named is not None and not listed:
+        raise FedgenError("data.labels", f"cannot be {named!r}", "list names, e.g. [cat,dog]")
     if named is not None and not are_names([str(each) for each in named]):
         remedy = "give each a name of its own that may be a folder's"
         raise FedgenError("data.labels", f"cannot be {', '.join(map(str, named))}", remedy)

@@ -78,10 +78,9 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             f"{rows.classes} of {list(rows.shape)}"
         )
     named = label_names(asked)
-    if named is not None and place.labels is not None and named != place.labels:
-        raise RefusedError(
-            f"the run is about the labels {', '.join(named)}, here are {', '.join(place.labels)}"
-        )
+    if named is not None and named != place.labels:
+        here = "no names are given here" if place.labels is None else ", ".join(place.labels)
+        raise RefusedError(f"the run is about the labels {', '.join(named)}, here: {here}")
     if place.policy.peers is not None and clients != len(place.policy.peers):
         raise RefusedError(
             f"the run has {clients} clients, and there are {len(place.policy.peers)}"

@@ -326,7 +326,7 @@ def _in_one_line(error: Exception, name: str, overrides: Sequence[str] = ()) -> 
 def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Of the groups that are chosen."""
     kept = {*_groups(), "hydra.searchpath"}
-    chosen = [word for word in overrides if _key(word) in kept]
+    chosen = [w for w in overrides if _key(w) in kept and not w.partition("=")[2].startswith("{")]
     config, _ = _composed(name, tuple(chosen))
 
     def walk(part: DictConfig, prefix: str) -> list[str]:

@@ -242,8 +242,8 @@ def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Te
 
 def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     """The number of a label that is given by number or by name."""
-    if isinstance(label, str) and label in names:
-        return names.index(label)
+    if str(label) in names:  # a name before a number: names may be numbers of their own
+        return names.index(str(label))
     if not isinstance(label, Integral) or not 0 <= int(label) < classes:
         known = f", or {', '.join(names)}" if names else ""
         problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"

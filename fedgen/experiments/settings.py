@@ -18,6 +18,7 @@ from fedgen.data.canaries import Canaries, plant
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.data.partition import Index, check_clients, of_persons
+from fedgen.data.tables import known_labels
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import build, device, plain
 from fedgen.experiments.checks import check, faults
@@ -82,6 +83,10 @@ def setup(config: DictConfig) -> Setup:
     torch.set_num_threads(config.runtime.threads)
     coins = Coins.of(config.seed, config.privacy.noise)
     held, shards = shared_out(config)
+    names = label_names(config)
+    if names is not None and len(names) != held.classes:
+        problem = f"are {len(names)} names, of {held.classes} labels"
+        raise FedgenError("data.labels", problem, "name each, or leave it out")
     bugged = with_the_bug(len(shards), config.corruption.fraction, coins.at("data"))
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
@@ -308,7 +313,8 @@ def dataset(config: DictConfig) -> Dataset:
 def label_names(config: DictConfig) -> list[str] | None:
     """The names of labels that a setting tells, and which count as public by that."""
     names = OmegaConf.select(config, "data.labels")
-    return None if names is None else [str(name) for name in names]
+    plain: Any = OmegaConf.to_container(names) if isinstance(names, ListConfig) else names
+    return None if plain is None else known_labels([], plain)
 
 
 def _method(

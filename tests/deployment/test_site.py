@@ -116,12 +116,11 @@ def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
     names = [f"digit {n}" for n in range(10)]
     there = asked(f"data.labels=[{','.join(names)}]")
     swapped = replace(place(tmp_path), labels=[*names[1::-1], *names[2:]])
-    with pytest.raises(
-        RefusedError, match=r"labels digit 0, digit 1, .*, here are digit 1, digit 0"
-    ):
+    with pytest.raises(RefusedError, match=r"labels digit 0, digit 1, .*, here: digit 1, digit 0"):
         open_run(swapped, there)
     open_run(replace(place(tmp_path), labels=names), there)
-    open_run(place(tmp_path), there)
+    with pytest.raises(RefusedError, match="no names are given here"):
+        open_run(place(tmp_path), there)
 
 
 def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> None:
