@@ -192,10 +192,10 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
 def _sweep(configs: list[DictConfig]) -> None:
     """Runs what is missing, goes on with what was cut off, and writes down how all of it came out.
     No combination runs if the settings of one are wrong by themselves, without its data."""
-    from fedgen.experiments import checks, sweep
+    from fedgen.experiments import sweep, validation
 
     for config in configs:
-        checks.check(config)
+        validation.check(config)
     for config in configs:
         print(sweep.run(config))
     print(sweep.table(configs))

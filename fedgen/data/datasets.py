@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.data.tables import known_labels
+from fedgen.data.labels import named
 from fedgen.errors import FedgenError
 from fedgen.files import cache, digest, read_arrays
 
@@ -189,7 +189,7 @@ def public_facts(
     if not 1 <= classes <= _MOST_CLASSES:
         problem = f"must be from 1 to {_MOST_CLASSES:,}, got {classes}"
         raise FedgenError("data.classes", problem, "give the number of labels")
-    if labels is not None and len(known_labels([], labels)) != classes:
+    if labels is not None and len(named(labels)) != classes:
         raise FedgenError("data.classes", f"is {classes}, of {len(labels)} labels", "mend it")
     if len(shape) != 3 or shape[0] not in (1, 3) or not all(8 <= n <= 1024 for n in shape[1:]):
         problem = f"must be [1 or 3, height, width], got {list(shape)}"

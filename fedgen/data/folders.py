@@ -39,7 +39,8 @@ from fedgen.data.datasets import (
     from_npz,
     root_of,
 )
-from fedgen.data.tables import Listed, Record, known_labels, listed_in
+from fedgen.data.labels import known, named
+from fedgen.data.tables import Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
 
@@ -89,12 +90,10 @@ def folder(
             problem = f"{places[0]} is no folder, no .csv and no .npz"
             raise FedgenError("data.path", problem, "give one of these")
         if labels is not None:
-            named = len(known_labels([], labels))
-            if classes not in (None, named):
-                raise FedgenError(
-                    "data.classes", f"is {classes}, of {named} labels", "leave it out"
-                )
-            classes = named
+            told = len(named(labels))
+            if classes not in (None, told):
+                raise FedgenError("data.classes", f"is {classes}, of {told} labels", "leave it out")
+            classes = told
         if classes is None:
             problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
             raise FedgenError("data.classes", problem, remedy)
@@ -161,8 +160,8 @@ def _files(place: Path) -> list[Path]:
     return [each for each in _visible(place) if each.is_file()]
 
 
-def _listed(places: Sequence[Path], named: Sequence[str] | None) -> Listed:
-    """All files of all clients, under the labels ``named``, if any."""
+def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
+    """All files of all clients; ``told``: see ``labels.known``."""
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
@@ -174,7 +173,7 @@ def _listed(places: Sequence[Path], named: Sequence[str] | None) -> Listed:
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
     found = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    labels = known_labels(found, named)
+    labels = known(found, told)
     records = [
         Record(path, path.name, client, labels.index(label.name), test)
         for client, home in enumerate(homes)

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from fedgen.data.labels import known
 from fedgen.errors import FedgenError
 
 _SHOWN = 20  # names in a line
 _LONG = 100  # letters of a name in a line
 _SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
 _MOST_BYTES = 2**30
-_NO_NAME = set('/\\:*?"<>|')  # not in a folder's name, on some systems
 
 
 @dataclass(frozen=True)
@@ -54,35 +54,8 @@ class Listed:
     persons: bool = False
 
 
-def known_labels(found: Iterable[str], named: Sequence[str] | None) -> list[str]:
-    """The labels' names in order: those ``named`` by a setting, or all that there are.
-
-    Raises:
-        FedgenError: for a label that is none of those named, or names that cannot be published.
-    """
-    listed = isinstance(named, list | tuple) and all(type(each) in (str, int) for each in named)
-    if named is not None and not listed:
-        raise FedgenError("data.labels", f"cannot be {named!r}", "list names, e.g. [cat,dog]")
-    if named is not None and not are_names([str(each) for each in named]):
-        remedy = "give each a name of its own that may be a folder's"
-        raise FedgenError("data.labels", f"cannot be {', '.join(map(str, named))}", remedy)
-    labels = sorted(set(found)) if named is None else [str(each) for each in named]
-    if unknown := set(found).difference(labels):
-        problem = f"{', '.join(sorted(unknown)[:_SHOWN])} in the data are none of the labels"
-        raise FedgenError("data.labels", problem, "name them, or move them away")
-    return labels
-
-
-def are_names(told: Sequence[object]) -> bool:
-    """Whether these may name labels: each a folder of its own, wherever samples are written to."""
-    names = [each for each in told if isinstance(each, str) and 0 < len(each) <= _LONG]
-    if any(each.strip(". ") != each or set(each) & _NO_NAME for each in names):
-        return False
-    return len({each.casefold() for each in names if each.isprintable()}) == len(told)
-
-
 def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
-    """The records of a table; ``named``: see ``known_labels``.
+    """The records of a table; ``named``: see ``labels.known``.
 
     Raises:
         FedgenError: for the first thing that is wrong with it.
@@ -99,7 +72,7 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
         some = ",".join(each[:_LONG] for each in there[:_SHOWN])
         problem = "is not set: labels are public, and not read off a table's rows"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
-    labels = known_labels({row["label"] for row in rows}, named)
+    labels = known({row["label"] for row in rows}, named)
     home, seen = table.parent.resolve(), set()
     by_label = {name: number for number, name in enumerate(labels)}
     records = []

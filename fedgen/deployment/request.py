@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.checks import check as check_settings
 from fedgen.experiments.configuration import check_restored, compose
+from fedgen.experiments.validation import check as check_settings
 from fedgen.files import as_json
 
 _GROUPS = ("method", "warm_up", "privacy")

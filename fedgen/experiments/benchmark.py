@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.experiments import checks
+from fedgen.experiments import validation
 from fedgen.experiments.configuration import compose, named
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
@@ -95,7 +95,7 @@ def benchmark(config: DictConfig) -> str:
     points = list(points_of(matrix, place))
     known = {point.name: point for point in [*points_of(whole, place), *points]}
     for point in points:
-        checks.check(point.config)
+        validation.check(point.config)
     for point in known.values():  # what is not asked for now may be in the table all the same
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)

@@ -144,6 +144,14 @@ def _kinds(hint: Any) -> list[Any]:
     return [hint.__origin__ if typing.get_origin(hint) is Annotated else hint]
 
 
+def _range(hint: Any) -> Range:
+    """What a type, or one of a union, says of its numbers."""
+    inside = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        inside = tuple(_range(each) for each in inside if typing.get_origin(each) is Annotated)
+    return next((each for each in inside if isinstance(each, Range)), POSITIVE)
+
+
 def _check_list(key: str, values: list[Any], hint: Any) -> None:
     """Two numbers, or as many as there are where the type is a sequence."""
     if len(values) != 2 and typing.get_origin(hint) is not Sequence:
@@ -158,7 +166,7 @@ def _check_list(key: str, values: list[Any], hint: Any) -> None:
 
 
 def _check_range(key: str, value: float, hint: Any) -> None:
-    allowed = next((each for each in typing.get_args(hint) if isinstance(each, Range)), POSITIVE)
+    allowed = _range(hint)
     if not math.isfinite(value) or value < 0 or (value == 0 and allowed.open):
         raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
     if value < allowed.least:

@@ -108,7 +108,8 @@ def _settled(name: str, words: list[str]) -> tuple[DictConfig, DictConfig, dict[
     parsed = OverridesParser.create().parse_overrides(words)
     values = [each for each in parsed if _is_value(each, folders)]
     lines = {each.input_line for each in values}
-    default, groups = _composed(name, tuple(word for word in words if word not in lines))
+    choices = tuple(word for word in words if word not in lines)
+    default, groups = _composed(name, choices, _edited())
     default, groups = default.copy(), dict(groups)
     config = default.copy()
     of_runtime = [each for each in values if _of(each.key_or_group) == "runtime"]
@@ -124,15 +125,28 @@ def _settled(name: str, words: list[str]) -> tuple[DictConfig, DictConfig, dict[
 
 
 @functools.cache
-def _composed(name: str, choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+def _composed(
+    name: str, choices: tuple[str, ...], edited: float
+) -> tuple[DictConfig, dict[str, Any]]:
     """The settings of groups' options, and these options, once in a process: composing takes longer
-    than all else that is done to settings. Nobody changes what is returned."""
+    than all else that is done to settings. Nobody changes what is returned.
+
+    Args:
+        edited: when the settings of extensions were, as they may be while a notebook is open.
+    """
+    del edited
     with initialize_config_module("configs", version_base="1.3"):
         config = hydra_compose(name, list(choices), return_hydra_config=True)
     groups = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config.hydra
     return config, groups
+
+
+def _edited() -> float:
+    """When a settings file of an extension was changed last."""
+    files = (file for place in factories.places()[1:] for file in place.rglob("*.yaml"))
+    return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def _is_value(word: Override, groups: Collection[str]) -> bool:
@@ -157,7 +171,7 @@ def check_restored(config: DictConfig) -> None:
     try:
         groups = tuple(f"{group!s}={choice}" for group, choice in config.names.items() if choice)
         groups = (*_of_extensions(), *groups)
-        _check_types(config, _composed("config", groups)[0], "")
+        _check_types(config, _composed("config", groups, _edited())[0], "")
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
         raise FedgenError("names", "do not fit the rest", "restore them") from error
 
@@ -327,7 +341,7 @@ def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Of the groups that are chosen."""
     kept = {*_groups(), "hydra.searchpath"}
     chosen = [w for w in overrides if _key(w) in kept and not w.partition("=")[2].startswith("{")]
-    config, _ = _composed(name, tuple(chosen))
+    config, _ = _composed(name, tuple(chosen), _edited())
 
     def walk(part: DictConfig, prefix: str) -> list[str]:
         keys = []

@@ -31,7 +31,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.judge import judge
 from fedgen.evaluation.polarity import LEVEL, Samples, Verdict, typical, verdict
 from fedgen.evaluation.utility import outputs
-from fedgen.experiments import checks, settings
+from fedgen.experiments import settings, validation
 from fedgen.experiments.generation import draw_samples, load_generator
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
@@ -71,7 +71,7 @@ def debug(config: DictConfig) -> str:
     _check(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     _check_place(config, place)
-    checks.check(_of_part(config, None, place))
+    validation.check(_of_part(config, None, place))
     jobs = jobs_at_a_time(config.jobs, [config])
     held, clients = settings.shared_out(config)
     # no part is larger than this: what cannot be is said before minutes of work
@@ -90,7 +90,7 @@ def debug(config: DictConfig) -> str:
         for number, members in enumerate(parts)
     }
     for name, chosen in runs.items():
-        checks.check(chosen)
+        validation.check(chosen)
         if (place / name / "config.yaml").exists():
             check_same(chosen, place / name)
     make_folder(place)

@@ -31,7 +31,7 @@ from fedgen.evaluation.judge import judge, seen
 from fedgen.evaluation.leakage import membership_inference, memorization, nearest
 from fedgen.evaluation.manifold import precision_and_recall
 from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, summary
-from fedgen.experiments import checks, settings
+from fedgen.experiments import settings, validation
 from fedgen.experiments.building import build
 from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.identity import opened
@@ -61,8 +61,8 @@ def evaluate(config: DictConfig) -> str:
     Raises:
         FedgenError: for a mistake of the user's.
     """
-    checks.check_evaluation(config)
-    checks.check_seed(config)
+    validation.check_evaluation(config)
+    validation.check_seed(config)
     if (config.run is None) == (config.samples is None):
         raise FedgenError("run", "what is to be judged?", "give run=DIR or samples=FILE.npz")
     return _evaluate_run(config) if config.samples is None else _evaluate_samples(config)
@@ -110,7 +110,7 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
     coins = Coins.of(config.seed, "seeded")
     data = settings.dataset(config)
     samples = read_samples(path, data)
-    least = checks.least_samples(config.evaluation)
+    least = validation.least_samples(config.evaluation)
     if len(samples[1]) < least:
         problem = f"{len(samples[1])} are too few for what is asked of them"
         raise FedgenError("samples", problem, f"give {least} or more")
@@ -167,7 +167,7 @@ def judge_run(
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
     fresh = run_dir.path / "evaluation.new"  # an evaluation that fails leaves the last one
     shutil.rmtree(fresh, ignore_errors=True)
-    if chosen.samples and checks.least_samples(chosen):
+    if chosen.samples and validation.least_samples(chosen):
         samples = judged_samples(ready, generator, chosen.samples)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins, distinct = ready.coins.at("evaluation"), ready.method.server.distinct

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedgen import factories
 from fedgen.coins import Coins
-from fedgen.data.tables import are_names
+from fedgen.data.labels import are_names
 from fedgen.errors import FedgenError
-from fedgen.experiments import building, checks
+from fedgen.experiments import building, validation
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, label_names
 from fedgen.files import check_no_links, read_json
@@ -259,7 +259,7 @@ def sample(config: DictConfig) -> Path:
     if out.suffix not in ("", ".npz", ".png") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png and no new folder"
         raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
-    checks.check_seed(config)
+    validation.check_seed(config)
     published = load_generator(Path(config.run), config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
     labels = labels_of(published, config.n, config.labels, coins)

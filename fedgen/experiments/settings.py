@@ -17,12 +17,12 @@ from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
 from fedgen.data.corruption import plant_flip, with_the_bug
 from fedgen.data.datasets import Dataset, Shard
+from fedgen.data.labels import named
 from fedgen.data.partition import Index, check_clients, of_persons
-from fedgen.data.tables import known_labels
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import build, device, plain
-from fedgen.experiments.checks import check, faults
 from fedgen.experiments.planning import Privacy, decide
+from fedgen.experiments.validation import check, faults
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest, read_json
 from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
@@ -314,7 +314,7 @@ def label_names(config: DictConfig) -> list[str] | None:
     """The names of labels that a setting tells, and which count as public by that."""
     names = OmegaConf.select(config, "data.labels")
     plain: Any = OmegaConf.to_container(names) if isinstance(names, ListConfig) else names
-    return None if plain is None else known_labels([], plain)
+    return None if plain is None else named(plain)
 
 
 def _method(

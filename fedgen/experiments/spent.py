@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
-from fedgen.experiments import checks, settings
+from fedgen.experiments import settings, validation
 from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup
 from fedgen.files import digest
@@ -73,7 +73,7 @@ def spent(config: DictConfig) -> str:
         FedgenError: for a setting that does not work.
     """
     check_output(config.output)
-    checks.check(config)
+    validation.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
     entries, delta = file.entries(rows.account), config.privacy.delta
     kinds = dict.fromkeys(entry.kind for entry in entries)

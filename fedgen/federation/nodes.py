@@ -37,7 +37,7 @@ def seconds_for(message: Message, timeout: float | None) -> float:
 
 class Nodes:
     """The nodes of this process: calls the ClientApp with a context that names the partition.
-    Unless they are ``alone``, in the server's process, what the machine lacks ends the server too.
+    ``alone``: no server is in this process. Where one is, what the machine lacks ends it as well.
     """
 
     def __init__(self, app: ClientApp, clients: int, alone: bool = True) -> None:

@@ -21,7 +21,7 @@ from tiny import PROGRAMS, tiny, trusting
 from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
-from fedgen.deployment import policy, request
+from fedgen.deployment import log, policy, request
 from fedgen.deployment.flower_coordinator import bundle_hash
 from fedgen.deployment.flower_node import Run
 from fedgen.deployment.node import _Serving
@@ -109,6 +109,14 @@ def test_what_is_not_allowed_is_refused(
     with pytest.raises(RefusedError, match=why):
         open_run(here, asked(*words))
     assert not (tmp_path / "spent.sqlite").exists()
+
+
+def test_a_node_that_sent_nothing_has_a_log(tmp_path: Path) -> None:
+    config = OmegaConf.create({"home": str(tmp_path), "lines": 10})
+    with pytest.raises(FedgenError, match="no node was at home"):
+        log.show(config)
+    (tmp_path / "lock").touch()
+    assert log.show(config) == "nothing has left this node yet"
 
 
 def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:

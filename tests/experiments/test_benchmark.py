@@ -21,7 +21,7 @@ from tiny import tiny
 import configs
 from fedgen import cli
 from fedgen.experiments.benchmark import points_of, read_matrix
-from fedgen.experiments.checks import check
+from fedgen.experiments.validation import check
 from fedgen.reporting.run_dir import RunDir
 
 MATRICES = sorted(p.stem for p in (Path(configs.__path__[0]) / "matrix").glob("*.yaml"))

@@ -9,9 +9,17 @@ from omegaconf import OmegaConf
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import check_parameters
+from fedgen.parameters import Decay, NonNegative
 
 DPGAN, DATALENS = "fedgen.methods.dpgan.dpgan", "fedgen.methods.datalens.datalens"
 UNET = "fedgen.models.unet.UNet"
+
+
+def own(*, ema: Decay | None, penalty: NonNegative, rate: float) -> None:
+    """As somebody else's method may declare its parameters."""
+
+
+OWN = f"{__name__}.own"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +35,9 @@ UNET = "fedgen.models.unet.UNet"
         (DATALENS, "threshold", 0.0),
         (UNET, "attention", [7]),
         (UNET, "attention", []),
+        (OWN, "ema", 0.0),
+        (OWN, "ema", None),
+        (OWN, "penalty", 0),
     ],
 )
 def test_what_may_be(target: str, name: str, value: object) -> None:
@@ -51,6 +62,9 @@ def test_what_may_be(target: str, name: str, value: object) -> None:
         (DATALENS, "warm_start", -1, "must be positive"),
         (DATALENS, "warm_start", 0.5, "must be a whole number"),
         (UNET, "attention", [0.5], "must be whole numbers"),
+        (OWN, "ema", 1.0, "must be below 1"),
+        (OWN, "penalty", -1, "must be positive"),
+        (OWN, "rate", 0, "must be positive"),
     ],
 )
 def test_what_may_not_be(target: str, name: str, value: object, problem: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from forked import Command
 
 from fedgen import cli
+from fedgen.experiments.configuration import compose
 
 FEDGEN = [sys.executable, "-m", "fedgen.cli"]
 
@@ -55,6 +57,19 @@ def test_it_runs_on_ray_and_says_that_it_is_from_outside(
     sample = Command(["sample", "run=run/public", "n=5", "out=again.npz"])
     assert sample.wait() == 2
     assert "is not fedgen's" in sample.errors
+
+
+def test_settings_that_are_edited_in_a_notebook_are_read_again(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process composes those of an extension once, until somebody edits them."""
+    monkeypatch.syspath_prepend(own)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "blur")
+    before = compose("config", ["method=blur"]).method.spread
+    [file] = (own / "blur").rglob("blur.yaml")
+    file.write_text(file.read_text().replace(f"spread: {before}", "spread: 0.125"))
+    os.utime(file, (time.time() + 5,) * 2)
+    assert compose("config", ["method=blur"]).method.spread == 0.125 != before
 
 
 def test_mistakes_are_said_in_a_line(own: Path) -> None:

@@ -17,7 +17,7 @@ from fedgen.federation.fault_rates import Faults
 from fedgen.privacy.budget import check_delta
 from fedgen.privacy.events import Unit
 
-CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "privacy.adversary": ("server", "release"),
     "privacy.aggregation": ("local", "secure", "trusted"),
@@ -28,9 +28,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 MOST = 1e9  # of an epsilon, of a noise multiplier
 _MOST_OF_A_PERSON = 50  # more take minutes to account
-LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
+_LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 # not every runtime has a store; a method was published with an aggregation and a unit
-OPTIONAL = ("runtime.store", "privacy.aggregation", "privacy.unit")
+_OPTIONAL = ("runtime.store", "privacy.aggregation", "privacy.unit")
 
 
 def faults(config: DictConfig) -> Faults:
@@ -48,9 +48,9 @@ def check(config: DictConfig) -> None:
         key, problem = error.full_key or "config", str(error).splitlines()[0]
         raise FedgenError(key, problem, "mend it") from error
     factories.check(whole, "config")
-    for key, allowed in CHOICES.items():
+    for key, allowed in _CHOICES.items():
         value = OmegaConf.select(config, key)
-        if value not in allowed and (value is not None or key not in OPTIONAL):
+        if value not in allowed and (value is not None or key not in _OPTIONAL):
             raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(allowed)}")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
@@ -222,7 +222,7 @@ def check_evaluation(config: DictConfig) -> None:
 def least_samples(chosen: DictConfig) -> int:
     """How many samples an evaluation takes."""
     if chosen.judge:
-        return LEAST_JUDGED
+        return _LEAST_JUDGED
     return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
 
 
