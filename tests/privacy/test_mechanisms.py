@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
@@ -225,6 +225,7 @@ def test_a_matrix_is_clipped_as_a_whole() -> None:
 
 
 @given(any_rows, arrays(np.float32, (1, 4), elements=st.floats(width=32)), st.integers(0, 2))
+@example(np.ones((3, 4), np.float32), np.full((1, 4), -9, np.float32), 0)
 def test_a_sum_moves_by_at_most_its_sensitivity(
     rows: np.ndarray, another: np.ndarray, place: int
 ) -> None:

@@ -212,7 +212,8 @@ def test_a_lie_outlives_a_resume_and_stops_none(
                 raise KeyboardInterrupt
 
         words = [*RUN, "sample_every=1", f"runtime.checkpoint_every={every}", f"run_dir={run}"]
-        words.append(f"privacy.noise={noise}")
+        # of 100 samples: by secret coins, the liar goes unasked once in 10^12
+        words += [f"privacy.noise={noise}", "method.batch=100"]
         with monkeypatch.context() as patch:
             lying(patch, messages.ASK, ANSWERS["less noise"])
             with pytest.raises(Interrupted):
