@@ -14,7 +14,7 @@ from dp_accounting import (
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedgen.privacy.events import RevealedDraw, canonical, from_json, in_words, to_json
@@ -44,6 +44,7 @@ def test_canonical_counts(event: object, count: int) -> None:
 
 
 @given(events)
+@example(PoissonSampledDpEvent(0.5, GaussianDpEvent(0.73)))
 def test_what_is_canonical_stays_so(event: object) -> None:
     """To the last digit, there and back: a client's account is held against the plan."""
     for leaf in canonical(event):

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedgen.privacy.exact import product
@@ -15,6 +15,7 @@ from fedgen.privacy.exact import product
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 900), st.integers(1, 20))
+@example(0, 30, 4, 20)
 def test_no_order_of_adding_up_is_another_sum(seed: int, n: int, a: int, b: int) -> None:
     source = torch.Generator().manual_seed(seed)
     rows, matrix = (3 * torch.randn(shape, generator=source) for shape in ((n, a), (a, b)))
