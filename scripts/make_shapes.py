@@ -1,16 +1,18 @@
 """Makes a data set of coloured shapes for ``data=folder``: five labels, any size, nobody's.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
-    python scripts/make_shapes.py FOLDER --clients 2 [...]
+    python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4] [...]
 
-Discs, squares, triangles, rings and crosses of any colour, place and size on any other colour, with
-soft edges and a little noise. A tenth of the rows of a file is the test split. With clients they
-become images, ``FOLDER/CLIENT/LABEL/NUMBER.png``.
+Discs, squares, triangles, rings and crosses of any colour, place and size on a striped ground of
+another colour, with soft edges and a little noise. A tenth of a file's rows is the test split. With
+clients they become images, ``FOLDER/CLIENT/LABEL/NUMBER.png``. Persons who each have so many
+images of one colour on one ground are told by ``FOLDER/images.csv``.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,15 +51,41 @@ def cross(x: Plane, y: Plane) -> Plane:
 SHAPES: tuple[Callable[[Plane, Plane], Plane], ...] = (disc, square, triangle, ring, cross)
 
 
-def drawn(label: int, side: int, random: np.random.Generator) -> NDArray[np.uint8]:
+def look(random: np.random.Generator) -> tuple[Plane, Plane]:
+    """Colours of a shape and of its ground."""
+    return random.uniform(0.55, 1, 3), random.uniform(0, 0.35, 3)
+
+
+def drawn(
+    label: int, side: int, random: np.random.Generator, colours: tuple[Plane, Plane]
+) -> NDArray[np.uint8]:
     """One image (side, side, 3)."""
     middle, size = random.uniform(0.42, 0.58, 2), random.uniform(0.26, 0.36)
     down, right = (np.mgrid[:side, :side] + 0.5) / side
     inside = SHAPES[label]((right - middle[0]) / size, (down - middle[1]) / size)
     share = np.clip(0.5 + inside * size * side / 2, 0, 1)[..., None]
-    bright, dark = random.uniform(0.55, 1, 3), random.uniform(0, 0.35, 3)
-    image = share * bright + (1 - share) * dark + random.normal(0, 0.02, (side, side, 3))
+    turned, stripes = random.uniform(0, np.pi), random.uniform(3, 8)
+    wave = np.sin(2 * np.pi * stripes * (right * np.cos(turned) + down * np.sin(turned)))
+    bright, dark = colours
+    ground = dark + 0.08 * (1 + wave[..., None])
+    image = share * bright + (1 - share) * ground + random.normal(0, 0.02, (side, side, 3))
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
+
+
+def write_folders(
+    place: Path, images: NDArray[np.uint8], labels: NDArray[np.int64], clients: int, each: int
+) -> None:
+    """The folders, and the table of whom images show where persons have more than one."""
+    lines = []
+    for number, (label, image) in enumerate(zip(labels, images, strict=True)):
+        person = number // each
+        name = f"client{person // len(SHAPES) % clients}/{SHAPES[label].__name__}/{number}.png"
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / name)
+        lines.append((name, SHAPES[label].__name__, name.split("/")[0], f"person{person}"))
+    if each > 1:
+        with (place / "images.csv").open("w", newline="") as table:
+            csv.writer(table).writerows([("path", "label", "client", "person"), *lines])
 
 
 def main() -> None:
@@ -68,16 +96,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, help="folders instead of a file, for so many")
+    parser.add_argument("--images-per-person", type=int, default=1)
     chosen = parser.parse_args()
-    random = np.random.default_rng(chosen.seed)
+    random, each = np.random.default_rng(chosen.seed), chosen.images_per_person
     labels = np.arange(chosen.rows) % len(SHAPES)
-    images = np.stack([drawn(int(label), chosen.side, random) for label in labels])
+    looks = [look(random) for _ in range(-(-chosen.rows // each))]
+    drawn_rows = enumerate(labels)
+    images = np.stack([drawn(int(y), chosen.side, random, looks[n // each]) for n, y in drawn_rows])
     if chosen.clients is not None:
-        for number, (label, image) in enumerate(zip(labels, images, strict=True)):
-            client = f"client{number // len(SHAPES) % chosen.clients}"
-            place = Path(chosen.file, client, SHAPES[label].__name__)
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(place / f"{number}.png")
+        write_folders(Path(chosen.file), images, labels, chosen.clients, each)
         print(f"{chosen.file}: {chosen.rows} images of {chosen.clients} clients")
         return
     test = chosen.rows // 10

@@ -724,7 +724,7 @@ def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
     code = (
         "import sys; from fedgen import cli; assert cli.run(sys.argv[1:]) == 0;"
         "bad = {'ray', 'opacus', 'torchvision', 'sklearn.ensemble', 'pytorch_fid',"
-        " 'flwr.simulation', 'pandas'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+        " 'flwr.simulation', 'datasets'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "train", *TINY, f"run_dir={tmp_path / 'run'}"],

@@ -471,7 +471,7 @@ def _arrays(
     return found
 
 
-def as_images(file: Path, images: NDArray[np.generic]) -> Images:
+def as_images(file: Path | str, images: NDArray[np.generic]) -> Images:
     """(n, h, w) or (n, h, w, channels) uint8 to (n, channels, h, w)."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise FedgenError(

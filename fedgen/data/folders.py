@@ -5,7 +5,7 @@
 | ``PATH/LABEL/*.png`` | none: one set of images |
 | ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
 | several paths, each ``LABEL/*.png`` | the paths, in this order |
-| ``PATH.csv`` (``tables.py``) | its column ``client``, if it has one |
+| ``PATH.csv``, ``PATH.parquet`` (``tables.py``) | its column ``client``, if it has one |
 
 Inside of each, ``train/`` and ``test/`` may come before the labels. Where nobody has a test split,
 a tenth of the images is one, by public coins that are keyed by each image's name. Files and folders
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from fedgen.data.datasets import (
     root_of,
 )
 from fedgen.data.labels import known, named
-from fedgen.data.tables import Listed, Record, listed_in
+from fedgen.data.tables import TABLES, Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
 
@@ -77,17 +78,13 @@ def folder(
     paths = [path] if isinstance(path, str) else list(path or [])
     if not all(paths) or not paths:
         raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
-    if size is not None and size < 8:
-        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
-    if channels not in (None, 1, 3):
-        problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
-        raise FedgenError("data.channels", problem, "or null, to leave images as they are")
+    check_conversion(size, channels)
     places = [_place(each, root) for each in paths]
-    if len(places) == 1 and places[0].suffix == ".csv" and not places[0].is_dir():
+    if len(places) == 1 and places[0].suffix in TABLES and not places[0].is_dir():
         listed = listed_in(places[0], labels)
     elif len(places) == 1 and places[0].is_file():
         if places[0].suffix != ".npz":
-            problem = f"{places[0]} is no folder, no .csv and no .npz"
+            problem = f"{places[0]} is no folder, no table (.csv, .parquet) and no .npz"
             raise FedgenError("data.path", problem, "give one of these")
         if labels is not None:
             told = len(named(labels))
@@ -101,7 +98,8 @@ def folder(
     else:
         listed = _listed(places, labels)
     records = sorted(listed.records, key=lambda record: digest(record.name.encode()))
-    images = _read([record.path for record in records], size, channels)
+    sources = [(str(record.path), record.path) for record in records]
+    images = read_images(records[0].path.parent, sources, size, channels)
     test = np.array([_is_test(record, coins) for record in records])
     of = np.array([record.label for record in records], dtype=np.int64)
     if labels is None:
@@ -127,7 +125,7 @@ def _place(path: str, root: str | None) -> Path:
     found = here if here.exists() else below
     if not found.exists():
         raise FedgenError(
-            "data.path", f"{path} does not exist", "give a folder, a .csv or an .npz, from here"
+            "data.path", f"{path} does not exist", "give a folder, a table or an .npz, from here"
         )
     return found
 
@@ -209,30 +207,52 @@ def _is_test(record: Record, coins: Coins) -> bool:
     return float(torch.rand((), generator=coins.public("folder", "split", record.name))) < 0.1
 
 
-def _read(files: Sequence[Path], size: int | None, channels: int | None) -> Images:
-    """All images (n, channels, h, w), in this order."""
+def check_conversion(size: int | None, channels: int | None) -> None:
+    """Raises FedgenError for a size or a number of channels that images cannot be made to have."""
+    if size is not None and size < 8:
+        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
+    if channels not in (None, 1, 3):
+        problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
+        raise FedgenError("data.channels", problem, "or null, to leave images as they are")
+
+
+def read_images(
+    place: Path | str,
+    sources: Sequence[tuple[str, Path | IO[bytes]]],
+    size: int | None,
+    channels: int | None,
+) -> Images:
+    """All images (n, channels, h, w), in this order.
+
+    Args:
+        place: where they are, for errors.
+        sources: what each is called in errors, and its file.
+
+    Raises:
+        FedgenError: for files that are no images, or images that do not fit together.
+    """
     from PIL import Image, UnidentifiedImageError
 
-    bad: list[Path] = []
-    large: list[Path] = []
+    bad: list[str] = []
+    large: list[str] = []
     found = []
-    for file in files:
+    for name, file in sources:
         try:
             raw = Image.open(file)
             if raw.width * raw.height > _MOST_PIXELS:
-                large.append(file)
+                large.append(name)
                 continue
             grey = channels == 1 or (channels is None and raw.mode in _GREY)
             image = raw.convert("L" if grey else "RGB")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
-            bad.append(file)
+            bad.append(name)
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
     if large:
         problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
         raise FedgenError("data.path", problem, "make them smaller")
     if bad:
-        problem = f"{len(bad)} of {len(files)} files are no readable images: {_named(bad)}"
+        problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
         raise FedgenError("data.path", problem, "remove them")
     if len({image.ndim for image in found}) > 1:
         grey_ones = sum(image.ndim == 2 for image in found)
@@ -244,7 +264,7 @@ def _read(files: Sequence[Path], size: int | None, channels: int | None) -> Imag
         sizes = ", ".join(f"{w}x{h}" for h, w in sorted(shapes)[:_SHOWN])
         problem = f"images are to be square and of one size, and there are {sizes}"
         raise FedgenError("data.path", problem, "set data.size=32 (or another) to crop and resize")
-    return as_images(files[0].parent, np.stack(found))
+    return as_images(place, np.stack(found))
 
 
 def _check_labels(of: Labels, labels: Sequence[str]) -> None:
@@ -255,7 +275,6 @@ def _check_labels(of: Labels, labels: Sequence[str]) -> None:
         raise FedgenError("data.path", problem, "add some, or remove the folder")
 
 
-def _named(paths: Sequence[Path]) -> str:
-    paths = sorted(paths)
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(map(str, paths[:_SHOWN])) + more
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more

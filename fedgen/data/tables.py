@@ -1,4 +1,4 @@
-"""A list of images: a CSV file with a line for each, and a heading.
+"""A list of images: a CSV file with a line for each, and a heading, or a Parquet file.
 
 | column | |
 |---|---|
@@ -22,6 +22,9 @@ from pathlib import Path, PurePosixPath
 
 from fedgen.data.labels import known
 from fedgen.errors import FedgenError
+
+TABLES = (".csv", ".parquet")
+"""How names of tables end."""
 
 _SHOWN = 20  # names in a line
 _LONG = 100  # letters of a name in a line
@@ -124,14 +127,13 @@ def _rows(table: Path) -> list[dict[str, str]]:
     try:
         if table.stat().st_size > _MOST_BYTES:
             raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
-        with table.open(newline="", encoding="utf-8-sig") as opened:
-            read = csv.DictReader(opened, strict=True)
-            columns = list(read.fieldnames or ())
-            rows = list(read)
+        columns, rows = _of_parquet(table) if table.suffix == ".parquet" else _of_csv(table)
     except (OSError, ValueError, csv.Error) as error:
-        raise FedgenError(
-            "data.path", f"{table} is no readable CSV file ({error})", "write it anew, in UTF-8"
-        ) from error
+        kind, remedy = "CSV", "write it anew, in UTF-8"
+        if table.suffix == ".parquet":
+            kind, remedy = "Parquet", "write it anew, of text"
+        problem = f"{table} is no readable {kind} file ({error})"
+        raise FedgenError("data.path", problem, remedy) from error
     if not rows:
         problem = f"{table} lists no image"
         raise FedgenError("data.path", problem, "a heading (path,label), and a line for each image")
@@ -149,3 +151,26 @@ def _rows(table: Path) -> list[dict[str, str]]:
         }
         for row in rows
     ]
+
+
+def _of_csv(table: Path) -> tuple[list[str], list[dict[str, str]]]:
+    with table.open(newline="", encoding="utf-8-sig") as opened:
+        read = csv.DictReader(opened, strict=True)
+        return list(read.fieldnames or ()), list(read)
+
+
+def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Its columns as text; what is missing is none."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        remedy = 'pip install "fedgen[hugging_face]", or save it as CSV'
+        raise FedgenError("data.path", f"{table} needs pyarrow", remedy) from error
+    with table.open("rb") as opened:
+        found = parquet.read_table(opened)
+    texts = {
+        name: ["" if v is None else str(v) for v in column.to_pylist()]
+        for name, column in zip(found.column_names, found.columns, strict=True)
+    }
+    rows = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
+    return found.column_names, rows

@@ -89,7 +89,7 @@ def of_little_use(ready: Setup) -> list[str]:
 def _fitting(config: DictConfig, found: Dataset) -> list[str]:
     """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
     count = len(found.labels)
-    by = "by_folder" if config.names.data == "folder" else "by_writer"
+    by = "by_folder" if found.persons is None or found.shows_persons else "by_writer"
     clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
     persons = []
     if found.persons is not None and found.shows_persons:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedgen import factories
 from fedgen.coins import Coins
+from fedgen.data.hugging_face import write_parquet
 from fedgen.data.labels import are_names
 from fedgen.errors import FedgenError
 from fedgen.experiments import building, validation
@@ -253,11 +254,12 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
 
 def sample(config: DictConfig) -> Path:
     """Writes samples of a finished run: images (n, channels, height, width) uint8 and labels (n,)
-    of an .npz; a grid, as one .png; or a folder of ``label/00000.png``, as ``data=folder`` reads
-    it, by the labels' names if these were published. Needs its ``public`` folder alone."""
+    of an .npz; a grid, as one .png; a .parquet of images and labels, as Hugging Face's hub has it;
+    or a folder of ``label/00000.png``, as ``data=folder`` reads it, by the labels' names if these
+    were published. Needs its ``public`` folder alone."""
     out = Path(config.out)
-    if out.suffix not in ("", ".npz", ".png") or (not out.suffix and out.exists()):
-        problem = f"{out} is no .npz, no .png and no new folder"
+    if out.suffix not in ("", ".npz", ".png", ".parquet") or (not out.suffix and out.exists()):
+        problem = f"{out} is no .npz, no .png, no .parquet and no new folder"
         raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
     validation.check_seed(config)
     published = load_generator(Path(config.run), config.device)
@@ -271,6 +273,9 @@ def sample(config: DictConfig) -> Path:
             np.savez_compressed(out, images=images, labels=labels.numpy())
         elif out.suffix == ".png":
             sample_grid(images, min(len(images), _COLUMNS), out)
+        elif out.suffix == ".parquet":
+            names = published.labels or [str(n) for n in range(published.classes)]
+            write_parquet(images, labels.tolist(), names, out)
         else:
             _write_folder(images, labels.tolist(), published.labels, out)
     except OSError as error:

@@ -244,7 +244,7 @@ def test_a_file_that_is_no_data_set(tmp_path: Path, capsys: pytest.CaptureFixtur
     lacking = tmp_path / "lacking.npz"
     np.savez(lacking, images=np.zeros(3))
     for file, why in (
-        (tmp_path / "0.png", "is no folder, no .csv and no .npz"),
+        (tmp_path / "0.png", "no table (.csv, .parquet) and no .npz"),
         (torn, "is not a readable npz file"),
         (lacking, "lacks train_images"),
     ):

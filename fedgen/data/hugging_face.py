@@ -1,0 +1,219 @@
+"""A data set as the ``datasets`` library reads it: by its name on Hugging Face's hub, or a folder
+in one of that library's layouts (Parquet with images in it, ``imagefolder`` with a table).
+
+Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
+Rows are told by their place in the split, as in an ``.npz``. A split ``test`` is the test split;
+without one a tenth of the rows is, by public coins. No code comes with a data set: the library runs
+none since version 4.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedgen.coins import Coins
+from fedgen.data.datasets import Dataset, checked
+from fedgen.data.folders import check_conversion, read_images
+from fedgen.data.labels import named
+from fedgen.errors import FedgenError
+
+_SHOWN = 20  # names in a line
+
+
+def hugging_face(
+    coins: Coins,
+    path: str | None,
+    subset: str | None = None,
+    image: str = "image",
+    label: str = "label",
+    client: str | None = None,
+    person: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    labels: Sequence[str] | None = None,
+    **_: object,
+) -> Dataset:
+    """See the module.
+
+    Args:
+        path: a name on the hub, or a folder. A folder's rows are read where they are; what comes
+            from the hub stays in the library's cache.
+        subset: the library's name of a configuration, where there are several.
+        image, label: columns.
+        client: the column that tells whose a row is (``partition=by_folder``); None: nobody's.
+        person: the column that tells whom a row shows; None: not said.
+        size: images are cropped to a square and resized to this many pixels; None leaves them.
+        channels: 1 makes all of them grey, 3 RGB; None leaves them.
+        labels: names of the labels, in order: public; None: those of the data set's description.
+
+    Raises:
+        FedgenError: for the first thing that is wrong.
+    """
+    if not path:
+        problem, remedy = "is not set", "give data.path=NAME or a folder"
+        raise FedgenError("data.path", problem, remedy)
+    check_conversion(size, channels)
+    splits = _splits(path, subset)
+    features = splits["train"].features or {}
+    columns = {"image": image, "label": label, "client": client, "person": person}
+    for key, column in columns.items():
+        if column is not None and column not in features:
+            problem = f"{path} has no column {column!r}"
+            remedy = f"name one of {', '.join(list(features)[:_SHOWN])}"
+            raise FedgenError(f"data.{key}", problem, remedy)
+    names = _names(path, features[label], labels)
+    train = _rows(path, splits["train"], columns, size, channels)
+    of = _numbers(path, train["label"], features[label], names)
+    if "test" in splits:
+        asked = columns | {"client": None, "person": None}
+        test = _rows(path, splits["test"], asked, size, channels)
+        kept = np.arange(len(of))
+        test_images, test_of = test["image"], _numbers(path, test["label"], features[label], names)
+    else:
+        coin = torch.rand(len(of), generator=coins.public("hugging face", "split")).numpy()
+        kept, out = np.flatnonzero(coin >= 0.1), np.flatnonzero(coin < 0.1)
+        test_images, test_of = train["image"][out], of[out]
+    clients, persons = (
+        None if columns[key] is None else np.unique(np.array(train[key]), return_inverse=True)[1]
+        for key in ("client", "person")
+    )
+    return checked(
+        "hugging_face",
+        train["image"][kept],
+        of[kept],
+        test_images,
+        test_of,
+        None if clients is None else clients[kept],
+        len(names),
+        persons=None if persons is None else persons[kept],
+    )
+
+
+def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
+    """The data set's splits, ``train`` among them."""
+    datasets = _library("data")
+    here = Path(path).expanduser().is_dir()
+    try:
+        # private rows of a folder are not copied into the library's cache
+        found = datasets.load_dataset(
+            str(Path(path).expanduser()) if here else path, subset, streaming=here
+        )
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:200]
+        problem = f"{path} cannot be read as a data set ({said})"
+        remedy = "give a folder, a name on Hugging Face's hub, and data.subset if it has several"
+        raise FedgenError("data.path", problem, remedy) from error
+    if "train" not in found:
+        problem = f"{path} has no split train, only {', '.join(map(str, found))}"
+        raise FedgenError("data.path", problem, "name its split train")
+    return dict(found)
+
+
+def _names(path: str, feature: Any, told: Sequence[str] | None) -> list[str]:
+    """The labels' names, which are public."""
+    if told is not None:
+        return named(told)
+    described = getattr(feature, "names", None)
+    if not described:
+        problem = f"is not set, and {path} does not describe its labels"
+        raise FedgenError("data.labels", problem, "name them in order: they are public")
+    return [str(name) for name in described]
+
+
+def _rows(
+    path: str,
+    split: Any,
+    columns: Mapping[str, str | None],
+    size: int | None,
+    channels: int | None,
+) -> dict[str, Any]:
+    """Images (n, channels, h, w), and the other columns as lists."""
+    datasets = _library("data")
+    wanted = {key: column for key, column in columns.items() if column is not None}
+    if not isinstance(split.features[wanted["image"]], datasets.Image):
+        problem = f"the column {wanted['image']!r} of {path} holds no images"
+        raise FedgenError("data.image", problem, "name the one that does")
+    split = split.cast_column(wanted["image"], datasets.Image(decode=False))
+    found: dict[str, Any] = {key: [] for key in wanted}
+    try:
+        for row in split:
+            for key, column in wanted.items():
+                found[key].append(row[column])
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        problem = f"{path} cannot be read to its end ({type(error).__name__})"
+        raise FedgenError("data.path", problem, "copy it again") from error
+    if not found["image"]:
+        raise FedgenError("data.path", f"{path} has no rows", "give it some")
+    sources = [
+        (f"row {number}", io.BytesIO(each["bytes"] or b"") if _inside(each) else Path(each["path"]))
+        for number, each in enumerate(found["image"])
+    ]
+    return found | {"image": read_images(path, sources, size, channels)}
+
+
+def _inside(image: Mapping[str, Any]) -> bool:
+    """Whether an image's bytes are in the table itself."""
+    return image["bytes"] is not None or image["path"] is None
+
+
+def _numbers(
+    path: str, values: Sequence[Any], feature: Any, names: Sequence[str]
+) -> NDArray[np.int64]:
+    """Labels as numbers; a column holds these, or names."""
+    own = getattr(feature, "names", None)
+    if own is not None:  # numbers of the data set's own order of names; -1: none is known
+        values = [own[v] if v is not None and 0 <= v < len(own) else None for v in values]
+    of: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    numbers = [of.get(v, -1) if own is not None or isinstance(v, str) else v for v in values]
+    if not all(isinstance(n, int) and 0 <= n < len(names) for n in numbers):
+        problem = f"{path} has rows whose label is none of {', '.join(names[:_SHOWN])}"
+        raise FedgenError("data.labels", problem, "name all of them, or remove these rows")
+    return np.array(numbers, dtype=np.int64)
+
+
+def write_parquet(
+    images: NDArray[np.uint8], labels: Sequence[int], names: Sequence[str], out: Path
+) -> None:
+    """Images (n, channels, height, width) as PNG, and labels by number, named by the file.
+
+    Raises:
+        FedgenError: without the library.
+        OSError: if the file cannot be written.
+    """
+    datasets = _library("out")
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
+    rows = [{"bytes": _png(image), "path": None} for image in images]
+    made = {"image": rows, "label": list(labels)}
+    table = datasets.Dataset.from_dict(made, datasets.Features(features))
+    silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        table.to_parquet(str(out))
+    finally:
+        if not silent:
+            datasets.enable_progress_bars()
+
+
+def _png(image: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    written, pixels = io.BytesIO(), image.transpose(1, 2, 0)
+    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(written, "PNG")
+    return written.getvalue()
+
+
+def _library(key: str) -> Any:
+    """The library, which is installed by an extra; ``key``: the setting that needs it."""
+    try:
+        import datasets
+    except ImportError as error:
+        problem = "needs the datasets library"
+        raise FedgenError(key, problem, 'pip install "fedgen[hugging_face]"') from error
+    return datasets

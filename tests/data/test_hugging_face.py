@@ -1,0 +1,172 @@
+"""Data sets as the ``datasets`` library has them: what is read is what was written."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+from tiny import COINS, Train, tiny
+
+from fedgen import cli
+from fedgen.data.folders import folder
+from fedgen.data.hugging_face import hugging_face, write_parquet
+from fedgen.errors import FedgenError
+
+NAMES = ["cat", "dog"]
+ROWS = 60
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def made(rows: int = ROWS, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (rows, channels, 16, 16), dtype=np.uint8)
+    return images, np.arange(rows) % 2
+
+
+def written(place: Path, **more: list[Any]) -> Path:
+    """Parquet files of two splits, with more columns."""
+    place.mkdir()
+    images, labels = made()
+    for split in ("train", "test"):
+        file = place / f"{split}-00000-of-00001.parquet"
+        write_parquet(images, labels.tolist(), NAMES, file)
+        if split == "train" and more:
+            found = datasets.Dataset.from_parquet(str(file), cache_dir=str(place.parent / "made"))
+            for name, values in more.items():
+                found = found.add_column(name, values)
+            found.to_parquet(str(file))
+    return place
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    persons = [f"p{n // 3}" for n in range(ROWS)]
+    place = written(tmp_path / "set", hospital=["south", "north"] * (ROWS // 2), who=persons)
+    found = hugging_face(COINS, str(place), client="hospital", person="who")
+    images, labels = made()
+    assert (found.images == images).all() and (found.labels == labels).all()
+    assert (found.test_images == images).all() and (found.test_labels == labels).all()
+    assert found.classes == 2
+    assert found.writers is not None and found.writers.tolist() == [1, 0] * (ROWS // 2)
+    assert found.persons is not None and len(set(found.persons.tolist())) == ROWS // 3
+    assert all(len(set(found.persons[n : n + 3].tolist())) == 1 for n in range(0, ROWS, 3))
+    copied = [each for each in (tmp_path / "cache").rglob("*") if each.stat().st_size]
+    assert not copied, "private rows stay where they are"
+
+
+def test_without_a_test_split_a_tenth_is_one(tmp_path: Path) -> None:
+    images, labels = made(1000, channels=1)
+    place = tmp_path / "set"
+    place.mkdir()
+    write_parquet(images, labels.tolist(), NAMES, place / "train.parquet")
+    found = hugging_face(COINS, str(place))
+    assert len(found.labels) + len(found.test_labels) == 1000
+    assert 60 < len(found.test_labels) < 140
+    both = np.concatenate([found.images, found.test_images])
+    assert sorted(each.tobytes() for each in both) == sorted(each.tobytes() for each in images)
+
+
+def test_folders_of_labels_with_a_table(tmp_path: Path) -> None:
+    """``imagefolder``: the same rows as ``data=folder`` has, sizes made one."""
+    images, labels = made()
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        file = tmp_path / "set" / "train" / NAMES[label] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).resize((16 + number, 16 + number)).save(file)
+    found = hugging_face(COINS, str(tmp_path / "set"), size=8, channels=1)
+    assert found.shape == (1, 8, 8) and found.classes == 2
+    with pytest.raises(FedgenError, match="square and of one size"):
+        hugging_face(COINS, str(tmp_path / "set"))
+
+
+def test_labels_in_an_order_of_ones_own(tmp_path: Path) -> None:
+    place = written(tmp_path / "set")
+    assert (hugging_face(COINS, str(place), labels=["dog", "cat"]).labels == 1 - made()[1]).all()
+    more = hugging_face(COINS, str(place), labels=["bird", "cat", "dog"])
+    assert more.classes == 3 and (more.labels == made()[1] + 1).all()
+    with pytest.raises(FedgenError, match=r"data\.labels.*none of dog"):
+        hugging_face(COINS, str(place), labels=["dog"])
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"path": None}, r"data\.path: is not set"),
+    ({"path": "nobody/nothing"}, r"data\.path: .*cannot be read"),
+    ({"image": "picture"}, r"data\.image: .*no column 'picture'; name one of image, label"),
+    ({"image": "label"}, r"data\.image: the column 'label' .*no images"),
+    ({"client": "site"}, r"data\.client: .*no column 'site'"),
+    ({"label": "note"}, r"data\.labels: is not set"),
+    ({"label": "note", "labels": NAMES}, r"data\.labels: .*none of cat, dog"),
+    ({"size": 4}, r"data\.size"),
+    ({"channels": 2}, r"data\.channels"),
+]
+
+
+@pytest.mark.parametrize("changed, said", MISTAKES, ids=lambda v: str(v)[:40])
+def test_a_mistake_is_one_line(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    place = written(tmp_path / "set", note=["hm"] * ROWS)
+    with pytest.raises(FedgenError, match=said) as raised:
+        hugging_face(COINS, **({"path": str(place)} | changed))
+    assert "\n" not in str(raised.value)
+
+
+def test_no_code_comes_with_a_data_set(tmp_path: Path) -> None:
+    place = tmp_path / "set"
+    place.mkdir()
+    (place / "set.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    with pytest.raises(FedgenError, match=r"data\.path"):
+        hugging_face(COINS, str(place))
+    assert not (tmp_path / "owned").exists() and "set" not in sys.modules
+
+
+def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
+    place = tmp_path / "set"
+    place.mkdir()
+    rows = {"image": [{"bytes": b"no image", "path": None}] * 2, "label": ["cat", "dog"]}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features).to_parquet(str(place / "train.parquet"))
+    with pytest.raises(FedgenError, match="2 of 2 files are no readable images: row 0, row 1"):
+        hugging_face(COINS, str(place), labels=NAMES)
+
+
+def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> None:
+    place = written(tmp_path / "set", site=["a", "b"] * (ROWS // 2))
+    words = [*tiny("dp_merf_small"), "method=dp_merf_small", "data=hugging_face", "data.public_rows=60"]
+    clients = ["partition=by_folder", "data.client=site", "privacy.aggregation=secure"]
+    run = train(*words, f"data.path={place}", *clients)
+    (tmp_path / "again").mkdir()
+    out = tmp_path / "again" / "train.parquet"
+    assert cli.run(["sample", f"run={run}", "n=50", f"out={out}"]) == 0
+    found = hugging_face(COINS, str(out.parent))
+    assert len(found.labels) + len(found.test_labels) == 50 and found.shape == (3, 16, 16)
+    assert cli.run(["data", "check", "data=hugging_face", f"data.path={out.parent}"]) == 0
+
+
+def test_a_table_as_parquet_is_the_one_as_csv(tmp_path: Path) -> None:
+    images, labels = made()
+    lines = []
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / f"{number}.png")
+        lines.append((f"{number}.png", NAMES[label], f"site{number % 3}", str(number // 2)))
+    heading = ("path", "label", "client", "person")
+    with (tmp_path / "images.csv").open("w", newline="") as table:
+        csv.writer(table).writerows([heading, *lines])
+    columns = dict(zip(heading, map(list, zip(*lines, strict=True)), strict=True))
+    datasets.Dataset.from_dict(columns).to_parquet(str(tmp_path / "images.parquet"))
+    first, second = (
+        folder(COINS, None, str(tmp_path / f"images.{kind}"), labels=NAMES)
+        for kind in ("csv", "parquet")
+    )
+    assert first.digest == second.digest and first.account == second.account
+    (tmp_path / "images.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(FedgenError, match="no readable Parquet file"):
+        folder(COINS, None, str(tmp_path / "images.parquet"), labels=NAMES)
