@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from fedgen.errors import INTERRUPTED, FedgenError, status_of
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-HELP = """\
+_HELP = """\
 fedgen: private generative models of images, trained from clients' shards, with a provable ε
 
 usage: fedgen <command> [key=value ...]
@@ -24,7 +25,7 @@ usage: fedgen <command> [key=value ...]
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
                                           and of the axes of sweep=NAME, or the rest of them with
                                           run_dir=DIR, and compares
-  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off
+  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off; rounds=N: with more
   fedgen account [overrides]              what a run would cost, before it runs; output=words|json
   fedgen account spent [data=...]         what all secure runs on a data set have cost so far
   fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
@@ -38,7 +39,7 @@ usage: fedgen <command> [key=value ...]
   fedgen data check data=... [overrides]  what a data set holds, and which settings fit; for those
                                           who have it: the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] of these alone;
-                                          out=GRID.png, or out=FOLDER of label/00000.png
+                                          out=GRID.png, FILE.parquet, or FOLDER of label/00000.png
   fedgen evaluate run=DIR                 judge a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
@@ -57,26 +58,23 @@ usage: fedgen <command> [key=value ...]
   fedgen --version
 
 settings (defaults in brackets):
-  method=gs_wgan|gs_wgan_small|dpgan|dpgan_small|dp_cgan|dp_wgan_gp|dp_wgan_gp_small|
-         dp_merf|dp_merf_small|dp_merf_ae|dp_merf_ae_small|dp_hp|dp_hp_small|
-         dp_sinkhorn|dp_sinkhorn_small|dpdm|dpdm_small|psg|psg_small|
-         datalens|datalens_small|g_pate|g_pate_small|pate_gan|pate_gan_small|
-         dp_gan_dpac|dp_gan_dpac_small|fedavg_gan|mixture|mixture_small|
-         central_images|central_images_small     [gs_wgan_small]   method.<parameter>=...
-                                                 method/generator=dcgan|resnet
-  warm_up=none|central_images|mixture [none]     of methods of gradient sums
+  method=<method> [gs_wgan_small]
+                         method.<parameter>=...   method/generator=dcgan|resnet
+  warm_up=<warm_up> [none]     of methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
-  data=digits|mnist|fashion_mnist|femnist|celeba|folder|public_facts [digits]   data.root=DIR
-                         data.path=FOLDER|[A,B]|FILE.npz|TABLE.csv data.size=N data.channels=1|3
+  data=<data> [digits]
+                         data.root=DIR data.path=FOLDER|[A,B]|FILE.npz|TABLE.csv|NAME
+                         data.size=N data.channels=1|3
                          data.classes=N, of an .npz   data.public_rows=N, about
                          data.labels=[A,B]   data.shape=[C,H,W], of public_facts
-  partition=single|iid|by_writer|by_folder|dirichlet|shards|nodes [single]
+  partition=<partition> [single]
                          partition.clients=N partition.alpha=A
-  privacy=dp|none [dp]   privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
+  privacy=<privacy> [dp]
+                         privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
                          privacy.adversary=server|release privacy.noise=seeded|secure
                          privacy.unit=record|client|person privacy.images_per_person=N
                          privacy.budget_epsilon=E, of all secure runs on the same data
-  runtime=auto|in_process|ray|flower|deployed [auto: ray for several clients, else in_process]
+  runtime=<runtime> [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
                          runtime.checkpoint_every=N runtime.transport=float32|float16
                          runtime.faults.<fault>=PROBABILITY
@@ -84,22 +82,15 @@ settings (defaults in brackets):
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N
       deployed           runtime.superlink=HOST:PORT runtime.ca=FILE runtime.rehearses=RUN_DIR
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
-  evaluation=quick|full|none [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
-  experiment=demo|mnist_writers|gs_wgan_mnist|dpgan_mnist|dpgan_mnist_128|dpgan_mnist_2048|
-             dpgan_mnist_epsilon_1|dpgan_mnist_128_epsilon_1|dpgan_celeba|dpgan_mnist_cpu|
-             dpgan_mnist_short|dp_merf_mnist|dp_sinkhorn_mnist|dp_sinkhorn_fashion_mnist|
-             dp_sinkhorn_mnist_cpu|gs_wgan_mnist_cpu|dp_gan_dpac_mnist|femnist_gs_wgan|
-             datalens_mnist|datalens_mnist_cpu|g_pate_mnist|g_pate_mnist_cpu|
-             psg_mnist|psg_mnist_cpu|dpdm_mnist|dpdm_mnist_gpu|dpdm_mnist_cpu|
-             dp_feta_mnist|dp_feta_mnist_cpu|
-             femnist_fedavg_gan|scale_3400|mixture_mnist|mixture_fashion_mnist|mixture_writers|
-             mnist_writers_sums|femnist_sums
-             of debug: femnist_debug|femnist_debug_small|femnist_debug_sums
+  evaluation=<evaluation> [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
+  experiment=<experiment>
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
                          debug.generators=N corruption.fraction=SHARE
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
+
+_WIDE = 76  # letters of a line of options
 
 COMMANDS = {
     "train": "config",
@@ -141,11 +132,29 @@ def run(arguments: list[str]) -> int:
         print(f"fedgen {version('fedgen')}")
         return 0
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(HELP, end="")
+        print(help_text(), end="")
         return 0
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return status_of(partial(_command, *arguments))
+
+
+def help_text() -> str:
+    """What ``fedgen --help`` prints: each group with its options, those of extensions too."""
+    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_listed(found[1])}", _HELP)
+
+
+def _listed(group: str) -> str:
+    """The options of a group as ``a|b|c``, wrapped below each other."""
+    from fedgen.factories import places
+
+    found = {file.stem for place in places() for file in (place / group).glob("*.yaml")}
+    lines = [""]
+    for name in sorted(found):
+        if len(lines[-1]) + len(name) > _WIDE:
+            lines.append("")
+        lines[-1] += f"{name}|"
+    return ("\n" + " " * (len(group) + 3)).join(lines).rstrip("|")
 
 
 def _command(command: str, *rest: str) -> None:

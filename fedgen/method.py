@@ -49,25 +49,34 @@ class Query:
         return Query({name: rows[index] for name, rows in self.rows.items()}, self.shared)
 
 
+def _nothing(*_: object) -> State:
+    return {}
+
+
 @dataclass(frozen=True)
 class ClientProgram:
     """The only code that sees private rows.
 
-    preparations: how many calls of ``prepare`` make a client ready (a public number).
-    prepare: (number, shard, coins) -> the parts of the state that it makes; server independent.
-    train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
-        leaves.
     answer: (state, query, shard, round, coins) -> what is sent: a Release, or what the plan's
         aggregation takes. Changes nothing that ``train`` or a later ``answer`` reads. A second
         question in the same round finds other coins.
+    train: (state, broadcast, shard, round, coins) -> changed parts. On a public schedule; nothing
+        leaves.
+    preparations: how many calls of ``prepare`` make a client ready (a public number).
+    prepare: (number, shard, coins) -> the parts of the state that it makes; server independent.
     draws_anew: whether its secret draws are its own then; not if ``train`` has to know them.
     """
 
-    preparations: int
-    prepare: Callable[[int, Shard, Coins], State]
-    train: Callable[[State, Tensors, Shard, int, Coins], State]
     answer: Callable[[State, Query, Shard, int, Coins], Sent]
+    train: Callable[[State, Tensors, Shard, int, Coins], State] = _nothing
+    preparations: int = 0
+    prepare: Callable[[int, Shard, Coins], State] = _nothing
     draws_anew: bool = True
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a client holds anything from round to round."""
+        return self.train is not _nothing
 
 
 @dataclass(frozen=True)

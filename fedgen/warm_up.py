@@ -240,7 +240,7 @@ def warm_up(
     )
     return replace(
         then,
-        client=ClientProgram(0, lambda *_: {}, lambda *_: {}, both.answer),
+        client=ClientProgram(both.answer),
         server=server,
         plan=both.plan(),
         worst_cases=both.worst_cases,

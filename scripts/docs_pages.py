@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from omegaconf import OmegaConf
 
-from fedgen.cli import HELP
+from fedgen.cli import help_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACT = ["fedgen.method"]
@@ -30,7 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
         "index.md": _moved((ROOT / "README.md").read_text()),
         "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
-        "reference/command-line.md": f"# Command line\n\n```text\n{HELP}```\n",
+        "reference/command-line.md": f"# Command line\n\n```text\n{help_text()}```\n",
         "reference/settings.md": _settings(),
         "reference/python.md": "# Python\n\n::: fedgen.library\n",
         "reference/contract.md": _modules("A method's contract", CONTRACT),

@@ -1310,6 +1310,13 @@ MUTANTS = [
         f"{SPENT}::test_a_ledger_killed_between_its_two_charges_makes_up_for_it",
     ),
     Mutant(
+        "a-longer-run-costs-its-rows-no-more",
+        "fedgen/experiments/training.py",
+        "enter(ready, run_dir, name, anew=True)",
+        "enter(ready, run_dir, name)",
+        "tests/federation/test_longer.py::test_the_budget_of_the_rows_holds",
+    ),
+    Mutant(
         "two-copies-spend-as-one",
         "fedgen/privacy/spent.py",
         "if any(count > before.get(event, 0) for event, count in here.items()):",

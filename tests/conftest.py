@@ -63,6 +63,13 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     return run
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever the test before had: threads of small networks wait for each other, most of all
+    where other tests run beside them."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests keep is of this session."""

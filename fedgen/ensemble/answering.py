@@ -210,10 +210,10 @@ def method_of(
 
     return Method(
         ClientProgram(
+            client.release,
+            client.train,
             len(client.groups) if client.warm_start else 0,
             client.prepare,
-            client.train,
-            client.release,
             draws_anew=not client.on_query,
         ),
         server,

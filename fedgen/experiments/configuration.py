@@ -74,7 +74,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
             # the same wherever several clients run: bits, and coins, depend on it
-            config.runtime.threads = 1 if _several(config) else os.cpu_count() or 1
+            config.runtime.threads = 1 if _several(config) else _threads()
         if OmegaConf.select(config, "runtime.masks") == "auto":
             # a simulation's sums are ideal; between sites nothing else hides what is added
             sums = config.privacy.aggregation == "secure"
@@ -86,7 +86,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             raise FedgenError(key, problem, f"choose {', '.join(config.about)} under about")
         OmegaConf.update(config, key, text.replace("${", "\\${"))
     if OmegaConf.select(config, "resume") is not None:
-        own = ("resume", "hydra.searchpath")
+        own = ("resume", "rounds", "hydra.searchpath")
         asked = [w for w in overrides if _key(w) not in own and w != "runtime=auto"]
         _check_resume(config, asked)  # auto: as it was
     try:
@@ -98,6 +98,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     _check_types(config, default, "")
+    if OmegaConf.select(config, "resume") is not None and "rounds" not in map(_key, overrides):
+        config.rounds = None  # as it was
     return config
 
 
@@ -194,10 +196,16 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
         raise FedgenError(
             "resume",
             f"a resumed run keeps its settings, got {' '.join(kept)}",
-            "give resume=DIR alone, or with another runtime",
+            "give resume=DIR alone, with more rounds, or with another runtime",
         )
     if others and "runtime" not in map(_key, others):
         raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")
+
+
+def _threads() -> int:
+    """As many as the environment says, as for other programs, or one for each core."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(told) if told.isdecimal() and int(told) else os.cpu_count() or 1
 
 
 def _several(config: DictConfig) -> bool:

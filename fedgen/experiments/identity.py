@@ -45,14 +45,27 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
     if identity["settings"] != _settings_digest(config):
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
+    rounds = identity.get("rounds", config.rounds)
+    if type(rounds) is not int or rounds < config.rounds or type(identity["branch"]) is not str:
+        raise FedgenError(key, f"{path}/run.json was altered", "restore it")
+    config.rounds = rounds
     return run_dir, config, identity
 
 
-def moved(config: DictConfig, asked: DictConfig) -> DictConfig:
-    """A run's settings, on the runtime that it is asked to go on with, if any."""
-    if asked.names.runtime is None:
-        return config
+def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
+    """A run's settings, with the rounds and on the runtime that it is asked to go on with, if any.
+
+    Raises:
+        FedgenError: unless these are more rounds.
+    """
     there = config.copy()
+    if asked.rounds is not None:
+        if asked.rounds <= config.rounds:
+            problem = f"the run has {config.rounds} already"
+            raise FedgenError("rounds", problem, "give more, or resume=DIR alone")
+        there.rounds = asked.rounds
+    if asked.names.runtime is None:
+        return there
     kept = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
     there.runtime = OmegaConf.merge(asked.runtime, kept)
     there.names.runtime = asked.names.runtime
@@ -102,6 +115,25 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
         problem = f"the run began with noise multiplier {began}, and {here} is solved for here"
         version = identity.get("environment", {}).get("fedgen")
         raise FedgenError(key, problem, f"go on with fedgen {version} as it was then")
+
+
+def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds: int) -> None:
+    """Raises FedgenError if a run cannot have so many rounds: at the noise that it began with, each
+    costs what it costs, and what clients held of a run that is over is gone."""
+    if ready.config.rounds != rounds:
+        problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
+        raise FedgenError("rounds", problem, "leave it out")
+    if in_short(ready.privacy.noise_multiplier) != identity.get("noise_multiplier"):
+        target = ready.config.privacy.target_epsilon
+        problem = f"{rounds} need more noise than the run began with, to stay within ε = {target:g}"
+        remedy = "start a new run of so many, or one with privacy.noise_multiplier"
+        raise FedgenError("rounds", problem, remedy)
+    if ready.dataset.elsewhere:
+        raise FedgenError("rounds", "are what the nodes were told", "start a new run")
+    found = checkpoint.load(run_dir.checkpoints)
+    if found is not None and found[1]["over"] and ready.method.client.keeps_state:
+        problem = "the run is over, and what its clients had learnt is deleted"
+        raise FedgenError("rounds", problem, "start a new run")
 
 
 def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:

@@ -73,8 +73,11 @@ class Setup(Decided):
         return Shard(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def setup(config: DictConfig) -> Setup:
+def setup(config: DictConfig, branch: str | None = None) -> Setup:
     """Checks a configuration and builds the run's objects.
+
+    Args:
+        branch: of a run that goes on; None: see ``branch_of``.
 
     Raises:
         FedgenError: for the first setting that does not work.
@@ -94,7 +97,8 @@ def setup(config: DictConfig) -> Setup:
     rows = None if held.elsewhere or len(shards) > 1 else len(shards[0])
     found = decided(config, len(shards), rows, held.classes, held.shape)
     check_places(config, held, found.method.plan)
-    branch = _rehearsed(config) or branch_of(config, held, found.noise)
+    if branch is None:
+        branch = _rehearsed(config) or branch_of(config, held, found.noise)
     coins = coins.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):

@@ -21,8 +21,9 @@ from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
 
 
-def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
-    """Enters a secure run before it asks anybody; None for a seeded one, an experiment.
+def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> SpentFile | None:
+    """Enters a secure run before it asks anybody; None for a seeded one, an experiment. ``anew``:
+    it was entered, and is longer now.
 
     Raises:
         FedgenError: if the budget of its data does not allow it.
@@ -35,7 +36,7 @@ def enter(ready: Setup, run_dir: RunDir, name: str) -> SpentFile | None:
     shares = digest(*(shard.tobytes() for shard in ready.shards))
     entry = Entry(name, ready.dataset.account, shares, folder, plan.unit, plan.relation, most)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
-    file.enter(entry, partial(check_budget, budget, delta, entry))
+    file.enter(entry, partial(check_budget, budget, delta, entry), anew)
     return file
 
 

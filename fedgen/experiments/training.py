@@ -38,9 +38,10 @@ from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
 from fedgen.experiments.identity import (
     check_intact,
+    check_longer,
     check_same_noise,
     check_same_run,
-    moved,
+    going_on,
     new_run,
     opened,
 )
@@ -115,14 +116,19 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             partition(_label_counts(ready), run_dir.path / "partition.png")
     else:
         run_dir, before, identity = opened(Path(config.resume), "resume")
-        config = moved(before, config)
+        rounds, config = config.rounds, going_on(before, config)
         _check_masks(config, play)
-        ready, name = settings.setup(config), identity["run"]
+        ready, name = settings.setup(config, identity["branch"]), identity["run"]
         _check_rows(ready)
+        if rounds is not None:
+            check_longer(run_dir, ready, identity, rounds)
         check_same_run(run_dir, ready, identity)
     with run_dir.locked("run_dir" if new else "resume"):
         if not new:
             check_intact(run_dir, ready, name)
+            if rounds is not None:
+                enter(ready, run_dir, name, anew=True)
+                run_dir.identify({**identity, "rounds": rounds})
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
             ready = replace(ready, coins=ready.coins.drawing_by(key))
@@ -180,7 +186,7 @@ class SiteOf:
     def __call__(self) -> Site:
         """See the class."""
         run_dir, config, identity = opened(Path(self.path), "run_dir")
-        ready = settings.setup(config)
+        ready = settings.setup(config, identity["branch"])
         check_same_noise(ready, identity, "run_dir")
         return site(ready, run_dir, identity["run"])
 
@@ -431,7 +437,10 @@ class Training:
             state.server = {n: each.to(fresh[n].device) for n, each in state.server.items()}
             self.run_dir.cut(extra["metrics"][0])
             self.clock = Clock(extra["seconds"], extra["parts"])
+            of = self.ready.privacy.budget.rounds
             self._over, self.stopped = extra["over"], extra["stopped"]
+            if self._over and of > extra.get("of", of):  # it has more rounds now
+                self._over, self.stopped, state.kept = False, None, {}
         state.failures = self.run_dir.failures()
         for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps
             spend = state.spends.get(client, {})
@@ -478,6 +487,7 @@ class Training:
             "seconds": self.clock.rounds,
             "parts": self.clock.parts,
             "over": last,
+            "of": self.ready.privacy.budget.rounds,
             "stopped": self.stopped,
         }
         checkpoint.save(self.run_dir.checkpoints, state, extra)

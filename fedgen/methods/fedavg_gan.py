@@ -258,7 +258,7 @@ def fedavg_gan(
         ema,
     )
     return Method(
-        ClientProgram(0, lambda *_: {}, lambda *_: {}, client.answer),
+        ClientProgram(client.answer),
         ServerProgram(
             server.init,
             lambda *_: {},

@@ -102,15 +102,23 @@ class SpentFile:
         except RuntimeError as error:
             raise FedgenError("FEDGEN_HOME", str(error), "name another place") from error
 
-    def enter(self, entry: Entry, check: Callable[[Sequence[Entry]], None]) -> None:
+    def enter(
+        self, entry: Entry, check: Callable[[Sequence[Entry]], None], anew: bool = False
+    ) -> None:
         """Enters a run, unless it was before. ``check`` gets all other runs on its data and raises
-        to refuse; no other run is entered meanwhile."""
+        to refuse; no other run is entered meanwhile. ``anew``: a run that was entered may spend
+        more than it was to."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
-            if file.execute("SELECT 1 FROM runs WHERE run = ?", (entry.run,)).fetchone():
+            known = file.execute("SELECT 1 FROM runs WHERE run = ?", (entry.run,)).fetchone()
+            if known and not anew:
                 return  # it counts since then, with all that it may spend
-            check(_entries(file, entry.data))
+            check([each for each in _entries(file, entry.data) if each.run != entry.run])
             most = json.dumps(spend_to_json(entry.most))
+            if known:
+                longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
+                file.execute(longer, (most, entry.run))
+                return
             kinds = entry.unit.value, entry.relation.value
             file.execute(
                 "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, 0)",

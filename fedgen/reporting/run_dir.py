@@ -78,13 +78,17 @@ class RunDir:
             make_folder(folder)
         try:
             write_whole(path / "SERVER_SIDE.md", SERVER_SIDE.encode())
-            write_whole(path / "run.json", (json.dumps(identity) + "\n").encode())
+            run.identify(identity)
             write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
         except OSError as error:
             raise FedgenError(
                 "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
             ) from error
         return run
+
+    def identify(self, identity: dict[str, Any]) -> None:
+        """Writes what tells which run this is."""
+        write_whole(self.path / "run.json", (json.dumps(identity) + "\n").encode())
 
     @classmethod
     def open(cls, path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
@@ -100,7 +104,8 @@ class RunDir:
         try:
             config = OmegaConf.create(read_yaml(path / "config.yaml"))
             identity = read_json(path / "run.json")
-            identity["run"], identity["data"], identity["settings"], identity["device"]
+            for name in ("run", "data", "settings", "device", "branch"):
+                identity[name]
         except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
             raise FedgenError(
                 key, f"{path} is not a run directory", "give one that fedgen train made"

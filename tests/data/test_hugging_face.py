@@ -140,7 +140,12 @@ def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
 
 def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> None:
     place = written(tmp_path / "set", site=["a", "b"] * (ROWS // 2))
-    words = [*tiny("dp_merf_small"), "method=dp_merf_small", "data=hugging_face", "data.public_rows=60"]
+    words = [
+        *tiny("dp_merf_small"),
+        "method=dp_merf_small",
+        "data=hugging_face",
+        "data.public_rows=60",
+    ]
     clients = ["partition=by_folder", "data.client=site", "privacy.aggregation=secure"]
     run = train(*words, f"data.path={place}", *clients)
     (tmp_path / "again").mkdir()

@@ -31,6 +31,12 @@ def fedgen(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_help_lists_it(own: Path) -> None:
+    """Beside fedgen's own, without another edit."""
+    methods = fedgen(own, "--help").stdout.partition("\n  method=")[2].partition("[")[0]
+    assert {"blur", "mixture"} <= set(methods.replace("\n", "").replace(" ", "").split("|"))
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(own: Path) -> None:
     environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}

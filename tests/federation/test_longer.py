@@ -1,0 +1,139 @@
+"""A run with more rounds than it was to have: at the noise that it began with, each charged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hostile import content, copied
+from tiny import Train, fingerprint, tiny
+
+from fedgen import cli
+from fedgen.errors import Interrupted
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup
+from fedgen.federation.rounds import RunState
+
+BY_NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=2.0"]
+SEVERAL = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure"]
+
+
+def longer(run: Path, rounds: int, *more: str) -> int:
+    return cli.run(["train", f"resume={run}", f"rounds={rounds}", *more])
+
+
+def asked(run: Path) -> list[int]:
+    """How many questions each client was charged for."""
+    record = json.loads((run / "privacy.json").read_text())
+    return [sum(count for _, count in each["events"]) for each in record["clients"].values()]
+
+
+@pytest.mark.parametrize("clients", [[], SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
+def test_each_round_more_is_charged(clients: list[str], noise: str, train: Train) -> None:
+    words = [
+        "method=dpgan_small",
+        *BY_NOISE,
+        *clients,
+        f"privacy.noise={noise}",
+        "privacy.least=all",
+    ]
+    run = train(*words, "rounds=4")
+    whole = train(*words, "rounds=9", name="whole")
+    first = json.loads((run / "privacy.json").read_text())["views"]["server"]["epsilon"]
+    metrics = (run / "metrics.jsonl").read_text()
+    assert longer(run, 9) == 0
+    assert (run / "metrics.jsonl").read_text().startswith(metrics)
+    assert json.loads((run / "results.json").read_text())["rounds"] == 9
+    views = [json.loads((place / "privacy.json").read_text())["views"] for place in (run, whole)]
+    assert views[0] == views[1], "what a run of so many costs"
+    assert views[0]["server"]["epsilon"] > first
+    assert asked(run) == asked(whole) == [9] * (4 if clients else 1)
+    before = content(run / "public")
+    assert cli.run(["train", f"resume={run}"]) == 0  # it is over, of nine rounds
+    assert content(run / "public") == before
+
+
+def test_rounds_of_the_server_alone_are_free(train: Train) -> None:
+    """Within the budget that the one question took: the noise does not depend on rounds."""
+    run = train("method=dp_merf_small", "rounds=3")
+    spent, drawn = asked(run), (run / "public" / "samples.png").read_bytes()
+    epsilon = json.loads((run / "privacy.json").read_text())["views"]["server"]["epsilon"]
+    assert longer(run, 8) == 0
+    assert asked(run) == spent == [1]
+    assert json.loads((run / "privacy.json").read_text())["views"]["server"]["epsilon"] == epsilon
+    assert (run / "public" / "samples.png").read_bytes() != drawn
+
+
+def test_twice_and_cut_off_and_elsewhere(train: Train, tmp_path: Path) -> None:
+    """To the same bits as at once in one process."""
+    words = ["method=dpgan_small", *BY_NOISE, *SEVERAL, "rounds=3", "sample_every=1"]
+    run = train(*words)
+    here = copied(run, tmp_path / "copy")
+    assert longer(run, 8) == 0
+
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 5:
+            raise KeyboardInterrupt
+
+    words = [f"resume={here}", "rounds=6"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", words), watch=stop)
+    assert longer(here, 8, "runtime=ray", "runtime.actors=2") == 0
+    assert fingerprint(here)["generator"] == fingerprint(run)["generator"]
+    assert fingerprint(here)["ledgers"] == fingerprint(run)["ledgers"]
+    assert fingerprint(here)["privacy"] == fingerprint(run)["privacy"]
+
+
+def test_what_clients_hold_lasts_as_long_as_the_run(
+    tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Critics are deleted at its end; until then it may get longer."""
+    words = [*tiny("gs_wgan_small"), "method=gs_wgan_small", *BY_NOISE, "sample_every=1"]
+
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 2:
+            raise KeyboardInterrupt
+
+    run = tmp_path / "cut"
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*words, f"run_dir={run}"]), watch=stop)
+    assert longer(run, 5) == 0
+    assert json.loads((run / "results.json").read_text())["rounds"] == 5
+    before = content(run)
+    assert longer(run, 6) == 2
+    assert "what its clients had learnt is deleted" in capsys.readouterr().err
+    assert content(run) == before
+
+
+@pytest.mark.parametrize(
+    "words, rounds, why",
+    [
+        (["method=dpgan_small"], 9, "to stay within ε = 10"),
+        (["method=dpgan_small", *BY_NOISE], 3, "has 3 already"),
+        (["method=dpgan_small", *BY_NOISE], 0, "has 3 already"),
+        (["method=mixture_small"], 90, "by its other settings"),
+    ],
+)
+def test_what_it_cannot_be_is_one_line_and_changes_nothing(
+    words: list[str], rounds: int, why: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*words)
+    before = content(run)
+    assert longer(run, rounds) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fedgen: rounds: ") and why in said and len(said.splitlines()) == 1
+    assert content(run) == before
+
+
+def test_the_budget_of_the_rows_holds(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all secure runs on them: one that it does not allow leaves all as it was."""
+    words = ["method=dpgan_small", *BY_NOISE, "privacy.noise=secure", "privacy.budget_epsilon=3"]
+    run = train(*words)
+    before = content(run)
+    assert longer(run, 4000) == 2
+    assert "privacy.budget_epsilon" in capsys.readouterr().err
+    assert content(run) == before
+    assert longer(run, 5) == 0
