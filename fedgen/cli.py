@@ -60,6 +60,7 @@ usage: fedgen <command> [key=value ...]
 settings (defaults in brackets):
   method=<method> [gs_wgan_small]
                          method.<parameter>=...   method/generator=dcgan|resnet
+                         method/loss=logistic|hinge|wasserstein, of dpgan and dp_cgan
   warm_up=<warm_up> [none]     of methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
   data=<data> [digits]

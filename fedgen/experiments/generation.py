@@ -159,7 +159,7 @@ def load_generator(path: Path, device: str) -> Published:
     return Published(method, weights, facts.classes, names)
 
 
-_ROOMS = ("fedgen.methods.", "fedgen.models.")
+_ROOMS = ("fedgen.methods.", "fedgen.models.", "fedgen.losses.")
 
 
 def _word(target: str) -> str:

@@ -24,7 +24,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedgen.adversarial import (
     Descent,
@@ -38,6 +37,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.gradient_sums import gradient_sum
+from fedgen.losses.adversarial import Loss, logistic
 from fedgen.method import Method, PublicFacts
 from fedgen.models.functional import Tensors
 from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
@@ -51,6 +51,7 @@ class Discriminator:
 
     nets: Networks
     mechanism: GradientSum
+    loss: Loss
     fakes: int
     clip: float
     precision: Precision
@@ -82,12 +83,11 @@ class Discriminator:
     ) -> ClippedSum:
         """The sum of the clipped gradients of each example's own loss with respect to the
         discriminator's weights."""
-        sign = -1.0 if real else 1.0  # -log D = softplus(-logit), -log(1 - D) = softplus(logit)
         return clipped_sum(
             self.nets.discriminator,
             discriminator,
             (images, labels),
-            lambda logits: F.softplus(sign * logits),
+            self.loss.real if real else self.loss.fake,
             self.clip,
             precision=self.precision if real or self.precision != "float64" else "float32",
         )
@@ -114,6 +114,7 @@ def dpgan(
     mode_seeking: NonNegative,
     precision: Precision,
     device: str,
+    loss: Callable[[], Loss] = logistic,
 ) -> Method:
     """DPGAN for these public parameters.
 
@@ -133,6 +134,7 @@ def dpgan(
         mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
         precision: of the discriminator's gradients of real rows (see ``clipped_sum``); noise is
             exact.
+        loss: of both sides; ``logistic`` in the paper.
 
     Raises:
         FedgenError: for a sampling rate or an accuracy that is none, or fakes without pairs.
@@ -146,7 +148,7 @@ def dpgan(
     nets = networks(facts, generator, discriminator, latent, device)
     mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
     clip = clip if noise_multiplier is not None else math.inf
-    steps = Discriminator(nets, mechanism, fakes, clip, precision)
+    steps = Discriminator(nets, mechanism, loss(), fakes, clip, precision)
     descent = Descent((discriminator_learning_rate, betas), steps.gradient, generator=False)
     server = Server(
         nets,
@@ -154,7 +156,7 @@ def dpgan(
         Pace(discriminator_steps, accuracy_floor, accuracy_ema),
         (generator_learning_rate, betas),
         ema,
-        lambda logits: F.softplus(-logits),  # -log D
+        loss().generator,
         True,
         mode_seeking,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,16 +17,18 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from tiny import COINS, SHARD, noised
+from tiny import COINS, SHARD, Train, noised
 from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 
+from fedgen import cli
 from fedgen.adversarial import Pace
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Answer
+from fedgen.losses.adversarial import hinge, logistic, wasserstein
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.dpgan import dpgan
 from fedgen.models import cdcgan
@@ -127,17 +132,40 @@ def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
     assert not any(torch.equal(found[n], moved[n]) for n in found if n.endswith("weight"))
 
 
+LOSSES = {
+    logistic: (lambda s: -torch.sigmoid(s).log(), lambda s: -torch.sigmoid(-s).log()),
+    hinge: (lambda s: (1 - s).clamp(min=0), lambda s: (1 + s).clamp(min=0)),
+    wasserstein: (lambda s: -s, lambda s: s),
+}
+"""Of real images and of fakes, as the papers have them."""
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_generator_follows_the_loss_that_its_discriminator_does(loss: Callable) -> None:
+    """Its first step: away from where the discriminator, by this loss, wants fakes to be."""
+    method = make(1e-300, discriminator_steps=1, loss=loss, generator_learning_rate=1e-3)
+    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    phi = part(part(played(method, 1), "discriminator"), "weights")
+    before, after = part(start, "generator"), part(played(method, 1), "generator")
+    inputs = nets.inputs(200, COINS.at("other"))
+    scores = [nets.judge(phi, nets.generate(w, *inputs), inputs[1]) for w in (before, after)]
+    as_real = [LOSSES[loss][0](each).mean() for each in scores]
+    assert scores[1].mean() > scores[0].mean() and as_real[1] < as_real[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("noise", [1e-300, 1.5])
-def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
+def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Callable) -> None:
     """One step against plain autograd, one example at a time."""
-    method = make(noise, discriminator_steps=1)
+    method = make(noise, discriminator_steps=1, loss=loss)
     nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
     phi = part(part(start, "discriminator"), "weights")
 
-    def clipped(image: Tensor, label: Tensor, sign: float) -> Tensor:
+    def clipped(image: Tensor, label: Tensor, real: bool) -> Tensor:
         own = {name: value.clone().requires_grad_() for name, value in phi.items()}
         logit = functional_call(nets.discriminator, own, (image[None], label[None]))[0]
-        found = torch.autograd.grad(F.softplus(sign * logit), [own[name] for name in sorted(own)])
+        lost = LOSSES[loss][0 if real else 1](logit)
+        found = torch.autograd.grad(lost, [own[name] for name in sorted(own)])
         flat = torch.cat([each.flatten() for each in found])
         return flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
 
@@ -145,11 +173,11 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float) -> None:
     batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
     total = noised(torch.zeros(nets.size()), noise * CLIP, here)
     for image, label in zip(*SHARD.rows(batch), strict=True):
-        total = total + clipped(image, label, -1.0)
+        total = total + clipped(image, label, True)
     latents, labels = nets.inputs(BATCH, here)
     fakes = nets.generate(part(start, "generator"), latents, labels).detach()
     for image, label in zip(fakes, labels, strict=True):
-        total = total + clipped(image, label, 1.0)
+        total = total + clipped(image, label, False)
     query = method.server.query(start, 0, COINS)
     release = method.client.answer({}, query, SHARD, 0, COINS)
     found = method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
@@ -307,3 +335,17 @@ def test_what_a_run_costs() -> None:
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(FedgenError, match=r"method\.sampling_rate"):
         make(1.0, sampling_rate=rate)
+
+
+def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
+    """And a generator that was published before there were several is still one."""
+    run = train("method=dpgan_small", "method/loss=hinge")
+    place = run / "public" / "generator.json"
+    told = json.loads(place.read_text())
+    assert told["method"]["loss"] == {"name": "adversarial.hinge"}
+    assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/one.npz"]) == 0
+    del told["method"]["loss"]
+    place.write_text(json.dumps(told))
+    assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/two.npz"]) == 0
+    one, two = (np.load(tmp_path / f"{name}.npz")["images"] for name in ("one", "two"))
+    assert (one == two).all()
