@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, check_system
 
 if TYPE_CHECKING:
     from fedgen.library import Generator, Run, Samples, account, audit, evaluate, load, train
@@ -30,6 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_system()
     from fedgen import library
 
     return getattr(library, name)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fedgen.errors import INTERRUPTED, FedgenError, status_of
+from fedgen.errors import INTERRUPTED, FedgenError, check_system, status_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -84,6 +84,7 @@ settings (defaults in brackets):
       deployed           runtime.superlink=HOST:PORT runtime.ca=FILE runtime.rehearses=RUN_DIR
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=<evaluation> [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
+  logger=<logger> [tensorboard]   logger.uri=URL of mlflow   logger.online=true of wandb
   experiment=<experiment>
   debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
                          debug.generators=N corruption.fraction=SHARE
@@ -159,6 +160,7 @@ def _listed(group: str) -> str:
 
 
 def _command(command: str, *rest: str) -> None:
+    check_system()
     if command not in COMMANDS:
         raise FedgenError(
             command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"

@@ -38,6 +38,13 @@ class FedgenError(Exception):
         return type(self), (self.key, self.problem, self.remedy)
 
 
+def check_system() -> None:
+    """Raises FedgenError where ledgers cannot be locked: spend could be forgotten."""
+    if os.name == "nt":
+        problem = "has no file locks of the kind that ledgers of privacy rest on"
+        raise FedgenError("Windows", problem, "run fedgen in WSL 2, or on Linux or macOS")
+
+
 class Interrupted(Exception):  # noqa: N818 (it is no error)
     """A run that was asked to end before it was done."""
 

@@ -19,6 +19,7 @@ from tiny import TINY, Train, tiny
 
 import fedgen
 from fedgen import cli
+from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.evaluation import JUDGED
 from fedgen.experiments.generation import _number
@@ -740,3 +741,14 @@ def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
 def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", "method=mixture_small", "method.techer=none"]) == 2
     assert "method.techer: is no setting; did you mean method.teacher?" in capsys.readouterr().err
+
+
+def test_where_ledgers_cannot_be_locked_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("os.name", "nt")
+        assert cli.run(["train"]) == 2
+        with pytest.raises(FedgenError, match="WSL 2"):
+            fedgen.__getattr__("train")
+    assert capsys.readouterr().err.startswith("fedgen: Windows: has no file locks")

@@ -40,6 +40,7 @@ TINY = [
     "evaluation=none",
     "runtime=in_process",
     "runtime.threads=1",
+    "logger=none",
 ]
 
 _FOLDER = Path(configs.__path__[0]) / "method"

@@ -86,8 +86,9 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             raise FedgenError(key, problem, f"choose {', '.join(config.about)} under about")
         OmegaConf.update(config, key, text.replace("${", "\\${"))
     if OmegaConf.select(config, "resume") is not None:
-        own = ("resume", "rounds", "hydra.searchpath")
-        asked = [w for w in overrides if _key(w) not in own and w != "runtime=auto"]
+        own = ("resume", "rounds", "logger", "hydra.searchpath")
+        words = [w for w in overrides if w != "runtime=auto"]
+        asked = [w for w in words if _key(w) not in own and not w.startswith("logger.")]
         _check_resume(config, asked)  # auto: as it was
     try:
         OmegaConf.to_container(config, resolve=True)
@@ -196,7 +197,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
         raise FedgenError(
             "resume",
             f"a resumed run keeps its settings, got {' '.join(kept)}",
-            "give resume=DIR alone, with more rounds, or with another runtime",
+            "give resume=DIR alone, with more rounds, another runtime or logger",
         )
     if others and "runtime" not in map(_key, others):
         raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")

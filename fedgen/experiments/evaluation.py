@@ -36,6 +36,7 @@ from fedgen.experiments.building import build
 from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
+from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import cache, digest, read_arrays, write_shared, write_whole
 from fedgen.method import Tensors
 from fedgen.reporting import words
@@ -55,8 +56,8 @@ _PICTURED = 20
 
 
 def evaluate(config: DictConfig) -> str:
-    """Judges a finished run again and renews its results, or judges ``config.samples``; what it
-    came to, in words.
+    """Judges a finished run again and renews its results, or a run's last checkpoint, or
+    ``config.samples``; what it came to, in words.
 
     Raises:
         FedgenError: for a mistake of the user's.
@@ -69,9 +70,11 @@ def evaluate(config: DictConfig) -> str:
 
 
 def _evaluate_run(config: DictConfig) -> str:
-    run_dir, trained, identity = opened(Path(config.run), "run")
     if config.names.get("data") is not None:
         raise FedgenError("data", "a run is judged on its own", "leave it out")
+    if is_unfinished(Path(config.run)):
+        return _evaluate_unfinished(config)
+    run_dir, trained, identity = opened(Path(config.run), "run")
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
     if identity["data"] != ready.dataset.digest:
@@ -83,6 +86,17 @@ def _evaluate_run(config: DictConfig) -> str:
         found = judge_run(ready, generator, progress, run_dir)
         run_dir.write("results", {**kept, **found})
     return words.summary(run_dir.path)
+
+
+def _evaluate_unfinished(config: DictConfig) -> str:
+    """Of its last checkpoint; the run's own results are not there yet."""
+    made = unfinished(Path(config.run), config.evaluation)
+    with RunProgress() as progress:
+        found = judge_run(made.ready, made.generator, progress, made.run_dir)
+    place = made.run_dir.path / "unfinished.json"
+    told = {"rounds": made.rounds, "of": made.of, **found}
+    write_whole(place, (json.dumps(told, indent=2) + "\n").encode())
+    return "\n".join([made.note, *words.quality(found), str(place)])
 
 
 def _evaluate_samples(config: DictConfig) -> str:

@@ -28,6 +28,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import building, validation
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, label_names
+from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
@@ -252,17 +253,25 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     return int(label)
 
 
-def sample(config: DictConfig) -> Path:
-    """Writes samples of a finished run: images (n, channels, height, width) uint8 and labels (n,)
+def sample(config: DictConfig) -> str:
+    """Writes samples of a run: images (n, channels, height, width) uint8 and labels (n,)
     of an .npz; a grid, as one .png; a .parquet of images and labels, as Hugging Face's hub has it;
     or a folder of ``label/00000.png``, as ``data=folder`` reads it, by the labels' names if these
-    were published. Needs its ``public`` folder alone."""
+    were published. Needs its ``public`` folder alone; of a run that is not over its directory and
+    its data. Where they are, in words."""
     out = Path(config.out)
     if out.suffix not in ("", ".npz", ".png", ".parquet") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png, no .parquet and no new folder"
         raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
     validation.check_seed(config)
-    published = load_generator(Path(config.run), config.device)
+    path, told = Path(config.run), str(out)
+    if is_unfinished(path):
+        made = unfinished(path)
+        names = label_names(made.ready.config)
+        published = Published(made.ready.method, made.generator, made.ready.dataset.classes, names)
+        told = f"{out}\n{made.note}"
+    else:
+        published = load_generator(path, config.device)
     coins = Coins.of(config.seed, "seeded").at("sample")
     labels = labels_of(published, config.n, config.labels, coins)
     if out.suffix == ".png":
@@ -280,7 +289,7 @@ def sample(config: DictConfig) -> Path:
             _write_folder(images, labels.tolist(), published.labels, out)
     except OSError as error:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
-    return out
+    return told
 
 
 def _write_folder(

@@ -36,7 +36,10 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     """
     run_dir, config, identity = RunDir.open(path, key)
     try:
-        factories.check(OmegaConf.to_container(config, resolve=True), "config")
+        told: Any = OmegaConf.to_container(config, resolve=True)
+        factories.check(told, "config")
+        for part in ("method", "warm_up"):  # nothing of these reads a file, or calls a server
+            factories.check_parts(told.get(part), part)
         check_restored(config)
     except FedgenError as error:
         problem = f"{path}/config.yaml was altered ({error.key}: {error.problem})"
@@ -54,11 +57,13 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
 
 def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
     """A run's settings, with the rounds and on the runtime that it is asked to go on with, if any.
+    Where it logs to is never its directory's word: somebody may have handed that over.
 
     Raises:
         FedgenError: unless these are more rounds.
     """
     there = config.copy()
+    there.logger, there.names.logger = asked.logger, asked.names.logger
     if asked.rounds is not None:
         if asked.rounds <= config.rounds:
             problem = f"the run has {config.rounds} already"
@@ -98,10 +103,11 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
 
 
 def _settings_digest(config: DictConfig) -> str:
-    alone = OmegaConf.masked_copy(config, [str(k) for k in config if k != "run_dir"])
+    kept = [str(key) for key in config if key not in ("run_dir", "logger")]
+    alone = OmegaConf.masked_copy(config, kept)
     alone.runtime = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
     alone.names = OmegaConf.masked_copy(
-        config.names, [str(k) for k in config.names if k != "runtime"]
+        config.names, [str(k) for k in config.names if k not in ("runtime", "logger")]
     )
     return digest(OmegaConf.to_yaml(alone, resolve=True, sort_keys=True).encode())
 

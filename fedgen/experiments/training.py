@@ -61,6 +61,7 @@ from fedgen.privacy.events import Unit, canonical
 from fedgen.privacy.ledger import Account, Ledger, larger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
+from fedgen.reporting.loggers import Logger
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
@@ -264,7 +265,7 @@ class Training:
             except KeyboardInterrupt:
                 raise Interrupted(self._how_to_go_on("before its end")) from None
             finally:
-                self._board.close()
+                self._logger.close()
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""
@@ -449,7 +450,8 @@ class Training:
             self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":
             self._charge(state, ledgers)
-        self._board = _board(self.run_dir, state.rounds)
+        log_to = build(self.config.logger, "logger")
+        self._logger: Logger = log_to(place=self.run_dir.path, name=self.name, rounds=state.rounds)
         return state
 
     def _check_no_answer_is_lost(self, kept: RunState, ledgers: Mapping[int, Account]) -> None:
@@ -549,13 +551,13 @@ class Training:
         self.run_dir.add_metrics(line)
         for name, found in views.items():
             if found.value is not None:
-                self._board.add_scalar(f"epsilon/{name}", found.value, state.rounds)
+                self._logger.scalar(f"epsilon/{name}", found.value, state.rounds)
         if facts.answer_norm is not None:
-            self._board.add_scalar("answer_norm", facts.answer_norm, state.rounds)
+            self._logger.scalar("answer_norm", facts.answer_norm, state.rounds)
         for name, number in shown.items():
-            self._board.add_scalar(name, number, state.rounds)
+            self._logger.scalar(name, number, state.rounds)
         for name, seconds in facts.seconds.items():
-            self._board.add_scalar(f"seconds/{name}", seconds, state.rounds)
+            self._logger.scalar(f"seconds/{name}", seconds, state.rounds)
         self.progress.show(
             "rounds",
             state.rounds,
@@ -582,14 +584,14 @@ class Training:
         self.run_dir.add_metrics({"round": state.rounds, "gen2real": found})
         for name, scores in found.items():
             if scores["mean"] is not None:
-                self._board.add_scalar(f"gen2real/{name}", scores["mean"], state.rounds)
+                self._logger.scalar(f"gen2real/{name}", scores["mean"], state.rounds)
 
     def _draw_samples(self, state: RunState) -> None:
         labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
         images = self._sample(self.method.server.generator(state.server), labels, "grid")
         name = f"round_{state.rounds:06d}.png"
         sample_grid(images, 10, self.run_dir.samples / name)
-        self._board.add_image("samples", _sheet(self.run_dir.samples / name), state.rounds)
+        self._logger.image("samples", _sheet(self.run_dir.samples / name), state.rounds)
         if self._watch is not None:
             # its state follows from what is published of the answers: their noised sums
             views = self.accounts.views(state, self.stopped is not None)
@@ -735,14 +737,8 @@ def _in_words(failures: Counter[str]) -> str:
     return f"  failures: {kinds}"
 
 
-def _board(run_dir: RunDir, rounds: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run_dir.path), purge_step=rounds + 1)
-
-
 def _sheet(path: Path) -> NDArray[np.uint8]:
     from PIL import Image
 
     pixels = np.asarray(Image.open(path))
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return pixels[..., None] if pixels.ndim == 2 else pixels

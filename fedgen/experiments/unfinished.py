@@ -1,0 +1,60 @@
+"""A run that is not over, as it stood at its last checkpoint: to be looked at, not handed out. It
+may be going on in another process meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.experiments import settings
+from fedgen.experiments.identity import opened
+from fedgen.experiments.settings import Setup
+from fedgen.federation import checkpoint
+from fedgen.method import Tensors
+from fedgen.reporting.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Its set-up, its generator's weights after ``rounds`` of ``of``."""
+
+    run_dir: RunDir
+    ready: Setup
+    generator: Tensors
+    rounds: int
+    of: int
+
+    @property
+    def note(self) -> str:
+        """What it is, for people."""
+        return f"after {self.rounds} of {self.of} rounds: the run is not over"
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a run directory has a checkpoint, and has published nothing yet."""
+    published = (path / "public" / "generator.json").exists()
+    return not published and (path / "checkpoints" / checkpoint.NAME).exists()
+
+
+def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
+    """The run in a directory that ``is_unfinished``. ``evaluation``: settings in place of its own.
+
+    Raises:
+        FedgenError: if it was altered, or its data are not there.
+    """
+    run_dir, config, identity = opened(path, "run")
+    if evaluation is not None:
+        config.evaluation = evaluation
+    ready = settings.setup(config, identity["branch"])
+    if identity["data"] != ready.dataset.digest:
+        raise FedgenError("run", f"{path} was trained on other data", "bring it back")
+    found = checkpoint.load(run_dir.checkpoints)
+    assert found is not None
+    state, method = found[0], ready.method
+    fresh = method.server.init(ready.coins.at("server"))
+    server = {name: each.to(fresh[name].device) for name, each in state.server.items()}
+    of, generator = ready.privacy.budget.rounds, method.server.generator(server)
+    return Unfinished(run_dir, ready, generator, state.rounds, of)

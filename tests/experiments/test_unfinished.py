@@ -1,0 +1,73 @@
+"""A run that is not over can be looked at; it says that it is not over, and goes on as if nobody
+had looked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile import content
+from tiny import PARTITIONS, fingerprint, tiny
+
+from fedgen import cli
+from fedgen.errors import Interrupted
+from fedgen.experiments import training
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup
+from fedgen.federation.rounds import RunState
+
+WORDS = [*tiny("dpgan_small"), "method=dpgan_small", "sample_every=1", "rounds=4"]
+WORDS += ["method.discriminator_steps=1"]
+
+
+def stop(ready: Setup, state: RunState, found: object) -> None:
+    if state.rounds == 2:
+        raise KeyboardInterrupt
+
+
+def cut_off(place: Path, *more: str) -> Path:
+    words = [*WORDS, *more, "runtime.checkpoint_every=1", f"run_dir={place}"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", words), watch=stop)
+    return place
+
+
+@pytest.mark.parametrize("clients", PARTITIONS)
+def test_it_is_looked_at_and_goes_on(
+    clients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = cut_off(tmp_path / "run", *PARTITIONS[clients])
+    before = content(run)
+    out = tmp_path / "samples.npz"
+    assert cli.run(["sample", f"run={run}", "n=20", f"out={out}"]) == 0
+    assert "after 1 of 4 rounds: the run is not over" in capsys.readouterr().out
+    assert content(run) == before
+    shorter = cut_off(tmp_path / "other", *PARTITIONS[clients], "rounds=3")  # other coins
+    assert cli.run(["sample", f"run={shorter}", "n=20", f"out={tmp_path}/other.npz"]) == 0
+    images, others = (np.load(tmp_path / name)["images"] for name in ("samples.npz", "other.npz"))
+    assert images.shape == (20, 1, 8, 8) and (images != others).any()
+    words = ["evaluation.samples=100", "evaluation.classifiers.cnn.epochs=1"]
+    assert cli.run(["evaluate", f"run={run}", *words]) == 0
+    said = capsys.readouterr().out
+    assert "after 1 of 4 rounds: the run is not over" in said and "gen2real" in said
+    found = json.loads((run / "unfinished.json").read_text())
+    assert found["rounds"] == 1 and 0 <= found["gen2real"]["cnn"]["mean"] <= 1
+    assert not (run / "results.json").exists() and not list((run / "public").iterdir())
+    assert cli.run(["train", f"resume={run}"]) == 0
+    whole = tmp_path / "whole"
+    words = [*WORDS, *PARTITIONS[clients], "runtime.checkpoint_every=1", f"run_dir={whole}"]
+    assert cli.run(["train", *words]) == 0
+    assert fingerprint(run) == fingerprint(whole)
+
+
+def test_one_that_was_altered_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = cut_off(tmp_path / "run")
+    [file] = (run / "checkpoints").glob("server_*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    for command in (["sample", "n=5", f"out={tmp_path}/x.npz"], ["evaluate"]):
+        assert cli.run([command[0], f"run={run}", *command[1:]]) == 2
+        said = capsys.readouterr().err
+        assert "was cut short or altered" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "x.npz").exists()

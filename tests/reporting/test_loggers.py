@@ -1,0 +1,114 @@
+"""What is logged is what ``metrics.jsonl`` has; a run that somebody handed over sends nothing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile import content
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Train, fingerprint
+
+from fedgen import cli
+from fedgen.experiments.identity import _settings_digest
+
+WORDS = ["method=dpgan_small", "log_every=1", "sample_every=2", "rounds=4"]
+WORDS += ["privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
+
+
+def epsilons(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["round"], line["epsilon"]["server"]) for line in lines]
+
+
+def on_the_board(run: Path) -> list[tuple[int, float]]:
+    found = EventAccumulator(str(run)).Reload()
+    assert found.Images("samples")
+    return [(each.step, each.value) for each in found.Scalars("epsilon/server")]
+
+
+def in_mlflow(run: Path) -> list[tuple[int, float]]:
+    assert list((run / "mlflow").rglob("*.png"))
+    with sqlite3.connect(run / "mlflow.db") as file:
+        asked = "SELECT step, value FROM metrics WHERE key = 'epsilon/server' ORDER BY step"
+        assert file.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+        return [(int(step), value) for step, value in file.execute(asked)]
+
+
+@pytest.mark.slow
+def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """Longer, it goes on where it was."""
+    first = train(*WORDS, name="none")
+    for name, read in (("tensorboard", on_the_board), ("mlflow", in_mlflow)):
+        run = train(*WORDS, f"logger={name}", name=name)
+        assert fingerprint(run) == fingerprint(first), "no bit depends on it"
+        for rounds in (4, 6):
+            if rounds > 4:
+                again = ["train", f"resume={run}", f"rounds={rounds}", f"logger={name}"]
+                assert cli.run(again) == 0
+            assert np.allclose(read(run), epsilons(run)), name
+            assert len(epsilons(run)) > 1
+    run = train(*WORDS, "logger=wandb", name="wandb")
+    assert fingerprint(run) == fingerprint(first)
+    [log] = run.rglob("*.wandb")
+    assert log.stat().st_size > 1000 and list(run.rglob("media/images/*.png"))
+
+
+def test_none_leaves_nothing(train: Train) -> None:
+    run = train(*WORDS, "logger=none")
+    assert not list(run.glob("events*")) and not (run / "mlflow.db").exists()
+
+
+def test_a_run_that_was_handed_over_logs_where_its_reader_says(train: Train) -> None:
+    """Its directory names a server that would learn what private rows tell: it is not asked."""
+    run = train(*WORDS)
+    config = OmegaConf.load(run / "config.yaml")
+    target = "fedgen.reporting.loggers.mlflow"
+    elsewhere = {"_target_": target, "_partial_": True, "uri": "http://127.0.0.1:9", "project": "x"}
+    config.logger, config.names.logger = elsewhere, "mlflow"
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    identity = json.loads((run / "run.json").read_text())
+    assert identity["settings"] == _settings_digest(config), "it looks as it was"
+    assert cli.run(["train", f"resume={run}", "rounds=6"]) == 0
+    assert list(run.glob("events*")) and not (run / "mlflow.db").exists()
+
+
+def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(*WORDS)
+    config = OmegaConf.load(run / "config.yaml")
+    config.method.generator = {"_target_": "fedgen.reporting.loggers.mlflow", "_partial_": True}
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    identity = json.loads((run / "run.json").read_text())
+    identity["settings"] = _settings_digest(config)
+    (run / "run.json").write_text(json.dumps(identity))
+    before = content(run)
+    assert cli.run(["train", f"resume={run}", "rounds=6"]) == 2
+    assert "is no part of a method" in capsys.readouterr().err
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_what_is_not_installed_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    words = [*WORDS, f"logger={name}", "evaluation=none", f"run_dir={tmp_path}/run"]
+    assert cli.run(["train", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"fedgen: logger: needs {name}; pip install")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    words = [*WORDS, "logger=mlflow", "logger.uri=http://127.0.0.1:9", f"run_dir={tmp_path}/run"]
+    assert cli.run(["train", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("fedgen: logger.uri: http://127.0.0.1:9 cannot")
+    assert not (tmp_path / "run").exists()
