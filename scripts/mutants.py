@@ -1317,6 +1317,20 @@ MUTANTS = [
         "tests/federation/test_longer.py::test_the_budget_of_the_rows_holds",
     ),
     Mutant(
+        "a-run-logs-where-its-directory-says",
+        "fedgen/experiments/identity.py",
+        "    there.logger, there.names.logger = asked.logger, asked.names.logger\n",
+        "",
+        "tests/reporting/test_loggers.py::test_a_run_that_was_handed_over_logs_where_its_reader_says",
+    ),
+    Mutant(
+        "a-part-of-a-method-calls-a-server",
+        "fedgen/experiments/identity.py",
+        'for part in ("method", "warm_up"):',
+        "for part in ():",
+        "tests/reporting/test_loggers.py::test_nor_does_a_part_of_its_method",
+    ),
+    Mutant(
         "two-copies-spend-as-one",
         "fedgen/privacy/spent.py",
         "if any(count > before.get(event, 0) for event, count in here.items()):",

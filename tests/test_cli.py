@@ -147,7 +147,7 @@ def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("word", "words"),
     [
         ("runtime.timeout=5", "of which runtime"),
-        ("rounds=5", "keeps its settings"),
+        ("seed=5", "keeps its settings"),
         ("runtime.min_success=0.5", "keeps its settings"),
         ("runtime.threads=2", "keeps its settings"),
         ("runtime={min_success:0.5}", "keeps its settings"),

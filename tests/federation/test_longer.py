@@ -128,8 +128,14 @@ def test_what_it_cannot_be_is_one_line_and_changes_nothing(
     assert content(run) == before
 
 
-def test_the_budget_of_the_rows_holds(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_budget_of_the_rows_holds(
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Of all secure runs on them: one that it does not allow leaves all as it was."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     words = ["method=dpgan_small", *BY_NOISE, "privacy.noise=secure", "privacy.budget_epsilon=3"]
     run = train(*words)
     before = content(run)
