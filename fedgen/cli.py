@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fedgen.allocator import keep_freed_memory
 from fedgen.errors import INTERRUPTED, FedgenError, check_system, status_of
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ COMMANDS = {
 def main() -> None:
     """The console script. Told to end (SIGTERM) it ends as by Ctrl-C, with a line of what to do."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    keep_freed_memory()
     status = run(sys.argv[1:])
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
@@ -192,8 +194,9 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):
         return [compose(COMMANDS[command], overrides)]
-    if command != "train":
-        raise FedgenError("-m", f"{command} runs once", "leave it out")
+    if command != "train" or any(word.startswith("resume=") for word in overrides):
+        what = command if command != "train" else "a run that goes on"
+        raise FedgenError("-m", f"{what} runs once", "leave it out")
     configs = [compose("config", batch) for batch in combinations(overrides)]
     place = time.strftime("runs/sweep-%Y%m%d-%H%M%S")
     for number, config in enumerate(configs):

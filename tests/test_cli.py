@@ -333,7 +333,7 @@ def test_two_processes_do_not_go_on_with_one_run(
         "print('in', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(run / "run.json")], stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(run / "config.yaml")], stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()

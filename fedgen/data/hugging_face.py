@@ -1,5 +1,7 @@
 """A data set as the ``datasets`` library reads it: by its name on Hugging Face's hub, or a folder
-in one of that library's layouts (Parquet with images in it, ``imagefolder`` with a table).
+in one of two layouts: ``train*.parquet`` and, if there is one, ``test*.parquet``, with images in
+them; or ``imagefolder``. Nothing else in a folder says what is read: no card, and no path that
+leads out of it.
 
 Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
 Rows are told by their place in the split, as in an ``.npz``. A split ``test`` is the test split;
@@ -12,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -81,7 +83,7 @@ def hugging_face(
         kept, out = np.flatnonzero(coin >= 0.1), np.flatnonzero(coin < 0.1)
         test_images, test_of = train["image"][out], of[out]
     clients, persons = (
-        None if columns[key] is None else np.unique(np.array(train[key]), return_inverse=True)[1]
+        None if columns[key] is None else _numbered(path, key, train[key])
         for key in ("client", "person")
     )
     return checked(
@@ -96,16 +98,26 @@ def hugging_face(
     )
 
 
+def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
+    """Numbers of clients or persons, in the order of their names."""
+    kinds = {type(name) for name in names}
+    if len(kinds) > 1 or not kinds <= {str, int}:
+        problem = f"{path} has rows that do not name one by a word or a whole number"
+        raise FedgenError(f"data.{key}", problem, "name another column, or mend these rows")
+    return np.unique(np.array(names), return_inverse=True)[1].astype(np.int64)
+
+
 def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
     """The data set's splits, ``train`` among them."""
     datasets = _library("data")
-    here = Path(path).expanduser().is_dir()
+    here = Path(path).expanduser()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        # private rows of a folder are not copied into the library's cache
-        found = datasets.load_dataset(
-            str(Path(path).expanduser()) if here else path, subset, streaming=here
-        )
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        if not here.is_dir():
+            found = datasets.load_dataset(path, subset)
+        else:  # its private rows are not copied into the library's cache
+            found = datasets.load_dataset(*_layout(here), streaming=True)
+    except _wrong(datasets) as error:
         said = " ".join(str(error).split())[:200]
         problem = f"{path} cannot be read as a data set ({said})"
         remedy = "give a folder, a name on Hugging Face's hub, and data.subset if it has several"
@@ -114,6 +126,33 @@ def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
         problem = f"{path} has no split train, only {', '.join(map(str, found))}"
         raise FedgenError("data.path", problem, "name its split train")
     return dict(found)
+
+
+def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | None]:
+    """Kind, name, folder and files of a folder, as ``load_dataset`` takes them."""
+    tables = sorted(file for file in place.rglob("*.parquet") if _is_below(file, place))
+    if not tables:
+        return "imagefolder", None, str(place), None
+    of = {
+        split: [str(file) for file in tables if file.name.startswith(split)]
+        for split in ("train", "test")
+    }
+    return "parquet", None, None, {split: files for split, files in of.items() if files}
+
+
+def _is_below(file: Path, place: Path) -> bool:
+    try:
+        return place.resolve() in file.resolve().parents
+    except (OSError, RuntimeError, ValueError):  # a link to itself, a name too long
+        return False
+
+
+def _wrong(datasets: Any) -> tuple[type[Exception], ...]:
+    """What the library raises for data that are none."""
+    from yaml import YAMLError
+
+    own = (datasets.exceptions.DatasetsError, YAMLError)
+    return (*own, OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError)
 
 
 def _names(path: str, feature: Any, told: Sequence[str] | None) -> list[str]:
@@ -146,21 +185,22 @@ def _rows(
         for row in split:
             for key, column in wanted.items():
                 found[key].append(row[column])
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+    except _wrong(datasets) as error:
         problem = f"{path} cannot be read to its end ({type(error).__name__})"
         raise FedgenError("data.path", problem, "copy it again") from error
     if not found["image"]:
         raise FedgenError("data.path", f"{path} has no rows", "give it some")
-    sources = [
-        (f"row {number}", io.BytesIO(each["bytes"] or b"") if _inside(each) else Path(each["path"]))
-        for number, each in enumerate(found["image"])
-    ]
+    place = Path(path).expanduser()
+    sources = [(f"row {n}", _source(each, place)) for n, each in enumerate(found["image"])]
     return found | {"image": read_images(path, sources, size, channels)}
 
 
-def _inside(image: Mapping[str, Any]) -> bool:
-    """Whether an image's bytes are in the table itself."""
-    return image["bytes"] is not None or image["path"] is None
+def _source(image: Mapping[str, Any] | None, place: Path) -> Path | IO[bytes]:
+    """An image's file; one that is nowhere, or out of the folder, is no image."""
+    if image is None or image["path"] is None or image["bytes"] is not None:
+        return io.BytesIO(image["bytes"] or b"" if image is not None else b"")
+    file = Path(image["path"])
+    return io.BytesIO() if place.is_dir() and not _is_below(file, place) else file
 
 
 def _numbers(

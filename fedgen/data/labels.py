@@ -34,7 +34,8 @@ def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
     """
     labels = sorted(set(found)) if told is None else named(told)
     if unknown := set(found).difference(labels):
-        problem = f"{', '.join(sorted(unknown)[:_SHOWN])} in the data are none of the labels"
+        some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
+        problem = f"{some} in the data are none of the labels"
         raise FedgenError("data.labels", problem, "name them, or move them away")
     return labels
 

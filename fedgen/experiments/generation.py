@@ -262,7 +262,8 @@ def sample(config: DictConfig) -> str:
     out = Path(config.out)
     if out.suffix not in ("", ".npz", ".png", ".parquet") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png, no .parquet and no new folder"
-        raise FedgenError("out", problem, "give out=FILE.npz, out=GRID.png or out=FOLDER")
+        remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
+        raise FedgenError("out", problem, remedy)
     validation.check_seed(config)
     path, told = Path(config.run), str(out)
     if is_unfinished(path):

@@ -27,6 +27,8 @@ from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.run_dir import RunDir
 
+_NO_LOGGER = {"_target_": "fedgen.reporting.loggers.none", "_partial_": True}
+
 
 def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     """A run directory, with the settings and the identity that it was made with.
@@ -51,13 +53,16 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     rounds = identity.get("rounds", config.rounds)
     if type(rounds) is not int or rounds < config.rounds or type(identity["branch"]) is not str:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
+    if type(identity.get("environment", {})) is not dict:
+        raise FedgenError(key, f"{path}/run.json was altered", "restore it")
     config.rounds = rounds
+    # where a run logs to is no word of its directory's: somebody may have handed that over
+    config.logger, config.names.logger = _NO_LOGGER, "none"
     return run_dir, config, identity
 
 
 def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
-    """A run's settings, with the rounds and on the runtime that it is asked to go on with, if any.
-    Where it logs to is never its directory's word: somebody may have handed that over.
+    """A run's settings, with the rounds, the logger and the runtime that it is asked to go on with.
 
     Raises:
         FedgenError: unless these are more rounds.
@@ -125,7 +130,8 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
 
 def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds: int) -> None:
     """Raises FedgenError if a run cannot have so many rounds: at the noise that it began with, each
-    costs what it costs, and what clients held of a run that is over is gone."""
+    costs what it costs, and what clients held of a run that is over is gone. What was asked after
+    the last checkpoint has to be asked again as it was: the last question may be shorter."""
     if ready.config.rounds != rounds:
         problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
         raise FedgenError("rounds", problem, "leave it out")
@@ -134,9 +140,22 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
         problem = f"{rounds} need more noise than the run began with, to stay within ε = {target:g}"
         remedy = "start a new run of so many, or one with privacy.noise_multiplier"
         raise FedgenError("rounds", problem, remedy)
+    if ready.privacy.budget.rounds < rounds:
+        problem = f"privacy.target_epsilon ends it after {ready.privacy.budget.rounds}"
+        raise FedgenError("rounds", problem, "start a new run")
     if ready.dataset.elsewhere:
         raise FedgenError("rounds", "are what the nodes were told", "start a new run")
-    found = checkpoint.load(run_dir.checkpoints)
+    found, seeded = checkpoint.load(run_dir.checkpoints), ready.privacy.noise == "seeded"
+    kept = found[0].asks if found is not None else {}
+    for client in _whose_files_are_here(ready) if seeded else ():
+        path = run_dir.clients / str(client) / LEDGER
+        if not path.exists():
+            continue
+        account = Ledger(path, identity["run"], client, seeded, looking=True).account()
+        if account.releases > kept.get(client, 0):
+            problem = "it was killed after its last checkpoint, which has less than was asked"
+            remedy = f"fedgen train resume={run_dir.path}, and then with more rounds"
+            raise FedgenError("rounds", problem, remedy)
     if found is not None and found[1]["over"] and ready.method.client.keeps_state:
         problem = "the run is over, and what its clients had learnt is deleted"
         raise FedgenError("rounds", problem, "start a new run")

@@ -23,6 +23,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen.allocator import keep_freed_memory
 from fedgen.errors import FedgenError, Interrupted, status_of
 from fedgen.experiments.training import train
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
@@ -161,6 +162,7 @@ def _end(process: ForkServerProcess) -> None:
 def _lane(chosen: Sequence[Any], log: str, environ: Mapping[str, str]) -> None:
     """What the process of a lane does."""
     os.setpgid(0, 0)
+    keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
@@ -174,7 +176,7 @@ def _lane(chosen: Sequence[Any], log: str, environ: Mapping[str, str]) -> None:
         for each in chosen:
             config = OmegaConf.create(each)
             if (Path(config.run_dir) / "config.yaml").exists():
-                config.resume = config.run_dir
+                config.resume, config.rounds = config.run_dir, None  # as many as it was to have
             print(summary(train(config)), flush=True)
 
     status = status_of(train_all)

@@ -27,7 +27,9 @@ def run(config: DictConfig) -> str:
     if RunDir(place).finished:
         return f"{place} is finished"
     if (place / "config.yaml").exists():
-        return summary(train(compose("config", [f"resume={place}"])))
+        again = compose("config", [f"resume={place}"])
+        again.logger, again.names.logger = config.logger, config.names.logger
+        return summary(train(again))
     return summary(train(config))
 
 

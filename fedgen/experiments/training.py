@@ -127,8 +127,12 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     with run_dir.locked("run_dir" if new else "resume"):
         if not new:
             check_intact(run_dir, ready, name)
+            if opened(run_dir.path, "resume")[2] != identity:
+                problem = f"{run_dir.path} was changed by another process just now"
+                raise FedgenError("resume", problem, "try again")
             if rounds is not None:
                 enter(ready, run_dir, name, anew=True)
+                run_dir.set_aside(before.rounds)
                 run_dir.identify({**identity, "rounds": rounds})
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
@@ -440,7 +444,7 @@ class Training:
             self.clock = Clock(extra["seconds"], extra["parts"])
             of = self.ready.privacy.budget.rounds
             self._over, self.stopped = extra["over"], extra["stopped"]
-            if self._over and of > extra.get("of", of):  # it has more rounds now
+            if self._over and of > extra.get("of", state.rounds):  # it has more rounds now
                 self._over, self.stopped, state.kept = False, None, {}
         state.failures = self.run_dir.failures()
         for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps

@@ -48,6 +48,7 @@ def check(config: DictConfig) -> None:
         key, problem = error.full_key or "config", str(error).splitlines()[0]
         raise FedgenError(key, problem, "mend it") from error
     factories.check(whole, "config")
+    factories.check_parts(OmegaConf.to_container(config.method, resolve=True), "method")
     for key, allowed in _CHOICES.items():
         value = OmegaConf.select(config, key)
         if value not in allowed and (value is not None or key not in _OPTIONAL):

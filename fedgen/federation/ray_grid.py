@@ -25,6 +25,7 @@ from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from fedgen.allocator import keep_freed_memory
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.client_app import Homes, Site, client_app
@@ -134,6 +135,7 @@ class _Host:
     by an error and left to itself, and another thread goes on with the rest."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         identify_process(run_id=1)
         self._todo: SimpleQueue[Message] = SimpleQueue()
         self._done: SimpleQueue[Message] = SimpleQueue()

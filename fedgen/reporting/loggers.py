@@ -1,10 +1,11 @@
 """Where numbers and pictures go while a run trains, beside ``metrics.jsonl``: TensorBoard, MLflow,
-Weights & Biases, or nowhere else. All of them write into the run directory and send nothing, unless
-a setting says where. What is logged may follow from private rows (``held_out``): it is for whoever
-runs the training."""
+Weights & Biases, or nowhere else. All of them write into the run directory, or beside it, and send
+nothing of it unless a setting says where; what these libraries would tell their makers is switched
+off. What is logged may follow from private rows (``held_out``): it is for whoever trains."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,9 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
         FedgenError: without MLflow, or if it cannot be reached.
     """
     del rounds
+    if uri is not None and not isinstance(uri, str):
+        raise FedgenError("logger.uri", f"cannot be {uri!r}", "give a tracking server's, or null")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -76,10 +80,14 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
         mine = f"tags.`fedgen.run` = '{name}' and tags.`fedgen.place` = '{here}'"
         known = client.search_runs([of], mine)
         tags = {"fedgen.run": name, "fedgen.place": str(here)}
-        run = known[0].info.run_id if known else client.create_run(of, tags=tags).info.run_id
+        info = known[0].info if known else client.create_run(of, tags=tags).info
     except (MlflowException, OSError) as error:
         problem = f"{uri or here} cannot be logged to ({type(error).__name__})"
         raise FedgenError("logger.uri", problem, "give a tracking server's, or null") from error
+    run: str = info.run_id
+    if artifacts is not None and not str(info.artifact_uri).startswith(f"{artifacts}/"):
+        problem = f"{here}/mlflow.db would put pictures elsewhere ({info.artifact_uri})"
+        raise FedgenError("logger", problem, "move it away")
 
     def scalar(name: str, value: float, round_: int) -> None:
         client.log_metric(run, name, value, step=round_)
@@ -94,23 +102,29 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
     """A run of Weights & Biases; one that goes on is the same one.
 
     Args:
+        place: the run directory; ``PLACE.wandb`` beside it is for W&B's files.
         online: whether what is logged is sent to the server that one is logged in to; else it stays
-            in the run directory, for ``wandb sync``.
+            there, for ``wandb sync``.
         project: its name there.
 
     Raises:
         FedgenError: without wandb, or if nobody is logged in.
     """
     del rounds
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         import wandb as library
     except ImportError as error:
         raise _lacking("wandb") from error
-    chosen = library.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
+    beside = place.with_name(f"{place.name}.wandb")  # it makes links, and a run has none
+    beside.mkdir(exist_ok=True)
+    chosen = library.Settings(
+        silent=True, console="off", x_disable_stats=True, disable_git=True, symlink=False
+    )
     try:
         run = library.init(
             project=project,
-            dir=str(place),
+            dir=str(beside),
             mode="online" if online else "offline",
             id=digest(name.encode(), str(place.absolute()).encode())[:32],
             resume="allow",

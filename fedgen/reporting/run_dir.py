@@ -257,6 +257,18 @@ class RunDir:
         except FedgenError:
             return False
 
+    def set_aside(self, rounds: int) -> None:
+        """Moves what a run left after so many rounds to ``ended_after_N``: it is not over now."""
+        left = [self.public / "generator.json", self.path / "privacy.json"]
+        place = self.path / f"ended_after_{rounds}"
+        if not any(path.exists() for path in left):
+            return
+        make_folder(place)
+        for name in ("public", "evaluation", "results.json", "privacy.json", "epsilon.png"):
+            if (self.path / name).exists() and not (place / name).exists():
+                (self.path / name).rename(place / name)
+        make_folder(self.public)
+
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
         """Keeps other processes out: two that went on with one run would spend its budget twice.
@@ -267,7 +279,7 @@ class RunDir:
         Raises:
             FedgenError: if another process is in.
         """
-        with (self.path / "run.json").open() as held:
+        with (self.path / "config.yaml").open() as held:  # which nobody replaces
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -123,15 +123,48 @@ def test_no_code_comes_with_a_data_set(tmp_path: Path) -> None:
     place = tmp_path / "set"
     place.mkdir()
     (place / "set.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
-    with pytest.raises(FedgenError, match=r"data\.path"):
+    with pytest.raises(FedgenError, match="has no column 'label'"):
         hugging_face(COINS, str(place))
     assert not (tmp_path / "owned").exists() and "set" not in sys.modules
+
+
+@pytest.mark.parametrize("named", ["image", "card", "address"])
+def test_nothing_in_a_folder_leads_out_of_it(named: str, tmp_path: Path) -> None:
+    """Neither an image's path, nor a card that names other files, or a server's."""
+    elsewhere = written(tmp_path / "elsewhere")
+    Image.fromarray(made()[0][0].transpose(1, 2, 0)).save(tmp_path / "secret.png")
+    place = written(tmp_path / "set")
+    if named == "image":
+        rows = {"image": [{"bytes": None, "path": str(tmp_path / "secret.png")}] * 40}
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+        table = datasets.Dataset.from_dict({**rows, "label": NAMES * 20}, features)
+        for split in ("train", "test"):
+            table.to_parquet(str(place / f"{split}-00000-of-00001.parquet"))
+        with pytest.raises(FedgenError, match="40 of 40 files are no readable images"):
+            hugging_face(COINS, str(place), labels=NAMES)
+        return
+    other = elsewhere / "train-00000-of-00001.parquet"
+    other = "http://127.0.0.1:9/x.parquet" if named == "address" else other
+    files = f"  data_files:\n  - split: train\n    path: {other}\n"
+    (place / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n{files}---\n")
+    (place / "train-00000-of-00001.parquet").unlink()
+    with pytest.raises(FedgenError, match="no split train, only test"):
+        hugging_face(COINS, str(place))
+
+
+@pytest.mark.parametrize("key", ["client", "person"])
+@pytest.mark.parametrize("value", [None, float("nan"), 0.5, ["a"]], ids=repr)
+def test_who_is_not_named_is_one_line(key: str, value: object, tmp_path: Path) -> None:
+    values = [value] * ROWS if not isinstance(value, type(None)) else [None, *["a"] * (ROWS - 1)]
+    place = written(tmp_path / "set", who=values)
+    with pytest.raises(FedgenError, match=f"data.{key}: .*a word or a whole number"):
+        hugging_face(COINS, str(place), **{key: "who"})
 
 
 def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
     place = tmp_path / "set"
     place.mkdir()
-    rows = {"image": [{"bytes": b"no image", "path": None}] * 2, "label": ["cat", "dog"]}
+    rows = {"image": [{"bytes": b"no image", "path": None}, None], "label": ["cat", "dog"]}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features).to_parquet(str(place / "train.parquet"))
     with pytest.raises(FedgenError, match="2 of 2 files are no readable images: row 0, row 1"):

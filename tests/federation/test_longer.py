@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
+from forked import Command
 from hostile import content, copied
 from tiny import Train, fingerprint, tiny
 
@@ -17,6 +19,7 @@ from fedgen.experiments.settings import Setup
 from fedgen.federation.rounds import RunState
 
 BY_NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=2.0"]
+BOTH = ["method=dpgan_small", "privacy.target_epsilon=0.3", "privacy.noise_multiplier=2"]
 SEVERAL = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure"]
 
 
@@ -76,7 +79,7 @@ def test_twice_and_cut_off_and_elsewhere(train: Train, tmp_path: Path) -> None:
 
     def stop(ready: Setup, state: RunState, found: object) -> None:
         if state.rounds == 5:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     words = [f"resume={here}", "rounds=6"]
     with pytest.raises(Interrupted):
@@ -95,7 +98,7 @@ def test_what_clients_hold_lasts_as_long_as_the_run(
 
     def stop(ready: Setup, state: RunState, found: object) -> None:
         if state.rounds == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     run = tmp_path / "cut"
     with pytest.raises(Interrupted):
@@ -108,6 +111,56 @@ def test_what_clients_hold_lasts_as_long_as_the_run(
     assert content(run) == before
 
 
+def test_until_it_ends_again_it_is_not_over(train: Train, tmp_path: Path) -> None:
+    """What it left when it ended is set aside: neither its ε nor its generator is the run's now."""
+    run = train("method=dpgan_small", *BY_NOISE, "sample_every=1", "rounds=4")
+    left = content(run / "public")
+
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [f"resume={run}", "rounds=8"]), watch=stop)
+    assert not (run / "privacy.json").exists() and not list((run / "public").iterdir())
+    assert content(run / "ended_after_4" / "public") == left
+    assert cli.run(["release", f"run={run}", f"out={tmp_path}/x.zip"]) == 2
+    assert (
+        cli.run(["sample", f"run={run}/ended_after_4/public", "n=5", f"out={tmp_path}/x.npz"]) == 0
+    )
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert json.loads((run / "results.json").read_text())["rounds"] == 8
+
+
+def test_nobody_goes_on_beside_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("method=dpgan_small", *BY_NOISE)
+    found = []
+
+    def beside(ready: Setup, state: RunState, epsilon: object) -> None:
+        found.append(cli.run(["train", f"resume={run}"]))
+
+    training.train(compose("config", [f"resume={run}", "rounds=5"]), watch=beside)
+    assert found and set(found) == {2}
+    assert "is in use by another process" in capsys.readouterr().err
+
+
+def test_after_a_kill_it_ends_before_it_gets_longer(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last question was shorter than the same one of a longer run would be."""
+    words = [*tiny("dpgan_small"), "method=dpgan_small", *BY_NOISE, "rounds=7"]
+    words += ["method.discriminator_steps=5", "runtime.checkpoint_every=1000"]
+    run = tmp_path / "run"
+    killed = Command(["train", *words, "runtime.faults.server_dies=7", f"run_dir={run}"])
+    assert killed.wait() != 0
+    assert longer(run, 12) == 2
+    assert "after its last checkpoint" in capsys.readouterr().err
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert longer(run, 12) == 0
+    assert asked(run) == [12]
+
+
 @pytest.mark.parametrize(
     "words, rounds, why",
     [
@@ -115,6 +168,7 @@ def test_what_clients_hold_lasts_as_long_as_the_run(
         (["method=dpgan_small", *BY_NOISE], 3, "has 3 already"),
         (["method=dpgan_small", *BY_NOISE], 0, "has 3 already"),
         (["method=mixture_small"], 90, "by its other settings"),
+        ([*BOTH, "rounds=50"], 60, "privacy.target_epsilon ends it after"),
     ],
 )
 def test_what_it_cannot_be_is_one_line_and_changes_nothing(

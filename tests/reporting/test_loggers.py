@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hostile import content
+from mlflow import MlflowClient
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Train, fingerprint
+from tiny import Train, fingerprint, tiny
 
 from fedgen import cli
 from fedgen.experiments.identity import _settings_digest
@@ -55,8 +59,10 @@ def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[s
             assert len(epsilons(run)) > 1
     run = train(*WORDS, "logger=wandb", name="wandb")
     assert fingerprint(run) == fingerprint(first)
-    [log] = run.rglob("*.wandb")
-    assert log.stat().st_size > 1000 and list(run.rglob("media/images/*.png"))
+    [log] = Path(f"{run}.wandb").rglob("*.wandb")
+    assert log.stat().st_size > 1000 and list(log.parent.rglob("media/images/*.png"))
+    assert cli.run(["train", f"resume={run}", "rounds=6", "logger=wandb"]) == 0
+    assert cli.run(["evaluate", f"run={run}", "evaluation=none"]) == 0
 
 
 def test_none_leaves_nothing(train: Train) -> None:
@@ -64,7 +70,10 @@ def test_none_leaves_nothing(train: Train) -> None:
     assert not list(run.glob("events*")) and not (run / "mlflow.db").exists()
 
 
-def test_a_run_that_was_handed_over_logs_where_its_reader_says(train: Train) -> None:
+@pytest.mark.parametrize("command", ["train", "release"])
+def test_a_run_that_was_handed_over_logs_where_its_reader_says(
+    command: str, train: Train, tmp_path: Path
+) -> None:
     """Its directory names a server that would learn what private rows tell: it is not asked."""
     run = train(*WORDS)
     config = OmegaConf.load(run / "config.yaml")
@@ -74,8 +83,41 @@ def test_a_run_that_was_handed_over_logs_where_its_reader_says(train: Train) -> 
     (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
     identity = json.loads((run / "run.json").read_text())
     assert identity["settings"] == _settings_digest(config), "it looks as it was"
+    if command == "release":
+        to = [f"out={tmp_path}/x.zip", f"run_dir={tmp_path}/secret"]
+        assert cli.run(["release", f"run={run}", *to]) == 0
+        return
     assert cli.run(["train", f"resume={run}", "rounds=6"]) == 0
     assert list(run.glob("events*")) and not (run / "mlflow.db").exists()
+
+
+def test_nor_do_pictures_go_where_a_file_in_it_says(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*WORDS)
+    client = MlflowClient(f"sqlite:///{run}/mlflow.db")
+    client.create_experiment("fedgen", (tmp_path / "elsewhere").as_uri())
+    assert cli.run(["train", f"resume={run}", "rounds=6", "logger=mlflow"]) == 2
+    assert "would put pictures elsewhere" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlflow", "wandb", "tensorboard"])
+def test_nothing_is_sent(name: str, tmp_path: Path) -> None:
+    """Not to the libraries' makers either: a proxy that all have to go through hears nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(1.0)
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        proxies = {f"{kind}_PROXY": address for kind in ("HTTP", "HTTPS", "ALL")}
+        quiet = ("CI", "DO_NOT_TRACK", "NO_PROXY", "no_proxy")
+        environment = {k: v for k, v in os.environ.items() if k not in quiet} | proxies
+        environment |= {key.lower(): value for key, value in proxies.items()}
+        words = [*tiny("dpgan_small"), *WORDS, f"logger={name}", f"run_dir={tmp_path}/run"]
+        command = [sys.executable, "-m", "fedgen.cli", "train", *words]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
 
 
 def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
