@@ -57,7 +57,7 @@ def add(section: str, run: Path, command: str) -> None:
     for key, value in identity["left_open"].items():  # what the method settled for itself
         OmegaConf.update(made, key, value)
     for config in (made, asked):
-        config.run_dir = None
+        config.run_dir = config.logger = config.names.logger = None
     plain = [OmegaConf.to_container(each, resolve=True) for each in (made, asked)]
     if plain[0] != plain[1]:
         sys.exit(f"results_page: {command} has other settings than {run}")
