@@ -56,6 +56,7 @@ usage: fedgen <command> [key=value ...]
                                           policy=FILE.yaml ca=FILE key=FILE home=DIR
   fedgen node log [home=DIR] [lines=N]    what left the site, and its ε so far
   fedgen <command> --cfg ...              print the resolved settings, run nothing
+  fedgen completion                       for a shell's TAB key: eval "$(fedgen completion)"
   fedgen --version
 
 settings (defaults in brackets):
@@ -134,6 +135,12 @@ def run(arguments: list[str]) -> int:
         from importlib.metadata import version
 
         print(f"fedgen {version('fedgen')}")
+        return 0
+    if arguments[:1] in (["completion"], ["--complete"]):
+        from fedgen import completion
+
+        words = completion.candidates(arguments[-1], COMMANDS) if len(arguments) > 1 else []
+        print(completion.SCRIPT if arguments[0] == "completion" else "\n".join(words))
         return 0
     if not arguments or {"-h", "--help", "help"} & set(arguments):
         print(help_text(), end="")

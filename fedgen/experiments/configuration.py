@@ -104,6 +104,12 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     return config
 
 
+def defaults(name: str) -> tuple[DictConfig, list[str]]:
+    """The settings ``name`` by default, with what has to be given, and the names of its groups."""
+    config, groups = _composed(name, tuple(_of_extensions()), _edited())
+    return config, [key for key in groups if "/" not in key]
+
+
 def _settled(name: str, words: list[str]) -> tuple[DictConfig, DictConfig, dict[str, Any]]:
     """The settings of the chosen groups, these with all overrides, and the groups' options. Where
     neither the experiment nor anybody else names a runtime, several clients run on Ray."""

@@ -1,0 +1,75 @@
+"""What may come next on the command line: for a shell's TAB key.
+
+``eval "$(fedgen completion)"`` in ``~/.bashrc``; in zsh after ``autoload bashcompinit`` and
+``bashcompinit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fedgen.errors import FedgenError
+
+SCRIPT = """\
+_fedgen() {
+    local line="${COMP_LINE:0:$COMP_POINT}" IFS=$'\\n'
+    local word="${line##* }"
+    COMPREPLY=($(fedgen --complete "$line" 2>/dev/null))
+    # bash takes what is behind the last = for a word of its own
+    [[ "$word" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+    [[ "${COMPREPLY[0]}" == *[=.] ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+complete -o default -F _fedgen fedgen
+"""
+
+
+def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
+    """Whole words that may stand where the last one of ``line`` stands.
+
+    Args:
+        line: as typed so far, the program's name first; behind a space a new word begins.
+        commands: each with the name of its settings.
+    """
+    _, *words = line.split(" ")
+    if len(words) < 2:
+        found: Collection[str] = commands
+    elif words[0] not in commands:
+        found = ()
+    else:
+        found = set(
+            _settings(commands[words[0]], [word for word in words[1:-1] if word], words[-1])
+        )
+    return sorted(word for word in found if word.startswith(words[-1] if words else ""))
+
+
+def _settings(name: str, given: Sequence[str], last: str) -> Iterator[str]:
+    """Keys with ``=`` behind them, of the options that are chosen so far; or a group's options."""
+    from omegaconf import OmegaConf
+
+    from fedgen.experiments.configuration import compose, defaults
+    from fedgen.factories import places
+
+    key, told, _ = last.partition("=")
+    options = [file for place in places() for file in (place / key).glob("*.yaml") if told]
+    if options:
+        yield from (f"{key}={file.stem}" for file in options)
+        return
+    config, groups = defaults(name)
+    with suppress(FedgenError):  # what is given needs more, or is wrong: as it is by default
+        config = compose(name, list(given))
+    yield from (f"{group}=" for group in groups)
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    for each in _keys({key: value for key, value in plain.items() if key != "names"}, ""):
+        behind, dot, _ = each[len(last) :].partition(".")
+        yield f"{each[: len(last)]}{behind}{dot or '='}"  # as far as the next dot
+
+
+def _keys(settings: Mapping[Any, Any], above: str) -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{above}{key}.")
+        elif not str(key).startswith("_"):
+            yield f"{above}{key}"

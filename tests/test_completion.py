@@ -1,0 +1,71 @@
+"""The TAB key: in a real bash, and of one's own methods too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedgen import cli, completion
+
+BASH = """
+eval "$(fedgen completion)"
+COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}
+_fedgen
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def after(line: str) -> list[str]:
+    return completion.candidates(line, cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("fedgen tr", ["train"]),
+        ("fedgen train meth", ["method.", "method="]),
+        ("fedgen train method=dpgan", ["method=dpgan", "method=dpgan_small"]),
+        ("fedgen train method=dpgan_small method.discriminator_s", ["method.discriminator_steps="]),
+        ("fedgen train method=mixture_small method.discriminator_s", []),
+        ("fedgen train logger=mlflow logger.u", ["logger.uri="]),
+        ("fedgen train privacy.target", ["privacy.target_epsilon="]),
+        ("fedgen train seed=x method.clus", []),
+        ("fedgen sample run", ["run="]),
+        ("fedgen nothing x", []),
+    ],
+)
+def test_what_may_come_next(line: str, found: list[str]) -> None:
+    assert after(line) == found
+
+
+def test_all_commands_and_all_keys_compose() -> None:
+    assert after("fedgen ") == sorted(cli.COMMANDS)
+    keys = after("fedgen train method=dpgan_small ")
+    assert {"rounds=", "data=", "runtime."} <= set(keys)
+    keys += after("fedgen train method=dpgan_small method.")
+    assert "method.clip=" in keys and "method.generator." in keys
+    assert not [key for key in keys if "_target_" in key or key.startswith("names")]
+
+
+def test_in_bash(tmp_path: Path) -> None:
+    """It takes what is behind an = for a word of its own."""
+    place = str(Path(sys.executable).parent)
+    for line, found in (
+        ("fedgen train method=gs_w", ["gs_wgan", "gs_wgan_small"]),
+        ("fedgen rel", ["release"]),
+    ):
+        environment = {"PATH": f"{place}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        command = ["bash", "-c", BASH, "bash", line]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == found, done.stderr
+
+
+def test_a_method_of_ones_own(tmp_path: Path) -> None:
+    assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
+    command = [sys.executable, "-m", "fedgen.cli", "--complete", "fedgen train method=bl"]
+    environment = {"FEDGEN_EXTENSIONS": "blur", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["method=blur"], done.stderr
