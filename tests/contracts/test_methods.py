@@ -108,7 +108,6 @@ class TestEveryMethod:
             "public/PRIVACY.md",
         ):
             assert (run / name).stat().st_size > 0, name
-        assert list(run.glob("events.out.tfevents.*"))
         weights = safetensors.torch.load((run / "public" / "generator.safetensors").read_bytes())
         assert all(bool(value.isfinite().all()) for value in weights.values())
         assert not list(run.glob("clients/*/*.safetensors")), "critics do not outlive the run"
