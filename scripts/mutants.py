@@ -166,9 +166,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-request-names-a-folder-that-is-read",
-        "fedgen/deployment/request.py",
-        'factories.check_parts(asked["method"], "method")',
-        "pass",
+        "fedgen/experiments/validation.py",
+        'for part in ("method", "warm_up"):',
+        "for part in ():",
         f"{SITE_TESTS}::test_a_method_is_what_it_is_called",
     ),
     Mutant(
@@ -1325,7 +1325,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-part-of-a-method-calls-a-server",
-        "fedgen/experiments/identity.py",
+        "fedgen/experiments/validation.py",
         'for part in ("method", "warm_up"):',
         "for part in ():",
         "tests/reporting/test_loggers.py::test_nor_does_a_part_of_its_method",

@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import check_restored, compose
 from fedgen.experiments.validation import check as check_settings
@@ -89,8 +88,6 @@ class Request:
             if here != there:
                 problem = f"{there} is not what {self.names[place.partition('.')[0]]} is"
                 raise FedgenError(f"{place}._target_", problem, "it is no run of fedgen")
-        factories.check_parts(asked["method"], "method")
-        factories.check_parts(asked["warm_up"], "warm_up")
         try:
             for name in (*_GROUPS, *_ALONE):
                 own[name] = asked[name]

@@ -48,7 +48,8 @@ def check(config: DictConfig) -> None:
         key, problem = error.full_key or "config", str(error).splitlines()[0]
         raise FedgenError(key, problem, "mend it") from error
     factories.check(whole, "config")
-    factories.check_parts(OmegaConf.to_container(config.method, resolve=True), "method")
+    for part in ("method", "warm_up"):  # nothing of these reads a file, or calls a server
+        factories.check_parts(OmegaConf.to_container(config[part], resolve=True), part)
     for key, allowed in _CHOICES.items():
         value = OmegaConf.select(config, key)
         if value not in allowed and (value is not None or key not in _OPTIONAL):
