@@ -1,10 +1,10 @@
 """Makes a data set of coloured shapes for ``data=folder``: five labels, any size, nobody's.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
-    python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4] [...]
+    python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4] [--stripes] [...]
 
-Discs, squares, triangles, rings and crosses of any colour, place and size on a striped ground of
-another colour, with soft edges and a little noise. A tenth of a file's rows is the test split. With
+Discs, squares, triangles, rings and crosses of any colour, place and size on any other colour,
+striped or not, with soft edges and a little noise. A tenth of a file's rows is the test split. With
 clients they become images, ``FOLDER/CLIENT/LABEL/NUMBER.png``. Persons who each have so many
 images of one colour on one ground are told by ``FOLDER/images.csv``.
 """
@@ -57,17 +57,22 @@ def look(random: np.random.Generator) -> tuple[Plane, Plane]:
 
 
 def drawn(
-    label: int, side: int, random: np.random.Generator, colours: tuple[Plane, Plane]
+    label: int,
+    side: int,
+    random: np.random.Generator,
+    colours: tuple[Plane, Plane],
+    striped: bool,
 ) -> NDArray[np.uint8]:
     """One image (side, side, 3)."""
     middle, size = random.uniform(0.42, 0.58, 2), random.uniform(0.26, 0.36)
     down, right = (np.mgrid[:side, :side] + 0.5) / side
     inside = SHAPES[label]((right - middle[0]) / size, (down - middle[1]) / size)
     share = np.clip(0.5 + inside * size * side / 2, 0, 1)[..., None]
-    turned, stripes = random.uniform(0, np.pi), random.uniform(3, 8)
-    wave = np.sin(2 * np.pi * stripes * (right * np.cos(turned) + down * np.sin(turned)))
-    bright, dark = colours
-    ground = dark + 0.08 * (1 + wave[..., None])
+    bright, ground = colours
+    if striped:
+        turned, stripes = random.uniform(0, np.pi), random.uniform(3, 8)
+        wave = np.sin(2 * np.pi * stripes * (right * np.cos(turned) + down * np.sin(turned)))
+        ground = ground + 0.08 * (1 + wave[..., None])
     image = share * bright + (1 - share) * ground + random.normal(0, 0.02, (side, side, 3))
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
 
@@ -97,12 +102,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, help="folders instead of a file, for so many")
     parser.add_argument("--images-per-person", type=int, default=1)
+    parser.add_argument("--stripes", action="store_true", help="on the ground")
     chosen = parser.parse_args()
     random, each = np.random.default_rng(chosen.seed), chosen.images_per_person
     labels = np.arange(chosen.rows) % len(SHAPES)
     looks = [look(random) for _ in range(-(-chosen.rows // each))]
-    drawn_rows = enumerate(labels)
-    images = np.stack([drawn(int(y), chosen.side, random, looks[n // each]) for n, y in drawn_rows])
+    images = np.stack(
+        [
+            drawn(int(label), chosen.side, random, looks[number // each], chosen.stripes)
+            for number, label in enumerate(labels)
+        ]
+    )
     if chosen.clients is not None:
         write_folders(Path(chosen.file), images, labels, chosen.clients, each)
         print(f"{chosen.file}: {chosen.rows} images of {chosen.clients} clients")

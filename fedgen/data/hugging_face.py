@@ -1,11 +1,12 @@
 """A data set as the ``datasets`` library reads it: by its name on Hugging Face's hub, or a folder
-in one of two layouts: ``train*.parquet`` and, if there is one, ``test*.parquet``, with images in
-them; or ``imagefolder``. Nothing else in a folder says what is read: no card, and no path that
-leads out of it.
+in one of two layouts: ``train*.parquet`` and ``test*.parquet``, or folders of these names, with
+images in them; or ``imagefolder``. Nothing else in a folder says what is read: no card, and no path
+that leads out of it.
 
 Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
-Rows are told by their place in the split, as in an ``.npz``. A split ``test`` is the test split;
-without one a tenth of the rows is, by public coins. No code comes with a data set: the library runs
+Rows are told by their place in the split, as in an ``.npz``. The test split is ``test``, or
+``validation``: none is drawn, since rows have no names that a draw could go by, and by their places
+one row less would move others between the splits. No code comes with a data set: the library runs
 none since version 4.
 """
 
@@ -17,20 +18,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset, checked
 from fedgen.data.folders import check_conversion, read_images
 from fedgen.data.labels import named
 from fedgen.errors import FedgenError
 
 _SHOWN = 20  # names in a line
+_TEST = ("test", "validation")
 
 
 def hugging_face(
-    coins: Coins,
     path: str | None,
     subset: str | None = None,
     image: str = "image",
@@ -73,28 +72,21 @@ def hugging_face(
     names = _names(path, features[label], labels)
     train = _rows(path, splits["train"], columns, size, channels)
     of = _numbers(path, train["label"], features[label], names)
-    if "test" in splits:
-        asked = columns | {"client": None, "person": None}
-        test = _rows(path, splits["test"], asked, size, channels)
-        kept = np.arange(len(of))
-        test_images, test_of = test["image"], _numbers(path, test["label"], features[label], names)
-    else:
-        coin = torch.rand(len(of), generator=coins.public("hugging face", "split")).numpy()
-        kept, out = np.flatnonzero(coin >= 0.1), np.flatnonzero(coin < 0.1)
-        test_images, test_of = train["image"][out], of[out]
+    asked = columns | {"client": None, "person": None}
+    test = _rows(path, splits["test"], asked, size, channels)
     clients, persons = (
         None if columns[key] is None else _numbered(path, key, train[key])
         for key in ("client", "person")
     )
     return checked(
         "hugging_face",
-        train["image"][kept],
-        of[kept],
-        test_images,
-        test_of,
-        None if clients is None else clients[kept],
+        train["image"],
+        of,
+        test["image"],
+        _numbers(path, test["label"], features[label], names),
+        clients,
         len(names),
-        persons=None if persons is None else persons[kept],
+        persons=persons,
     )
 
 
@@ -108,8 +100,8 @@ def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
-    """The data set's splits, ``train`` among them."""
-    datasets = _library("data")
+    """The data set's ``train`` and ``test``."""
+    datasets = library("data")
     here = Path(path).expanduser()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -122,10 +114,12 @@ def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
         problem = f"{path} cannot be read as a data set ({said})"
         remedy = "give a folder, a name on Hugging Face's hub, and data.subset if it has several"
         raise FedgenError("data.path", problem, remedy) from error
-    if "train" not in found:
-        problem = f"{path} has no split train, only {', '.join(map(str, found))}"
-        raise FedgenError("data.path", problem, "name its split train")
-    return dict(found)
+    test = next((split for split in _TEST if split in found), None)
+    if "train" not in found or test is None:
+        problem = f"{path} has no splits train and test, but {', '.join(map(str, found)) or 'none'}"
+        remedy = "split it by the library's train_test_split, or take data=folder"
+        raise FedgenError("data.path", problem, remedy)
+    return {"train": found["train"], "test": found[test]}
 
 
 def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | None]:
@@ -134,10 +128,14 @@ def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | 
     if not tables:
         return "imagefolder", None, str(place), None
     of = {
-        split: [str(file) for file in tables if file.name.startswith(split)]
-        for split in ("train", "test")
+        split: [str(each) for each in tables if _starts(split, each.name, each.parent.name)]
+        for split in ("train", *_TEST)
     }
     return "parquet", None, None, {split: files for split, files in of.items() if files}
+
+
+def _starts(split: str, *names: str) -> bool:
+    return any(name.startswith(split) for name in names)
 
 
 def _is_below(file: Path, place: Path) -> bool:
@@ -174,7 +172,7 @@ def _rows(
     channels: int | None,
 ) -> dict[str, Any]:
     """Images (n, channels, h, w), and the other columns as lists."""
-    datasets = _library("data")
+    datasets = library("data")
     wanted = {key: column for key, column in columns.items() if column is not None}
     if not isinstance(split.features[wanted["image"]], datasets.Image):
         problem = f"the column {wanted['image']!r} of {path} holds no images"
@@ -218,38 +216,7 @@ def _numbers(
     return np.array(numbers, dtype=np.int64)
 
 
-def write_parquet(
-    images: NDArray[np.uint8], labels: Sequence[int], names: Sequence[str], out: Path
-) -> None:
-    """Images (n, channels, height, width) as PNG, and labels by number, named by the file.
-
-    Raises:
-        FedgenError: without the library.
-        OSError: if the file cannot be written.
-    """
-    datasets = _library("out")
-    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-    rows = [{"bytes": _png(image), "path": None} for image in images]
-    made = {"image": rows, "label": list(labels)}
-    table = datasets.Dataset.from_dict(made, datasets.Features(features))
-    silent = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        table.to_parquet(str(out))
-    finally:
-        if not silent:
-            datasets.enable_progress_bars()
-
-
-def _png(image: NDArray[np.uint8]) -> bytes:
-    from PIL import Image
-
-    written, pixels = io.BytesIO(), image.transpose(1, 2, 0)
-    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(written, "PNG")
-    return written.getvalue()
-
-
-def _library(key: str) -> Any:
+def library(key: str) -> Any:
     """The library, which is installed by an extra; ``key``: the setting that needs it."""
     try:
         import datasets

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fedgen import factories
 from fedgen.coins import Coins
-from fedgen.data.hugging_face import write_parquet
 from fedgen.data.labels import are_names
 from fedgen.errors import FedgenError
 from fedgen.experiments import building, validation
@@ -32,6 +31,7 @@ from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
+from fedgen.reporting.parquet import write_parquet
 from fedgen.reporting.run_dir import RunDir
 
 SCHEMA = 3

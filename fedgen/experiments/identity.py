@@ -127,7 +127,9 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
 
 def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds: int) -> None:
     """Raises FedgenError if a run cannot have so many rounds: at the noise that it began with, each
-    costs what it costs, and what clients held of a run that is over is gone. What was asked after
+    costs what it costs, and what clients held of a run that is over is gone. (What a run of fewer
+    rounds shows follows from what the longer one shows, so that the ε of all of them covers also
+    a choice that was made in between.) What was asked after
     the last checkpoint has to be asked again as it was: the last question may be shorter."""
     if ready.config.rounds != rounds:
         problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,10 @@ def sample_grid(images: NDArray[np.uint8], columns: int, path: Path) -> None:
     write_image(sheet.transpose(2, 0, 1), path)
 
 
-def write_image(image: NDArray[np.uint8], path: Path) -> None:
-    """Writes one image (channels, h, w), one or three channels, as it is."""
+def write_image(image: NDArray[np.uint8], to: Path | IO[bytes]) -> None:
+    """Writes one image (channels, h, w), one or three channels, as it is: a PNG."""
     pixels = image.transpose(1, 2, 0)
-    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(path)
+    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(to, "PNG")
 
 
 def lower_bounds(

@@ -77,9 +77,8 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
         client = MlflowClient(uri or f"sqlite:///{here}/mlflow.db")
         found = client.get_experiment_by_name(project)
         of = found.experiment_id if found else client.create_experiment(project, artifacts)
-        mine = f"tags.`fedgen.run` = '{name}' and tags.`fedgen.place` = '{here}'"
-        known = client.search_runs([of], mine)
-        tags = {"fedgen.run": name, "fedgen.place": str(here)}
+        tags = {"fedgen.run": _of(name, place)}
+        known = client.search_runs([of], f"tags.`fedgen.run` = '{_of(name, place)}'")
         info = known[0].info if known else client.create_run(of, tags=tags).info
     except (MlflowException, OSError) as error:
         problem = f"{uri or here} cannot be logged to ({type(error).__name__})"
@@ -126,7 +125,7 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
             project=project,
             dir=str(beside),
             mode="online" if online else "offline",
-            id=digest(name.encode(), str(place.absolute()).encode())[:32],
+            id=_of(name, place),
             resume="allow",
             settings=chosen,
         )
@@ -142,6 +141,11 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
         run.log({name: library.Image(pixels.squeeze())}, step=round_)
 
     return Logger(scalar, image, run.finish)
+
+
+def _of(name: str, place: Path) -> str:
+    """What tells a run from others of its settings."""
+    return digest(name.encode(), str(place.absolute()).encode())[:32]
 
 
 def _lacking(package: str) -> FedgenError:

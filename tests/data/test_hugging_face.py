@@ -15,8 +15,9 @@ from tiny import COINS, Train, tiny
 
 from fedgen import cli
 from fedgen.data.folders import folder
-from fedgen.data.hugging_face import hugging_face, write_parquet
+from fedgen.data.hugging_face import hugging_face
 from fedgen.errors import FedgenError
+from fedgen.reporting.parquet import write_parquet
 
 NAMES = ["cat", "dog"]
 ROWS = 60
@@ -52,7 +53,7 @@ def written(place: Path, **more: list[Any]) -> Path:
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     persons = [f"p{n // 3}" for n in range(ROWS)]
     place = written(tmp_path / "set", hospital=["south", "north"] * (ROWS // 2), who=persons)
-    found = hugging_face(COINS, str(place), client="hospital", person="who")
+    found = hugging_face(str(place), client="hospital", person="who")
     images, labels = made()
     assert (found.images == images).all() and (found.labels == labels).all()
     assert (found.test_images == images).all() and (found.test_labels == labels).all()
@@ -64,38 +65,44 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert not copied, "private rows stay where they are"
 
 
-def test_without_a_test_split_a_tenth_is_one(tmp_path: Path) -> None:
-    images, labels = made(1000, channels=1)
-    place = tmp_path / "set"
-    place.mkdir()
-    write_parquet(images, labels.tolist(), NAMES, place / "train.parquet")
-    found = hugging_face(COINS, str(place))
-    assert len(found.labels) + len(found.test_labels) == 1000
-    assert 60 < len(found.test_labels) < 140
-    both = np.concatenate([found.images, found.test_images])
-    assert sorted(each.tobytes() for each in both) == sorted(each.tobytes() for each in images)
+def test_no_test_split_is_drawn(tmp_path: Path) -> None:
+    """By rows' places, one row less would move others between the splits."""
+    place = written(tmp_path / "set")
+    (place / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(FedgenError, match="has no splits train and test, but train; split it"):
+        hugging_face(str(place))
+
+
+@pytest.mark.parametrize("name", ["validation.parquet", "data/test/0.parquet"])
+def test_splits_as_the_hub_names_them(name: str, tmp_path: Path) -> None:
+    place = written(tmp_path / "set")
+    (place / name).parent.mkdir(parents=True, exist_ok=True)
+    (place / "test-00000-of-00001.parquet").rename(place / name)
+    found = hugging_face(str(place))
+    assert len(found.labels) == len(found.test_labels) == ROWS
 
 
 def test_folders_of_labels_with_a_table(tmp_path: Path) -> None:
     """``imagefolder``: the same rows as ``data=folder`` has, sizes made one."""
     images, labels = made()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        file = tmp_path / "set" / "train" / NAMES[label] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.transpose(1, 2, 0)).resize((16 + number, 16 + number)).save(file)
-    found = hugging_face(COINS, str(tmp_path / "set"), size=8, channels=1)
+        for split in ("train", "test"):
+            file = tmp_path / "set" / split / NAMES[label] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.transpose(1, 2, 0)).resize((16 + number, 16 + number)).save(file)
+    found = hugging_face(str(tmp_path / "set"), size=8, channels=1)
     assert found.shape == (1, 8, 8) and found.classes == 2
     with pytest.raises(FedgenError, match="square and of one size"):
-        hugging_face(COINS, str(tmp_path / "set"))
+        hugging_face(str(tmp_path / "set"))
 
 
 def test_labels_in_an_order_of_ones_own(tmp_path: Path) -> None:
     place = written(tmp_path / "set")
-    assert (hugging_face(COINS, str(place), labels=["dog", "cat"]).labels == 1 - made()[1]).all()
-    more = hugging_face(COINS, str(place), labels=["bird", "cat", "dog"])
+    assert (hugging_face(str(place), labels=["dog", "cat"]).labels == 1 - made()[1]).all()
+    more = hugging_face(str(place), labels=["bird", "cat", "dog"])
     assert more.classes == 3 and (more.labels == made()[1] + 1).all()
     with pytest.raises(FedgenError, match=r"data\.labels.*none of dog"):
-        hugging_face(COINS, str(place), labels=["dog"])
+        hugging_face(str(place), labels=["dog"])
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -115,7 +122,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_a_mistake_is_one_line(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     place = written(tmp_path / "set", note=["hm"] * ROWS)
     with pytest.raises(FedgenError, match=said) as raised:
-        hugging_face(COINS, **({"path": str(place)} | changed))
+        hugging_face(**({"path": str(place)} | changed))
     assert "\n" not in str(raised.value)
 
 
@@ -123,8 +130,8 @@ def test_no_code_comes_with_a_data_set(tmp_path: Path) -> None:
     place = tmp_path / "set"
     place.mkdir()
     (place / "set.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
-    with pytest.raises(FedgenError, match="has no column 'label'"):
-        hugging_face(COINS, str(place))
+    with pytest.raises(FedgenError, match=r"data\.path"):
+        hugging_face(str(place))
     assert not (tmp_path / "owned").exists() and "set" not in sys.modules
 
 
@@ -141,15 +148,15 @@ def test_nothing_in_a_folder_leads_out_of_it(named: str, tmp_path: Path) -> None
         for split in ("train", "test"):
             table.to_parquet(str(place / f"{split}-00000-of-00001.parquet"))
         with pytest.raises(FedgenError, match="40 of 40 files are no readable images"):
-            hugging_face(COINS, str(place), labels=NAMES)
+            hugging_face(str(place), labels=NAMES)
         return
     other = elsewhere / "train-00000-of-00001.parquet"
     other = "http://127.0.0.1:9/x.parquet" if named == "address" else other
     files = f"  data_files:\n  - split: train\n    path: {other}\n"
     (place / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n{files}---\n")
     (place / "train-00000-of-00001.parquet").unlink()
-    with pytest.raises(FedgenError, match="no split train, only test"):
-        hugging_face(COINS, str(place))
+    with pytest.raises(FedgenError, match="no splits train and test, but test"):
+        hugging_face(str(place))
 
 
 @pytest.mark.parametrize("key", ["client", "person"])
@@ -158,7 +165,7 @@ def test_who_is_not_named_is_one_line(key: str, value: object, tmp_path: Path) -
     values = [value] * ROWS if not isinstance(value, type(None)) else [None, *["a"] * (ROWS - 1)]
     place = written(tmp_path / "set", who=values)
     with pytest.raises(FedgenError, match=f"data.{key}: .*a word or a whole number"):
-        hugging_face(COINS, str(place), **{key: "who"})
+        hugging_face(str(place), **{key: "who"})
 
 
 def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
@@ -166,9 +173,10 @@ def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
     place.mkdir()
     rows = {"image": [{"bytes": b"no image", "path": None}, None], "label": ["cat", "dog"]}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    datasets.Dataset.from_dict(rows, features).to_parquet(str(place / "train.parquet"))
+    for split in ("train", "test"):
+        datasets.Dataset.from_dict(rows, features).to_parquet(str(place / f"{split}.parquet"))
     with pytest.raises(FedgenError, match="2 of 2 files are no readable images: row 0, row 1"):
-        hugging_face(COINS, str(place), labels=NAMES)
+        hugging_face(str(place), labels=NAMES)
 
 
 def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> None:
@@ -181,12 +189,13 @@ def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> N
     ]
     clients = ["partition=by_folder", "data.client=site", "privacy.aggregation=secure"]
     run = train(*words, f"data.path={place}", *clients)
-    (tmp_path / "again").mkdir()
-    out = tmp_path / "again" / "train.parquet"
-    assert cli.run(["sample", f"run={run}", "n=50", f"out={out}"]) == 0
-    found = hugging_face(COINS, str(out.parent))
-    assert len(found.labels) + len(found.test_labels) == 50 and found.shape == (3, 16, 16)
-    assert cli.run(["data", "check", "data=hugging_face", f"data.path={out.parent}"]) == 0
+    again = tmp_path / "again"
+    again.mkdir()
+    for split, n in (("train", 50), ("test", 20)):
+        assert cli.run(["sample", f"run={run}", f"n={n}", f"out={again}/{split}.parquet"]) == 0
+    found = hugging_face(str(again))
+    assert (len(found.labels), len(found.test_labels)) == (50, 20) and found.shape == (3, 16, 16)
+    assert cli.run(["data", "check", "data=hugging_face", f"data.path={again}"]) == 0
 
 
 def test_a_table_as_parquet_is_the_one_as_csv(tmp_path: Path) -> None:
