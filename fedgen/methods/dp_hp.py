@@ -116,19 +116,49 @@ class Hermite:
     def __call__(self, drawn: Tensor, images: Tensor) -> Tensor:
         """Phi and Psi of images (n, ...): (n, count)."""
         pixels = images.flatten(1).clamp(0, 1)
-        of_sum, of_pair = self._tables
         scale, one_pair = self._scales
-        each = scale * _at(of_sum, pixels).flatten(1)
-        left, right = (_at(of_pair, pixels[:, side]) for side in drawn.T)
+        each = scale * _at(self._tables[0], pixels).flatten(1)
+        left, right = self._sides(drawn, pixels)
         products = left[:, :, :, None] * right[:, :, None, :]
         return torch.cat([each, one_pair * products.flatten(1)], 1)
+
+    def summed(self, drawn: Tensor, images: Tensor, groups: int) -> Tensor:
+        """Phi and Psi, summed for each of the groups of images that lie behind each other: (groups,
+        count). Phi of a group is its pixels' histograms times a table."""
+        pixels = images.flatten(1).clamp(0, 1)
+        scale, one_pair = self._scales
+        below, share = _levels(pixels)
+        size = self.pixels * (_LEVELS + 1)
+        group = torch.arange(groups, device=pixels.device).repeat_interleave(len(pixels) // groups)
+        pixel = torch.arange(self.pixels, device=pixels.device) * (_LEVELS + 1)
+        place = (group[:, None] * size + pixel + below).flatten()
+        counts = pixels.new_zeros(groups * size)
+        counts = counts.index_add(0, place, (1 - share).flatten())
+        counts = counts.index_add(0, place + 1, share.flatten())
+        each = scale * (counts.view(groups, self.pixels, -1) @ self._tables[0]).flatten(1)
+        left, right = (
+            side.view(groups, -1, *side.shape[1:]) for side in self._sides(drawn, pixels)
+        )
+        products = torch.einsum("gnpi,gnpj->gpij", left, right)
+        return torch.cat([each, one_pair * products.flatten(1)], 1)
+
+    def _sides(self, drawn: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """phi of both pixels of each pair: (n, pairs, pair_order + 1)."""
+        left, right = (_at(self._tables[1], pixels[:, side]) for side in drawn.T)
+        return left, right
+
+
+def _levels(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """The level of a byte below each pixel in [0, 1], and its share of the way to the next."""
+    place = pixels * _LEVELS
+    below = place.detach().floor().clamp(max=_LEVELS - 1).long()
+    return below, place - below
 
 
 def _at(table: Tensor, pixels: Tensor) -> Tensor:
     """The table's rows at pixels (n, d) in [0, 1], linearly between levels: (n, d, columns)."""
-    place = pixels * _LEVELS
-    below = place.detach().floor().clamp(max=_LEVELS - 1).long()
-    share = (place - below)[..., None]
+    below, share = _levels(pixels)
+    share = share[..., None]
     return table[below] * (1 - share) + table[below + 1] * share
 
 

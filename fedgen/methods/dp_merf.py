@@ -52,8 +52,9 @@ class Embedded(Protocol):
     """Features of images that a mean embedding is the mean of: each image's are 1 long at most.
 
     drawn: (seed) -> what is drawn for them in public. Called with that and images (n, ...): (n,
-    ``count``). peak: the largest that one of them can be. weights: of the features in the distance
-    that the generator descends, (count,) or 1.
+    ``count``). summed: the same of images in groups of one size behind each other, summed for each
+    group: (groups, count). peak: the largest that one of them can be. weights: of the features in
+    the distance that the generator descends, (count,) or 1.
     """
 
     @property
@@ -71,6 +72,8 @@ class Embedded(Protocol):
     def drawn(self, seed: Tensor) -> Tensor: ...
 
     def __call__(self, drawn: Tensor, images: Tensor, /) -> Tensor: ...
+
+    def summed(self, drawn: Tensor, images: Tensor, groups: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class Features:
         """phi of images (n, ...): (n, count)."""
         angles = images.flatten(1) @ frequencies
         return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
+
+    def summed(self, frequencies: Tensor, images: Tensor, groups: int) -> Tensor:
+        """phi, summed for each of the groups of images that lie behind each other: (groups,
+        count)."""
+        return self(frequencies, images).view(groups, -1, self.count).sum(1)
 
 
 def embedding(
@@ -185,8 +193,8 @@ class Server:
         inputs = latents.to(self.features.device), labels.to(self.features.device)
 
         leaves = trainable(part(state, "generator"))
-        made = self.features(frequencies, self._generate(leaves, *inputs))
-        mean = made.view(self.classes, -1, self.features.count).sum(1) / len(labels)
+        made = self._generate(leaves, *inputs)
+        mean = self.features.summed(frequencies, made, self.classes) / len(labels)
         distance = ((embedding - mean) * self.features.weights).square().sum()
         stepped = generator_step(state, gradients_of(distance, leaves), self.adam, self.ema)
         return {**state, **stepped, "distance": distance.detach().cpu()}

@@ -64,6 +64,25 @@ def test_weighed_distances_are_those_of_the_kernels() -> None:
     assert float((first - second).square().sum()) == pytest.approx(float(expected), rel=1e-4)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 5))
+def test_sums_of_groups_are_sums_of_images(seed: int, groups: int, size: int) -> None:
+    """By histograms or one by one, and their gradients too; black and white pixels among them."""
+    of = features()
+    source = torch.Generator().manual_seed(seed)
+    images = (torch.randn(groups * size, 1, 8, 8, generator=source) / 2 + 0.5).clamp(0, 1)
+    images.requires_grad_()
+    drawn = of.drawn(torch.tensor(seed))
+    quick = of.summed(drawn, images, groups)
+    slow = of(drawn, images).view(groups, size, -1).sum(1)
+    assert torch.allclose(quick, slow, atol=1e-5)
+    aim = torch.randn(quick.shape, generator=source)
+    (first,), (second,) = (
+        torch.autograd.grad((made * aim).sum(), images) for made in (quick, slow)
+    )
+    assert torch.allclose(first, second, atol=1e-3)
+
+
 def test_gradients_reach_the_pixels() -> None:
     of = features()
     images = torch.rand(3, 1, 8, 8, requires_grad=True)
