@@ -103,9 +103,12 @@ class UNet(nn.Module):
         width: channels at full resolution. multipliers: of each resolution, times ``width``.
         blocks: stages at each resolution on the way down.
         attention: sides of feature maps that attend.
+        patch: side of the squares of pixels that are a position of the first feature map; with 2
+            there are a quarter as many positions.
 
     Raises:
-        FedgenError: for a size that cannot be halved so often, or sides that do not occur.
+        FedgenError: for a size that cannot be halved so often, or that patches do not tile, or
+            sides that do not occur.
     """
 
     def __init__(
@@ -116,9 +119,17 @@ class UNet(nn.Module):
         multipliers: Sequence[int],
         blocks: int,
         attention: Sequence[int],
+        patch: int = 1,
     ) -> None:
         super().__init__()
         channels, size, _ = shape
+        if patch < 1 or size % patch:
+            raise FedgenError(
+                "method.network.patch",
+                f"squares of {patch}x{patch} do not tile images of {size}x{size}",
+                "e.g. 1",
+            )
+        channels, size = channels * patch**2, size // patch
         if not multipliers:
             raise FedgenError("method.network.multipliers", "there are none", "e.g. [1, 2]")
         sides = [size >> halved for halved in range(len(multipliers))]
@@ -131,11 +142,11 @@ class UNet(nn.Module):
         if size % 2 ** (len(multipliers) - 1):
             raise FedgenError(
                 "method.network.multipliers",
-                f"images of {size}x{size} cannot be halved {len(multipliers) - 1} times",
+                f"feature maps of {size}x{size} cannot be halved {len(multipliers) - 1} times",
                 "take fewer, or resize the images",
             )
         told, widths = 4 * width, [each * width for each in multipliers]
-        self.width = width
+        self.width, self.patch = width, patch
         self.level = nn.ModuleList([nn.Linear(2 * width, told), nn.Linear(told, told)])
         self.label = nn.Embedding(classes + 1, told)
         self.enter = nn.Conv2d(channels, width, 3, padding=1)
@@ -150,6 +161,6 @@ class UNet(nn.Module):
         angles = levels[:, None] * 100 * 1e-2**steps  # from fine to coarse
         told = torch.cat([angles.sin(), angles.cos()], 1)
         told = self.level[1](F.silu(self.level[0](told))) + self.label(labels)
-        features = self.whole(self.enter(images), F.silu(told))
-        found: Tensor = self.leave(F.silu(self.norm(features)))
-        return found
+        patches = F.pixel_unshuffle(images, self.patch)
+        features = self.whole(self.enter(patches), F.silu(told))
+        return F.pixel_shuffle(self.leave(F.silu(self.norm(features))), self.patch)
