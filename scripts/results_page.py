@@ -2,9 +2,12 @@
 
     python scripts/results_page.py                                  # writes the page
     python scripts/results_page.py add SECTION RUN_DIR "COMMAND"    # keeps a run's figures first
+    python scripts/results_page.py benchmark DIR                    # those of all of its runs
 
-A run is kept as one small JSON file: its results without what only its directory needs, the
-versions that made it, its date, and the command, which has to compose to the run's own settings.
+DIR is of ``fedgen benchmark matrix=mnist``: its runs are compared in a table and in a figure,
+``docs/comparison.png``, beside what papers have. A run is kept as one small JSON file: its results
+without what only its directory needs, the versions that made it, its date, and the command, which
+has to compose to the run's own settings.
 """
 
 from __future__ import annotations
@@ -18,16 +21,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from fedgen.errors import FedgenError
+from fedgen.experiments.benchmark import points_of, read_matrix
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import opened
 from fedgen.files import digest
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "measured.md"
+FIGURE = ROOT / "docs" / "comparison.png"
+COMPARED = "Methods on MNIST and Fashion-MNIST"  # the section of a benchmark's runs
+_DATA = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
+_EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
 _HEAD = """# Measured runs
 
@@ -35,6 +46,17 @@ Every line is a run, or one run by several seeds: `python scripts/results_page.p
 `docs/results/` has the figures of each, and the versions that made it. CNN and logistic regression:
 accuracy in percent of a classifier that learnt from samples alone. ε is at δ = 1e-5, against the
 server / for whoever gets the generator. Minutes are of one core beside other runs.
+
+## Compared
+
+All methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen
+benchmark matrix=mnist`): CNN, in percent, mean ± standard deviation over the seeds; minutes of
+training. Papers' figures, in brackets, are at the ε that they claim, and come of hours on GPUs:
+GANs and diffusion are far from done so soon.
+
+![Accuracy of all methods](comparison.png)
+
+*Filled: at a proven ε. Hollow: the papers' figures, at the ε that they claim.*
 """
 
 
@@ -45,13 +67,20 @@ def main() -> None:
             pass
         case ["add", section, run, command]:
             add(section, Path(run), command)
+        case ["benchmark", place]:
+            for point in points_of(read_matrix("mnist"), Path(place)):
+                if RunDir(point.run_dir).finished:
+                    words = [*point.words, *([f"seed={point.seed}"] if point.seed else [])]
+                    command = shlex.join(["fedgen", "train", *words])
+                    add(COMPARED, point.run_dir, command, point.method)
         case _:
             sys.exit(__doc__)
     PAGE.write_text(page())
+    draw(compared(kept()))
 
 
-def add(section: str, run: Path, command: str) -> None:
-    """Keeps the figures of a finished run."""
+def add(section: str, run: Path, command: str, method: str | None = None) -> None:
+    """Keeps the figures of a finished run. ``method``: as its benchmark's matrix calls it."""
     run_dir, made, identity = opened(run, "run")
     asked = compose("config", shlex.split(command)[2:])
     for key, value in identity["left_open"].items():  # what the method settled for itself
@@ -64,6 +93,7 @@ def add(section: str, run: Path, command: str) -> None:
     privacy = run_dir.privacy()
     told = {
         "section": section,
+        "method": method,
         "command": command,
         "date": time.strftime("%Y-%m-%d", time.gmtime((run / "results.json").stat().st_mtime)),
         "environment": identity["environment"],
@@ -84,10 +114,91 @@ def _small(value: Any) -> Any:
     return {key: _small(each) for key, each in value.items() if key not in _LEFT_OUT}
 
 
+def kept() -> list[dict[str, Any]]:
+    """All runs that are kept."""
+    return [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
+
+
+Cells = dict[tuple[str, str], list[dict[str, Any]]]  # (data, ε) -> runs that differ by seeds
+
+
+def compared(runs: list[dict[str, Any]]) -> dict[str, Cells]:
+    """method -> its runs of a benchmark; the best on MNIST at ε = 10 first."""
+    found: dict[str, Cells] = {}
+    for run in runs:
+        if run["section"] == COMPARED:
+            results = run["results"]
+            at = results["data"], f"{results['epsilon']['server']:.0f}"
+            found.setdefault(run["method"], {}).setdefault(at, []).append(results)
+
+    def first(method: str) -> float:
+        runs = found[method].get(("mnist", "10"), [])
+        return -statistics.mean(_cnn(runs)) if runs else 0.0
+
+    return {method: found[method] for method in sorted(found, key=first)}
+
+
+def _cnn(results: list[dict[str, Any]]) -> list[float]:
+    return [100 * each["gen2real"]["cnn"]["mean"] for each in results]
+
+
+def _papers(method: str) -> dict[tuple[str, str], float]:
+    """(data, ε) -> a paper's figure, in percent."""
+    told = OmegaConf.to_container(read_matrix("mnist").methods[method]).get("paper", {})
+    return {(data, e): 100 * value for data, by in told.items() for e, value in by.items()}
+
+
+def _comparison(methods: dict[str, Cells]) -> list[str]:
+    columns = [(data, e) for data in _DATA for e in _EPSILONS]
+    heads = [f"{_DATA[data]}, ε = {e}" for data, e in columns]
+    lines = [f"| method | {' | '.join(heads)} | seeds | minutes |", "|---" * 7 + "|"]
+    for method, cells in methods.items():
+        papers, shown = _papers(method), []
+        for at in columns:
+            paper = f" ({papers[at]:.0f})" if at in papers else ""
+            shown.append(f"{_accuracy(cells.get(at, []), 'cnn')}{paper}".strip())
+        runs = [run for cell in cells.values() for run in cell]
+        seeds = sorted({len(cell) for cell in cells.values()})
+        minutes = statistics.mean(run["seconds"] for run in runs) / 60
+        words = " to ".join(map(str, [seeds[0], seeds[-1]][: len(seeds)]))
+        lines.append(f"| {method} | {' | '.join(shown)} | {words} | {minutes:.1f} |")
+    return [*lines, ""]
+
+
+def draw(methods: dict[str, Cells]) -> None:
+    """The figure: a panel for each data set, a line for each method."""
+    figure = Figure(figsize=(9, 0.3 * len(methods) + 1), layout="constrained")
+    FigureCanvasAgg(figure)
+    first = None
+    for place, (data, title) in enumerate(_DATA.items()):
+        axes = figure.add_subplot(1, 2, place + 1, sharey=first)
+        first = first or axes
+        for colour, size, e in (("C0", 7, "10"), ("C1", 5, "1")):
+            for line, (method, cells) in enumerate(methods.items()):
+                found, papers = _cnn(cells.get((data, e), [])), _papers(method)
+                style = {"color": colour, "markersize": size, "clip_on": False}
+                if found:
+                    spread = statistics.stdev(found) if len(found) > 1 else None
+                    axes.errorbar(statistics.mean(found), line, xerr=spread, fmt="o", **style)
+                if (data, e) in papers:
+                    axes.plot(papers[data, e], line, "o", fillstyle="none", **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("accuracy of a CNN that learnt from samples, %")
+        axes.grid(alpha=0.3)
+        axes.set_yticks(range(len(methods)), list(methods))
+        axes.tick_params(labelleft=place == 0)
+    assert first is not None
+    first.set_ylim(len(methods) - 0.5, -0.5)
+    for x, words, colour in ((2, "ε = 10", "C0"), (18, "ε = 1", "C1")):
+        first.text(x, 0, words, color=colour, va="center", weight="bold")
+    figure.savefig(FIGURE, dpi=150)
+
+
 def page() -> str:
     """The page, of all that is kept."""
-    runs = [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
-    parts = [_HEAD]
+    runs = kept()
+    parts = [_HEAD, *_comparison(compared(runs))]
     for section in sorted({run["section"] for run in runs}):
         parts += [
             f"## {section}\n",
