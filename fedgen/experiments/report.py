@@ -1,14 +1,21 @@
-"""``fedgen report``: where the page comes from, and where it goes."""
+"""``fedgen report``: where the page comes from, and where it goes; of a run that is not over, a
+shorter one of how it stood."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, ListConfig
 
 from fedgen.errors import FedgenError
+from fedgen.experiments.generation import draw_samples
+from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import write_whole
+from fedgen.reporting.report import SoFar, so_far
 from fedgen.reporting.report import report as page
+
+_COLUMNS = 10
 
 
 def report(config: DictConfig) -> Path:
@@ -25,9 +32,35 @@ def report(config: DictConfig) -> Path:
         raise FedgenError("audience", problem, "choose server or public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
     about = {str(key): value for key, value in config.about.items()}
-    text = page([Path(str(run)) for run in runs], config.audience, about)
+    paths = [Path(str(run)) for run in runs]
+    alone = len(paths) == 1 and config.audience == "server"
+    if alone and is_unfinished(paths[0]):
+        text = _so_far(paths[0])
+    else:
+        text = page(paths, config.audience, about)
     try:
         write_whole(out, text.encode())
     except OSError as error:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
     return out
+
+
+def _so_far(path: Path) -> str:
+    """The page of a run that is not over."""
+    made = unfinished(path)
+    plan, classes = made.ready.method.plan, made.ready.dataset.classes
+    coins = made.ready.coins.at("shown")
+    labels = torch.arange(classes).repeat_interleave(_COLUMNS)
+    images = draw_samples(made.ready.method, made.generator, labels, coins)
+    delta = made.ready.privacy.delta
+    run = SoFar(
+        made.run_dir,
+        made.ready.config,
+        made.note,
+        plan.unit.value,
+        delta,
+        made.rounds,
+        images,
+        _COLUMNS,
+    )
+    return so_far(run)

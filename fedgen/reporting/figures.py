@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 
-def sample_grid(images: NDArray[np.uint8], columns: int, path: Path) -> None:
+def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes]) -> None:
     """Writes images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, with a
     thin line between them."""
     count, channels, height, width = images.shape

@@ -8,24 +8,27 @@ is in ``public/``.
 from __future__ import annotations
 
 import base64
-import importlib.resources
+import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
 from fedgen.files import as_json, check_no_links, read_json, read_yaml
-from fedgen.reporting.figures import curves, histogram_of_clients
+from fedgen.reporting.figures import curves, histogram_of_clients, sample_grid
 from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import averages, but_for, figures, protected, strength
+from fedgen.reporting.words import averages, but_for, figures, protected, quality, strength
 
 _MOST_GRIDS = 24
 _MOST_LISTED = 2000  # clients in a table; of more, the extremes
@@ -57,11 +60,67 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
             "rows": [_compared(run) for run in shown],
             "curve": _along({run["name"]: run["accuracies"] for run in shown}, ACCURACY),
         }
-    room = importlib.resources.files("fedgen.reporting") / "templates" / "report.html"
-    engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
-    page = engine.from_string(room.read_text())
+    page = _template("report.html")
     return page.render(runs=shown, audience=audience, compared=compared, told=said)
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """A run that is not over, at its last checkpoint. note: which rounds these are. images: of its
+    generator (n, channels, height, width), a row of ``columns`` for each label."""
+
+    run_dir: RunDir
+    config: DictConfig
+    note: str
+    unit: str
+    delta: float
+    rounds: int
+    images: NDArray[np.uint8]
+    columns: int
+
+
+def so_far(run: SoFar) -> str:
+    """The page of a run that is not over."""
+    lines = [line for line in run.run_dir.metrics() if line["round"] <= run.rounds]
+    spent = [line for line in lines if "epsilon" in line]
+    lanes = {"ε": _along(_epsilons(spent), f"ε at δ = {run.delta:g}")}
+    lanes |= {name: _along({"": _lane(spent, name)}, name) for name in _own(spent)}
+    sheet = io.BytesIO()
+    sample_grid(run.images, run.columns, sheet)
+    files = sorted(run.run_dir.samples.glob("round_*.png"))[-_MOST_GRIDS:]
+    return _template("so_far.html").render(
+        title=f"{run.config.names.method} on {run.config.names.data}",
+        note=run.note,
+        picture=_as_address(sheet.getvalue()),
+        spent=spent[-1]["epsilon"] if spent else {},
+        unit=run.unit,
+        delta=run.delta,
+        judged=_judged_so_far(run.run_dir.path / "unfinished.json"),
+        curves=[(name, source) for name, source in lanes.items() if source],
+        grids=[(f"round {int(file.stem.rpartition('_')[2]):,}", _picture(file)) for file in files],
+        configuration=OmegaConf.to_yaml(run.config),
+    )
+
+
+def _judged_so_far(file: Path) -> list[str]:
+    """What ``fedgen evaluate`` last found, if it was asked."""
+    if not file.exists():
+        return []
+    try:
+        found = read_json(file)
+        return [f"after {found['rounds']:,} rounds: {line}" for line in quality(found)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FedgenError("runs", f"{file} was altered", "fedgen evaluate run=...") from error
+
+
+def _template(name: str) -> jinja2.Template:
+    engine = jinja2.Environment(
+        loader=jinja2.PackageLoader("fedgen.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
+    return engine.get_template(name)
 
 
 def _public(path: Path) -> dict[str, Any]:
@@ -297,7 +356,11 @@ def _section(markdown: str, title: str) -> list[str]:
 
 def _picture(path: Path) -> str:
     """A picture as an address that holds it."""
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return _as_address(path.read_bytes())
+
+
+def _as_address(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _along(lanes: dict[str, list[tuple[float, float]]], y: str) -> str | None:

@@ -55,6 +55,11 @@ def test_it_is_looked_at_and_goes_on(
     found = json.loads((run / "unfinished.json").read_text())
     assert found["rounds"] == 1 and 0 <= found["gen2real"]["cnn"]["mean"] <= 1
     assert not (run / "results.json").exists() and not list((run / "public").iterdir())
+    before, page = content(run), tmp_path / "report.html"
+    assert cli.run(["report", f"runs={run}", f"out={page}"]) == 0
+    text = page.read_text()
+    assert "after 1 of 4 rounds: the run is not over" in text and "not for release" in text
+    assert "after 1 rounds: gen2real cnn" in text and content(run) == before
     assert cli.run(["train", f"resume={run}"]) == 0
     whole = tmp_path / "whole"
     words = [*WORDS, *PARTITIONS[clients], "runtime.checkpoint_every=1", f"run_dir={whole}"]
@@ -71,3 +76,18 @@ def test_one_that_was_altered_is_a_line(tmp_path: Path, capsys: pytest.CaptureFi
         said = capsys.readouterr().err
         assert "was cut short or altered" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_the_public_page_is_of_runs_that_are_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = cut_off(tmp_path / "run"), tmp_path / "report.html"
+    assert cli.run(["report", f"runs={run}", "audience=public", f"out={out}"]) == 2
+    assert "give a finished run" in capsys.readouterr().err
+    assert cli.run(["report", f"runs=[{run},{run}]", f"out={out}"]) == 2
+    assert "finish it" in capsys.readouterr().err
+    (run / "unfinished.json").write_text('{"gen2real": 3}')
+    assert cli.run(["report", f"runs={run}", f"out={out}"]) == 2
+    said = capsys.readouterr().err
+    assert "unfinished.json was altered" in said and len(said.splitlines()) == 1
+    assert not out.exists()
