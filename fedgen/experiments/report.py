@@ -52,15 +52,5 @@ def _so_far(path: Path) -> str:
     coins = made.ready.coins.at("shown")
     labels = torch.arange(classes).repeat_interleave(_COLUMNS)
     images = draw_samples(made.ready.method, made.generator, labels, coins)
-    delta = made.ready.privacy.delta
-    run = SoFar(
-        made.run_dir,
-        made.ready.config,
-        made.note,
-        plan.unit.value,
-        delta,
-        made.rounds,
-        images,
-        _COLUMNS,
-    )
-    return so_far(run)
+    unit, delta = plan.unit.value, made.ready.privacy.delta
+    return so_far(SoFar(made.run_dir, made.ready.config, made.note, unit, delta, images, _COLUMNS))

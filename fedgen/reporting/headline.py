@@ -40,7 +40,7 @@ def tier(value: float | None) -> str:
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:
-        return "reasonable (ε of at most 10)"
+        return "reasonable by convention (ε of at most 10)"
     return "weak: the guarantee alone rules little out (ε above 10)"
 
 

@@ -74,15 +74,13 @@ class SoFar:
     note: str
     unit: str
     delta: float
-    rounds: int
     images: NDArray[np.uint8]
     columns: int
 
 
 def so_far(run: SoFar) -> str:
     """The page of a run that is not over."""
-    lines = [line for line in run.run_dir.metrics() if line["round"] <= run.rounds]
-    spent = [line for line in lines if "epsilon" in line]
+    spent = [line for line in run.run_dir.metrics() if "epsilon" in line]
     lanes = {"ε": _along(_epsilons(spent), f"ε at δ = {run.delta:g}")}
     lanes |= {name: _along({"": _lane(spent, name)}, name) for name in _own(spent)}
     sheet = io.BytesIO()
@@ -92,7 +90,7 @@ def so_far(run: SoFar) -> str:
         title=f"{run.config.names.method} on {run.config.names.data}",
         note=run.note,
         picture=_as_address(sheet.getvalue()),
-        spent=spent[-1]["epsilon"] if spent else {},
+        spent=spent[-1] if spent else None,
         unit=run.unit,
         delta=run.delta,
         judged=_judged_so_far(run.run_dir.path / "unfinished.json"),
@@ -344,14 +342,20 @@ def _paragraphs(markdown: str) -> list[tuple[str, str]]:
             if line.startswith(mark):
                 kind, text = name, line.removeprefix(mark)
                 break
-        found.append((kind, text.replace("**", "")))
+        found.append((kind, _unmarked(text)))
     return found
 
 
 def _section(markdown: str, title: str) -> list[str]:
     """The points of a list in a privacy statement."""
     inside = markdown.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    return [line.removeprefix("- ") for line in inside.splitlines() if line.startswith("- ")]
+    lines = [line.removeprefix("- ") for line in inside.splitlines() if line.startswith("- ")]
+    return [_unmarked(line) for line in lines]
+
+
+def _unmarked(text: str) -> str:
+    """Without the marks of bold type and of code."""
+    return text.replace("**", "").replace("`", "")
 
 
 def _picture(path: Path) -> str:

@@ -192,6 +192,8 @@ def strength(epsilon: float, delta: float) -> str:
     alarms = 0.01
     upper = math.exp(min(epsilon, 50.0)) * alarms + delta
     found = min(1.0, upper, 1 - math.exp(-epsilon) * (1 - delta - alarms))
+    most = math.ceil(1000 * found) / 10
+    finds = f"finds at most {most:.1f} in 100 that were" if most < 100 else "may find all that were"
     rest = (
         ". The guarantee alone rules little out at this ε."
         if found > 0.9
@@ -199,7 +201,7 @@ def strength(epsilon: float, delta: float) -> str:
     )
     return (
         "In other words: a test of that question which raises a false alarm for 1 in 100 that were "
-        f"not there finds at most {math.ceil(1000 * found) / 10:.1f} in 100 that were{rest}"
+        f"not there {finds}{rest}"
     )
 
 
