@@ -31,7 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
         "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
         "reference/command-line.md": f"# Command line\n\n```text\n{help_text()}```\n",
-        "reference/settings.md": _settings(),
+        "reference/settings.md": settings(ROOT / "configs"),
         "reference/python.md": "# Python\n\n::: fedgen.library\n",
         "reference/contract.md": _modules("A method's contract", CONTRACT),
         "reference/privacy.md": _modules("Privacy", PRIVACY),
@@ -47,16 +47,16 @@ def _moved(text: str) -> str:
     return text.replace("](CHANGELOG.md)", "](changelog.md)")
 
 
-def _settings() -> str:
+def settings(configs: Path) -> str:
     """Each group of settings as its file has it: the defaults, with what they mean."""
     parts = [
         "# Settings\n\n`fedgen train --cfg ...` prints those of a run. `group=NAME` chooses a file "
         "of a group, `group.key=VALUE` sets one of its settings."
     ]
-    alone = [ROOT / "configs" / f"{name}.yaml" for name in ("config", "audit", "sample", "report")]
+    alone = [configs / f"{name}.yaml" for name in ("config", "audit", "sample", "report")]
     parts += [f"## {file.stem}\n\n{_yaml(file)}" for file in alone]
-    for group in ("data", "partition", "privacy", "runtime", "evaluation", "warm_up"):
-        files = sorted((ROOT / "configs" / group).glob("*.yaml"))
+    for group in ("data", "partition", "privacy", "runtime", "evaluation", "warm_up", "method"):
+        files = sorted((configs / group).glob("*.yaml"))
         parts += [f"## {group}={file.stem}\n\n{_yaml(file)}" for file in files]
     return "\n\n".join(parts) + "\n"
 

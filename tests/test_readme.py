@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_every_method_has_a_page() -> None:
     pages = {page.stem for page in PAGES}
     for file in (ROOT / "configs" / "method").glob("*.yaml"):
         assert file.stem.removesuffix("_small") in pages, file.stem
+
+
+def test_the_site_shows_a_method_without_another_edit(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    mine = tmp_path / "configs" / "method" / "mine.yaml"
+    mine.write_text("# Of my own.\n_target_: fedgen.methods.dpgan.dpgan\n")
+    code = (
+        f"import docs_pages; print(docs_pages.settings(docs_pages.Path({str(mine.parents[1])!r})))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+    )
+    assert "## method=mine\n\n```yaml\n# Of my own." in shown.stdout
 
 
 def test_the_page_of_measured_runs_is_that_of_the_figures() -> None:
