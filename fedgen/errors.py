@@ -1,4 +1,4 @@
-"""Mistakes that a user can mend. The command line prints them as one line, without a traceback."""
+"""Mistakes that a user can fix. The command line prints them as one line, without a traceback."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ server / for whoever gets the generator. Minutes are of one core beside other ru
 
 ## Compared
 
-All methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen
+Thirteen methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen
 benchmark matrix=mnist`): CNN, in percent, mean ± standard deviation over the seeds; minutes of
 training. Papers' figures, in brackets, are at the ε that they claim, and come of hours on GPUs:
 GANs and diffusion are far from done so soon.

@@ -190,7 +190,7 @@ def public_facts(
         problem = f"must be from 1 to {_MOST_CLASSES:,}, got {classes}"
         raise FedgenError("data.classes", problem, "give the number of labels")
     if labels is not None and len(named(labels)) != classes:
-        raise FedgenError("data.classes", f"is {classes}, of {len(labels)} labels", "mend it")
+        raise FedgenError("data.classes", f"is {classes}, of {len(labels)} labels", "correct it")
     if len(shape) != 3 or shape[0] not in (1, 3) or not all(8 <= n <= 1024 for n in shape[1:]):
         problem = f"must be [1 or 3, height, width], got {list(shape)}"
         raise FedgenError("data.shape", problem, "e.g. [3,64,64]")
@@ -277,7 +277,7 @@ def femnist(
     images = 255 - as_images(file, arrays["images"])
     labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
     if not len(images) == len(labels) == len(writers):
-        raise FedgenError("data", f"{file} has not one label and writer per image", "mend it")
+        raise FedgenError("data", f"{file} has not one label and writer per image", "correct it")
     test = np.zeros(len(writers), dtype=bool)
     order = np.argsort(writers, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
@@ -519,7 +519,7 @@ def checked(
     sizes = {len(each) for each in (images, labels, writers, persons) if each is not None}
     if len(sizes) > 1 or len(test_images) != len(test_labels):
         raise FedgenError(
-            "data", f"{name} has not one label (and writer, and person) per image", "mend it"
+            "data", f"{name} has not one label (and writer, and person) per image", "correct it"
         )
     for split in (labels, test_labels):
         if len(split) and (split.min() < 0 or split.max() >= classes):

@@ -143,7 +143,7 @@ def _rows(table: Path) -> list[dict[str, str]]:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             problem = f"{table}, line {number} has not as many fields as the first line"
-            raise FedgenError("data.path", problem, "mend it")
+            raise FedgenError("data.path", problem, "correct it")
     return [
         {
             column: value if column == "path" else unicodedata.normalize("NFC", value.strip())

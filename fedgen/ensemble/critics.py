@@ -421,10 +421,10 @@ class Critics:
     def worst_case(
         self, query: Query, shape: tuple[int, int, int], relation: Relation
     ) -> WorstCase:
-        """Neighbours whose first critic adores or abhors whatever it is asked about: label 1, which
-        has an embedding out of all proportion to the one that the table's norm is estimated by, so
-        that scores and gradients are beyond any bound, and opposite. Where a client is removed as a
-        whole, the second has no rows, and so contributes nothing."""
+        """Neighbours whose first critics give extreme, opposite scores to whatever they are asked:
+        label 1, which has an embedding out of all proportion to the one that the table's norm is
+        estimated by, so that scores and gradients are beyond any bound, and opposite. Where a
+        client is removed as a whole, the second has no rows, and so contributes nothing."""
         coins = Coins.of(0, "seeded")
         empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
         state = {f"critics.{each.start}": self.fresh(each, coins) for each in self.stacks}

@@ -167,7 +167,7 @@ def check_audit(chosen: DictConfig) -> None:
     for key, least in (("releases", 2 * _LEAST_TRIALS), ("canaries", 4)):
         if chosen[key] and not least <= chosen[key] <= 10**7:
             raise FedgenError(
-                f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "mend it"
+                f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "correct it"
             )
     if not chosen.releases and not chosen.canaries:
         raise FedgenError("audit.releases", "there is nothing to audit by", "raise it, or canaries")

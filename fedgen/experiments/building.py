@@ -123,7 +123,7 @@ def _check_parameter(key: str, value: Any, hint: Any) -> None:
         others = [] if kinds == literals else ["a number"]
         raise FedgenError(key, f"cannot be {value!r}", f"choose {' or '.join(others + words)}")
     if isinstance(value, str) and not words and {int, float} & set(kinds):
-        raise FedgenError(key, f"must be a number, got {value!r}", "mend it")
+        raise FedgenError(key, f"must be a number, got {value!r}", "correct it")
     if isinstance(value, DictConfig):
         check_parameters(key, value)
     elif any(typing.get_origin(each) is Callable for each in kinds):
@@ -161,7 +161,7 @@ def _check_list(key: str, values: list[Any], hint: Any) -> None:
     for each in values:
         if not isinstance(each, int if whole else int | float) or isinstance(each, bool):
             kind = "whole numbers" if whole else "numbers"
-            raise FedgenError(key, f"must be {kind}, got {each!r}", "mend it")
+            raise FedgenError(key, f"must be {kind}, got {each!r}", "correct it")
         _check_range(key, each, inside)
 
 

@@ -94,7 +94,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         problem = str(error).splitlines()[0]
-        raise FedgenError(error.full_key or "override", problem, "mend it") from error
+        raise FedgenError(error.full_key or "override", problem, "correct it") from error
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")

@@ -121,7 +121,7 @@ def _check(config: DictConfig) -> None:
     for key, least in (("apart", 1), ("samples", 100), ("generators", 2)):
         if not least <= chosen[key] <= 10**6:
             problem = f"must lie in {least}..1,000,000, got {chosen[key]}"
-            raise FedgenError(f"debug.{key}", problem, "mend it")
+            raise FedgenError(f"debug.{key}", problem, "correct it")
     if not LEVEL * comb(2 * chosen.generators, chosen.generators) > 1:
         problem = f"{chosen.generators} of each group cannot show a difference at level {LEVEL:g}"
         raise FedgenError("debug.generators", problem, "take 5 or more")

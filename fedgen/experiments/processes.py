@@ -51,7 +51,7 @@ def jobs_at_a_time(asked: object, configs: Sequence[DictConfig]) -> int:
         return max(1, (os.cpu_count() or 1) // threads)
     if not isinstance(asked, int) or not 1 <= asked <= 1024:
         raise FedgenError(
-            "jobs", f"must be a whole number from 1 to 1024, got {asked!r}", "mend it"
+            "jobs", f"must be a whole number from 1 to 1024, got {asked!r}", "correct it"
         )
     return asked
 

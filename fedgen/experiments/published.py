@@ -164,8 +164,8 @@ def in_words(rows: list[dict[str, Any]]) -> str:
         "its formula",
         "proven, server",
         "proven, release",
-        "noise",
-        "noise for the claim",
+        "noise multiplier",
+        "noise multiplier for the claim",
         "steps",
     ]
     lines = [head] + [

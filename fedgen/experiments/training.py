@@ -1,4 +1,4 @@
-"""A training run from configuration to results: the walk through every room."""
+"""A training run from configuration to results: calls every other package in turn."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check(config: DictConfig) -> None:
         whole = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         key, problem = error.full_key or "config", str(error).splitlines()[0]
-        raise FedgenError(key, problem, "mend it") from error
+        raise FedgenError(key, problem, "correct it") from error
     factories.check(whole, "config")
     for part in ("method", "warm_up"):  # nothing of these reads a file, or calls a server
         factories.check_parts(OmegaConf.to_container(config[part], resolve=True), part)
@@ -244,5 +244,5 @@ def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
     value = OmegaConf.select(config, key)
     if not isinstance(value, int) or not least <= value <= most:
         raise FedgenError(
-            key, f"must be a whole number from {least} to {most}, got {value!r}", "mend it"
+            key, f"must be a whole number from {least} to {most}, got {value!r}", "correct it"
         )

@@ -10,8 +10,9 @@ Differentially Private Generative Models with Sinkhorn Divergence", NeurIPS 2021
               on which Y has no part: descend the generator along them
 
 All n gradients come from one batch: a row may change them all. They are clipped and noised as one
-matrix, as the authors' code has it. The paper's text clips each by itself, and counts one:
-``clipping`` of ``images`` does so and has the noise that it takes, sqrt(n) times as much.
+matrix, as the authors' code has it. The paper's text clips each by itself, and counts
+each as if from a batch of its own: ``clipping`` of ``images`` does so, and has the noise that it
+takes, sqrt(n) times as much.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A library's product of matrices adds up in an order that depends on how many rows there are, and a
 row that lies between two cases (the nearest of some centres) may fall to the other side when a row
-is added. A sensitivity counts on it that rows do not move each other.
+is added. A sensitivity assumes that rows do not influence each other.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class RowGaussian:
 class JointGaussian:
     """One gradient matrix from one batch, clipped as a whole (Frobenius norm), plus Gaussian noise:
     DP-Sinkhorn's released code. Its paper clips each row instead, one batch behind all of them, and
-    counts a single row's cost."""
+    counts each as if it had a batch of its own."""
 
     clip: float
     noise_multiplier: float

@@ -1,4 +1,4 @@
-"""What may leave a client, and who makes the noise of a sum: the only room where noise is drawn.
+"""What may leave a client, and who makes the noise of a sum: noise is drawn in this package alone.
 
 | aggregation | leaves a client | noise of | the server learns |
 |---|---|---|---|
@@ -69,7 +69,7 @@ _MANY = 8  # times the rows that were promised, which it has room for
 
 @dataclass(frozen=True)
 class _Sealed:
-    """Arrays, and the privacy event that they cost. Made by the privacy room alone."""
+    """Arrays, and the privacy event that they cost. Made by the privacy package alone."""
 
     arrays: Mapping[str, NDArray[Any]]
     event: DpEvent
