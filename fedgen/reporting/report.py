@@ -28,7 +28,7 @@ from fedgen.reporting.figures import curves, histogram_of_clients, sample_grid
 from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import averages, but_for, figures, protected, quality, strength
+from fedgen.reporting.words import PARTS, averages, but_for, figures, protected, quality, strength
 
 _MOST_GRIDS = 24
 _MOST_LISTED = 2000  # clients in a table; of more, the extremes
@@ -241,6 +241,10 @@ def _server(path: Path) -> dict[str, Any]:
         "held_out": config.get("held_out", 0),
         "configuration": OmegaConf.to_yaml(config),
         "environment": identity.get("environment", {}),
+        "parts": [
+            (PARTS.get(name, name), seconds)
+            for name, seconds in results["seconds_per_round"].items()
+        ],
     }
 
 

@@ -221,7 +221,7 @@ each client's labels.
 """
 
 
-_PARTS = {"critics": "clients train", "routing": "answer", "generator": "the server"}
+PARTS = {"critics": "clients train", "routing": "answer", "generator": "the server"}
 """Of a round, in words."""
 
 
@@ -257,7 +257,7 @@ def summary(path: Path) -> str:
         )
     lines += quality(results)
     taken = results["seconds_per_round"]
-    parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in _PARTS.items() if n in taken)
+    parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in PARTS.items() if n in taken)
     if results["rounds_per_second"]:
         lines.append(
             f"{results['rounds_per_second']:.3g} rounds/s ({parts} a round), peak memory "
