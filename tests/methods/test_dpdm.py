@@ -61,8 +61,12 @@ def answer(method: Method, shard: Shard, coins: Coins = COINS) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [8, 28, 32])
 @pytest.mark.parametrize("attends", [False, True])
-def test_the_network_keeps_images_apart_and_their_shape(size: int, attends: bool) -> None:
-    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, [size // 2] if attends else []))
+@pytest.mark.parametrize("patch", [1, 2])
+def test_the_network_keeps_images_apart_and_their_shape(
+    size: int, attends: bool, patch: int
+) -> None:
+    attention = [size // (2 * patch)] if attends else []
+    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, attention, patch))
     weights = initial(net, COINS.public("network"))
     images = torch.randn(3, 1, size, size)
     levels, labels = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1, 10, 3])
@@ -160,6 +164,8 @@ def test_the_server_takes_adams_step() -> None:
         ("method.network.multipliers=[[1],2]", "method.network.multipliers"),
         ("method.network.attention=[a]", "method.network.attention"),
         ("method.network.attention=[7]", "method.network.attention"),
+        ("method.network.patch=3", "method.network.patch"),
+        ("method.network.patch=0", "method.network.patch"),
         ("method.betas=[a,0.9]", "method.betas"),
         ("method.sampler.rho=1e-9", "method.sampler.rho"),
         ("method.sampler.lowest=90", "method.sampler.lowest"),
