@@ -214,6 +214,8 @@ def _word(value: Any) -> str:
     """A value in Hydra's grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)  # 1.0 is 1: the same run as by the command line
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):

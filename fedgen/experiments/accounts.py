@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dp_accounting import NonPrivateDpEvent
 
 from fedgen.experiments.planning import Privacy
+from fedgen.federation.client_app import LEDGER
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
@@ -24,9 +25,9 @@ from fedgen.privacy.events import (
     with_draws_seen,
     with_noise,
 )
-from fedgen.privacy.ledger import Account, larger
+from fedgen.privacy.ledger import Account, Ledger, larger
 from fedgen.privacy.releases import Secure
-from fedgen.reporting.run_dir import or_null
+from fedgen.reporting.run_dir import RunDir, or_null
 
 if TYPE_CHECKING:
     from fedgen.federation.rounds import RunState
@@ -47,6 +48,17 @@ def _less(spend: Spend, sums: Secure, fewer: int) -> Spend:
     if NonPrivateDpEvent() in spend or fewer >= sums.honest:
         return {NonPrivateDpEvent(): 1}
     return with_noise(spend, math.sqrt((sums.honest - fewer) / sums.honest))
+
+
+def own_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict[int, Account]:
+    """What clients' ledgers come to, of those that are here: one whose private computation failed
+    may not answer when it is asked for its account. ``name``: the run's."""
+    found = {}
+    for client in range(clients):
+        path = run_dir.clients / str(client) / LEDGER
+        if path.exists():
+            found[client] = Ledger(path, name, client, seeded, looking=True).account()
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@ warns of. For whoever has the rows: counts are private, and go nowhere from here
 
 from __future__ import annotations
 
+import shlex
+
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from fedgen.data.datasets import Dataset
+from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup, dataset
 from fedgen.privacy.events import Unit
 
@@ -33,8 +36,9 @@ def check(config: DictConfig) -> str:
         of = np.unique(found.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
-    lines += [f"fits: fedgen train data=... {' '.join(_fitting(config, found))}"]
-    lines.append("(method.teacher=none: many times as fast, for a first look)")
+    words = [*_given(config), *_fitting(config, found)]
+    lines.append(f"fits: fedgen train {shlex.join(words)}")
+    lines.append("(method.teacher=none: many times as fast, and with few images often better)")
     lines.append("these numbers are private: they are for whoever has the images alone")
     return "\n".join(lines)
 
@@ -86,6 +90,19 @@ def of_little_use(ready: Setup) -> list[str]:
     return said
 
 
+def _given(config: DictConfig) -> list[str]:
+    """The words that say where the data are and how they are read."""
+    name = str(config.names.data)
+    usual = compose("account", [f"data={name}"]).data
+    words = [f"data={name}"]
+    for key in config.data:
+        value = OmegaConf.select(config.data, str(key))
+        if value != usual.get(key) and key != "public_rows":
+            listed = f"[{','.join(map(str, value))}]" if isinstance(value, ListConfig) else value
+            words.append(f"data.{key}={listed}")
+    return words
+
+
 def _fitting(config: DictConfig, found: Dataset) -> list[str]:
     """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
     count = len(found.labels)
@@ -98,7 +115,7 @@ def _fitting(config: DictConfig, found: Dataset) -> list[str]:
         count = int(np.minimum(of, most).sum())
         persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
         clients = [] if _at_several_clients(found) else clients
-    about = round(count, 2 - len(str(count)))
+    about = round(count, 1 - len(str(count)))  # one digit: it becomes public
     return ["method=mixture", f"data.public_rows={about}", *clients, *persons]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import opened
 from fedgen.experiments.training import train
@@ -29,17 +30,31 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     """
     out = Path(config.out)
     if out.suffix != ".zip" or out.exists():
-        problem = f"{out} exists" if out.exists() else f"{out} is no .zip file"
+        problem = f"{out} exists" if out.suffix == ".zip" else f"{out} is no .zip file"
         raise FedgenError("out", problem, "give out=FILE.zip, a new one")
+    _check_place(out)
     run_dir, was, identity = opened(Path(config.run), "run")
     if not run_dir.finished:
         problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"
         raise FedgenError("run", problem, remedy)
     run = run_dir.path
     if was.privacy.noise == "seeded":
-        run = train(_for_release(was, identity, config))
+        try:
+            run = train(_for_release(was, identity, config))
+        except Interrupted as error:
+            told = f"{error}, then pack it: fedgen release run=... out={out}"
+            raise Interrupted(told) from error
     _pack(RunDir(run), out)
     return run, out
+
+
+def _check_place(out: Path) -> None:
+    """Raises FedgenError where nothing can be written: before anything is spent."""
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
 
 
 def _for_release(was: DictConfig, identity: dict[str, Any], asked: DictConfig) -> DictConfig:
@@ -84,4 +99,6 @@ def _pack(run: RunDir, out: Path) -> None:
         new.rename(out)
     except OSError as error:
         new.unlink(missing_ok=True)
-        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
+        problem = f"{out} cannot be written, and what it is of is made and paid for"
+        remedy = f"pack it: fedgen release run={run.path} out=FILE.zip"
+        raise FedgenError("out", problem, remedy) from error

@@ -53,4 +53,6 @@ def _so_far(path: Path) -> str:
     labels = torch.arange(classes).repeat_interleave(_COLUMNS)
     images = draw_samples(made.ready.method, made.generator, labels, coins)
     unit, delta = plan.unit.value, made.ready.privacy.delta
-    return so_far(SoFar(made.run_dir, made.ready.config, made.note, unit, delta, images, _COLUMNS))
+    spent = {name: found.value for name, found in made.spent.items()}
+    config = made.ready.config
+    return so_far(SoFar(made.run_dir, config, made.note, unit, delta, spent, images, _COLUMNS))

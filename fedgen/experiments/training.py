@@ -30,7 +30,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
-from fedgen.experiments.accounts import Accounts
+from fedgen.experiments.accounts import Accounts, own_ledgers
 from fedgen.experiments.building import build
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
@@ -49,7 +49,7 @@ from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.settings import Setup, label_names
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
-from fedgen.federation.client_app import ERRORS, LEDGER, Site
+from fedgen.federation.client_app import ERRORS, Site
 from fedgen.federation.failures import DROPPED, Failure, UnansweredError
 from fedgen.federation.faults import FaultyClients, FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
@@ -58,7 +58,7 @@ from fedgen.files import digest, write_whole
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import Unit, canonical
-from fedgen.privacy.ledger import Account, Ledger, larger
+from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
 from fedgen.reporting.loggers import Logger
@@ -477,14 +477,8 @@ class Training:
                 )
 
     def _own_ledgers(self) -> dict[int, Account]:
-        """What clients' ledgers come to, of those that are here: one whose private computation
-        failed may not answer when it is asked for its account."""
-        found, seeded = {}, self.ready.privacy.noise == "seeded"
-        for client in range(self.clients):
-            path = self.run_dir.clients / str(client) / LEDGER
-            if path.exists():
-                found[client] = Ledger(path, self.name, client, seeded, looking=True).account()
-        return found
+        seeded = self.ready.privacy.noise == "seeded"
+        return own_ledgers(self.run_dir, self.name, self.clients, seeded)
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
         extra = {
@@ -617,11 +611,13 @@ class Training:
         if self.stopped and state.rounds < self.method.plan.least:
             raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
         self._figure()
-        generator = self.method.server.generator(state.server)
+        found = self.method.server.generator(state.server)
+        # laid out as whoever loads them has them: how a product is rounded may hang on that
+        generator = {name: value.contiguous() for name, value in sorted(found.items())}
         labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
         grid = self._sample(generator, labels, "grid")
         sample_grid(grid, 10, self.run_dir.public / "samples.png")
-        weights = {name: value.cpu().contiguous() for name, value in sorted(generator.items())}
+        weights = {name: value.cpu() for name, value in generator.items()}
         data = safetensors.torch.save(weights)
         write_whole(self.run_dir.public / "generator.safetensors", data)
         sha256 = hashlib.sha256(data).hexdigest()

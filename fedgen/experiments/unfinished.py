@@ -3,29 +3,36 @@ may be going on in another process meanwhile."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from dp_accounting import NonPrivateDpEvent
 from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
+from fedgen.experiments.accounts import Accounts, own_ledgers
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.federation import checkpoint
 from fedgen.method import Tensors
+from fedgen.privacy.accounting import Epsilon
+from fedgen.privacy.ledger import larger
 from fedgen.reporting.run_dir import RunDir
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """Its set-up, its generator's weights after ``rounds`` of ``of``."""
+    """Its set-up, its generator's weights after ``rounds`` of ``of``, and what has been spent so
+    far, by adversary: of the rounds until then, and of all that clients were charged."""
 
     run_dir: RunDir
     ready: Setup
     generator: Tensors
     rounds: int
     of: int
+    spent: dict[str, Epsilon]
 
     @property
     def note(self) -> str:
@@ -53,8 +60,20 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
         raise FedgenError("run", f"{path} was trained on other data", "bring it back")
     found = checkpoint.load(run_dir.checkpoints)
     assert found is not None
-    state, method = found[0], ready.method
+    state, method, clients = found[0], ready.method, len(ready.shards)
     fresh = method.server.init(ready.coins.at("server"))
     server = {name: each.to(fresh[name].device) for name, each in state.server.items()}
     of, generator = ready.privacy.budget.rounds, method.server.generator(server)
-    return Unfinished(run_dir, ready, generator, state.rounds, of)
+    seeded = ready.privacy.noise == "seeded"
+    for client in run_dir.unplanned():
+        spend = state.spends.get(client, {})
+        state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
+    accounts = Accounts(
+        method,
+        ready.privacy,
+        clients,
+        own_ledgers(run_dir, identity["run"], clients, seeded),
+        Counter() if seeded else run_dir.begun(),
+        run_dir.unanswered.exists,
+    )
+    return Unfinished(run_dir, ready, generator, state.rounds, of, accounts.views(state))

@@ -73,14 +73,16 @@ def headline(views: Mapping[str, float | None], record: Mapping[str, Any]) -> di
                 "who": names[name],
                 "epsilon": value,
                 "tier": tier(value),
-                "beliefs": [
-                    f"{math.ceil(1000 * after) / 10:.1f}"  # never below
-                    for _, after in beliefs(value, record["delta"])
-                ],
+                "beliefs": [_at_most(after) for _, after in beliefs(value, record["delta"])],
             }
             for name, value in views.items()
         ],
     }
+
+
+def _at_most(belief: float) -> str:
+    percent = math.ceil(1000 * belief) / 10  # never below
+    return f"≤ {percent:.1f} %" if percent < 100 else "no bound"
 
 
 def told(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:

@@ -74,6 +74,7 @@ class SoFar:
     note: str
     unit: str
     delta: float
+    spent: dict[str, float | None]
     images: NDArray[np.uint8]
     columns: int
 
@@ -90,7 +91,7 @@ def so_far(run: SoFar) -> str:
         title=f"{run.config.names.method} on {run.config.names.data}",
         note=run.note,
         picture=_as_address(sheet.getvalue()),
-        spent=spent[-1] if spent else None,
+        spent=run.spent,
         unit=run.unit,
         delta=run.delta,
         judged=_judged_so_far(run.run_dir.path / "unfinished.json"),

@@ -219,6 +219,7 @@ def test_a_check_says_what_there_is_and_what_fits(
         and "2 clients" in said
         and "partition=by_folder" in said
     )
+    assert f"fits: fedgen train data=folder data.path={hospitals} method=mixture " in said
     assert "under several labels" in said and "private" in said
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err

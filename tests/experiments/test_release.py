@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -61,6 +63,7 @@ def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
     [
         (["privacy=none"], [], "run: has no noise"),
         ([], ["out=a.tar"], "out: a.tar is no .zip"),
+        ([], ["out=nowhere/a.zip"], "out: nowhere/a.zip cannot be written"),
         ([], ["run=no"], "run: no is not a run directory"),
         ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must be positive"),
     ],
@@ -70,11 +73,33 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run = train("method=dp_merf_small", "rounds=2", *made)
+    words = [*words, f"run_dir={tmp_path / 'released'}"]
     capsys.readouterr()
     assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fedgen: {said}") and error.count("\n") == 1
-    assert not (tmp_path / "o.zip").exists()
+    assert not (tmp_path / "o.zip").exists() and not (tmp_path / "released").exists()
+
+
+def test_one_that_is_cut_off_says_how_it_is_packed(train: Train, tmp_path: Path) -> None:
+    run, out = train("method=dp_merf_small", "rounds=3"), tmp_path / "o.zip"
+    words = [f"run={run}", f"out={out}", f"run_dir={tmp_path / 'released'}"]
+    code = (
+        "import os, signal, sys\n"
+        "from fedgen.experiments import release, training\n"
+        "from fedgen.experiments.configuration import compose\n"
+        "def stop(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def train(config): return training.train(config, watch=stop)\n"
+        "release.train = train\n"
+        "release.release(compose('release', sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert f"then pack it: fedgen release run=... out={out}" in done.stderr
+    assert cli.run(["train", f"resume={tmp_path / 'released'}"]) == 0
+    assert cli.run(["release", f"run={tmp_path / 'released'}", f"out={out}"]) == 0
+    assert out.exists()
 
 
 def test_a_changed_generator_is_not_packed(train: Train, tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup
 from fedgen.federation.rounds import RunState
+from fedgen.reporting.progress import epsilon_in_words
 
 WORDS = [*tiny("dpgan_small"), "method=dpgan_small", "sample_every=1", "rounds=4"]
 WORDS += ["method.discriminator_steps=1"]
 
 
 def stop(ready: Setup, state: RunState, found: object) -> None:
-    if state.rounds == 2:
+    if state.rounds == max(2, ready.privacy.budget.rounds - 4):
         raise KeyboardInterrupt
 
 
@@ -91,3 +92,18 @@ def test_the_public_page_is_of_runs_that_are_over(
     said = capsys.readouterr().err
     assert "unfinished.json was altered" in said and len(said.splitlines()) == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize("clients", PARTITIONS)
+def test_its_epsilon_is_that_of_all_its_rounds(clients: str, tmp_path: Path) -> None:
+    """And not of those that were logged, which are the first alone: clients were charged for five
+    when it was cut off, and the last checkpoint is of four."""
+    noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=2", *PARTITIONS[clients]]
+    run, page = cut_off(tmp_path / "run", *noise, "rounds=9"), tmp_path / "report.html"
+    assert cli.run(["report", f"runs={run}", f"out={page}"]) == 0
+    assert "after 4 of 9 rounds" in page.read_text()
+    whole = tmp_path / "whole"
+    assert cli.run(["train", *WORDS, *noise, "rounds=5", f"run_dir={whole}"]) == 0
+    for view, found in json.loads((whole / "privacy.json").read_text())["views"].items():
+        row = f'<td>{view}</td><td class="number"><b>{epsilon_in_words(found["epsilon"])}</b>'
+        assert row in page.read_text()
