@@ -249,7 +249,8 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     if not isinstance(label, Integral) or not 0 <= int(label) < classes:
         known = f", or {', '.join(names)}" if names else ""
         problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
-        raise FedgenError("labels", problem, "e.g. labels=[0,1]")
+        remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; its run named none"
+        raise FedgenError("labels", problem, remedy)
     return int(label)
 
 

@@ -57,6 +57,8 @@ def check(config: DictConfig) -> None:
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
     _whole(config, "privacy.colluders", 0, 10**9)
+    if OmegaConf.select(config, "data.public_rows") is not None:
+        _whole(config, "data.public_rows", 1, 10**9)
     if config.privacy.least not in (None, "all"):
         _whole(config, "privacy.least", 1, 10**9)
     _check_persons(config)

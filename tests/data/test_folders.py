@@ -199,6 +199,12 @@ def test_no_number_of_rows_is_taken_from_another_data_set(
     assert cli.run([*words, "method=mixture", "data.public_rows=100"]) == 0
 
 
+def test_a_number_of_rows_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("abc", "0", "1.5"):
+        assert cli.run(["account", "method=dp_merf_small", f"data.public_rows={value}"]) == 2
+        assert "fedgen: data.public_rows: must be a whole number" in capsys.readouterr().err
+
+
 def test_by_folder_needs_folders_of_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
