@@ -299,7 +299,7 @@ def _key(word: str) -> str:
 def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
     """Holds each value against its default: numbers stay numbers."""
     for key in default:
-        if OmegaConf.is_missing(default, key) or OmegaConf.is_interpolation(config, key):
+        if OmegaConf.is_missing(default, key) or OmegaConf.is_interpolation(config, str(key)):
             continue  # what stands elsewhere is held there
         new, old, name = config.get(key), default[key], f"{prefix}{key!s}"
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
