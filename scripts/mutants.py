@@ -1310,6 +1310,20 @@ MUTANTS = [
         f"{SPENT}::test_a_ledger_killed_between_its_two_charges_makes_up_for_it",
     ),
     Mutant(
+        "a-page-of-a-run-that-is-not-over-forgets-ledgers",
+        "fedgen/experiments/unfinished.py",
+        '        own_ledgers(run_dir, identity["run"], clients, seeded),',
+        "        {},",
+        "tests/experiments/test_unfinished.py::test_its_epsilon_is_that_of_all_its_rounds[one]",
+    ),
+    Mutant(
+        "a-release-is-paid-for-and-lost",
+        "fedgen/experiments/release.py",
+        "    _check_place(out)\n    run_dir,",
+        "    run_dir,",
+        "tests/experiments/test_release.py::test_mistakes",
+    ),
+    Mutant(
         "a-longer-run-costs-its-rows-no-more",
         "fedgen/experiments/training.py",
         "enter(ready, run_dir, name, anew=True)",

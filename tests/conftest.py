@@ -79,20 +79,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def data_root(tmp_path: Path) -> Path:
-    """mnist.npz and femnist.npz in the layout of the real files, with 60 rows and 6 writers."""
+    """mnist.npz, fashion_mnist.npz, femnist.npz in the layout of the real files: 60 rows and
+    6 writers."""
     rng = np.random.default_rng(0)
     rows = 60
     images = rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8)
     labels = np.arange(rows, dtype=np.uint8) % 10
     writers = (np.arange(rows) // 10).astype(np.int16)
-    np.savez_compressed(
-        tmp_path / "mnist.npz",
-        train_images=images,
-        train_labels=labels,
-        train_writer=writers,
-        test_images=images[:20],
-        test_labels=labels[:20],
-    )
+    train = {"train_images": images, "train_labels": labels}
+    test = {"test_images": images[:20], "test_labels": labels[:20]}
+    np.savez_compressed(tmp_path / "mnist.npz", **train, **test, train_writer=writers)
+    np.savez_compressed(tmp_path / "fashion_mnist.npz", **train, **test)
     np.savez_compressed(
         tmp_path / "femnist.npz", images=images, labels=np.arange(rows) % 62, writer=writers
     )
