@@ -5,7 +5,7 @@ FROM debian:12-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# an index with torch and torchvision for CPUs alone, if a fifth of the size matters:
+# an index with torch and torchvision for CPUs alone, which are far smaller:
 #     --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_INDEX=
 COPY . /src

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import account as accounting
 from fedgen.experiments import audit as auditing
 from fedgen.experiments import evaluation, training
-from fedgen.experiments.configuration import compose
+from fedgen.experiments.configuration import compose, in_grammar
 from fedgen.experiments.generation import Published, draw_samples, labels_of, load_generator
 from fedgen.reporting.run_dir import RunDir
 
@@ -199,34 +198,12 @@ def audit(settings: Settings | None = None, /, **more: Any) -> auditing.Audited:
         return auditing.audit(compose("audit", _words(settings, more)))
 
 
-_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
-
-
 def _words(settings: Settings | None, more: Settings) -> list[str]:
     """Settings as the command line has them."""
     known = {**(settings or {}), **more}
     if "epsilon" in known:
         known["privacy.target_epsilon"] = known.pop("epsilon")
-    return [f"{key}={_word(value)}" for key, value in known.items()]
-
-
-def _word(value: Any) -> str:
-    """A value in Hydra's grammar."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)  # 1.0 is 1: the same run as by the command line
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(_word(each) for each in value) + "]"
-    text = str(value)
-    if _PLAIN.fullmatch(text):
-        return text
-    quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
-    return f"'{quoted}'"
+    return [f"{key}={in_grammar(value)}" for key, value in known.items()]
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import fedgen
-from fedgen import cli, library
+from fedgen import cli
+from fedgen.experiments.configuration import in_grammar
 
 TINY = {
     key: yaml.safe_load(value)
@@ -123,12 +124,12 @@ def test_a_program_is_attacked(tmp_path: Path) -> None:
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\x00\n\r"), max_size=20))
 def test_any_text_arrives_as_it_is(text: str) -> None:
-    [found] = OverridesParser.create().parse_overrides([f"run_dir={library._word(text)}"])
+    [found] = OverridesParser.create().parse_overrides([f"run_dir={in_grammar(text)}"])
     value = found.value()
     assert (value if isinstance(value, str) else value.text) == text
 
 
 def test_values_arrive_as_they_are() -> None:
     for value in (None, True, 3, 2.5, 1e-5, [1, 2], {"a": 1, "b": [2.5]}, float("inf")):
-        [found] = OverridesParser.create().parse_overrides([f"x={library._word(value)}"])
+        [found] = OverridesParser.create().parse_overrides([f"x={in_grammar(value)}"])
         assert found.value() == value

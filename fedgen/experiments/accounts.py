@@ -61,6 +61,14 @@ def own_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict[
     return found
 
 
+def count_unplanned(state: RunState, run_dir: RunDir) -> None:
+    """Clients whose private computation failed, or who sent what was not planned, have no bound:
+    also where that was noted after the checkpoint that the state is of."""
+    for client in run_dir.unplanned():
+        spend = state.spends.get(client, {})
+        state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
+
+
 @dataclass(frozen=True)
 class Accounts:
     """Accounts of one run. The clients' ledgers are authoritative.

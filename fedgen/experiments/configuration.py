@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults
 
 
 _NO_KEY = object()
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
 _override = ConfigLoaderImpl._apply_overrides_to_config
 """Hydra's own way to set values; in what was composed before, which Hydra has no other way to."""
@@ -245,6 +246,25 @@ def _check_groups(overrides: list[str]) -> None:
             raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")
 
 
+def in_grammar(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)  # 1.0 is 1: the same run as by the command line
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{in_grammar(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(in_grammar(each) for each in value) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"'{quoted}'"
+
+
 def combinations(overrides: list[str]) -> list[list[str]]:
     """Every combination of comma-separated values, as Hydra's own sweeps write them, and of the
     axes of ``sweep=NAME``."""
@@ -299,8 +319,9 @@ def _key(word: str) -> str:
 def _check_types(config: DictConfig, default: DictConfig, prefix: str) -> None:
     """Holds each value against its default: numbers stay numbers."""
     for key in default:
-        if OmegaConf.is_missing(default, key) or OmegaConf.is_interpolation(config, str(key)):
-            continue  # what stands elsewhere is held there
+        taken_over = (OmegaConf.is_interpolation(each, str(key)) for each in (default, config))
+        if OmegaConf.is_missing(default, key) or all(taken_over):
+            continue  # what is taken over from elsewhere is held there
         new, old, name = config.get(key), default[key], f"{prefix}{key!s}"
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
             if new.get("_target_") != old.get("_target_"):

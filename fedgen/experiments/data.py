@@ -6,10 +6,10 @@ from __future__ import annotations
 import shlex
 
 import numpy as np
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from fedgen.data.datasets import Dataset
-from fedgen.experiments.configuration import compose
+from fedgen.experiments.configuration import compose, in_grammar
 from fedgen.experiments.settings import Setup, dataset
 from fedgen.privacy.events import Unit
 
@@ -98,8 +98,7 @@ def _given(config: DictConfig) -> list[str]:
     for key in config.data:
         value = OmegaConf.select(config.data, str(key))
         if value != usual.get(key) and key != "public_rows":
-            listed = f"[{','.join(map(str, value))}]" if isinstance(value, ListConfig) else value
-            words.append(f"data.{key}={listed}")
+            words.append(f"data.{key}={in_grammar(value)}")
     return words
 
 

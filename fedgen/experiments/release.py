@@ -99,6 +99,6 @@ def _pack(run: RunDir, out: Path) -> None:
         new.rename(out)
     except OSError as error:
         new.unlink(missing_ok=True)
-        problem = f"{out} cannot be written, and what it is of is made and paid for"
+        problem = f"{out} cannot be written; the release is made and paid for"
         remedy = f"pack it: fedgen release run={run.path} out=FILE.zip"
         raise FedgenError("out", problem, remedy) from error

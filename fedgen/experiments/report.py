@@ -12,8 +12,8 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.generation import draw_samples
 from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import write_whole
-from fedgen.reporting.report import SoFar, so_far
 from fedgen.reporting.report import report as page
+from fedgen.reporting.so_far import SoFar, so_far
 
 _COLUMNS = 10
 

@@ -30,7 +30,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
-from fedgen.experiments.accounts import Accounts, own_ledgers
+from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
 from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
@@ -447,9 +447,7 @@ class Training:
             if self._over and of > extra.get("of", state.rounds):  # it has more rounds now
                 self._over, self.stopped, state.kept = False, None, {}
         state.failures = self.run_dir.failures()
-        for client in self.run_dir.unplanned():  # noted after the checkpoint, perhaps
-            spend = state.spends.get(client, {})
-            state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
+        count_unplanned(state, self.run_dir)
         if self._over:
             self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":

@@ -7,18 +7,16 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from dp_accounting import NonPrivateDpEvent
 from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
-from fedgen.experiments.accounts import Accounts, own_ledgers
+from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.federation import checkpoint
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.ledger import larger
 from fedgen.reporting.run_dir import RunDir
 
 
@@ -65,9 +63,7 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
     server = {name: each.to(fresh[name].device) for name, each in state.server.items()}
     of, generator = ready.privacy.budget.rounds, method.server.generator(server)
     seeded = ready.privacy.noise == "seeded"
-    for client in run_dir.unplanned():
-        spend = state.spends.get(client, {})
-        state.spends[client] = larger(spend, {NonPrivateDpEvent(): 1})
+    count_unplanned(state, run_dir)
     accounts = Accounts(
         method,
         ready.privacy,

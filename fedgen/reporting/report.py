@@ -7,28 +7,29 @@ is in ``public/``.
 
 from __future__ import annotations
 
-import base64
-import io
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import numpy as np
-from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
 from fedgen.files import as_json, check_no_links, read_json, read_yaml
-from fedgen.reporting.figures import curves, histogram_of_clients, sample_grid
+from fedgen.reporting.figures import histogram_of_clients
 from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
-from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.pages import (
+    epsilon_lanes,
+    figure_along,
+    lane_of,
+    own_figures,
+    picture_of,
+    svg,
+    template,
+)
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import PARTS, averages, but_for, figures, protected, quality, strength
+from fedgen.reporting.words import PARTS, averages, but_for, figures, protected, strength
 
 _MOST_GRIDS = 24
 _MOST_LISTED = 2000  # clients in a table; of more, the extremes
@@ -58,68 +59,10 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
     if len(shown) > 1 and audience == "server":
         compared = {
             "rows": [_compared(run) for run in shown],
-            "curve": _along({run["name"]: run["accuracies"] for run in shown}, ACCURACY),
+            "curve": figure_along({run["name"]: run["accuracies"] for run in shown}, ACCURACY),
         }
-    page = _template("report.html")
+    page = template("report.html")
     return page.render(runs=shown, audience=audience, compared=compared, told=said)
-
-
-@dataclass(frozen=True)
-class SoFar:
-    """A run that is not over, at its last checkpoint. note: which rounds these are. images: of its
-    generator (n, channels, height, width), a row of ``columns`` for each label."""
-
-    run_dir: RunDir
-    config: DictConfig
-    note: str
-    unit: str
-    delta: float
-    spent: dict[str, float | None]
-    images: NDArray[np.uint8]
-    columns: int
-
-
-def so_far(run: SoFar) -> str:
-    """The page of a run that is not over."""
-    spent = [line for line in run.run_dir.metrics() if "epsilon" in line]
-    lanes = {"ε": _along(_epsilons(spent), f"ε at δ = {run.delta:g}")}
-    lanes |= {name: _along({"": _lane(spent, name)}, name) for name in _own(spent)}
-    sheet = io.BytesIO()
-    sample_grid(run.images, run.columns, sheet)
-    files = sorted(run.run_dir.samples.glob("round_*.png"))[-_MOST_GRIDS:]
-    return _template("so_far.html").render(
-        title=f"{run.config.names.method} on {run.config.names.data}",
-        note=run.note,
-        picture=_as_address(sheet.getvalue()),
-        spent=run.spent,
-        unit=run.unit,
-        delta=run.delta,
-        judged=_judged_so_far(run.run_dir.path / "unfinished.json"),
-        curves=[(name, source) for name, source in lanes.items() if source],
-        grids=[(f"round {int(file.stem.rpartition('_')[2]):,}", _picture(file)) for file in files],
-        configuration=OmegaConf.to_yaml(run.config),
-    )
-
-
-def _judged_so_far(file: Path) -> list[str]:
-    """What ``fedgen evaluate`` last found, if it was asked."""
-    if not file.exists():
-        return []
-    try:
-        found = read_json(file)
-        return [f"after {found['rounds']:,} rounds: {line}" for line in quality(found)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FedgenError("runs", f"{file} was altered", "fedgen evaluate run=...") from error
-
-
-def _template(name: str) -> jinja2.Template:
-    engine = jinja2.Environment(
-        loader=jinja2.PackageLoader("fedgen.reporting"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
-    return engine.get_template(name)
 
 
 def _public(path: Path) -> dict[str, Any]:
@@ -130,7 +73,7 @@ def _public(path: Path) -> dict[str, Any]:
         described = read_json(folder / "generator.json")
         title = str(described["method"]["name"]).rpartition(".")[2]
         statement = (folder / "PRIVACY.md").read_text()
-        picture = _picture(folder / "samples.png")
+        picture = picture_of(folder / "samples.png")
         privacy, (channels, high, wide) = described["privacy"], described["shape"]
         made = {
             "run": str(described["generator_sha256"])[:12],
@@ -220,19 +163,21 @@ def _server(path: Path) -> dict[str, Any]:
         },
         "grids": _grids(run_dir),
         "accuracies": accuracies,
-        "epsilon_curve": _along(_epsilons(spent), f"ε at δ = {record['delta']:g}"),
-        "accuracy_curve": _along({"": accuracies}, ACCURACY),
-        "shown_curves": [(name, _along({"": _lane(spent, name)}, name)) for name in _own(spent)],
+        "epsilon_curve": figure_along(epsilon_lanes(spent), f"ε at δ = {record['delta']:g}"),
+        "accuracy_curve": figure_along({"": accuracies}, ACCURACY),
+        "shown_curves": [
+            (name, figure_along({"": lane_of(spent, name)}, name)) for name in own_figures(spent)
+        ],
         "quality": figures(results),
         "pictures": [
-            (file.stem, _picture(file)) for file in sorted((path / "evaluation").glob("*.png"))
+            (file.stem, picture_of(file)) for file in sorted((path / "evaluation").glob("*.png"))
         ],
-        "partition": _picture(path / "partition.png")
+        "partition": picture_of(path / "partition.png")
         if (path / "partition.png").exists()
         else None,
         "clients": listed,
         "left_out": left_out,
-        "histogram": _svg(
+        "histogram": svg(
             lambda out: histogram_of_clients(bounded, f"ε (server) at δ = {record['delta']:g}", out)
         )
         if len(bounded) > 1
@@ -277,35 +222,13 @@ def _accuracies(
     return [(float(at), mean) for at, mean in sorted(means.items()) if mean is not None]
 
 
-def _epsilons(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    lanes = {
-        "server (proven)": [(line["round"], line["epsilon"]["server"]) for line in spent],
-        "release (proven)": [(line["round"], line["epsilon"]["release"]) for line in spent],
-        "the paper's formula": [(line["round"], line["claimed_epsilon"]) for line in spent],
-    }
-    return {
-        name: [(at, value) for at, value in lane if value is not None]
-        for name, lane in lanes.items()
-    }
-
-
-def _own(spent: Sequence[dict[str, Any]]) -> list[str]:
-    """The method's own figures along a run."""
-    own = [name for line in spent for name, value in line.items() if isinstance(value, float)]
-    return [name for name in dict.fromkeys(own) if name != "claimed_epsilon"]
-
-
-def _lane(spent: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(line["round"], line[name]) for line in spent if line.get(name) is not None]
-
-
 def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
     """(caption, picture) along a run, its end last."""
     files = sorted(run_dir.samples.glob("round_*.png"))
     if len(files) > _MOST_GRIDS:
         files = [files[i * (len(files) - 1) // (_MOST_GRIDS - 1)] for i in range(_MOST_GRIDS)]
-    along = [(f"round {int(file.stem.rpartition('_')[2]):,}", _picture(file)) for file in files]
-    return [*along, ("published", _picture(run_dir.public / "samples.png"))]
+    along = [(f"round {int(file.stem.rpartition('_')[2]):,}", picture_of(file)) for file in files]
+    return [*along, ("published", picture_of(run_dir.public / "samples.png"))]
 
 
 def _failures(path: Path) -> list[dict[str, Any]]:
@@ -361,31 +284,3 @@ def _section(markdown: str, title: str) -> list[str]:
 def _unmarked(text: str) -> str:
     """Without the marks of bold type and of code."""
     return text.replace("**", "").replace("`", "")
-
-
-def _picture(path: Path) -> str:
-    """A picture as an address that holds it."""
-    return _as_address(path.read_bytes())
-
-
-def _as_address(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _along(lanes: dict[str, list[tuple[float, float]]], y: str) -> str | None:
-    """A figure of what there is along a run; None for nothing but its end."""
-    if max(map(len, lanes.values())) < 2:
-        return None
-    return _svg(lambda path: curves(lanes, "rounds", y, path))
-
-
-def _svg(draw: Callable[[Path], None]) -> str:
-    """A figure as an address that holds it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "figure.svg")
-        draw(path)
-        return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,19 @@ def test_a_number_of_rows_that_is_none(capsys: pytest.CaptureFixture[str]) -> No
     for value in ("abc", "0", "1.5"):
         assert cli.run(["account", "method=dp_merf_small", f"data.public_rows={value}"]) == 2
         assert "fedgen: data.public_rows: must be a whole number" in capsys.readouterr().err
+
+
+def test_what_fits_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(tmp_path / "my photos, (2)" / "a b", 80)
+    draw(tmp_path / "my photos, (2)" / "c", 80)
+    monkeypatch.chdir(tmp_path)
+    words = ["data=folder", "data.path='my photos, (2)'", "data.labels=['a b',c]"]
+    assert cli.run(["data", "check", *words]) == 0
+    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("fits: ")]
+    pasted = shlex.split(line.removeprefix("fits: fedgen train "))
+    assert cli.run(["account", *pasted, "method.teacher=none"]) == 0
 
 
 def test_by_folder_needs_folders_of_clients(
