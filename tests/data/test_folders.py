@@ -206,6 +206,14 @@ def test_a_number_of_rows_that_is_none(capsys: pytest.CaptureFixture[str]) -> No
         assert "fedgen: data.public_rows: must be a whole number" in capsys.readouterr().err
 
 
+def test_a_number_that_is_taken_from_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """From a word: it is held against its default as a word that is given is."""
+    for key in ("rounds", "privacy.delta", "method.latent", "runtime.threads"):
+        assert cli.run(["account", "method=dp_merf_small", f"{key}=${{names.method}}"]) == 2
+        said = capsys.readouterr().err
+        assert key in said and len(said.splitlines()) == 1
+
+
 def test_what_fits_can_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

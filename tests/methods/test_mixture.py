@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,6 +22,7 @@ from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
+from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import setup
 from fedgen.method import Method, PublicFacts
@@ -383,3 +387,23 @@ def test_settings_that_cannot_be(
 def test_shares_are_checked_whoever_asks() -> None:
     with pytest.raises(FedgenError, match="one in all"):
         make(shares={**SHARES, "means": 0.3})
+
+
+def test_it_is_judged_as_whoever_loads_it_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How weights lie in memory decides how products of floats round, and with them labels."""
+    judged = {}
+
+    def look(ready: Any, generator: dict[str, torch.Tensor], *rest: Any) -> dict[str, Any]:
+        judged.update(generator)
+        return judge(ready, generator, *rest)
+
+    judge = training.judge_run
+    monkeypatch.setattr(training, "judge_run", look)
+    words = ["method=mixture_small", *tiny("mixture_small"), "method.teacher=descent"]
+    run = training.train(compose("config", [*words, f"run_dir={tmp_path / 'run'}"]))
+    saved = safetensors.torch.load_file(run / "public" / "generator.safetensors")
+    assert judged.keys() == saved.keys()
+    for name, value in saved.items():
+        assert judged[name].stride() == value.stride() and torch.equal(judged[name], value)
