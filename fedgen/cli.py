@@ -196,7 +196,8 @@ def _command(command: str, *rest: str) -> None:
 
 def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     """One configuration, or with -m one for each combination, each with a run directory."""
-    from fedgen.experiments.configuration import combinations, compose
+    from fedgen.experiments.configuration import compose
+    from fedgen.experiments.overrides import combinations
 
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):

@@ -35,8 +35,9 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import account as accounting
 from fedgen.experiments import audit as auditing
 from fedgen.experiments import evaluation, training
-from fedgen.experiments.configuration import compose, in_grammar
+from fedgen.experiments.configuration import compose
 from fedgen.experiments.generation import Published, draw_samples, labels_of, load_generator
+from fedgen.experiments.overrides import in_grammar
 from fedgen.reporting.run_dir import RunDir
 
 Settings = Mapping[str, Any]

@@ -158,7 +158,8 @@ class PublicFacts:
     unanswered: whether a client was asked in this run and did not answer.
     half: whether answers travel as float16.
     aggregating: who makes the noise of a sum of answers (``privacy.aggregation``); None: as the
-        method was published. least, colluders: of a secure sum; None: two thirds of those asked.
+        method was published.
+    threshold, colluders: of a secure sum; None: two thirds of those asked.
     unit: whose data is to be protected; None: as the method was published.
     images_per_person: how many images of one person a client trains on at most, of unit person.
     """
@@ -171,7 +172,7 @@ class PublicFacts:
     unanswered: bool = False
     half: bool = False
     aggregating: Kind | None = None
-    least: int | Literal["all"] | None = None
+    threshold: int | Literal["all"] | None = None
     colluders: int = 0
     unit: Unit | None = None
     images_per_person: int = 1
@@ -205,16 +206,16 @@ class PublicFacts:
                 "secure adds up what several clients send, and there is one",
                 "take local: it is the same noise, or partition=iid or by_writer",
             )
-        least = -(-2 * asked // 3) if self.least is None else self.least
-        least = asked if least == "all" else least
-        if not max(asked / 2, self.colluders) < least <= asked:
+        threshold = -(-2 * asked // 3) if self.threshold is None else self.threshold
+        threshold = asked if threshold == "all" else threshold
+        if not max(asked / 2, self.colluders) < threshold <= asked:
             raise FedgenError(
-                "privacy.least",
-                f"{least} of {asked} answers with {self.colluders} colluders cannot be",
+                "privacy.threshold",
+                f"{threshold} of {asked} answers with {self.colluders} colluders cannot be",
                 "take more than half of those asked, more than privacy.colluders, and not more "
                 "than all",
             )
-        return Secure(asked, least, self.colluders)
+        return Secure(asked, threshold, self.colluders)
 
     @property
     def draws_are_hidden(self) -> bool:

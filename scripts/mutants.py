@@ -309,8 +309,8 @@ MUTANTS = [
     Mutant(
         "as-many-signatures-as-answers-rule-another-list-out",
         "fedgen/federation/signing.py",
-        "return max(sums.least, (sums.asked + sums.colluders) // 2 + 1)",
-        "return sums.least",
+        "return max(sums.threshold, (sums.asked + sums.colluders) // 2 + 1)",
+        "return sums.threshold",
         f"{SIGNING_TESTS}::test_two_lists_would_need_an_honest_client_that_signed_both",
     ),
     Mutant(
@@ -362,8 +362,8 @@ MUTANTS = [
     Mutant(
         "all-keys-are-announced",
         MASKING,
-        "else _degree(len(keys), sums.least, sums.colluders)",
-        "else min(_degree(sums.asked, sums.least, sums.colluders), len(keys) - 1)",
+        "else _degree(len(keys), sums.threshold, sums.colluders)",
+        "else min(_degree(sums.asked, sums.threshold, sums.colluders), len(keys) - 1)",
         f"{MASKING_TESTS}::test_however_few_announce_keys_colluders_are_below_the_threshold",
     ),
     Mutant(
@@ -411,8 +411,8 @@ MUTANTS = [
     Mutant(
         "masks-hold-however-many-collude",
         ACCOUNTS,
-        "if self.masks and sums.colluders >= sums.least // 2 else 1",
-        "if self.masks and sums.colluders >= sums.least else 1",
+        "if self.masks and sums.colluders >= sums.threshold // 2 else 1",
+        "if self.masks and sums.colluders >= sums.threshold else 1",
         f"{ACCOUNT_TESTS}::test_colluders_and_clients_without_a_bound_add_up",
     ),
     Mutant(
@@ -439,8 +439,8 @@ MUTANTS = [
     Mutant(
         "colluders-forgotten",
         RELEASES,
-        "return self.least - self.colluders",
-        "return self.least",
+        "return self.threshold - self.colluders",
+        "return self.threshold",
         f"{RELEASE_TESTS}::test_the_shares_that_are_counted_on_make_the_noise_that_is_promised",
     ),
     Mutant(
@@ -534,7 +534,7 @@ MUTANTS = [
     Mutant(
         "fewer-answers-than-the-noise-counts-on",
         "fedgen/experiments/settings.py",
-        "    if answers < aggregation.least:",
+        "    if answers < aggregation.threshold:",
         "    if answers < 1:",
         f"{SUM_TESTS}::test_mistakes_are_said_before_anything_runs",
     ),
@@ -611,7 +611,7 @@ MUTANTS = [
     Mutant(
         "less-noise-than-was-counted",
         MASKING,
-        "if len(heard) < self.sums.least or not",
+        "if len(heard) < self.sums.threshold or not",
         "if not",
         f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
     ),
@@ -717,9 +717,16 @@ MUTANTS = [
     Mutant(
         "what-cancels-is-not-looked-at",
         PER_EXAMPLE,
-        "return _squares(gradients) + _cancelling(lengths)",
-        "return _squares(gradients)",
-        f"{PER_EXAMPLE_TESTS}::test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip",
+        "return _squares(self.gradients) + _cancelling(self.lengths)",
+        "return _squares(self.gradients)",
+        f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
+    ),
+    Mutant(
+        "positions-that-cancel-are-not-looked-at",
+        PER_EXAMPLE,
+        "return found + _cancelling((from_x * from_y).sqrt())",
+        "return found",
+        f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
     ),
     Mutant(
         "products-in-single-precision",
@@ -1512,7 +1519,7 @@ MUTANTS = [
     Mutant(
         "each-copy-is-an-example",
         PER_EXAMPLE,
-        "_Copied.of(use, copies) if copies > 1 else use",
+        "_Kept.of(use, copies) if kept else use",
         "use",
         f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
     ),

@@ -20,7 +20,7 @@ from tiny import tiny
 
 import fedgen
 from fedgen import cli
-from fedgen.experiments.configuration import in_grammar
+from fedgen.experiments.overrides import in_grammar
 
 TINY = {
     key: yaml.safe_load(value)

@@ -40,7 +40,7 @@ class Policy:
     units: whose privacy ε may be about: record, client.
     methods: names of methods; None: all.
     aggregations: local, secure.
-    least: answers that a secure sum must rest on, at least.
+    threshold: answers that a secure sum must rest on, at least.
     colluders: clients that must be counted as colluding with the server, at least.
     rehearsal: whether runs with seeded noise are answered: these have no privacy at all.
     peers: client -> fingerprint of its node's key; None: whoever the server says.
@@ -52,7 +52,7 @@ class Policy:
     units: tuple[str, ...] = ("record", "client")
     methods: tuple[str, ...] | None = None
     aggregations: tuple[str, ...] = ("secure",)
-    least: int = 2
+    threshold: int = 2
     colluders: int = 0
     rehearsal: bool = False
     peers: dict[int, str] | None = None
@@ -130,7 +130,7 @@ _KINDS = {
     "units": _words(("record", "client")),
     "methods": _methods,
     "aggregations": _words(("local", "secure")),
-    "least": _count,
+    "threshold": _count,
     "colluders": _count,
     "rehearsal": lambda value: isinstance(value, bool),
     "peers": _of_peers,
@@ -177,8 +177,10 @@ def check_cost(policy: Policy, config: DictConfig, found: Decided) -> None:
     if isinstance(sums, Secure):
         if not config.runtime.masks:
             raise RefusedError("a secure sum without masks shows each answer to the server")
-        if sums.least < policy.least:
-            raise RefusedError(f"sums would rest on {sums.least} answers, below {policy.least}")
+        if sums.threshold < policy.threshold:
+            raise RefusedError(
+                f"sums would rest on {sums.threshold} answers, below {policy.threshold}"
+            )
         if sums.colluders < policy.colluders:
             raise RefusedError(
                 f"{sums.colluders} clients are counted as colluding, below {policy.colluders}"

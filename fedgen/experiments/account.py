@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
-from fedgen.experiments.configuration import check_output
 from fedgen.experiments.planning import UNLIMITED, view
 from fedgen.experiments.settings import Setup
 from fedgen.method import Kind, Plan
@@ -29,7 +28,6 @@ def account(config: DictConfig) -> str:
     Raises:
         FedgenError: for the first setting that does not work.
     """
-    check_output(config.output)
     ready = settings.setup(config)
     views = planned_views(ready)
     return json.dumps([_row(ready, views)]) if config.output == "json" else _words(ready, views)

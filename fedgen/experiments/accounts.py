@@ -240,7 +240,7 @@ class Accounts:
                 "events": [[to_json(event), count] for event, count in spend.items()],
             }
         return {
-            "schema": 1,
+            "schema": 2,
             "delta": self.privacy.delta,
             "unit": plan.unit.value,
             **self._of_persons(),
@@ -280,7 +280,7 @@ class Accounts:
             return found
         own_alone = sums.honest - 1
         # masks: as many as the threshold have the secrets of each client (``masking.Graph``)
-        one_more = own_alone if self.masks and sums.colluders >= sums.least // 2 else 1
+        one_more = own_alone if self.masks and sums.colluders >= sums.threshold // 2 else 1
         shares = {sums.colluders + 1: min(one_more + len(lost), own_alone)}
         shares[sums.asked - 1] = own_alone
         more = []
@@ -289,7 +289,7 @@ class Accounts:
             each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
             worst = max(each, key=lambda one: one.or_infinity)
             more.append({"colluders": colluders, "epsilon": or_null(worst.value)})
-        facts = {"asked": sums.asked, "least": sums.least, "colluders": sums.colluders}
+        facts = {"asked": sums.asked, "threshold": sums.threshold, "colluders": sums.colluders}
         how = {"masks": self.masks, "signed": self.signed}
         return {**found, **facts, **how, "if_more_collude": more}
 

@@ -26,7 +26,8 @@ from yaml import YAMLError
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import validation
-from fedgen.experiments.configuration import compose, named
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.overrides import named
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
 from fedgen.files import read_yaml, write_whole

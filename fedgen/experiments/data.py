@@ -9,7 +9,8 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.data.datasets import Dataset
-from fedgen.experiments.configuration import compose, in_grammar
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.overrides import in_grammar
 from fedgen.experiments.settings import Setup, dataset
 from fedgen.privacy.events import Unit
 

@@ -14,7 +14,6 @@ from dp_accounting import ComposedDpEvent, DpEvent
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import check_output
 from fedgen.privacy.accounting import (
     Accountant,
     Epsilon,
@@ -97,7 +96,6 @@ def account(config: DictConfig) -> str:
     Raises:
         FedgenError: if there is none of that name.
     """
-    check_output(config.output)
     rows = table(config.published)
     return json.dumps(rows) if config.output == "json" else in_words(rows)
 

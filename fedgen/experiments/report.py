@@ -27,9 +27,6 @@ def report(config: DictConfig) -> Path:
     out = Path(config.out)
     if out.suffix != ".html":
         raise FedgenError("out", f"{out} is no .html file", "give out=FILE.html")
-    if config.audience not in ("server", "public"):
-        problem = f"cannot be {config.audience!r}"
-        raise FedgenError("audience", problem, "choose server or public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
     about = {str(key): value for key, value in config.about.items()}
     paths = [Path(str(run)) for run in runs]

@@ -146,7 +146,7 @@ def decided(
         all_answer=config.runtime.min_success >= 1,
         half=half,
         aggregating=asked_for.aggregation,
-        least=asked_for.least,
+        threshold=asked_for.threshold,
         colluders=asked_for.colluders,
         unit=Unit(asked_for.unit) if asked_for.unit else None,
         images_per_person=asked_for.images_per_person or 1,
@@ -222,12 +222,12 @@ def _check_meeting(config: DictConfig, plan: Plan) -> None:
             "set it to float32",
         )
     answers = config.runtime.min_success * aggregation.asked
-    if answers < aggregation.least:
+    if answers < aggregation.threshold:
         raise FedgenError(
             "runtime.min_success",
             f"lets {answers:g} of {aggregation.asked} answers do, and the noise counts on "
-            f"{aggregation.least}",
-            "raise it, or lower privacy.least",
+            f"{aggregation.threshold}",
+            "raise it, or lower privacy.threshold",
         )
 
 

@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
-from fedgen.experiments.configuration import check_output
 from fedgen.experiments.settings import Setup
 from fedgen.files import digest
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
@@ -73,7 +72,6 @@ def spent(config: DictConfig) -> str:
     Raises:
         FedgenError: for a setting that does not work.
     """
-    check_output(config.output)
     validation.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
     entries, delta = file.entries(rows.account), config.privacy.delta

@@ -470,7 +470,7 @@ class Training:
                     "resume",
                     f"client {client} was charged for an answer to round {kept.rounds + 1} that "
                     "was lost, and no other is planned for",
-                    "start a new run (with privacy.least=all secure sums are sent again); what "
+                    "start a new run (with privacy.threshold=all secure sums are sent again); what "
                     "this one spent stays spent",
                 )
 

@@ -14,9 +14,9 @@ answered, and what the silent ones left in their neighbours' words. Words that a
 hidden: their own mask is revealed by nobody.
 
 A client reveals one secret of each neighbour, once, and only of a set of answers that its noise
-counts on (``Secure.least``). Keys are new for each question, masks serve once, and a client that
-masked words in a round announces no other keys for it (``client_app``): the difference of two sums
-over other clients would be what one of them sent.
+counts on (``Secure.threshold``). Keys are new for each question, masks serve once, and a client
+that masked words in a round announces no other keys for it (``client_app``): the difference of two
+sums over other clients would be what one of them sent.
 
 **What is hidden.** As long as fewer than ``threshold`` of those around each client collude with the
 server, it learns no secret of an honest client but the one that is revealed; then the words of the
@@ -111,31 +111,31 @@ def graph(keys: Mapping[int, bytes], sums: Secure, whole: bool = False) -> Graph
     Raises:
         MaskingError: for keys of too few clients, or of more than were to be asked.
     """
-    if not sums.least <= len(keys) <= sums.asked:
+    if not sums.threshold <= len(keys) <= sums.asked:
         raise MaskingError("keys of a cohort that was not to be asked")
     told = b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
 
     def place(client: int) -> bytes:
         return hashlib.sha256(told + client.to_bytes(8, "big")).digest()
 
-    degree = len(keys) - 1 if whole else _degree(len(keys), sums.least, sums.colluders)
+    degree = len(keys) - 1 if whole else _degree(len(keys), sums.threshold, sums.colluders)
     half = (degree + 1) // 2
     threshold = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
     return Graph(tuple(sorted(keys, key=place)), degree, threshold)
 
 
 @lru_cache(maxsize=64)
-def _degree(count: int, least: int, colluders: int) -> int:
+def _degree(count: int, threshold: int, colluders: int) -> int:
     """The least even degree that keeps the graph whole and colluders few in each neighbourhood,
     each but for probability ``_RARE``; all others, if there are too few for that.
 
-    Of ``count`` clients that announced keys ``count - least`` may be silent from then on and
+    Of ``count`` clients that announced keys ``count - threshold`` may be silent from then on and
     ``colluders`` collude, whoever announced none; one colluder more is allowed for, since what that
     would cost is printed. A run of half the degree of these begins at a given place with at most
     (their share)^half, drawn without replacement; there are ``count`` places.
     """
     colluders += 1
-    bad = count - least + colluders
+    bad = count - threshold + colluders
     for degree in range(2, count - 1, 2):
         run = (math.comb(bad, degree // 2) / math.comb(count, degree // 2)) * count
         caught = count * float(hypergeom.sf(degree // 2, count - 1, colluders, degree))
@@ -230,7 +230,7 @@ class Masker:
             raise MaskingError("nothing was masked, or asked twice")
         if heard & unheard or self.me not in heard:
             raise MaskingError("not two lists of one cohort")
-        if len(heard) < self.sums.least or not heard | unheard <= set(self._keys):
+        if len(heard) < self.sums.threshold or not heard | unheard <= set(self._keys):
             raise MaskingError("too few answers")
         if not set(self._held) <= heard | unheard:
             raise MaskingError("a neighbour is on neither list")

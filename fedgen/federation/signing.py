@@ -61,14 +61,14 @@ def _print_of(point: bytes) -> str:
 
 def signers_needed(sums: Secure) -> int:
     """How many signatures under one pair of lists rule another pair out."""
-    return max(sums.least, (sums.asked + sums.colluders) // 2 + 1)
+    return max(sums.threshold, (sums.asked + sums.colluders) // 2 + 1)
 
 
 def announcement(
     context: bytes, client: int, sums: Secure, keys: bytes, about: bytes = b""
 ) -> bytes:
     """What a client signs when it announces keys. ``about``: what it was asked to take part in."""
-    numbers = (client, sums.asked, sums.least, sums.colluders)
+    numbers = (client, sums.asked, sums.threshold, sums.colluders)
     told = (number.to_bytes(8, "big") for number in numbers)
     return _text(b"keys", context, about, *told, keys)
 

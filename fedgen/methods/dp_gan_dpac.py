@@ -53,7 +53,7 @@ class DualPurposeClassifier:
     critic_share: beta, the critic's share of an answer.
     fake_steps, real_steps: n_f and n_r; without one of them it has one purpose.
     sequential: fakes first, then real rows; otherwise both in each step, max(n_f, n_r) times.
-    anew: whether it starts from fresh weights in each turn.
+    reset: whether it starts from fresh weights in each turn.
     adam: learning rate and betas.
     """
 
@@ -63,7 +63,7 @@ class DualPurposeClassifier:
     fake_steps: int
     real_steps: int
     sequential: bool
-    anew: bool
+    reset: bool
     adam: tuple[float, tuple[float, float]]
     gradient_penalty: float
     classes: int
@@ -91,7 +91,7 @@ class DualPurposeClassifier:
         """A turn: see the top of this file."""
         if round_ < self.begins:
             return None
-        if state is None or self.anew:
+        if state is None or self.reset:
             seeds = [coins.public("classifier", critic) for critic in critics]
             fresh = stack([initial(self.classifier, seed) for seed in seeds])
             weights = {name: value.to(self.device) for name, value in fresh.items()}
@@ -141,7 +141,7 @@ def dual_purpose_classifier(
     fake_steps: NonNegativeInt,
     real_steps: NonNegativeInt,
     sequential: bool,
-    anew: bool,
+    reset: bool,
     learning_rate: float,
     betas: Betas,
     gradient_penalty: NonNegative,
@@ -169,7 +169,7 @@ def dual_purpose_classifier(
         fake_steps,
         real_steps,
         sequential,
-        anew,
+        reset,
         (learning_rate, (betas[0], betas[1])),
         gradient_penalty,
         classes,

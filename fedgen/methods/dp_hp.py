@@ -3,7 +3,7 @@ have the same (Vinaroz, Charusaie, Harder, Adamczewski, Park, "Hermite Polynomia
 Private Data Generation", ICML 2022).
 
     phi_c(x)  of a pixel x, c = 0, 1, ...: sum over c of phi_c(x) phi_c(y) = exp(-(x - y)^2 / (2 l))
-              (Mehler's formula; ``length`` is l, the square of the kernel's length)
+              (Mehler's formula; ``kernel_length`` is l, the square of the kernel's length)
     Phi       sum kernel: phi_c(x_d) of each pixel d, up to ``order``, over sqrt(pixels)
     Psi       product kernel: phi_c(x_i) phi_c'(x_j), up to ``pair_order``, of some pairs of pixels
               i, j that are drawn in public
@@ -66,7 +66,7 @@ class Hermite:
     order: int
     pair_order: int
     pairs: int
-    length: float
+    kernel_length: float
     sum_share: float
     sum_weight: float
     pixels: int
@@ -75,7 +75,7 @@ class Hermite:
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
         """phi for Phi, and for one pixel of Psi: each at most 1 long."""
-        both = (hermite(order, self.length) for order in (self.order, self.pair_order))
+        both = (hermite(order, self.kernel_length) for order in (self.order, self.pair_order))
         scaled = [table / self._norm(table) for table in both]
         return scaled[0].float().to(self.device), scaled[1].float().to(self.device)
 
@@ -102,7 +102,10 @@ class Hermite:
     @cached_property
     def weights(self) -> Tensor:
         """What undoes the scales, and then weighs the two kernels."""
-        norms = [self._norm(hermite(order, self.length)) for order in (self.order, self.pair_order)]
+        norms = [
+            self._norm(hermite(order, self.kernel_length))
+            for order in (self.order, self.pair_order)
+        ]
         of_sum = math.sqrt(self.sum_weight) * norms[0] / math.sqrt(self.sum_share)
         found = torch.full((self.count,), of_sum)
         found[self.pixels * (self.order + 1) :] = norms[1] ** 2 / math.sqrt(1 - self.sum_share)
@@ -171,7 +174,7 @@ def dp_hp(
     order: int,
     pair_order: int,
     pairs: int,
-    length: float,
+    kernel_length: float,
     sum_share: float,
     sum_weight: float,
     rows: int,
@@ -187,7 +190,7 @@ def dp_hp(
         noise_multiplier: noise std over the norm 1 of a row's features; None: no noise.
         order: of the sum kernel's polynomials. pair_order: of the product kernel's; pairs: of
             pixels, that it is of.
-        length: the kernel's length, squared, for pixels in [0, 1]; a public number.
+        kernel_length: the kernel's length, squared, for pixels in [0, 1]; a public number.
         sum_share: of a row's squared length, the sum kernel's. sum_weight: gamma.
         rows: a public number near that of all clients' rows; each divides by its equal share.
         fakes_per_label: of each label in a step.
@@ -202,7 +205,9 @@ def dp_hp(
         raise FedgenError("method.sum_share", problem, "take one between 0 and 1")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     pixels = math.prod(facts.shape)
-    features = Hermite(order, pair_order, pairs, length, sum_share, sum_weight, pixels, device)
+    features = Hermite(
+        order, pair_order, pairs, kernel_length, sum_share, sum_weight, pixels, device
+    )
     sums = Sums(facts, noise_multiplier, rows)
     asked = embedding(sums, features, facts.classes, lambda _, images: images, _AT_ONCE)
     sequence = SumSequence((asked,), device)
@@ -212,7 +217,7 @@ def dp_hp(
         server.program,
         sequence.plan("none", None, ("RDP of one Gaussian", "DP-HP (2022), as one release")),
         facts.clients,
-        lambda: [_worst_case(sequence, facts.shape, hermite(order, length))],
+        lambda: [_worst_case(sequence, facts.shape, hermite(order, kernel_length))],
     )
 
 

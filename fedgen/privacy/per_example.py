@@ -304,14 +304,16 @@ class _Product:
         x = self.x()  # once: for convolutions it is made anew
         return (self.y @ x.transpose(2, 3)).flatten(1), _norms(x) * _norms(self.y)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether an example's own gradient is smaller than what it is made of."""
+        groups, q, positions = self.y.shape[1:]
+        return positions * groups > 1 and positions * (self.width + q) >= self.width * q
+
     def squares(self) -> Tensor:
         """Each example's squared norm (n,), with what may cancel (see ``_cancelling``)."""
-        q, positions = self.y.shape[2:]
-        if positions == 1 == self.y.shape[1]:
+        if self.y.shape[1] * self.y.shape[3] == 1:
             return (_norms(self.x()) * _norms(self.y)).square()
-        if positions * (self.width + q) >= self.width * q:
-            gradients, lengths = self.measured()
-            return _squares(gradients) + _cancelling(lengths)
         x, y = self.gram(), self.y.transpose(2, 3) @ self.y
         from_x, from_y = (each.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for each in (x, y))
         found = (x * y).double().sum((1, 2, 3))
@@ -378,15 +380,15 @@ _Plain = _Product | _Small | _Table
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """A weight's use by copies of each example: the sum of their gradients (n, weights), and of
-    their lengths (n,). It is kept, since it is smaller than what it is made of."""
+class _Kept:
+    """A weight's use by each example, or by its copies: the sum of their gradients (n, weights),
+    and of their lengths (n,). It is kept where it is smaller than what it is made of."""
 
     gradients: Tensor
     lengths: Tensor
 
     @classmethod
-    def of(cls, use: _Plain, copies: int) -> _Copied:
+    def of(cls, use: _Plain, copies: int) -> _Kept:
         """From that by all copies, one after the other."""
         gradients, lengths = use.measured()
         whole = gradients.view(-1, copies, gradients.shape[1]).sum(1)
@@ -402,10 +404,11 @@ class _Copied:
 
     def summed(self, factors: Tensor) -> Tensor:
         """The sum over examples, each scaled."""
-        return _scaled(self.gradients, factors).sum(0)
+        used = factors != 0  # zero times infinity is not zero
+        return factors[used].to(self.gradients) @ self.gradients[used]
 
 
-_Use = _Plain | _Copied
+_Use = _Plain | _Kept
 
 
 def _scaled(rows: Tensor, factors: Tensor) -> Tensor:
@@ -676,7 +679,8 @@ def _forward_and_back(
         found = _KNOWN[type(layer)](layer, multiplied(given), multiplied(back))
         for part, name in layers[layer].items():
             use = found[part]
-            uses[name].append(_Copied.of(use, copies) if copies > 1 else use)
+            kept = copies > 1 or (isinstance(use, _Product) and use.is_large)
+            uses[name].append(_Kept.of(use, copies) if kept else use)
     return uses
 
 

@@ -9,10 +9,10 @@
 An aggregation adds up what a cohort of clients sent. A mechanism (``mechanisms.py``) bounds each
 contribution and states the sensitivity of their sum.
 
-**Secure sums.** Of n clients that are asked, ``least`` answer or nothing is opened, and t collude
-with the server: h = least - t shares of noise are in the sum for certain, and nobody who looks at
-it knows them. For noise of std s in the sum each client adds N(0, s^2 / h) to its contribution and
-rounds to a multiple of g; the sum is known modulo 2^32 g.
+**Secure sums.** Of n clients that are asked, ``threshold`` answer or nothing is opened, and t
+collude with the server: h = threshold - t shares of noise are in the sum for certain, and nobody
+who looks at it knows them. For noise of std s in the sum each client adds N(0, s^2 / h) to its
+contribution and rounds to a multiple of g; the sum is known modulo 2^32 g.
 
 Claim: given who answered, what the server and the t learn is post-processing of
 X + N(0, s^2), X the sum of the honest contributions, but for a term below e^-10^4.
@@ -120,12 +120,12 @@ class Local:
 class Secure:
     """Each of the ``asked`` clients adds a share of the noise; see the module.
 
-    least: answers without which nothing is opened. colluders: clients that tell the server what
+    threshold: answers without which nothing is opened. colluders: clients that tell the server what
         they added.
     """
 
     asked: int
-    least: int
+    threshold: int
     colluders: int
     leaves, adds_up = Share, True
     arrive_as = (torch.int32,)
@@ -133,12 +133,12 @@ class Secure:
     @property
     def opens_one(self) -> bool:
         """Whether the same answers, sent again, can come to no other sum than the first time."""
-        return self.least == self.asked
+        return self.threshold == self.asked
 
     @property
     def honest(self) -> int:
         """h: shares that are in the sum for certain, and that nobody who sees it knows."""
-        return self.least - self.colluders
+        return self.threshold - self.colluders
 
     def share_std(self, std: float) -> float:
         """Of each client's noise, if the sum is to have ``std`` at least."""

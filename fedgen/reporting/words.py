@@ -132,8 +132,9 @@ def sums(record: dict[str, Any]) -> list[str]:
     )
     return [
         "## Who made the noise\n\n"
-        f"The {found['asked']} clients together: each added a share, and at least {found['least']} "
-        "shares are in every sum. The server learned sums alone, who answered, and when.\n\n"
+        f"The {found['asked']} clients together: each added a share, and at least "
+        f"{found['threshold']} shares are in every sum. The server learned sums "
+        "alone, who answered, and when.\n\n"
         f"- The bound holds if at most {found['colluders']} clients tell others what they added"
         + (f"; {more}" if more else "")
         + ". A client that reads what is published, knowing its own share, counts as one.\n"

@@ -161,7 +161,7 @@ def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
 
 SHARES = [
     *("partition=iid", "partition.clients=4", "privacy.adversary=server"),
-    *("privacy.aggregation=secure", "privacy.least=4", "privacy.colluders=1"),
+    *("privacy.aggregation=secure", "privacy.threshold=4", "privacy.colluders=1"),
     *("method.cohort=4", "method.draws=clients"),
 ]
 

@@ -23,7 +23,7 @@ from fedgen.deployment.flower_link import link_at
 from fedgen.federation import messages
 from fedgen.federation.client_app import REFUSED
 
-SECURE = ["privacy.aggregation=secure", "privacy.least=all", "privacy.target_epsilon=5"]
+SECURE = ["privacy.aggregation=secure", "privacy.threshold=all", "privacy.target_epsilon=5"]
 pytestmark = pytest.mark.slow
 
 

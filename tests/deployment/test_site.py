@@ -95,11 +95,11 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
         ([], {"methods": ("mixture",)}, "method dp_merf_small is not allowed"),
         ([], {"units": ("client",)}, "about a record"),
         ([], {"aggregations": ("local",)}, "aggregation=secure is not allowed"),
-        ([], {"least": 3}, "rest on 2 answers"),
+        ([], {"threshold": 3}, "rest on 2 answers"),
         ([], {"colluders": 1}, "0 clients are counted"),
         (["runtime.masks=false"], {}, "shows each answer"),
         (["data.classes=9"], {}, "about 9 labels"),
-        (["partition.clients=2", "privacy.least=2"], {"least": 3}, "rest on 2"),
+        (["partition.clients=2", "privacy.threshold=2"], {"threshold": 3}, "rest on 2"),
     ],
 )
 def test_what_is_not_allowed_is_refused(

@@ -147,7 +147,7 @@ def test_it_is_what_the_log_says(sites: tuple[Deployment, Proxy], tmp_path: Path
     """A sequence of sums under masks, and a run that its policy refuses."""
     here, proxy = sites
     words = ["method=mixture_small", *tiny("mixture_small"), "privacy.aggregation=secure"]
-    secret = ["privacy.noise=secure", "privacy.least=all"]
+    secret = ["privacy.noise=secure", "privacy.threshold=all"]
     allowed = [*words, *secret, "privacy.target_epsilon=5", f"run_dir={tmp_path / 'run'}"]
     refused = [*words, *secret, "privacy.target_epsilon=6", f"run_dir={tmp_path / 'refused'}"]
     assert cli.run(here.asked(*allowed)) == 0

@@ -46,8 +46,8 @@ def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
         assert "failed" in str(reason)
 
 
-def summing(noise: float = 0.5, least: int = 7, colluders: int = 0) -> Method:
-    known = {"aggregating": "secure", "least": least, "colluders": colluders}
+def summing(noise: float = 0.5, threshold: int = 7, colluders: int = 0) -> Method:
+    known = {"aggregating": "secure", "threshold": threshold, "colluders": colluders}
     facts = PublicFacts(10, None, 10, (1, 8, 8), **known)  # type: ignore[arg-type]
     return gs_wgan(facts, noise, **{**SETTINGS, "routing": "mean", "batch": 1})
 
@@ -93,10 +93,10 @@ def test_noise_of_clients_without_a_bound_is_not_relied_on() -> None:
     have the noise of five shares of seven; and without any left, no bound."""
     state = RunState({}, rounds=1, rows=Counter(dict.fromkeys(range(10), 1)))
     privacy = Privacy(1e-5, "secure", 0.5, Budget(1, 1, 0.0))
-    for least, lost, left in ((7, 2, 5), (7, 7, 0)):
+    for threshold, lost, left in ((7, 2, 5), (7, 7, 0)):
         failed = {c: Account(1, 0, {NonPrivateDpEvent(): 1}) for c in range(lost)}
-        record = Accounts(summing(0.5, least), privacy, 10, failed).record(state, None)
-        expected = gaussian_epsilon(1 / (0.5 * math.sqrt(left / least)), 1e-5) if left else None
+        record = Accounts(summing(0.5, threshold), privacy, 10, failed).record(state, None)
+        expected = gaussian_epsilon(1 / (0.5 * math.sqrt(left / threshold)), 1e-5) if left else None
         found = record["views"]["server"]["epsilon"]
         assert found == (expected and pytest.approx(expected))
         assert record["clients"]["9"]["server"] == found

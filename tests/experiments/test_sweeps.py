@@ -12,7 +12,8 @@ from tiny import tiny
 import configs
 from fedgen import cli
 from fedgen.experiments.building import build
-from fedgen.experiments.configuration import combinations, compose
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.overrides import combinations
 from fedgen.method import PublicFacts
 
 SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))

@@ -72,8 +72,8 @@ class Played:
 def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObject) -> None:
     """Whoever drops out, and when: the exact sum, if as many answer as the noise counts on and
     enough of them help; else it is refused."""
-    least = data.draw(st.integers(asked // 2 + 1, asked))
-    sums = Secure(asked, least, data.draw(st.integers(0, least - 1)))
+    threshold = data.draw(st.integers(asked // 2 + 1, asked))
+    sums = Secure(asked, threshold, data.draw(st.integers(0, threshold - 1)))
     drops = [data.draw(st.sampled_from(["", "shares", "words", "reveal"])) for _ in range(asked)]
     gone = tuple([c for c, d in enumerate(drops) if d == s] for s in ("shares", "words", "reveal"))
     answering = sum(d in ("", "reveal") for d in drops)
@@ -82,9 +82,9 @@ def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObjec
         assert played.right()
     except MaskingError:
         threshold = max(asked // 2, sums.colluders) + 1
-        assert answering < least or answering - len(gone[2]) < threshold
+        assert answering < threshold or answering - len(gone[2]) < threshold
     else:
-        assert answering >= least
+        assert answering >= threshold
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1])
@@ -105,13 +105,13 @@ def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
     assert all(c in net.around(o) for c in range(0, 400, 37) for o in net.around(c))
 
 
-@pytest.mark.parametrize(("asked", "least", "colluders"), [(200, 134, 0), (1000, 667, 50)])
+@pytest.mark.parametrize(("asked", "threshold", "colluders"), [(200, 134, 0), (1000, 667, 50)])
 def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
-    asked: int, least: int, colluders: int
+    asked: int, threshold: int, colluders: int
 ) -> None:
     """Recomputed by logarithms of binomials, and by exact tails."""
-    degree = masking._degree(asked, least, colluders)
-    bad, half = asked - least + colluders + 1, degree // 2
+    degree = masking._degree(asked, threshold, colluders)
+    bad, half = asked - threshold + colluders + 1, degree // 2
 
     def choose(n: int, k: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
@@ -129,16 +129,16 @@ def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
 
 
 @pytest.mark.parametrize(
-    ("asked", "least", "colluders"),
+    ("asked", "threshold", "colluders"),
     [(300, 200, 100), (500, 334, 150), (1000, 667, 200), (1000, 600, 50), (10, 8, 4), (10, 9, 5)],
 )
 def test_however_few_announce_keys_colluders_are_below_the_threshold(
-    asked: int, least: int, colluders: int
+    asked: int, threshold: int, colluders: int
 ) -> None:
     """The honest may stay away, and the colluders all be there: in no neighbourhood, but for 2^-60,
     are there as many as the threshold."""
-    sums = Secure(asked, least, colluders)
-    for count in {least, (least + asked) // 2, asked}:
+    sums = Secure(asked, threshold, colluders)
+    for count in {threshold, (threshold + asked) // 2, asked}:
         net = graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
         if net.degree == count - 1:
             assert net.threshold > colluders

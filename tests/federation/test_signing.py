@@ -161,11 +161,11 @@ def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientHome]) ->
 def test_two_lists_would_need_an_honest_client_that_signed_both(
     asked: int, data: st.DataObject
 ) -> None:
-    least = data.draw(st.integers(asked // 2 + 1, asked))
-    colluders = data.draw(st.integers(0, least - 1))
-    needed = signers_needed(Secure(asked, least, colluders))
+    threshold = data.draw(st.integers(asked // 2 + 1, asked))
+    colluders = data.draw(st.integers(0, threshold - 1))
+    needed = signers_needed(Secure(asked, threshold, colluders))
     honest = asked - colluders
-    assert needed >= least
+    assert needed >= threshold
     assert 2 * (needed - colluders) > honest
 
 

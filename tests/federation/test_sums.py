@@ -107,7 +107,7 @@ def test_all_rows_together_are_one_clients_sum() -> None:
             10,
             (1, 8, 8),
             aggregating=kind,
-            least=clients,  # type: ignore[arg-type]
+            threshold=clients,  # type: ignore[arg-type]
         )
         return dpgan(
             facts,
@@ -295,7 +295,7 @@ def test_a_client_without_rows_learns_and_contributes_nothing() -> None:
 
 def test_dropouts_under_masks_do_not_end_a_run(train: Train) -> None:
     """At each stage of the protocol; the noise counts on four of five."""
-    words = ["runtime.masks=true", "runtime.min_success=0.8", "privacy.least=4", "rounds=8"]
+    words = ["runtime.masks=true", "runtime.min_success=0.8", "privacy.threshold=4", "rounds=8"]
     faults = ["runtime.faults.returns_error=0.01", "runtime.faults.nan=0.01", "seed=5"]
     run = train(*DPGAN, *words, *faults)
     failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
@@ -348,10 +348,10 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
     ("words", "key", "said"),
     [
         (["method=dpgan_small", "privacy.aggregation=secure"], "privacy.aggregation", "one"),
-        ([*DPGAN, "privacy.least=2"], "privacy.least", "2 of 5"),
-        ([*DPGAN, "privacy.least=6"], "privacy.least", "6 of 5"),
-        ([*DPGAN, "privacy.least=most"], "privacy.least", "whole number"),
-        ([*DPGAN, "privacy.colluders=4"], "privacy.least", "4 colluders"),
+        ([*DPGAN, "privacy.threshold=2"], "privacy.threshold", "2 of 5"),
+        ([*DPGAN, "privacy.threshold=6"], "privacy.threshold", "6 of 5"),
+        ([*DPGAN, "privacy.threshold=most"], "privacy.threshold", "whole number"),
+        ([*DPGAN, "privacy.colluders=4"], "privacy.threshold", "4 colluders"),
         ([*DPGAN, "privacy.colluders=-1"], "privacy.colluders", "whole number"),
         ([*DPGAN, "privacy.aggregation=maybe"], "privacy.aggregation", "local or secure"),
         ([*DPGAN, "runtime.min_success=0.5"], "runtime.min_success", "2.5 of 5"),

@@ -24,7 +24,7 @@ PURPOSES = {
     "fake_steps": 2,
     "real_steps": 3,
     "sequential": True,
-    "anew": True,
+    "reset": True,
     "learning_rate": 1e-2,
     "betas": (0.5, 0.9),
     "gradient_penalty": 10.0,
@@ -72,11 +72,11 @@ def test_contradictions_are_refused(key: str, changed: dict) -> None:
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-@pytest.mark.parametrize("anew", [True, False])
-def test_two_turns_are_algorithm_1(sequential: bool, anew: bool) -> None:
+@pytest.mark.parametrize("reset", [True, False])
+def test_two_turns_are_algorithm_1(sequential: bool, reset: bool) -> None:
     """Against plain autograd and torch's Adam, for a critic on its own."""
     companion = dual_purpose_classifier(
-        **{**PURPOSES, "sequential": sequential, "anew": anew},
+        **{**PURPOSES, "sequential": sequential, "reset": reset},
         classes=10,
         shape=(1, 8, 8),
         device="cpu",
@@ -92,7 +92,7 @@ def test_two_turns_are_algorithm_1(sequential: bool, anew: bool) -> None:
             return labels[..., None, None, None] / 10 * torch.ones(1, 8, 8)
 
         state = companion.train(state, range(7, 8), 4, lambda _: (images, labels), fake, turn, here)
-        if net is None or anew:
+        if net is None or reset:
             net = dcgan.Classifier(10, (1, 8, 8), 3)
             net.load_state_dict(initial(net, here.public("classifier", 7)))
             adam = torch.optim.Adam(net.parameters(), 1e-2, (0.5, 0.9))
@@ -159,9 +159,9 @@ def test_before_it_begins_it_is_gs_wgan() -> None:
     assert any(name.startswith("companions") for name in trained(late, 3))
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_replacing_a_row_changes_one_classifier(anew: bool) -> None:
-    method = dpac(changed={"anew": anew})
+@pytest.mark.parametrize("reset", [True, False])
+def test_replacing_a_row_changes_one_classifier(reset: bool) -> None:
+    method = dpac(changed={"reset": reset})
     row = method.client.train.__self__.subsets(range(1, 2), SHARD, COINS)[0][0, 0]
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
     images[row], labels[row] = 255 - images[row], (labels[row] + 1) % 10

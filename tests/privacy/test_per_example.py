@@ -468,21 +468,25 @@ def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(
         assert float((first - second).norm()) <= 1
 
 
-def test_positions_that_cancel_move_a_sum_by_at_most_the_clip() -> None:
+class Weighted(nn.Module):
+    """A linear layer over positions, and factors for what it says at each."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(side, side, bias=False)
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return (self.layer(x) * by).sum((1, 2))
+
+
+# of a small layer each example's gradient is kept, of a large one positions are multiplied
+@pytest.mark.parametrize("side", [8, 256])
+def test_positions_that_cancel_move_a_sum_by_at_most_the_clip(side: int) -> None:
     """A linear layer over 64 positions: one row's products are a million times the others'. Beside
     what the row gives the sum moves by what double precision proves: single leaves a hundred times
     as much."""
-
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8, bias=False)
-
-        def forward(self, x: Tensor, by: Tensor) -> Tensor:
-            return (self.layer(x) * by).sum((1, 2))
-
     torch.manual_seed(0)
-    module, x, by = Weighted(), torch.rand(64, 64, 8), torch.ones(64, 64, 8)
+    module, x, by = Weighted(side), torch.rand(64, 64, side), torch.ones(64, 64, side)
     for size in (2.0**10, 2.0**20, 2.0**40):
         x[40], by[40, :32], by[40, 32:] = 1, size, -size
         others = torch.arange(64) != 40
@@ -495,3 +499,22 @@ def test_positions_that_cancel_move_a_sum_by_at_most_the_clip() -> None:
             )
             assert float((first - second).norm()) <= 1
             assert float((first - second - alone).norm()) < proven
+
+
+@pytest.mark.parametrize("side", [8, 256])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_cancels_counts_as_a_part_of_its_products(side: int, copies: int) -> None:
+    """At least 2^-8.5 of their absolute values: the others' rounding is a part of these, and is
+    scaled as they are."""
+    module, x, by = Weighted(side), torch.ones(2, 64, side), torch.ones(2, 64, side)
+    by[:, 32:] = -1
+    found = clipped_sum(
+        module,
+        weights_of(module),
+        (x, by),
+        lambda out: out,
+        1.0,
+        precision="float64",
+        copies=copies,
+    )
+    assert (found.norms >= 2**-8.5 * 64 * side * (1 - 1e-6)).all()

@@ -65,21 +65,21 @@ def share(
 
 
 @pytest.mark.parametrize("kind", ["client", "not drawn", "sum", "joint", "rows"])
-@pytest.mark.parametrize(("asked", "least", "colluders"), [(5, 4, 1), (3, 3, 0), (2, 2, 1)])
+@pytest.mark.parametrize(("asked", "threshold", "colluders"), [(5, 4, 1), (3, 3, 0), (2, 2, 1)])
 def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
-    kind: str, asked: int, least: int, colluders: int
+    kind: str, asked: int, threshold: int, colluders: int
 ) -> None:
     """The variance of h shares is within the chi-squared interval of level 1e-6, also of clients
     that contribute nothing; a share less, or a share of all n or of the square root, is outside."""
-    meeting = Secure(asked, least, colluders)
+    meeting = Secure(asked, threshold, colluders)
     words, mechanism = zip(
-        *(share(kind, meeting, client) for client in range(least - colluders)), strict=True
+        *(share(kind, meeting, client) for client in range(threshold - colluders)), strict=True
     )
     noise = total_of(mechanism[0])(list(words), 0, COINS).numpy()
     statistic = float((noise**2).sum()) / mechanism[0].std ** 2
     low, high = stats.chi2.interval(1 - 1e-6, noise.size)
     assert low < statistic < high
-    for wrong in ((least - colluders - 1) / meeting.honest, meeting.honest / asked):
+    for wrong in ((threshold - colluders - 1) / meeting.honest, meeting.honest / asked):
         assert wrong == 1 or not low < statistic * wrong < high
 
 
@@ -193,7 +193,7 @@ def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "least", "colluders", "said"),
+    ("clients", "threshold", "colluders", "said"),
     [
         (1, None, 0, "several clients send, and there is one"),
         (10, 5, 0, "5 of 10 answers"),
@@ -202,10 +202,10 @@ def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
     ],
 )
 def test_secure_sums_that_cannot_be_are_refused(
-    clients: int, least: int | None, colluders: int, said: str
+    clients: int, threshold: int | None, colluders: int, said: str
 ) -> None:
     facts = PublicFacts(
-        clients, None, 10, (1, 8, 8), aggregating="secure", least=least, colluders=colluders
+        clients, None, 10, (1, 8, 8), aggregating="secure", threshold=threshold, colluders=colluders
     )
     with pytest.raises(FedgenError, match=said):
         facts.aggregation(clients)
@@ -215,7 +215,7 @@ def test_two_thirds_of_those_asked_are_counted_on_by_default() -> None:
     facts = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", colluders=2)
     assert facts.aggregation(10) == Secure(10, 7, 2)
     assert Secure(10, 7, 2).honest == 5
-    whole = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", least="all")
+    whole = PublicFacts(10, None, 10, (1, 8, 8), aggregating="secure", threshold="all")
     assert whole.aggregation(10) == Secure(10, 10, 0)
 
 

@@ -1,0 +1,131 @@
+"""The words of a command line: Hydra's grammar, sweeps in it, and its errors in one line."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from fedgen import factories
+from fedgen.errors import FedgenError
+
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
+
+
+def key_of(word: str) -> str:
+    """``KEY=VALUE``'s key."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def group_folders() -> dict[str, Path]:
+    """The folder of each group: of fedgen's, or of an extension's own."""
+    places = [place for place in reversed(factories.places()) if place.is_dir()]
+    return {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
+
+
+def check_groups(overrides: list[str]) -> None:
+    """Raises FedgenError for an option of a group that is no word."""
+    folders = group_folders()
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for word, each in zip(overrides, parsed, strict=True):
+        group = folders.get(each.key_or_group)
+        value = each.value()
+        left_out = each.is_delete() and value is None
+        if group and not left_out and not isinstance(value, str | QuotedString | dict):
+            known = sorted(path.stem for path in group.glob("*.yaml"))
+            problem = f"cannot be {word.partition('=')[2]}"
+            raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")
+
+
+def in_grammar(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)  # 1.0 is 1: the same run as by the command line
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{in_grammar(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(in_grammar(each) for each in value) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"'{quoted}'"
+
+
+def combinations(overrides: list[str]) -> list[list[str]]:
+    """Every combination of comma-separated values, as Hydra's own sweeps write them, and of the
+    axes of ``sweep=NAME``."""
+    sweeps = [word.partition("=")[2] for word in overrides if key_of(word) == "sweep"]
+    base, axes = _axes(sweeps[-1]) if sweeps else ([], [])
+    overrides = [word for word in overrides if key_of(word) != "sweep"]
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        options = [
+            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+            if each.is_sweep_override()
+            else [word]
+            for each, word in zip(parsed, overrides, strict=True)
+        ]
+    except HydraException as error:
+        raise in_one_line(error) from error
+    return [
+        [*base, *itertools.chain(*(words.split() for words in point)), *batch]
+        for point in itertools.product(*axes)
+        for batch in itertools.product(*options)
+    ]
+
+
+def _axes(name: str) -> tuple[list[str], list[list[str]]]:
+    """A sweep's words for all of its runs, and its axes: alternatives, of one or more words."""
+    found = OmegaConf.to_container(OmegaConf.load(named("sweep", name)))
+    assert isinstance(found, dict)
+    return found["base"], found["axes"]
+
+
+def named(folder: str, name: str) -> Path:
+    """The file of a sweep or a matrix.
+
+    Raises:
+        FedgenError: if there is none of this name.
+    """
+    there = [place / folder for place in factories.places()]
+    files = {path.stem: path for place in there for path in place.glob("*.yaml")}
+    if name not in files:
+        near = difflib.get_close_matches(name, files, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise FedgenError(
+            folder, f"there is no {name!r}", f"{hint}choose {', '.join(sorted(files))}"
+        )
+    return files[name]
+
+
+def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
+    """Hydra's error as key, problem, remedy. ``known``: the keys of the chosen groups."""
+    text = str(error)
+    option = re.search(r"Could not find '([\w/]+)/([^'/]+)'", text)
+    if option:
+        options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+        near = difflib.get_close_matches(option[2], options, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        remedy = f"{hint}choose {', '.join(options)}; yours: FEDGEN_EXTENSIONS=PACKAGE"
+        return FedgenError(option[1], f"there is no {option[2]!r}", remedy)
+    key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
+    if key:
+        wrong = key[1] or key[2]
+        others = [each for each in known() if each != wrong]
+        near = difflib.get_close_matches(wrong, others, 1)
+        remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
+        return FedgenError(wrong, "is no setting", remedy)
+    return FedgenError("override", text.splitlines()[0], "see fedgen --help")
