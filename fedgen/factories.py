@@ -71,7 +71,7 @@ def places() -> list[Path]:
 
 def may_call(name: object) -> bool:
     """Whether a configuration may name this."""
-    return name in own() or is_outside(name)
+    return isinstance(name, str) and (name in own() or is_outside(name))
 
 
 def is_outside(name: object) -> bool:

@@ -213,7 +213,8 @@ def _as_it_was() -> Iterator[None]:
     exact = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        yield
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(exact, warn_only=warns)

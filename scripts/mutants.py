@@ -722,6 +722,20 @@ MUTANTS = [
         f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
     ),
     Mutant(
+        "pieces-are-clipped-as-examples",
+        PER_EXAMPLE,
+        "if not len(given[0]) == len(out) == count:",
+        "if False:",
+        f"{PER_EXAMPLE_TESTS}::test_examples_that_are_not_apart_are_refused",
+    ),
+    Mutant(
+        "examples-are-not-tried-apart",
+        PER_EXAMPLE,
+        "if not torch.allclose(together, alone[:count], rtol=1e-2, atol=1e-4, equal_nan=True):",
+        "if False:",
+        f"{PER_EXAMPLE_TESTS}::test_examples_that_are_not_apart_are_refused",
+    ),
+    Mutant(
         "positions-that-cancel-are-not-looked-at",
         PER_EXAMPLE,
         "return found + _cancelling((from_x * from_y).sqrt())",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from PIL import Image
 from tiny import TINY, Train, tiny
@@ -58,13 +60,26 @@ MISTAKES = [
     ("runtime.threads", ["runtime.threads=100000"], "whole number"),
     ("evaluation.samples", ["evaluation=quick", "evaluation.samples=0"], "from 1 to"),
     ("evaluation.seeds", ["evaluation=quick", "evaluation.seeds=0"], "from 1 to"),
-    ("data.size", ["data=folder", "data.path=x", "data.size=-3"], "at least 8"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=-3"], "must lie in 8"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=100000"], "must lie in 8"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=32px"], "whole number or null"),
+    ("data.path", ["data=folder", "data.path=2024"], "write ./2024"),
+    ("data.path", ["data=folder", "data.path=[a,5]"], "must be a text"),
+    ("data.path", ["data=folder", "data.path=[a"], "quote it"),
+    ("data.path", ["data=folder", "data.path=a,b"], "has several values"),
+    ("data.root", ["data.root=[1,2]"], "must be a text"),
     ("method.routing", ["method.routing=per_row"], "per_sample"),
     ("privacy.delta", ["privacy.delta=1"], "between 0 and 1"),
     ("privacy.delta", ["privacy.delta=1.5"], "between 0 and 1"),
     ("privacy.delta", ["privacy.delta=0"], "between 0 and 1"),
     ("privacy.delta", ["privacy.delta=-1e-5"], "between 0 and 1"),
-    ("privacy.target_epsilon", ["privacy.target_epsilon=-1"], "must be positive"),
+    ("privacy.target_epsilon", ["privacy.target_epsilon=-1"], "must lie in"),
+    ("privacy.noise_multiplier", ["privacy.noise_multiplier=1e-320"], "must lie in"),
+    ("privacy.aggregation", ["privacy.aggregation=???"], "is not given"),
+    ("privacy.aggregation", ["privacy.aggregation=${nothing}"], "not found"),
+    ("runtime.threads", ["runtime.threads=${nothing}"], "not found"),
+    ("config.method._target_", ["method._target_=[1,2]"], "is not fedgen's"),
+    ("evaluation.inception_weights", ["evaluation.inception_weights=[1]"], "must be a text"),
     ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),
     (
         "privacy.target_epsilon",
@@ -136,6 +151,60 @@ def test_a_mistake_is_one_line(
     assert line.startswith(f"fedgen: {key}: "), line
     assert words in line, line
     assert not place.exists(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "run_dir=5"], "run_dir"),
+        (["train", "resume=5"], "resume"),
+        (["sample", "run=5", "out=a.npz"], "run"),
+        (["sample", "run=null", "out=a.npz"], "run"),
+        (["sample", "run=a", "out=5"], "out"),
+        (["report", "runs=a", "out=null"], "out"),
+        (["evaluate", "samples=5"], "samples"),
+        (["release", "run=a", "out=5"], "out"),
+        (["release", "run=a", "out=a.zip", "budget_epsilon=much"], "budget_epsilon"),
+        (["benchmark", "run_dir=5"], "run_dir"),
+        (["new", "method", "name=abc", "out=5"], "out"),
+        (["new", "method", "name=torch"], "name"),
+        (["sample", "run='a\0b'", "out=a.npz"], "run"),
+        (["train", "method=${"], "method"),
+    ],
+    ids=" ".join,
+)
+def test_other_kinds_of_values_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], key: str
+) -> None:
+    assert cli.run(words) == 2
+    assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+@given(st.text(st.characters(exclude_characters="\0[]{},'\"$\\", exclude_categories=["C", "Z"])))
+def test_a_name_is_read_as_it_is_typed(name: str) -> None:
+    """But for what has a meaning in Hydra's grammar, and what is a number or a switch."""
+    name = f"a/{name}"
+    assert compose("config", ["data=folder", f"data.path={name}"]).data.path == name
+    both = compose("config", ["data=folder", f"data.path=[{name.replace(':', '')},b]"]).data.path
+    assert list(both) == [name.replace(":", ""), "b"]
+
+
+@pytest.mark.parametrize("change", ["is left out", "???"])
+@pytest.mark.parametrize("key", ["runtime.timeout", "runtime._target_", "privacy.delta", "rounds"])
+def test_settings_of_a_run_are_whole(
+    train: Train, capsys: pytest.CaptureFixture[str], key: str, change: str
+) -> None:
+    run = train()
+    config = OmegaConf.load(run / "config.yaml")
+    group, _, name = key.rpartition(".")
+    part = OmegaConf.select(config, group) if group else config
+    if change == "???":
+        part[name] = change
+    else:
+        del part[name]
+    OmegaConf.save(config, run / "config.yaml")
+    assert cli.run(["train", f"resume={run}", "rounds=9"]) == 2
+    assert one_line(capsys).startswith("fedgen: resume: ")
 
 
 def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,10 +73,21 @@ def test_without_a_bound_epsilon_is_infinite(tmp_path: Path) -> None:
 
 def test_what_is_the_callers_stays(tmp_path: Path) -> None:
     torch.set_num_threads(2)
-    torch.manual_seed(5)
     state, before = torch.get_rng_state(), signal.getsignal(signal.SIGINT)
     known = {"evaluation": "none", "runtime.threads": 1, "method": "central_images_small"}
-    fedgen.train(known, run_dir=tmp_path / "run").samples(3)
+    found = []
+    for call in (
+        lambda: None,
+        lambda: fedgen.train(known, run_dir=tmp_path / "run").samples(3),
+        lambda: fedgen.load(tmp_path / "run").samples(3),
+        lambda: fedgen.account(known),
+    ):
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        call()
+        found.append(torch.rand(3).tolist())
+        torch.set_rng_state(state)
+    assert found == found[:1] * 4
     try:
         assert torch.get_num_threads() == 2
         assert (torch.get_rng_state() == state).all()

@@ -46,6 +46,7 @@ from fedgen.errors import FedgenError
 from fedgen.files import digest
 
 _MOST_PIXELS = 2**26  # of an image
+_LARGEST = 1024  # side that images are resized to
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 _GREY = ("1", "L", "LA", "I", "I;16", "F")
 _SHOWN = 20  # files that one line names
@@ -163,6 +164,9 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
+    if len({place.resolve() for place in places}) < len(places):
+        problem = "names one folder twice, and an image would be two records"
+        raise FedgenError("data.path", problem, "name each once")
     homes = places if len(places) > 1 else _clients(places[0])
     split = [_is_split(home) for home in homes]
     if len(set(split)) > 1:
@@ -209,8 +213,8 @@ def _is_test(record: Record, coins: Coins) -> bool:
 
 def check_conversion(size: int | None, channels: int | None) -> None:
     """Raises FedgenError for a size or a number of channels that images cannot be made to have."""
-    if size is not None and size < 8:
-        raise FedgenError("data.size", f"must be at least 8, got {size}", "e.g. 32")
+    if size is not None and not 8 <= size <= _LARGEST:
+        raise FedgenError("data.size", f"must lie in 8..{_LARGEST}, got {size}", "e.g. 32")
     if channels not in (None, 1, 3):
         problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
         raise FedgenError("data.channels", problem, "or null, to leave images as they are")

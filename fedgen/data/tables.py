@@ -67,7 +67,9 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
     columns = set(rows[0])
     if lacking := {"path", "label"} - columns:
         problem = f"{table} has no column {' and no column '.join(sorted(lacking))}"
-        raise FedgenError("data.path", problem, "name its columns in the first line")
+        first = ", ".join(repr(each[:_LONG]) for each in list(rows[0])[:_SHOWN])
+        remedy = f"name its columns, with commas between them, in the first line, which has {first}"
+        raise FedgenError("data.path", problem, remedy)
     clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
     persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
     if named is None:
@@ -167,7 +169,7 @@ def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
         remedy = 'pip install "fedgen[hugging_face]", or save it as CSV'
         raise FedgenError("data.path", f"{table} needs pyarrow", remedy) from error
     with table.open("rb") as opened:
-        file = parquet.ParquetFile(opened)
+        file = parquet.ParquetFile(opened, pre_buffer=False)
         parts = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
         size = sum(part.total_byte_size for part in parts)
         if size > _MOST_BYTES or file.metadata.num_rows > _MOST_ROWS:
@@ -175,7 +177,7 @@ def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
         names = file.schema_arrow.names
         if len(set(names)) < len(names):
             return names, [{}]  # said by whoever reads these
-        found = file.read()
+        found = file.read(use_threads=False)  # its threads may outlive what ends this process
     texts = {
         name: ["" if v is None else str(v) for v in column.to_pylist()]
         for name, column in zip(found.column_names, found.columns, strict=True)

@@ -175,8 +175,8 @@ def check_audit(chosen: DictConfig) -> None:
         problem = f"must be at least 0.9 and below 1, got {chosen.confidence:g}"
         raise FedgenError("audit.confidence", problem, "e.g. 0.95")
     noise = chosen.noise_multiplier
-    if noise is not None and not 0 < noise <= validation.MOST:
-        problem = f"must be positive and at most {validation.MOST:g}, got {noise:g}"
+    if noise is not None and not validation.LEAST <= noise <= validation.MOST:
+        problem = f"must lie in {validation.LEAST:g}..{validation.MOST:g}, got {noise:g}"
         raise FedgenError("audit.noise_multiplier", problem, "e.g. 1")
 
 

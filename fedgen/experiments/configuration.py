@@ -21,8 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.kinds import check_kinds
-from fedgen.experiments.overrides import check_groups, group_folders, in_one_line, key_of, named
+from fedgen.experiments.kinds import check_kinds, check_whole
+from fedgen.experiments.overrides import (
+    check_groups,
+    group_folders,
+    in_one_line,
+    key_of,
+    named,
+    readable,
+)
 
 _NO_GROUPS = {"account": ("published",), "benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
@@ -49,7 +56,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     plain = [word for word in overrides if key_of(word) in _NO_GROUPS.get(name, ())]
     texts = [word for word in overrides if name == "report" and word.startswith("about.")]
     apart = {*plain, *texts}
-    overrides = [*_of_extensions(), *(word for word in overrides if word not in apart)]
+    overrides = readable([*_of_extensions(), *(word for word in overrides if word not in apart)])
     try:
         check_groups(overrides)
         default, config, groups = _settled(name, overrides)
@@ -59,6 +66,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     with open_dict(config):
         for word in plain:
             config.merge_with_dotlist([word])
+        check_whole(config)
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if OmegaConf.select(config, "runtime.threads") == "auto":
             # the same wherever several clients run: bits, and coins, depend on it
@@ -78,14 +86,6 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         words = [w for w in overrides if w != "runtime=auto"]
         asked = [w for w in words if key_of(w) not in own and not w.startswith("logger.")]
         _check_resume(config, asked)  # auto: as it was
-    try:
-        OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        problem = str(error).splitlines()[0]
-        raise FedgenError(error.full_key or "override", problem, "correct it") from error
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
     check_kinds(config, default)
     if OmegaConf.select(config, "resume") is not None and "rounds" not in map(key_of, overrides):
         config.rounds = None  # as it was

@@ -61,7 +61,10 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "protect replaced records do not (rename the files for these)"
         )
     if found.shows_persons and _at_several_clients(found):
-        said.append("somebody has images at several clients: ε per person holds for each alone")
+        said.append(
+            "somebody has images at several clients, whom no client could protect alone: with "
+            "privacy.unit=person take partition=single"
+        )
     if found.persons is None:
         said.append("ε is about single images: several of one person are not one record")
     return said

@@ -8,10 +8,11 @@ against it: here a word may stand for a number of a method's.
 from __future__ import annotations
 
 import typing
-from types import NoneType
+from types import UnionType
 from typing import Any, Literal, TypedDict
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fedgen.errors import FedgenError
 
@@ -43,6 +44,24 @@ class Audit(TypedDict):
     noise_multiplier: float | None
 
 
+class Data(TypedDict):
+    """Of ``configs/data/``."""
+
+    root: str | None
+    path: str | list[str] | None
+    classes: int | None
+    size: int | None
+    channels: int | None
+    public_rows: int | None
+
+
+class Evaluation(TypedDict):
+    """Of ``configs/evaluation/``."""
+
+    inception_weights: str | None
+    jobs: int | None
+
+
 class ByFunction:
     """Settings whose types the functions declare that they are for."""
 
@@ -53,11 +72,43 @@ class Settings(TypedDict):
     device: Literal["auto", "cpu", "cuda"]
     method: ByFunction
     warm_up: ByFunction
+    data: Data
     privacy: Privacy
     runtime: Runtime
+    evaluation: Evaluation
     audit: Audit
+    budget_epsilon: float | None
+    run_dir: str | None
+    resume: str | None
+    start: str | None
+    run: str | None
+    runs: str | list[str]
+    samples: str | None
+    out: str
+    home: str
+    superlink: str | None
+    accept: str | None
+    ca: str
+    key: str
+    policy: str
+    host: str
+    name: str | None
     output: Literal["words", "json"]
     audience: Literal["server", "public"]
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def check_whole(config: DictConfig) -> None:
+    """Raises FedgenError where a value follows from another that there is not, or is not given."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        problem = str(error).splitlines()[0]
+        raise FedgenError(error.full_key or "override", problem, "correct it") from error
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
 
 
 def check_kinds(
@@ -72,10 +123,22 @@ def check_kinds(
     types = typing.get_type_hints(declared) if declared and not by_function else {}
     for key in default:
         taken_over = (OmegaConf.is_interpolation(each, str(key)) for each in (default, config))
-        if OmegaConf.is_missing(default, key) or all(taken_over):
+        kind = types.get(str(key), ByFunction)
+        is_told = not isinstance(kind, type) or kind in _PLAIN
+        asked = OmegaConf.is_missing(default, key)
+        if (asked and not is_told) or all(taken_over):
             continue  # what is taken over from elsewhere is held there
-        new, old, name = config.get(key), default[key], f"{prefix}{key!s}"
+        name = f"{prefix}{key!s}"
+        if key not in config or OmegaConf.is_missing(config, key):
+            raise FedgenError(name, "is missing", "restore it")
+        new, old = config[key], None if asked else default[key]
+        if asked and new is None:
+            raise FedgenError(name, "is not given", f"add {name}=...")
+        if isinstance(new, str) and "\0" in new:
+            raise FedgenError(name, "has a zero byte in it", "leave it out")
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+            if "_target_" in old and "_target_" not in new:
+                raise FedgenError(f"{name}._target_", "is missing", "restore it")
             if new.get("_target_") == old.get("_target_"):  # else with settings of its own
                 inside = declared if by_function else types.get(str(key))
                 check_kinds(new, old, inside, f"{name}.")
@@ -83,8 +146,8 @@ def check_kinds(
             raise FedgenError(name, f"cannot be {new!r}", "override the settings inside of it")
         elif isinstance(new, int) and abs(new) >= 2**63 and name != "seed":
             raise FedgenError(name, f"cannot be {new}", "lower it")
-        elif key in types:
-            _check_declared(name, new, types[str(key)])
+        elif is_told:
+            _check_declared(name, new, kind)
         elif by_function and _is_number(old) and isinstance(new, str):
             continue  # the function says which words
         else:
@@ -92,22 +155,34 @@ def check_kinds(
 
 
 def _check_declared(name: str, value: Any, declared: Any) -> None:
-    """A type is one of words, or a union of such, numbers, switches and None."""
-    kinds = typing.get_args(declared) if typing.get_origin(declared) is not Literal else (declared,)
-    words = [word for each in kinds for word in typing.get_args(each)]
-    if bool in kinds:
-        words = ["true", "false", *words]
-    fits = (
-        (isinstance(value, str) and value in words)
-        or (isinstance(value, bool) and bool in kinds)
-        or (value is None and NoneType in kinds)
-        or (_is_number(value) and float in kinds)
-    )
-    if fits:
+    """A type is one of words, or a union of such, numbers, switches, texts and None."""
+    several = typing.get_origin(declared) in (typing.Union, UnionType)
+    kinds = typing.get_args(declared) if several else (declared,)
+    words = [word for each in kinds for word in typing.get_args(each) if isinstance(word, str)]
+    if any(_is(value, each) for each in kinds):
         return
     if words:
+        words = ["true", "false", *words] if bool in kinds else words
         raise FedgenError(name, f"cannot be {value!r}", f"choose {' or '.join(words)}")
-    raise FedgenError(name, f"must be a number or null, got {value!r}", "e.g. 10")
+    if str in kinds:
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        remedy = f"write ./{value}" if plain else "give a name"
+        raise FedgenError(name, f"must be a text, got {value!r}", remedy)
+    kind = "a number" if float in kinds else "a whole number"
+    raise FedgenError(name, f"must be {kind} or null, got {value!r}", "e.g. 10")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value of a configuration is of a kind."""
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, ListConfig) and all(isinstance(each, str) for each in value)
+    if kind is float:
+        return _is_number(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def _check_like(name: str, new: Any, old: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 from importlib import resources
@@ -31,7 +32,8 @@ def new(config: DictConfig) -> str:
         problem = f"{name!r} is no name of a Python package"
         raise FedgenError("name", problem, "take small letters, digits and _")
     known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
-    if name in known or name in ("fedgen", "strategies", "configs", "tests"):
+    hidden = importlib.util.find_spec(name) is not None and not Path(config.out, name).exists()
+    if name in known or hidden or name == "tests":
         raise FedgenError("name", f"{name!r} is taken", "choose another")
     out = Path(config.out).expanduser()
     wanted = {out / place.format(name=name): source for source, place in _FILES.items()}

@@ -17,12 +17,43 @@ from omegaconf import OmegaConf
 from fedgen import factories
 from fedgen.errors import FedgenError
 
+_SHOWN = 200  # letters of a value, in an error
+_FOREIGN = re.compile(r"[^\[\]{},:'\"$\x00-\x20]*[^\x00-\x7f][^\[\]{},:'\"$]*")
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
 
 def key_of(word: str) -> str:
     """``KEY=VALUE``'s key."""
     return word.partition("=")[0].lstrip("+~")
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """Words in Hydra's grammar. It reads no letters beyond ASCII, no parentheses and no second
+    ``=`` outside of quotes: names with these (``data.path=Hündin``) are quoted here.
+
+    Raises:
+        FedgenError: for one that it cannot read in quotes either.
+    """
+    parser = OverridesParser.create()
+
+    def is_read(word: str) -> bool:
+        try:
+            parser.parse_overrides([word])
+        except HydraException:
+            return False
+        return True
+
+    def quoted(word: str) -> str:
+        key, _, value = word.partition("=")
+        text = f"{key}={in_grammar(value)}"
+        if set(value) & set("[]{},'\"$"):  # more than a name: those inside of it
+            text = f"{key}={_FOREIGN.sub(lambda name: in_grammar(name[0]), value)}"
+        if not is_read(text):
+            remedy = f"""quote it: {key}="'...'" """.strip()
+            raise FedgenError(key_of(word), f"cannot be read: {value[:_SHOWN]}", remedy)
+        return text
+
+    return [word if is_read(word) else quoted(word) for word in words]
 
 
 def group_folders() -> dict[str, Path]:
@@ -69,7 +100,7 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     axes of ``sweep=NAME``."""
     sweeps = [word.partition("=")[2] for word in overrides if key_of(word) == "sweep"]
     base, axes = _axes(sweeps[-1]) if sweeps else ([], [])
-    overrides = [word for word in overrides if key_of(word) != "sweep"]
+    overrides = readable([word for word in overrides if key_of(word) != "sweep"])
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         options = [
@@ -128,4 +159,9 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
         near = difflib.get_close_matches(wrong, others, 1)
         remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
         return FedgenError(wrong, "is no setting", remedy)
-    return FedgenError("override", text.splitlines()[0], "see fedgen --help")
+    several = re.search(r"Ambiguous value for argument '([^=]+)=", text)
+    if several:
+        remedy = "-m runs each; a list is in brackets: [a,b]; a text in quotes"
+        return FedgenError(several[1], "has several values", remedy)
+    [problem, *_] = text.splitlines() or ["cannot be read"]
+    return FedgenError("override", problem, "see fedgen --help")

@@ -17,7 +17,7 @@ from fedgen.federation.fault_rates import Faults
 from fedgen.privacy.budget import check_delta
 from fedgen.privacy.events import Unit
 
-MOST = 1e9  # of an epsilon, of a noise multiplier
+LEAST, MOST = 1e-9, 1e9  # of an epsilon, of a noise multiplier
 _MOST_OF_A_PERSON = 50  # more take minutes to account
 _LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 
@@ -69,10 +69,9 @@ def check(config: DictConfig) -> None:
         "privacy.budget_epsilon",
     ):
         value = OmegaConf.select(config, key)
-        if value is not None and not 0 < value <= MOST:
-            raise FedgenError(
-                key, f"must be positive and at most {MOST:g}, got {value:g}", "e.g. 10, or null"
-            )
+        if value is not None and not LEAST <= value <= MOST:
+            problem = f"must lie in {LEAST:g}..{MOST:g}, got {value:g}"
+            raise FedgenError(key, problem, "e.g. 10, or null")
     if config.start is not None and config.privacy.target_epsilon is not None:
         raise FedgenError(
             "start",
@@ -96,8 +95,8 @@ def _check_warm_up(config: DictConfig) -> None:
     for name in ("rounds", "batch"):
         _whole(config, f"warm_up.{name}", 1, 10**9)
     noise = chosen.noise_multiplier
-    if not 0 < noise <= MOST:
-        problem = f"must be positive and at most {MOST:g}, got {noise:g}"
+    if not LEAST <= noise <= MOST:
+        problem = f"must lie in {LEAST:g}..{MOST:g}, got {noise:g}"
         raise FedgenError("warm_up.noise_multiplier", problem, "e.g. 2")
     check_parameters("warm_up.method", chosen.method)
 

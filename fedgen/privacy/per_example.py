@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ _ROUNDING = 1 - 8e-6
 # and of sums more (see ``clipped_sum``)
 _OF_SUMS = 1 - 2.0**-10
 _CANCELS = 2.0**-17  # 64 times the rounding of a product in single precision
+_OF_EMBEDDINGS = ("max_norm", "padding_idx", "scale_grad_by_freq")  # options that are not known
+_KEEPS_APART: WeakSet[nn.Module] = WeakSet()  # modules that were tried
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -150,10 +153,14 @@ def clipped_sum(
             Dockhorn, Cao, Vahdat, Kreis 2023): a product of K times as many positions.
 
     Raises:
-        FedgenError: for a module that mixes examples, has a layer of a kind that is not known here,
-            or changes activations in place.
+        FedgenError: for a module that mixes examples, or whose layers see other than one row for
+            each; that has a layer of a kind that is not known here, or changes activations in
+            place.
     """
     layers = _layers(module)
+    if module not in _KEEPS_APART:
+        _check_apart(module, layers, weights, inputs)
+        _KEEPS_APART.add(module)
     total = _nothing(weights)
     norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
     at_once = copies * (at_once or examples_at_once(inputs[0].device.type))
@@ -628,7 +635,8 @@ def _layers(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
         plain = getattr(layer, "padding_mode", "zeros") == "zeros" and not isinstance(
             getattr(layer, "padding", 0), str
         )
-        if type(layer) not in _KNOWN or not plain or getattr(layer, "max_norm", None) is not None:
+        plain &= all(getattr(layer, option, None) in (None, False) for option in _OF_EMBEDDINGS)
+        if type(layer) not in _KNOWN or not plain:
             raise FedgenError(
                 place or "model",
                 f"there is no clipped sum for this {type(layer).__name__}",
@@ -636,6 +644,54 @@ def _layers(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
             )
         found[layer] = {part: names[id(weight)] for part, weight in own.items()}
     return found
+
+
+def _check_apart(
+    module: nn.Module,
+    layers: dict[nn.Module, dict[str, str]],
+    weights: Weights,
+    inputs: tuple[Tensor, ...],
+) -> None:
+    """Raises FedgenError unless three examples and two come out as each of them alone, with one row
+    for each in all layers. They are random, and so are the weights: nothing private decides. What
+    mixes examples too little to show beside rounding, or seldom, is not found."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def like(given: Tensor, count: int) -> Tensor:
+        size = (count, *given.shape[1:])
+        if not given.is_floating_point():
+            return torch.zeros(size, dtype=given.dtype, device=given.device)
+        return torch.randn(size, generator=drawn).to(given)
+
+    some = tuple(like(each, 3) for each in inputs)
+    tried = {
+        name: (torch.randn(each.shape, generator=drawn) / max(each[0].numel(), 1) ** 0.5).to(each)
+        if each.dim() > 1
+        else torch.ones_like(each)
+        for name, each in weights.items()
+    }
+
+    def out(rows: slice) -> Tensor:
+        """Of these examples, by a pass that counts rows."""
+        few = tuple(each[rows] for each in some)
+        found: list[Tensor] = []
+
+        def losses(outputs: Tensor) -> Tensor:
+            found.append(outputs.detach())
+            return outputs.reshape(len(outputs), -1).sum(1)
+
+        _forward_and_back(module, tried, few, losses, layers, "float32", 1)
+        return found[0]
+
+    alone = torch.cat([out(slice(row, row + 1)) for row in range(3)])
+    for count in (2, 3):
+        together = out(slice(0, count))
+        if not torch.allclose(together, alone[:count], rtol=1e-2, atol=1e-4, equal_nan=True):
+            raise FedgenError(
+                "model",
+                "mixes examples: what it says of one depends on those beside it",
+                "leave out what is computed over a batch",
+            )
 
 
 def _forward_and_back(
@@ -650,7 +706,14 @@ def _forward_and_back(
     """Each weight's uses by these examples."""
     seen: list[tuple[nn.Module, Tensor, Tensor, int]] = []
 
+    count = len(inputs[0])
+
     def look(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if not given:
+            raise FedgenError("model", "gives a layer its input by name", "give it by position")
+        if not len(given[0]) == len(out) == count:
+            problem = f"has a layer see {len(given[0])} rows of {count} examples"
+            raise FedgenError("model", problem, "keep examples in the first dimension")
         # weights ask for no gradient, so a first layer's output has no history: it starts here
         out = out if out.requires_grad else out.requires_grad_()
         seen.append((layer, given[0].detach(), out, out._version))
@@ -658,20 +721,16 @@ def _forward_and_back(
 
     handles = [layer.register_forward_hook(look) for layer in layers]
     try:
-        with torch.enable_grad(), _computing_in(precision, inputs[0].device.type):
+        with _unchanged(), torch.enable_grad(), _computing_in(precision, inputs[0].device.type):
             fixed = {name: value.detach() for name, value in weights.items()}
             outputs = functional_call(module, fixed, tuple(each.detach() for each in inputs))
             whole = losses(_single(outputs)).sum() / copies
-    except RuntimeError as error:
-        if "in-place" in str(error):
-            raise _in_place() from error
-        raise
     finally:
         for handle in handles:
             handle.remove()
     if any(out._version != version for _, _, out, version in seen):
         raise _in_place()
-    with _computing_in(precision, inputs[0].device.type):
+    with _unchanged(), _computing_in(precision, inputs[0].device.type):
         backs = torch.autograd.grad(whole, [out for _, _, out, _ in seen], materialize_grads=True)
     uses: dict[str, list[_Use]] = defaultdict(list)
     multiplied = _double if precision == "float64" else _single
@@ -704,6 +763,17 @@ def _computing_in(precision: Precision, device: str) -> Iterator[None]:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def _unchanged() -> Iterator[None]:
+    """Raises FedgenError where torch finds an activation changed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "in-place" in str(error) or "inplace" in str(error):
+            raise _in_place() from error
+        raise
 
 
 def _in_place() -> FedgenError:

@@ -81,6 +81,13 @@ def hospitals(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+def test_a_folder_is_named_once(hospitals: Path) -> None:
+    """Each of its images would be two records, of which a noise hides one."""
+    place = hospitals / "north"
+    with pytest.raises(FedgenError, match="names one folder twice"):
+        read([str(place), str(place / ".." / "north")])
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_clients_are_folders(hospitals: Path, several: bool) -> None:
     """In one, or as several paths, also of one name."""

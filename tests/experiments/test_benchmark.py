@@ -221,7 +221,7 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
         (["seeds=[]"], "seeds", "must be a list"),
         (["seeds=[1,1]"], "seeds", "different values"),
         (["jobs=0"], "jobs", "from 1 to"),
-        (["epsilons=[-1]"], "privacy.target_epsilon", "positive"),
+        (["epsilons=[-1]"], "privacy.target_epsilon", "must lie"),
         (["data=[mnits]"], "data", "did you mean mnist"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
         ([], ["out=a.tar"], "out: a.tar is no .zip"),
         ([], ["out=nowhere/a.zip"], "out: nowhere/a.zip cannot be written"),
         ([], ["run=no"], "run: no is not a run directory"),
-        ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must be positive"),
+        ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must lie"),
     ],
 )
 def test_mistakes(

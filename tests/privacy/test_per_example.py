@@ -350,11 +350,47 @@ def test_what_cancels_does_not_make_an_example_shorter() -> None:
         (nn.LSTM(3, 4), "no clipped sum for this LSTM"),
         (nn.Conv2d(1, 1, 3, padding_mode="circular"), "no clipped sum"),
         (nn.Embedding(3, 2, max_norm=1.0), "no clipped sum"),
+        (nn.Embedding(3, 2, padding_idx=2), "no clipped sum"),
+        (nn.Embedding(3, 2, scale_grad_by_freq=True), "no clipped sum"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(module: nn.Module, words: str) -> None:
     with pytest.raises(FedgenError, match=words):
         clipped_sum(module, weights_of(module), (torch.zeros(1, 1, 4, 4),), losses, 1.0)
+
+
+class Function(nn.Module):
+    """Any function of a layer and of examples (n, 4, 5)."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.function = layer, forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer, x)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize(
+    ("forward", "layer", "words"),
+    [
+        (lambda f, x: f(x.flatten(0, 1)).view(len(x), -1), nn.Linear(5, 2), "rows of"),
+        (lambda f, x: x[..., :2] * f(torch.arange(4)), nn.Embedding(4, 2), "rows of"),
+        (lambda f, x: f(x) * (1 + f(x).std(0).mean()), nn.Linear(5, 2), "mixes examples"),
+        (lambda f, x: f(x - x.mean(0)), nn.Linear(5, 2), "mixes examples"),
+        (lambda f, x: f(x.flip(0)), nn.Linear(5, 2), "mixes examples"),
+        (lambda f, x: f(input=x), nn.Linear(5, 2), "by name"),
+        (lambda f, x: torch.relu(h := f(x)).add_(h), nn.Linear(5, 2), "in place"),
+    ],
+)
+def test_examples_that_are_not_apart_are_refused(
+    forward: Callable[[nn.Module, Tensor], Tensor], layer: nn.Module, words: str, rows: int
+) -> None:
+    """However many there are: as many as positions, too. One row more would move a sum of such
+    pieces by several clip norms."""
+    module = Function(forward, layer)
+    with pytest.raises(FedgenError, match=words):
+        clipped_sum(module, weights_of(module), (torch.randn(rows, 4, 5),), losses, 1.0)
 
 
 @pytest.mark.parametrize("before", [0, 1])
