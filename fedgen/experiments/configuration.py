@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.kinds import check_kinds, check_whole
+from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME, check_kinds, check_whole
 from fedgen.experiments.overrides import (
     check_groups,
     group_folders,
@@ -33,9 +33,6 @@ from fedgen.experiments.overrides import (
 
 _NO_GROUPS = {"account": ("published",), "benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
-
-SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults")
-"""Settings of the runtime group that a run's bits and its privacy depend on."""
 
 
 _NO_KEY = object()

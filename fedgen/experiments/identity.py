@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import device
-from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME, check_restored
+from fedgen.experiments.configuration import check_restored
+from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.settings import Setup, in_short
 from fedgen.federation import checkpoint
 from fedgen.federation.client_app import LEDGER

@@ -38,6 +38,10 @@ class Runtime(TypedDict):
     masks: bool | Literal["auto"]
 
 
+SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults")
+"""Settings of the runtime group that a run's bits and its privacy depend on."""
+
+
 class Audit(TypedDict):
     """Of ``configs/audit.yaml``."""
 

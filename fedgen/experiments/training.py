@@ -32,7 +32,6 @@ from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
-from fedgen.experiments.configuration import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import describe, draw_samples, judged_samples
@@ -46,6 +45,7 @@ from fedgen.experiments.identity import (
     opened,
 )
 from fedgen.experiments.interrupt import Interrupt
+from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.settings import Setup, label_names
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
