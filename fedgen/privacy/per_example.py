@@ -1,4 +1,4 @@
-"""Sums of clipped per-example gradients, without per-example gradients in memory.
+"""Sums of clipped per-example gradients, for the price of a plain gradient and of norms.
 
 For a module whose examples do not mix, the gradient of one example's loss with respect to a layer's
 weight is a product of what went into the layer and of the gradient of what came out of it:
@@ -8,7 +8,8 @@ weight is a product of what went into the layer and of the gradient of what came
    a layer has few ("ghost norm", Li, Tramer, Liang, Hashimoto 2022), from the example's own weight
    gradient where that is smaller (the choice of Bu, Mao, Xu 2022);
 3. what came back is scaled by each example's clipping factor, and one weight gradient for the whole
-   batch is the clipped sum ("book-keeping", Bu, Wang, Zha, Karypis 2023).
+   batch is the clipped sum ("book-keeping", Bu, Wang, Zha, Karypis 2023); where examples' own
+   gradients were made for their norms, the sum is of these.
 
 So a clipped step costs a plain one and the norms. What goes in and what comes back are in single
 precision, or rounded to a lower one: norms and sums are of the same rounded tensors, and the bound
