@@ -722,6 +722,14 @@ MUTANTS = [
         f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
     ),
     Mutant(
+        "who-was-not-asked-yet-has-a-bound",
+        ACCOUNTS,
+        "some = len(found) < len(spends) and NonPrivateDpEvent() not in self.planned(1)",
+        "some = len(found) < len(spends)",
+        "tests/contracts/test_methods.py"
+        "::test_without_privacy_there_is_none_while_clients_were_not_asked",
+    ),
+    Mutant(
         "pieces-are-clipped-as-examples",
         PER_EXAMPLE,
         "if not len(given[0]) == len(out) == count:",

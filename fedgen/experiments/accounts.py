@@ -113,13 +113,14 @@ class Accounts:
             self._planned[rows] = canonical(self.method.plan.server(rows)) if rows else {}
         return self._planned[rows]
 
-    @staticmethod
-    def without_bound(spends: Mapping[int, Spend]) -> frozenset[int]:
+    def without_bound(self, spends: Mapping[int, Spend]) -> frozenset[int]:
         """The clients of some that spent what has no bound, where others did not: a computation
         over their rows failed, or what they sent was not of the plan. The bound of others against
-        the server rests on their own noise alone, and stays."""
+        the server rests on their own noise alone, and stays. Where the plan itself has no bound
+        there are none: who was not asked yet has one by chance alone."""
         found = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
-        return frozenset(found if len(found) < len(spends) else ())
+        some = len(found) < len(spends) and NonPrivateDpEvent() not in self.planned(1)
+        return frozenset(found if some else ())
 
     def costs(self, state: RunState) -> dict[int, Spend]:
         """What each client's spend costs it. In a secure sum the noise of clients ``without_bound``

@@ -145,6 +145,17 @@ def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
     assert "no bound" in (run / "public" / "PRIVACY.md").read_text()
 
 
+def test_without_privacy_there_is_none_while_clients_were_not_asked(train: Train) -> None:
+    """Neither for those, whom the next round may ask."""
+    words = ["method=fedavg_gan", *PARTITIONS["several"], "method.draws=clients", "rounds=1"]
+    run = train(*words, "method.cohort=1", "privacy=none")
+    privacy = record(run, "privacy")
+    found = [client["server"] for client in privacy["clients"].values()]
+    assert None in found and 0.0 in found
+    assert [view["epsilon"] for view in privacy["views"].values()] == [None, None]
+    assert not privacy["without_bound"], "no client failed"
+
+
 @pytest.mark.parametrize(
     ("method", "kind"),
     [

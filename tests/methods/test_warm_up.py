@@ -110,7 +110,7 @@ def test_networks_learn_before_they_ask() -> None:
     ("more", "said"),
     [
         (["warm_up.rounds=0"], "warm_up.rounds: must be a whole number"),
-        (["warm_up.noise_multiplier=0"], "warm_up.noise_multiplier: must be positive"),
+        (["warm_up.noise_multiplier=0"], "warm_up.noise_multiplier: must lie in"),
         (["warm_up.method.sampling_rate=3"], "warm_up.method.sampling_rate: is a share"),
         (["warm_up.method.images=0"], "warm_up.method.images: must be positive"),
         (["rounds=5"], "rounds: 5 end before the 6"),
