@@ -147,7 +147,7 @@ def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
 
 def test_without_privacy_there_is_none_while_clients_were_not_asked(train: Train) -> None:
     """Neither for those, whom the next round may ask."""
-    words = ["method=fedavg_gan", *PARTITIONS["several"], "method.draws=clients", "rounds=1"]
+    words = ["method=fedavg_gan", *PARTITIONS["several"], "rounds=1"]
     run = train(*words, "method.cohort=1", "privacy=none")
     privacy = record(run, "privacy")
     found = [client["server"] for client in privacy["clients"].values()]
