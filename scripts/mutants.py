@@ -578,7 +578,7 @@ MUTANTS = [
         MASKING,
         "found = found - mask if other < client else found + mask",
         "found = found + mask if other < client else found - mask",
-        f"{MASKING_TESTS}::test_the_sum_of_those_who_answered_or_nothing",
+        f"{MASKING_TESTS}::test_a_hundred_clients_drop_out_at_each_stage[0.1]",
     ),
     Mutant(
         "one-mask-for-two-rounds",
