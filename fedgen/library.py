@@ -213,7 +213,9 @@ def _as_it_was() -> Iterator[None]:
     exact = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        # a device that nobody has used yet has no state to keep, and asking would begin it
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count() if begun else 0)):
             yield
     finally:
         torch.set_num_threads(threads)

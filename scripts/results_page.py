@@ -42,10 +42,12 @@ _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
 _HEAD = """# Measured runs
 
-Every line is a run, or one run by several seeds: `python scripts/results_page.py` writes this page.
-`docs/results/` has the figures of each, and the versions that made it. CNN and logistic regression:
-accuracy in percent of a classifier that learnt from samples alone. ε is at δ = 1e-5, against the
-server / for whoever gets the generator. Minutes are of one core beside other runs.
+Every line is a run, or one run by several seeds: `python scripts/results_page.py` writes this
+page. `docs/results/` has the figures of each, the versions that made it, and its date. Seeded
+coins follow from settings' names too, and three were renamed on 2026-11-26: a command repeats an
+earlier run with other draws. CNN and logistic regression: accuracy in percent of a classifier that
+learnt from samples alone. ε is at δ = 1e-5, against the server / for whoever gets the generator.
+Minutes are of one core beside other runs.
 
 ## Compared
 

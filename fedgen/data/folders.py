@@ -164,10 +164,10 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
-    if len({place.resolve() for place in places}) < len(places):
-        problem = "names one folder twice, and an image would be two records"
-        raise FedgenError("data.path", problem, "name each once")
     homes = places if len(places) > 1 else _clients(places[0])
+    if len({home.resolve() for home in homes}) < len(homes):
+        problem = "has one folder as two clients, and an image would be two records"
+        raise FedgenError("data.path", problem, "have each once")
     split = [_is_split(home) for home in homes]
     if len(set(split)) > 1:
         without = homes[split.index(False)]

@@ -280,7 +280,7 @@ class Accounts:
         if not isinstance(sums, Secure):
             return found
         own_alone = sums.honest - 1
-        # masks: as many as the threshold have the secrets of each client (``masking.Graph``)
+        # masks: as many as ``shamir`` have the secrets of each client (``masking.Graph``)
         one_more = own_alone if self.masks and sums.colluders >= sums.threshold // 2 else 1
         shares = {sums.colluders + 1: min(one_more + len(lost), own_alone)}
         shares[sums.asked - 1] = own_alone

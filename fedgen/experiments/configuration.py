@@ -34,7 +34,6 @@ from fedgen.experiments.overrides import (
 _NO_GROUPS = {"account": ("published",), "benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
-
 _NO_KEY = object()
 
 _override = ConfigLoaderImpl._apply_overrides_to_config

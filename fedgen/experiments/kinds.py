@@ -1,5 +1,5 @@
-"""What kind of value a setting takes: its default's; or, where that does not tell all, its type as
-it is declared here.
+"""Whether settings have values, and of which kind: the default's; or, where that does not tell all,
+the type that is declared here.
 
 What a method's own settings may be is declared by its function, and ``building.py`` holds them
 against it: here a word may stand for a number of a method's.
@@ -169,9 +169,8 @@ def _check_declared(name: str, value: Any, declared: Any) -> None:
         words = ["true", "false", *words] if bool in kinds else words
         raise FedgenError(name, f"cannot be {value!r}", f"choose {' or '.join(words)}")
     if str in kinds:
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
-        remedy = f"write ./{value}" if plain else "give a name"
-        raise FedgenError(name, f"must be a text, got {value!r}", remedy)
+        remedy = f"""quote it: {name}="'{value}'" """.strip() if _is_number(value) else "e.g. name"
+        raise FedgenError(name, f"must be text, got {value!r}", remedy)
     kind = "a number" if float in kinds else "a whole number"
     raise FedgenError(name, f"must be {kind} or null, got {value!r}", "e.g. 10")
 

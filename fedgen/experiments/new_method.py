@@ -32,10 +32,10 @@ def new(config: DictConfig) -> str:
         problem = f"{name!r} is no name of a Python package"
         raise FedgenError("name", problem, "take small letters, digits and _")
     known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
-    hidden = importlib.util.find_spec(name) is not None and not Path(config.out, name).exists()
+    out = Path(config.out).expanduser()
+    hidden = importlib.util.find_spec(name) is not None and not (out / name).exists()
     if name in known or hidden or name == "tests":
         raise FedgenError("name", f"{name!r} is taken", "choose another")
-    out = Path(config.out).expanduser()
     wanted = {out / place.format(name=name): source for source, place in _FILES.items()}
     for path in wanted:
         if path.exists():

@@ -18,13 +18,13 @@ counts on (``Secure.threshold``). Keys are new for each question, masks serve on
 that masked words in a round announces no other keys for it (``client_app``): the difference of two
 sums over other clients would be what one of them sent.
 
-**What is hidden.** As long as fewer than ``threshold`` of those around each client collude with the
+**What is hidden.** As long as fewer than ``shamir`` of those around each client collude with the
 server, it learns no secret of an honest client but the one that is revealed; then the words of the
 honest clients that answered are uniform, given the sum over each connected part of the graph
 between them (Bonawitz et al., lemma 6.1). The graph is complete where it is small. Else it is a
 ring of clients in an order that nobody chose (a digest of all keys), each the neighbour of the
 ``degree`` / 2 next ones on both sides: it is in two parts only if ``degree`` / 2 clients in a row
-are silent or colluding. The degree keeps that, and ``threshold`` colluders in one neighbourhood,
+are silent or colluding. The degree keeps that, and ``shamir`` colluders in one neighbourhood,
 below 2^-60 a round (``_degree``), as long as clients drop out and collude whoever their neighbours
 are.
 
@@ -87,13 +87,13 @@ class MaskingError(Exception):
 class Graph:
     """Who is whose neighbour, of the clients that announced keys.
 
-    order: all of them, in the order of the ring. degree: neighbours of each. threshold: shares that
+    order: all of them, in the order of the ring. degree: neighbours of each. shamir: shares that
     give a secret back.
     """
 
     order: tuple[int, ...]
     degree: int
-    threshold: int
+    shamir: int
 
     def around(self, client: int) -> list[int]:
         """The client and its neighbours, in the order that shares are dealt in."""
@@ -120,8 +120,8 @@ def graph(keys: Mapping[int, bytes], sums: Secure, whole: bool = False) -> Graph
 
     degree = len(keys) - 1 if whole else _degree(len(keys), sums.threshold, sums.colluders)
     half = (degree + 1) // 2
-    threshold = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
-    return Graph(tuple(sorted(keys, key=place)), degree, threshold)
+    shamir = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
+    return Graph(tuple(sorted(keys, key=place)), degree, shamir)
 
 
 @lru_cache(maxsize=64)
@@ -180,8 +180,8 @@ class Masker:
         if len(set(flat)) < len(flat) or any(len(pair) != KEY_BYTES for pair in keys.values()):
             raise MaskingError("one client twice")
         self._graph, self._keys = graph(keys, self.sums, self.whole), dict(keys)
-        around, threshold = self._graph.around(self.me), self._graph.threshold
-        of_key, of_seed = (_split(s, threshold, len(around)) for s in (self._mask_key, self._seed))
+        around, shamir = self._graph.around(self.me), self._graph.shamir
+        of_key, of_seed = (_split(s, shamir, len(around)) for s in (self._mask_key, self._seed))
         dealt = dict(zip(around, zip(of_key, of_seed, strict=True), strict=True))
         self._held[self.me] = dealt.pop(self.me)
         return {
@@ -203,7 +203,7 @@ class Masker:
         if self._graph is None or self._used:
             raise MaskingError("one vector for one set of keys")
         others = set(self._graph.around(self.me)) - {self.me}
-        if not set(sealed) <= others or len(sealed) + 1 < self._graph.threshold:
+        if not set(sealed) <= others or len(sealed) + 1 < self._graph.shamir:
             raise MaskingError("these are not shares of my neighbours")
         for other, text in sealed.items():
             try:
@@ -275,7 +275,7 @@ def unmasked(
             for place, helper in enumerate(around, 1)
             if client in told.get(helper, {})
         }
-        secret = _combine(shares, net.threshold)
+        secret = _combine(shares, net.shamir)
         if client in answered:
             found -= stream(secret, len(found))
             continue

@@ -313,7 +313,7 @@ class _Product:
         return (self.y @ x.transpose(2, 3)).flatten(1), _norms(x) * _norms(self.y)
 
     @property
-    def is_large(self) -> bool:
+    def gradient_is_smaller(self) -> bool:
         """Whether an example's own gradient is smaller than what it is made of."""
         groups, q, positions = self.y.shape[1:]
         return positions * groups > 1 and positions * (self.width + q) >= self.width * q
@@ -654,8 +654,9 @@ def _check_apart(
     inputs: tuple[Tensor, ...],
 ) -> None:
     """Raises FedgenError unless three examples and two come out as each of them alone, with one row
-    for each in all layers. They are random, and so are the weights: nothing private decides. What
-    mixes examples too little to show beside rounding, or seldom, is not found."""
+    for each in all layers. They are random, and so are the weights, by a public seed: nothing
+    private decides. What mixes examples too little to show beside rounding, or seldom, is not
+    found; what draws numbers of its own, as dropout does, cannot be told from it."""
     drawn = torch.Generator().manual_seed(0)
 
     def like(given: Tensor, count: int) -> Tensor:
@@ -690,8 +691,8 @@ def _check_apart(
         if not torch.allclose(together, alone[:count], rtol=1e-2, atol=1e-4, equal_nan=True):
             raise FedgenError(
                 "model",
-                "mixes examples: what it says of one depends on those beside it",
-                "leave out what is computed over a batch",
+                "mixes examples: what it says of one is not what it says of that one alone",
+                "leave out what is computed over a batch, and dropout",
             )
 
 
@@ -706,7 +707,6 @@ def _forward_and_back(
 ) -> dict[str, list[_Use]]:
     """Each weight's uses by these examples."""
     seen: list[tuple[nn.Module, Tensor, Tensor, int]] = []
-
     count = len(inputs[0])
 
     def look(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -739,7 +739,7 @@ def _forward_and_back(
         found = _KNOWN[type(layer)](layer, multiplied(given), multiplied(back))
         for part, name in layers[layer].items():
             use = found[part]
-            kept = copies > 1 or (isinstance(use, _Product) and use.is_large)
+            kept = copies > 1 or (isinstance(use, _Product) and use.gradient_is_smaller)
             uses[name].append(_Kept.of(use, copies) if kept else use)
     return uses
 

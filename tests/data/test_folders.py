@@ -84,8 +84,11 @@ def hospitals(tmp_path: Path) -> Path:
 def test_a_folder_is_named_once(hospitals: Path) -> None:
     """Each of its images would be two records, of which a noise hides one."""
     place = hospitals / "north"
-    with pytest.raises(FedgenError, match="names one folder twice"):
+    with pytest.raises(FedgenError, match="one folder as two clients"):
         read([str(place), str(place / ".." / "north")])
+    (hospitals / "west").symlink_to(place)
+    with pytest.raises(FedgenError, match="one folder as two clients"):
+        read(str(hospitals))
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -270,7 +270,7 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         ([*NODE, "policy=none.yaml"], "policy: none.yaml cannot be read"),
         ([*NODE, "ca=none"], "ca: none cannot be read"),
         ([*NODE, "ca=policy.yaml"], "ca: holds no certificate"),
-        ([*NODE, "ca=null"], "ca: must be a text"),
+        ([*NODE, "ca=null"], "ca: must be text"),
         ([*NODE, "number=-1"], "number: cannot be -1"),
         ([*NODE, "superlink=x"], "superlink: cannot be x"),
         ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),

@@ -141,12 +141,12 @@ def test_however_few_announce_keys_colluders_are_below_the_threshold(
     for count in {threshold, (threshold + asked) // 2, asked}:
         net = graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
         if net.degree == count - 1:
-            assert net.threshold > colluders
+            assert net.shamir > colluders
             continue
         ways = math.comb(count - 1, net.degree)
         caught = sum(
             math.comb(colluders, k) * math.comb(count - 1 - colluders, net.degree - k)
-            for k in range(net.threshold, min(colluders, net.degree) + 1)
+            for k in range(net.shamir, min(colluders, net.degree) + 1)
         )
         assert count * caught * 2**60 < ways
 

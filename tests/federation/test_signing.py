@@ -192,7 +192,7 @@ def test_who_is_silent_may_be_the_servers_choice() -> None:
     assert graph(keys, sums).degree < 80, "those of a simulation have few neighbours"
     whole = graph(keys, sums, whole=True)
     assert whole.degree == 239 and len(whole.around(7)) == 240
-    assert whole.threshold > 239 // 2
+    assert whole.shamir > 239 // 2
 
 
 def test_clients_that_sign_are_neighbours_of_all(homes: list[ClientHome]) -> None:
