@@ -185,7 +185,12 @@ def evaluate(
         file = Path(place) / "samples.npz"
         np.savez(file, images=images, labels=labels)
         config = compose("evaluate", _words(settings, {**more, "samples": str(file)}))
-        found, _ = evaluation.judge_samples(config)
+        try:
+            found, _ = evaluation.judge_samples(config)
+        except FedgenError as error:  # nobody knows of this file
+            words = [error.key, error.problem, error.remedy]
+            key, problem, remedy = (each.replace(str(file), "what was given") for each in words)
+            raise FedgenError(key, problem, remedy) from None
         return {name: value for name, value in found.items() if name != "samples"}
 
 

@@ -123,6 +123,7 @@ MISTAKES = [
     ("runtime.num_cpus", ["runtime=flower", "runtime.num_cpus=100000"], "a client needs 100000"),
     ("runtime.address", ["runtime=ray", "runtime.address=127.0.0.1:1"], "no Ray cluster answers"),
     ("runtime.store", ["runtime=ray", "runtime.store=disk"], "is no setting"),
+    ("no_such", ["+no_such=3"], "is no setting"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
     ("resume", ["resume=/nowhere"], "keeps its settings"),

@@ -124,6 +124,8 @@ def test_samples_of_anybody_are_judged() -> None:
     found = fedgen.evaluate(images, np.arange(100) % 10, known, data="digits")
     assert found["judged"] == 100
     assert 0 <= found["gen2real"]["logistic_regression"]["mean"] <= 1
+    with pytest.raises(fedgen.FedgenError, match=r"^samples: what was given has images float32"):
+        fedgen.evaluate(images.astype(np.float32), np.arange(100) % 10, known, data="digits")
 
 
 def test_a_program_is_attacked(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ their place refuse.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -242,12 +244,14 @@ def read_images(
     found = []
     for name, file in sources:
         try:
-            raw = Image.open(file)
-            if raw.width * raw.height > _MOST_PIXELS:
-                large.append(name)
-                continue
-            grey = channels == 1 or (channels is None and raw.mode in _GREY)
-            image = raw.convert("L" if grey else "RGB")
+            with _stream(file) as stream, warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+                raw = Image.open(stream)
+                if raw.width * raw.height > _MOST_PIXELS:
+                    large.append(name)
+                    continue
+                grey = channels == 1 or (channels is None and raw.mode in _GREY)
+                image = raw.convert("L" if grey else "RGB")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
             bad.append(name)
             continue
@@ -269,6 +273,11 @@ def read_images(
         problem = f"images are to be square and of one size, and there are {sizes}"
         raise FedgenError("data.path", problem, "set data.size=32 (or another) to crop and resize")
     return as_images(place, np.stack(found))
+
+
+def _stream(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
+    """Closes what it opens."""
+    return file.open("rb") if isinstance(file, Path) else nullcontext(file)
 
 
 def _check_labels(of: Labels, labels: Sequence[str]) -> None:

@@ -123,6 +123,8 @@ def check_kinds(
     Raises:
         FedgenError: for the first that is of another kind.
     """
+    if declared is Settings and (more := [key for key in config if key not in (*default, "names")]):
+        raise FedgenError(str(more[0]), "is no setting", "see fedgen --help, or --cfg for all")
     by_function = declared is ByFunction
     types = typing.get_type_hints(declared) if declared and not by_function else {}
     for key in default:

@@ -1,7 +1,9 @@
-"""How a client fails to answer, as the server sees it: a kind, never a cause."""
+"""How a client fails to answer, as the server sees it: a kind, never a cause. The cause stays with
+the client; whoever simulates clients has their files, and is told it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,8 @@ _KINDS = {
     NODE_UNAVAILABLE: "unavailable",
 }
 
+_LONGEST_CAUSE = 300  # letters
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -59,6 +63,13 @@ class UnansweredError(FedgenError):
     """Too few clients answered."""
 
 
+def _cause(errors: Path) -> str:
+    """What a client wrote down last, in a few words."""
+    last = json.loads(errors.read_text().splitlines()[-1])
+    words = " ".join(f"{last['error']}: {last['problem']}".split())
+    return words if len(words) <= _LONGEST_CAUSE else f"{words[:_LONGEST_CAUSE]}..."
+
+
 def too_few(
     place: str, asked: int, failures: list[Failure], errors: str, silent: int | None = None
 ) -> UnansweredError:
@@ -72,8 +83,8 @@ def too_few(
     """
     missing = len(failures) if silent is None else silent
     kinds = ", ".join(sorted({failure.kind for failure in failures}))
-    told = [errors.format(client=failure.client) for failure in failures]
-    see = next((f"see {path}; " for path in told if Path(path).exists()), "")
+    told = [Path(errors.format(client=failure.client)) for failure in failures]
+    see = next((f"{_cause(path)} (see {path}); " for path in told if path.exists()), "")
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",

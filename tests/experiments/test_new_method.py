@@ -37,6 +37,17 @@ def test_the_help_lists_it(own: Path) -> None:
     assert {"blur", "mixture"} <= set(methods.replace("\n", "").replace(" ", "").split("|"))
 
 
+def test_a_mistake_in_it_is_told(own: Path) -> None:
+    """And not only in the client's own file."""
+    file = own / "blur" / "blur.py"
+    text = file.read_text()
+    [line] = [each for each in text.splitlines() if "return of_rows(" in each]
+    file.write_text(text.replace(line, f"{line.partition('return')[0]}raise KeyError('nowhere')"))
+    done = fedgen(own, "train", "method=blur", "rounds=2", "evaluation=none", "run_dir=run")
+    assert done.returncode == 2
+    assert "KeyError: 'nowhere' (see run/clients/0/errors.jsonl)" in done.stderr
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(own: Path) -> None:
     environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
