@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.training import SiteOf, train
+from fedgen.experiments.sites import SiteOf
+from fedgen.experiments.training import train
 from fedgen.federation.client_app import ClientHome, client_app
 from fedgen.federation.flower_engine import HomesAgain
 

@@ -12,7 +12,7 @@ from fedgen.deployment.flower_coordinator import serving
 from fedgen.deployment.flower_link import link_at, settle
 from fedgen.deployment.request import Request
 from fedgen.experiments.identity import opened
-from fedgen.experiments.training import SiteOf
+from fedgen.experiments.sites import SiteOf
 from fedgen.federation.client_app import Site
 from fedgen.federation.server_app import start
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import resource
 import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
 from dp_accounting import NonPrivateDpEvent
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from omegaconf import DictConfig
 
-from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence
@@ -34,11 +28,10 @@ from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
-from fedgen.experiments.generation import describe, draw_samples, judged_samples
+from fedgen.experiments.generation import judged_samples
 from fedgen.experiments.identity import (
     check_intact,
     check_longer,
-    check_same_noise,
     check_same_run,
     going_on,
     new_run,
@@ -46,26 +39,27 @@ from fedgen.experiments.identity import (
 )
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.settings import Setup, label_names
+from fedgen.experiments.outcome import Clock, epsilon_figure, publish, results_of, ten_of_each
+from fedgen.experiments.settings import Setup
+from fedgen.experiments.sites import SiteOf, site
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
-from fedgen.federation.client_app import ERRORS, Site
+from fedgen.federation.client_app import ERRORS
 from fedgen.federation.failures import DROPPED, Failure, UnansweredError
-from fedgen.federation.faults import FaultyClients, FaultyGrid
+from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import digest, write_whole
+from fedgen.files import digest
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.events import Unit
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
-from fedgen.reporting.figures import epsilon_against_rounds, partition, sample_grid
+from fedgen.reporting.figures import partition, sample_grid
 from fedgen.reporting.loggers import Logger
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import card, statement
 
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
@@ -73,20 +67,6 @@ _WARM_START_CHECKPOINT_SECONDS = 30.0
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
-
-
-@dataclass
-class Clock:
-    """Seconds spent, also before a resume."""
-
-    rounds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def add(self, facts: RoundFacts) -> None:
-        """Counts a round."""
-        self.rounds += sum(facts.seconds.values())
-        for name, seconds in facts.seconds.items():
-            self.parts[name] = self.parts.get(name, 0.0) + seconds
 
 
 Watch = Callable[[Setup, RunState, Epsilon], None]
@@ -180,50 +160,6 @@ def _check_rows(ready: Setup) -> None:
     if deployed and (ready.faults.total or config.corruption.fraction):
         problem = "faults and bugs are planted in simulations alone"
         raise FedgenError("runtime", problem, "set runtime.faults and corruption.fraction to 0")
-
-
-@dataclass(frozen=True)
-class SiteOf:
-    """Makes the site of a run in another process, from its directory."""
-
-    path: str
-
-    def __call__(self) -> Site:
-        """See the class."""
-        run_dir, config, identity = opened(Path(self.path), "run_dir")
-        ready = settings.setup(config, identity["branch"])
-        check_same_noise(ready, identity, "run_dir")
-        return site(ready, run_dir, identity["run"])
-
-
-def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
-    """What a process needs to be home to a run's clients."""
-    runtime, folder = ready.config.runtime, run_dir.clients.absolute()
-    # coins of the seed alone: the server's secret ones do not leave it
-    coins = Coins.of(ready.config.seed, "seeded").at("faults")
-    faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
-    most = canonical(ready.method.plan.server(ready.privacy.budget.rows))
-    return Site(
-        program=ready.program,
-        shard=lambda client: ready.dataset.shard(ready.shards[client]),
-        seed=ready.config.seed,
-        branch=ready.branch,
-        noise=ready.privacy.noise,
-        run=name,
-        folder=folder,
-        rows=ready.privacy.budget.rows,
-        in_memory=runtime.get("store") == "memory",
-        cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
-        threads=runtime.threads,
-        spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
-        # of one kind, an honest server's rows are all there is to count
-        limits=most if len(most) > 1 else None,
-        aggregation=ready.method.plan.aggregation,
-        holds=ready.privacy.noise == "secure" and ready.method.plan.sends_again,
-        half=runtime.transport == "float16",
-        masks=runtime.masks,
-        mods=(faulty,) if ready.faults.total else (),
-    )
 
 
 class Training:
@@ -583,8 +519,7 @@ class Training:
                 self._logger.scalar(f"gen2real/{name}", scores["mean"], state.rounds)
 
     def _draw_samples(self, state: RunState) -> None:
-        labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
-        images = self._sample(self.method.server.generator(state.server), labels, "grid")
+        images = ten_of_each(self.ready, self.method.server.generator(state.server))
         name = f"round_{state.rounds:06d}.png"
         sample_grid(images, 10, self.run_dir.samples / name)
         self._logger.image("samples", _sheet(self.run_dir.samples / name), state.rounds)
@@ -592,9 +527,6 @@ class Training:
             # its state follows from what is published of the answers: their noised sums
             views = self.accounts.views(state, self.stopped is not None)
             self._watch(self.ready, state, views["release"])
-
-    def _sample(self, generator: Tensors, labels: Tensor, purpose: str) -> NDArray[np.uint8]:
-        return draw_samples(self.method, generator, labels, self.ready.coins.at("samples", purpose))
 
     # --- what it leaves ---------------------------------------------------------------------------
 
@@ -608,33 +540,16 @@ class Training:
         # after a resume that has nothing left to spend, or not enough to ask for all
         if self.stopped and state.rounds < self.method.plan.least:
             raise FedgenError("rounds", f"{self.stopped}; nothing was learnt", "start a new run")
-        self._figure()
+        epsilon_figure(self.run_dir, self.ready.privacy.delta)
         found = self.method.server.generator(state.server)
         # laid out as whoever loads them has them: how a product is rounded may hang on that
         generator = {name: value.contiguous() for name, value in sorted(found.items())}
-        labels = torch.arange(self.ready.dataset.classes).repeat_interleave(10)
-        grid = self._sample(generator, labels, "grid")
-        sample_grid(grid, 10, self.run_dir.public / "samples.png")
-        weights = {name: value.cpu() for name, value in generator.items()}
-        data = safetensors.torch.save(weights)
-        write_whole(self.run_dir.public / "generator.safetensors", data)
-        sha256 = hashlib.sha256(data).hexdigest()
-        described = describe(self.ready, sha256, record)
-        write_whole(self.run_dir.public / "generator.json", described.encode())
         words = self.accounts.published_in_words(state, self.stopped is not None)
-        outside = factories.outside(OmegaConf.to_container(self.config, resolve=True))
-        said = statement(record, words, self.config.group is not None, outside)
-        write_whole(self.run_dir.public / "PRIVACY.md", said.encode())
-        data_set = self.ready.dataset
-        told = card(
-            record,
-            str(self.config.names.method),
-            data_set.shape,
-            data_set.classes,
-            label_names(self.config),
+        sha256, grid = publish(self.ready, self.run_dir, generator, record, words)
+        results = results_of(
+            self.ready, self.run_dir, state, record, self.clock, self.memory.peak, self.stopped
         )
-        write_whole(self.run_dir.public / "README.md", told.encode())
-        results = {**self._results(state, record, sha256), "coherence": coherence(grid)}
+        results |= {"generator_sha256": sha256, "coherence": coherence(grid)}
         before = self.run_dir.results() if self.run_dir.finished else {}
         if before.get("generator_sha256") == results["generator_sha256"]:
             # resumed at its end: it may have been judged in another way since
@@ -647,52 +562,6 @@ class Training:
         judged = judge_run(self.ready, generator, self.progress, self.run_dir)
         self.run_dir.write("results", {**results, **judged})
         return self.run_dir.path
-
-    def _figure(self) -> None:
-        lines = [line for line in self.run_dir.metrics() if "epsilon" in line]
-        epsilon_against_rounds(
-            [line["round"] for line in lines],
-            {
-                "server (proven)": [line["epsilon"]["server"] for line in lines],
-                "release (proven)": [line["epsilon"]["release"] for line in lines],
-                "claimed by the paper's formula": [line["claimed_epsilon"] for line in lines],
-            },
-            self.ready.privacy.delta,
-            self.run_dir.path / "epsilon.png",
-        )
-
-    def _results(self, state: RunState, record: dict[str, Any], sha256: str) -> dict[str, Any]:
-        rounds = max(state.rounds, 1)
-        moved = sum(state.received.values()) + sum(state.sent.values())
-        return {
-            "schema": 1,
-            "method": self.config.names.method,
-            "data": self.config.names.data,
-            "clients": self.clients,
-            "rounds": state.rounds,
-            "seed": self.config.seed,
-            "stopped": self.stopped,
-            "epsilon": {name: found["epsilon"] for name, found in record["views"].items()},
-            "bytes": {
-                "up": sum(state.received.values()),
-                "down": sum(state.sent.values()),
-                "per_round": moved / rounds,
-                "per_round_and_client": moved / rounds / self.clients,
-                "per_client": {
-                    str(client): {"up": state.received[client], "down": state.sent[client]}
-                    for client in range(self.clients)
-                },
-            },
-            "seconds": self.clock.rounds,
-            "rounds_per_second": state.rounds / self.clock.rounds if self.clock.rounds else None,
-            "seconds_per_round": {n: s / rounds for n, s in self.clock.parts.items()},
-            "failures": dict(sorted(state.failures.items())),
-            "peak_rss_bytes": max(
-                self.memory.peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            ),
-            "generator_sha256": sha256,
-            "sha256": self.run_dir.digests(),
-        }
 
 
 def _started(fresh: Tensors, start: str | None) -> Tensors:
