@@ -50,6 +50,7 @@ SUM_TESTS = "tests/federation/test_sums.py"
 ACCOUNTS = "fedgen/experiments/accounts.py"
 ACCOUNT_TESTS = "tests/experiments/test_accounts.py"
 PER_EXAMPLE = "fedgen/privacy/per_example.py"
+LAYERS = "fedgen/privacy/layers.py"
 PER_EXAMPLE_TESTS = "tests/privacy/test_per_example.py"
 CLIENT, CLIENT_TESTS = "fedgen/federation/client_app.py", "tests/federation/test_client_app.py"
 DP_MERF_TESTS = "tests/methods/test_dp_merf.py"
@@ -716,9 +717,9 @@ MUTANTS = [
     ),
     Mutant(
         "what-cancels-is-not-looked-at",
-        PER_EXAMPLE,
-        "return _squares(self.gradients) + _cancelling(self.lengths)",
-        "return _squares(self.gradients)",
+        LAYERS,
+        "return squares_of(self.gradients) + _cancelling(self.lengths)",
+        "return squares_of(self.gradients)",
         f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
     ),
     Mutant(
@@ -745,7 +746,7 @@ MUTANTS = [
     ),
     Mutant(
         "positions-that-cancel-are-not-looked-at",
-        PER_EXAMPLE,
+        LAYERS,
         "return found + _cancelling((from_x * from_y).sqrt())",
         "return found",
         f"{PER_EXAMPLE_TESTS}::test_what_cancels_counts_as_a_part_of_its_products",
@@ -866,15 +867,15 @@ MUTANTS = [
     Mutant(
         "group-clip",
         PER_EXAMPLE,
-        "norms = _norms(rows)\n    blocks",
-        "norms = _norms(rows.sum(0)[None]).expand(len(rows))\n    blocks",
+        "norms = norms_of(rows)\n    blocks",
+        "norms = norms_of(rows.sum(0)[None]).expand(len(rows))\n    blocks",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
         "mean-clip",
         PER_EXAMPLE,
-        "norms = _norms(rows)\n    blocks",
-        "norms = _norms(rows.mean(0)[None]).expand(len(rows))\n    blocks",
+        "norms = norms_of(rows)\n    blocks",
+        "norms = norms_of(rows.mean(0)[None]).expand(len(rows))\n    blocks",
         f"{TESTS}::test_a_sum_moves_by_at_most_its_sensitivity",
     ),
     Mutant(
@@ -886,7 +887,7 @@ MUTANTS = [
     ),
     Mutant(
         "norms-of-long-rows-in-single-precision",
-        PER_EXAMPLE,
+        LAYERS,
         "dim=1, dtype=torch.float64)",
         "dim=1).double()",
         f"{TESTS}::test_long_rows_are_in_the_ball_too",
@@ -974,7 +975,7 @@ MUTANTS = [
     ),
     Mutant(
         "patches-that-overlap-counted-once",
-        PER_EXAMPLE,
+        LAYERS,
         "block = [(i, j) for i in range(kernel[0] // down) for j in range(kernel[1] // right)]",
         "block = [(kernel[0] // down - 1, kernel[1] // right - 1)]",
         f"{PER_EXAMPLE_TESTS}::test_patches_that_are_never_made",
@@ -1131,7 +1132,7 @@ MUTANTS = [
     Mutant(
         "moments-beside-are-not-clipped-with-the-others",
         PER_EXAMPLE,
-        "norms = lengths * (lengths.square() + _norms(other).square()).sqrt()",
+        "norms = lengths * (lengths.square() + norms_of(other).square()).sqrt()",
         "norms = lengths.square()",
         f"{MIXTURE_TESTS}::test_moments_are_those_of_the_rows",
     ),
@@ -1167,7 +1168,7 @@ MUTANTS = [
     Mutant(
         "embeddings-by-features-of-any-length",
         PER_EXAMPLE,
-        "scaled = _scaled(rows, clipping_factors(norms, clip)).double()",
+        "scaled = scaled_by(rows, clipping_factors(norms, clip)).double()",
         "scaled = rows.double()",
         f"{PER_EXAMPLE_TESTS}::test_rows_that_are_no_gradients",
     ),
@@ -1541,7 +1542,7 @@ MUTANTS = [
     Mutant(
         "each-copy-is-an-example",
         PER_EXAMPLE,
-        "_Kept.of(use, copies) if kept else use",
+        "Kept.of(use, copies) if kept else use",
         "use",
         f"{PER_EXAMPLE_TESTS}::test_copies_are_averaged_before_the_clip",
     ),

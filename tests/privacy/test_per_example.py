@@ -16,15 +16,14 @@ from torch.nn import functional as F
 
 from fedgen.errors import FedgenError
 from fedgen.models.cdcgan import Discriminator
+from fedgen.privacy.layers import Pair, patches_of
 from fedgen.privacy.per_example import (
     ClippedSum,
-    Pair,
     Precision,
     by_opacus,
     by_vmap,
     clipped_sum,
     of_rows,
-    patches_of,
 )
 
 
