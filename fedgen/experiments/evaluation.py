@@ -182,7 +182,7 @@ def judge_run(
     fresh = run_dir.path / "evaluation.new"  # an evaluation that fails leaves the last one
     shutil.rmtree(fresh, ignore_errors=True)
     if chosen.samples and validation.least_samples(chosen):
-        samples = judged_samples(ready, generator, chosen.samples)
+        samples = judged_samples(ready, generator, chosen.samples, progress)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         coins, distinct = ready.coins.at("evaluation"), ready.method.server.distinct
         found = suite(chosen, ready.dataset, learnt, samples, coins, progress, fresh, distinct)

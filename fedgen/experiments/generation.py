@@ -32,6 +32,7 @@ from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
+from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
 
 SCHEMA = 3
@@ -53,22 +54,29 @@ class Published:
 
 
 def judged_samples(
-    ready: Setup, generator: Tensors, count: int
+    ready: Setup, generator: Tensors, count: int, progress: RunProgress
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The samples that a run is judged by, with uniform labels."""
     coins, classes = ready.coins.at("evaluation"), ready.dataset.classes
     labels = torch.randint(0, classes, (count,), generator=coins.public("labels"))
-    return draw_samples(ready.method, generator, labels, coins.at("samples")), labels.numpy()
+    images = draw_samples(ready.method, generator, labels, coins.at("samples"), progress)
+    return images, labels.numpy()
 
 
 def draw_samples(
-    method: Method, generator: Tensors, labels: Tensor, coins: Coins
+    method: Method,
+    generator: Tensors,
+    labels: Tensor,
+    coins: Coins,
+    progress: RunProgress | None = None,
 ) -> NDArray[np.uint8]:
     """Samples (n, channels, height, width) uint8, made in batches of 1,000."""
-    batches = [
-        method.server.sample(generator, part, coins.at("batch", number))
-        for number, part in enumerate(torch.split(labels, 1000))
-    ]
+    batches: list[Tensor] = []
+    for number, part in enumerate(torch.split(labels, 1000)):
+        batches.append(method.server.sample(generator, part, coins.at("batch", number)))
+        if progress is not None:
+            done = number * 1000 + len(part)
+            progress.show("samples", done, len(labels), "", end=False)
     images: NDArray[np.uint8] = (torch.cat(batches) * 255).round().to(torch.uint8).numpy()
     return images
 
@@ -278,7 +286,8 @@ def sample(config: DictConfig) -> str:
     labels = labels_of(published, config.n, config.labels, coins)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values
-    images = draw_samples(published.method, published.weights, labels, coins)
+    with RunProgress() as progress:
+        images = draw_samples(published.method, published.weights, labels, coins, progress)
     try:
         if out.suffix == ".npz":
             np.savez_compressed(out, images=images, labels=labels.numpy())

@@ -510,7 +510,7 @@ class Training:
     def _judge(self, state: RunState) -> None:
         """A line of metrics with gen2real."""
         chosen, generator = self.config.evaluation, self.method.server.generator(state.server)
-        samples = judged_samples(self.ready, generator, chosen.samples)
+        samples = judged_samples(self.ready, generator, chosen.samples, self.progress)
         coins, data = self.ready.coins.at("evaluation"), self.ready.dataset
         found = utilities(chosen, data, samples, coins, self.progress, real=False)["gen2real"]
         self.run_dir.add_metrics({"round": state.rounds, "gen2real": found})

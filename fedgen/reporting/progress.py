@@ -54,11 +54,11 @@ class RunProgress:
         """Prints a line above the bar."""
         self._progress.console.print(line, markup=False)
 
-    def show(self, stage: str, done: int, of: int, facts: str) -> None:
-        """Moves a stage's bar."""
+    def show(self, stage: str, done: int, of: int, facts: str, end: bool = True) -> None:
+        """Moves a stage's bar. ``end``: whether its end is worth a line."""
         if not self._live:
             now = time.monotonic()
-            ended = done == of and self._ended != (stage, of)
+            ended = end and done == of and self._ended != (stage, of)
             if now - self._spoke >= _QUIET_SECONDS or ended:
                 self._spoke = now
                 self.say(f"{stage} {done}/{of}  {facts}")

@@ -21,7 +21,7 @@ from tiny import Train
 from fedgen.errors import FedgenError
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
-from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, schema
 from fedgen.reporting.words import card, statement, summary
 
@@ -181,3 +181,15 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     (left / "public" / "samples.png").touch()
     with pytest.raises(FedgenError, match="exists"):
         RunDir.create(left, config, {})
+
+
+def test_what_takes_long_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what is over at once is not."""
+    with RunProgress() as progress:
+        progress.show("samples", 2000, 2000, "", end=False)
+        assert capsys.readouterr().out == ""
+        monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
+        progress.show("samples", 1000, 2000, "", end=False)
+        assert capsys.readouterr().out.split() == ["samples", "1000/2000"]
