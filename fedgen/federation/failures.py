@@ -37,6 +37,7 @@ _KINDS = {
 }
 
 _LONGEST_CAUSE = 300  # letters
+_MOST_NAMED = 5  # clients
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ class UnansweredError(FedgenError):
     """Too few clients answered."""
 
 
+def _named(clients: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(clients)[:_MOST_NAMED]))
+    more = len(clients) - _MOST_NAMED
+    return f"client{'s' if len(clients) > 1 else ''} {shown}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
 def _cause(errors: Path) -> str:
     """What a client wrote down last, in a few words."""
     last = json.loads(errors.read_text().splitlines()[-1])
@@ -82,7 +91,10 @@ def too_few(
         errors: where a client writes down what went wrong, with ``{client}`` in it.
     """
     missing = len(failures) if silent is None else silent
-    kinds = ", ".join(sorted({failure.kind for failure in failures}))
+    of_kind: dict[str, set[int]] = {}
+    for failure in failures:
+        of_kind.setdefault(failure.kind, set()).add(failure.client)
+    kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
     told = [Path(errors.format(client=failure.client)) for failure in failures]
     see = next((f"{_cause(path)} (see {path}); " for path in told if path.exists()), "")
     return UnansweredError(

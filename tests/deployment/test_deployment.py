@@ -101,7 +101,7 @@ def test_what_a_policy_does_not_allow_is_refused(
         alike = ["method=dp_merf_small", *tiny("dp_merf_small"), "rounds=2", *words]
         assert cli.run(sites.asked(*alike, f"run_dir={run}")) == 2
         said = capsys.readouterr().err
-        assert "3 of 3 clients did not answer the greeting (refused)" in said
+        assert "3 of 3 clients did not answer the greeting (refused: clients 0, 1, 2)" in said
         assert why not in said
         for node in range(sites.count):
             last = [each for each in sites.log(node) if each["what"] == "refused"][-1]
