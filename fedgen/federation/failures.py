@@ -65,11 +65,9 @@ class UnansweredError(FedgenError):
 
 
 def _named(clients: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(clients)[:_MOST_NAMED]))
-    more = len(clients) - _MOST_NAMED
-    return f"client{'s' if len(clients) > 1 else ''} {shown}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+    shown, more = sorted(clients)[:_MOST_NAMED], len(clients) - _MOST_NAMED
+    word = "clients" if len(clients) > 1 else "client"
+    return f"{word} {', '.join(map(str, shown))}" + (f" and {more} more" if more > 0 else "")
 
 
 def _cause(errors: Path) -> str:
