@@ -2,12 +2,12 @@
 
     python scripts/results_page.py                                  # writes the page
     python scripts/results_page.py add SECTION RUN_DIR "COMMAND"    # keeps a run's figures first
-    python scripts/results_page.py benchmark DIR                    # those of all of its runs
+    python scripts/results_page.py benchmark MATRIX DIR             # those of all of its runs
 
-DIR is of ``fedgen benchmark matrix=mnist``: its runs are compared in a table and in a figure,
-``docs/comparison.png``, beside what papers have. A run is kept as one small JSON file: its results
-without what only its directory needs, the versions that made it, its date, and the command, which
-has to compose to the run's own settings.
+DIR is of ``fedgen benchmark matrix=MATRIX``, mnist or hour: its runs are compared in a table, those
+of the former in a figure as well, ``docs/comparison.png``, beside what papers have. A run is kept
+as one small JSON file: its results without what only its directory needs, the versions that made
+it, its date, and the command, which has to compose to the run's own settings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from fedgen.reporting.run_dir import RunDir
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "measured.md"
 FIGURE = ROOT / "docs" / "comparison.png"
-COMPARED = "Methods on MNIST and Fashion-MNIST"  # the section of a benchmark's runs
+COMPARED = {  # the section of a benchmark's runs
+    "mnist": "Methods on MNIST and Fashion-MNIST",
+    "hour": "Recipes of up to an hour",
+}
 _DATA = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
@@ -48,8 +51,11 @@ coins follow from settings' names too, and three were renamed on 2026-11-26: a c
 earlier run with other draws. CNN and logistic regression: accuracy in percent of a classifier that
 learnt from samples alone. ε is at δ = 1e-5, against the server / for whoever gets the generator.
 Minutes are of one core beside other runs.
+"""
 
-## Compared
+
+_TABLES = {
+    "mnist": """## Compared
 
 Methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen benchmark
 matrix=mnist`): CNN, in percent, mean ± standard deviation over the seeds; minutes of training.
@@ -59,7 +65,12 @@ from done so soon. What is empty has not been measured.
 ![Accuracy of all methods](comparison.png)
 
 *Filled: at a proven ε. Hollow: the papers' figures, at the ε that they claim.*
-"""
+""",
+    "hour": """## In up to an hour
+
+The longer recipes of `configs/experiment` (`fedgen benchmark matrix=hour`), otherwise as above.
+""",
+}
 
 
 def main() -> None:
@@ -69,16 +80,16 @@ def main() -> None:
             pass
         case ["add", section, run, command]:
             add(section, Path(run), command)
-        case ["benchmark", place]:
-            for point in points_of(read_matrix("mnist"), Path(place)):
+        case ["benchmark", ("mnist" | "hour") as matrix, place]:
+            for point in points_of(read_matrix(matrix), Path(place)):
                 if RunDir(point.run_dir).finished:
                     words = [*point.words, *([f"seed={point.seed}"] if point.seed else [])]
                     command = shlex.join(["fedgen", "train", *words])
-                    add(COMPARED, point.run_dir, command, point.method)
+                    add(COMPARED[matrix], point.run_dir, command, point.method)
         case _:
             sys.exit(__doc__)
     PAGE.write_text(page())
-    draw(compared(kept()))
+    draw(compared(kept(), "mnist"))
 
 
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
@@ -124,11 +135,11 @@ def kept() -> list[dict[str, Any]]:
 Cells = dict[tuple[str, str], list[dict[str, Any]]]  # (data, ε) -> runs that differ by seeds
 
 
-def compared(runs: list[dict[str, Any]]) -> dict[str, Cells]:
-    """method -> its runs of a benchmark; the best on MNIST at ε = 10 first."""
+def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
+    """method -> its runs of a matrix; the best on MNIST at ε = 10 first."""
     found: dict[str, Cells] = {}
     for run in runs:
-        if run["section"] == COMPARED:
+        if run["section"] == COMPARED[matrix]:
             results = run["results"]
             at = results["data"], f"{results['epsilon']['server']:.0f}"
             found.setdefault(run["method"], {}).setdefault(at, []).append(results)
@@ -144,18 +155,22 @@ def _cnn(results: list[dict[str, Any]]) -> list[float]:
     return [100 * each["gen2real"]["cnn"]["mean"] for each in results]
 
 
-def _papers(method: str) -> dict[tuple[str, str], float]:
+def _papers(matrix: str, method: str) -> dict[tuple[str, str], float]:
     """(data, ε) -> a paper's figure, in percent."""
-    told = OmegaConf.to_container(read_matrix("mnist").methods[method]).get("paper", {})
+    told = OmegaConf.to_container(read_matrix(matrix).methods[method]).get("paper", {})
     return {(data, e): 100 * value for data, by in told.items() for e, value in by.items()}
 
 
-def _comparison(methods: dict[str, Cells]) -> list[str]:
-    columns = [(data, e) for data in _DATA for e in _EPSILONS]
+def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
+    there = {at for cells in methods.values() for at in cells}
+    columns = [(data, e) for data in _DATA for e in _EPSILONS if (data, e) in there]
     heads = [f"{_DATA[data]}, ε = {e}" for data, e in columns]
-    lines = [f"| method | {' | '.join(heads)} | seeds | minutes |", "|---" * 7 + "|"]
+    lines = [
+        f"| method | {' | '.join(heads)} | seeds | minutes |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
     for method, cells in methods.items():
-        papers, shown = _papers(method), []
+        papers, shown = _papers(matrix, method), []
         for at in columns:
             paper = f" ({papers[at]:.0f})" if at in papers else ""
             shown.append(f"{_accuracy(cells.get(at, []), 'cnn')}{paper}".strip())
@@ -177,7 +192,7 @@ def draw(methods: dict[str, Cells]) -> None:
         first = first or axes
         for colour, size, e in (("C0", 7, "10"), ("C1", 5, "1")):
             for line, (method, cells) in enumerate(methods.items()):
-                found, papers = _cnn(cells.get((data, e), [])), _papers(method)
+                found, papers = _cnn(cells.get((data, e), [])), _papers("mnist", method)
                 style = {"color": colour, "markersize": size, "clip_on": False}
                 if found:
                     spread = statistics.stdev(found) if len(found) > 1 else None
@@ -200,7 +215,10 @@ def draw(methods: dict[str, Cells]) -> None:
 def page() -> str:
     """The page, of all that is kept."""
     runs = kept()
-    parts = [_HEAD, *_comparison(compared(runs))]
+    parts = [_HEAD]
+    for matrix, head in _TABLES.items():
+        if methods := compared(runs, matrix):
+            parts += [head, *_comparison(matrix, methods)]
     for section in sorted({run["section"] for run in runs}):
         parts += [
             f"## {section}\n",
