@@ -71,10 +71,14 @@ def _named(clients: set[int]) -> str:
 
 
 def _cause(errors: Path) -> str:
-    """What a client wrote down last, in a few words."""
-    last = json.loads(errors.read_text().splitlines()[-1])
-    words = " ".join(f"{last['error']}: {last['problem']}".split())
-    return words if len(words) <= _LONGEST_CAUSE else f"{words[:_LONGEST_CAUSE]}..."
+    """What a client wrote down last, in a few words; it may have died of writing."""
+    try:
+        last = json.loads(errors.read_text().splitlines()[-1])
+        text = f"{last['error']}: {last['problem']} "
+    except (ValueError, LookupError, TypeError):
+        return ""
+    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
 
 
 def too_few(
@@ -93,8 +97,8 @@ def too_few(
     for failure in failures:
         of_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
-    told = [Path(errors.format(client=failure.client)) for failure in failures]
-    see = next((f"{_cause(path)} (see {path}); " for path in told if path.exists()), "")
+    told = [Path(errors.replace("{client}", str(failure.client))) for failure in failures]
+    see = next((f"{_cause(path)}(see {path}); " for path in told if path.exists()), "")
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",

@@ -21,7 +21,7 @@ from fedgen.coins import Coins
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
-from fedgen.federation.failures import DEADLINE
+from fedgen.federation.failures import DEADLINE, Failure, too_few
 from fedgen.federation.fault_rates import Faults
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
@@ -122,6 +122,31 @@ def test_too_few_answers_end_the_run_with_one_line(
     told = re.search(r"\(failed: clients? ([\d, ]+)\)", line)
     assert told and set(told[1].split(", ")) <= {"0", "1", "2", "3"}, "who, and how"
     assert (run / "checkpoints" / "checkpoint.json").exists(), "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (b'{"error": "KeyError", "problem": "a\\u001b[31m\\nb"}\n', "KeyError: a [31m b (see "),
+        (b'{"error": "E", "problem": "' + b"x" * 10_000 + b'"}', "xx... (see "),
+        (b'{"error": "E", "prob', "; (see "),
+        (b"[1]\n", "; (see "),
+        (b"\xff\n", "; (see "),
+        (b"", "; (see "),
+    ],
+)
+def test_what_a_client_wrote_down_is_told_in_one_line(
+    written: bytes, said: str, tmp_path: Path
+) -> None:
+    """Whatever it is."""
+    place = tmp_path / "a {run}" / "3"
+    place.mkdir(parents=True)
+    (place / "errors.jsonl").write_bytes(written)
+    failures = [Failure("failed", 3, 0), Failure("failed", 3, 1), Failure("died", 4, 1)]
+    told = str(too_few("round 1", 9, failures, f"{place.parent}/{{client}}/errors.jsonl"))
+    assert "3 of 9 clients did not answer round 1 (died: client 4, failed: client 3)" in told
+    assert said in told
+    assert told.isprintable()
 
 
 def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
