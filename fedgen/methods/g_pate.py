@@ -6,7 +6,8 @@ loss' gradient to d random directions that everybody knows, and votes in each fo
 a round:
 
     teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own part
-    generator        images = G(latents, labels), and for each a fresh projection R (pixels, d)
+    generator        images = G(latents, labels), and for each a fresh projection R (pixels, d),
+                     of which its seed travels
     teachers         histogram = sum over K of onehot(bin(gradient R)) + N(0, (sqrt(2 d) sigma)^2)
     generator        value = middle of the fullest bin, 0 if fewer than beta K are in it
                      descends R value for each image
@@ -24,7 +25,7 @@ have no batch statistics.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, Unpack
 
 import torch
@@ -44,21 +45,34 @@ from fedgen.privacy.bounds import OneHot
 Reading = Literal["fullest", "mean"]
 
 
-def projections(rows: int, coins: Coins, pixels: int, directions: int) -> Tensors:
+def seeds(rows: int, coins: Coins) -> Tensors:
+    """For each row a fresh seed, which everybody makes its projection of: it travels in place of
+    pixels times directions numbers."""
+    return {"seeds": torch.randint(2**62, (rows,), generator=coins.public("projections"))}
+
+
+def projections(query: Query, directions: int) -> Tensor:
     """For each row a Gaussian random projection (rows, pixels, directions), of entries
     N(0, 1 / directions)."""
-    drawn = torch.randn(rows, pixels, directions, generator=coins.public("projections"))
-    return {"projections": drawn / math.sqrt(directions)}
+    pixels = query.rows["images"][0].numel()
+    return _projections(tuple(query.rows["seeds"].tolist()), pixels, directions)
 
 
-def binned(gradients: Ballot, bins: int, reach: float) -> Ballot:
+@lru_cache(maxsize=1)  # stacks of teachers are asked one after the other
+def _projections(seeds: tuple[int, ...], pixels: int, directions: int) -> Tensor:
+    found = torch.empty(len(seeds), pixels, directions)
+    for row, seed in zip(found, seeds, strict=True):
+        row.normal_(generator=torch.Generator().manual_seed(seed))
+    return found / math.sqrt(directions)
+
+
+def binned(gradients: Ballot, directions: int, bins: int, reach: float) -> Ballot:
     """Votes for one of ``bins`` equal bins of [-reach, reach] in each direction, one-hot
     (k, rows, directions, bins); what lies beyond counts for the bin at the end."""
 
     def ballot(critics: Tensors, query: Query) -> Tensor:
-        along = query.rows["projections"]
-        raw = gradients(critics, query).flatten(2).to(along.device)
-        values = torch.einsum("krp,rpd->krd", raw, along)
+        raw = gradients(critics, query).flatten(2).cpu()
+        values = torch.einsum("krp,rpd->krd", raw, projections(query, directions))
         # through a finite range first: what is not finite has no bin
         at = ((values.nan_to_num() / reach).clamp(-1, 1) + 1) * bins / 2
         votes = torch.nn.functional.one_hot(at.long().clamp(max=bins - 1), bins).to(values)
@@ -76,8 +90,8 @@ def read(
     if reading == "fullest":
         share, place = histogram.max(-1)
         values = torch.where(share >= threshold, middles[place], 0.0)
-    moved = torch.einsum("rpd,rd->rp", query.rows["projections"].to(values), values)
-    return moved.view_as(query.rows["images"])
+    along = projections(query, values.shape[1]).to(values)
+    return torch.einsum("rpd,rd->rp", along, values).view_as(query.rows["images"])
 
 
 def g_pate(
@@ -114,16 +128,15 @@ def g_pate(
     answering = Answering(facts, OneHot(directions), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
     losses = Losses(discriminator_loss, generator_loss)
-    ballot = binned(image_gradients(nets), bins, reach)
+    ballot = binned(image_gradients(nets), directions, bins, reach)
     client = critics_of(
         answering, noise_multiplier, nets, losses, ballot, batch, (directions, bins), settings
     )
-    pixels = math.prod(facts.shape)
     server = Generator.of(
         nets,
         settings,
         read=partial(read, bins=bins, reach=reach, threshold=threshold, reading=reading),
-        asks=partial(projections, pixels=pixels, directions=directions),
+        asks=seeds,
     )
     formula = "RDP of a Gaussian of sensitivity sqrt(2 d) for each image"
     source = "G-PATE (Long et al. 2021), without what depends on the votes"

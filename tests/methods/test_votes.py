@@ -18,7 +18,7 @@ from fedgen.data.datasets import Shard
 from fedgen.losses.bce import discriminator_loss, generator_loss
 from fedgen.method import Method, PublicFacts, Query
 from fedgen.methods.datalens import agreed, datalens
-from fedgen.methods.g_pate import g_pate, read
+from fedgen.methods.g_pate import g_pate, projections, read
 from fedgen.methods.pate_gan import pate_gan
 from fedgen.models import dcgan
 from fedgen.models.functional import part
@@ -205,7 +205,7 @@ def test_g_pate_votes_are_bins_of_projections() -> None:
     expected = torch.zeros(6, 3, 4)
     for teacher in gradients(method, state, asked):
         for row in range(6):
-            values = teacher[row] @ asked.rows["projections"][row]
+            values = teacher[row] @ projections(asked, 3)[row]
             for direction, value in enumerate(values.tolist()):
                 place = min(max(math.floor((value + 0.1) / 0.05), 0), 3)
                 expected[row, direction, place] += 1 / 5
@@ -216,18 +216,19 @@ def test_g_pate_votes_are_bins_of_projections() -> None:
 def test_g_pates_projections_are_fresh_and_of_the_right_length() -> None:
     """Squared lengths of projected unit vectors are 1 on average: 600, at five standard errors."""
     method = make(g_pate, batch=600)
-    drawn = query(method).rows["projections"]
+    drawn = projections(query(method), 3)
     squares = drawn[:, 0].square().sum(1)
     assert float(squares.mean()) == pytest.approx(1, abs=5 * math.sqrt(2 / 3 / 600))
     again = method.server.query(method.server.init(COINS), 1, COINS)
     assert again is not None
-    assert not torch.equal(again.rows["projections"], drawn)
+    assert not torch.equal(projections(again, 3), drawn)
+    assert len(set(query(method).rows["seeds"].tolist())) == 600
 
 
 def test_g_pate_reads_off_one_noisy_histogram() -> None:
     """Threshold and fullest bin alike: there is no second look at the votes."""
-    along = torch.randn(2, 64, 2, generator=COINS.public("along"))
-    asked = Query({"images": torch.zeros(2, 1, 8, 8), "projections": along})
+    asked = Query({"images": torch.zeros(2, 1, 8, 8), "seeds": torch.tensor([5, -7])})
+    along = projections(asked, 2)
     histogram = torch.tensor(
         [
             [[0.1, 0.2, 0.6, 0.1], [0.4, 0.2, 0.2, 0.2]],
