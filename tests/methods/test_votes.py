@@ -222,7 +222,9 @@ def test_g_pates_projections_are_fresh_and_of_the_right_length() -> None:
     again = method.server.query(method.server.init(COINS), 1, COINS)
     assert again is not None
     assert not torch.equal(projections(again, 3), drawn)
-    assert len(set(query(method).rows["seeds"].tolist())) == 600
+    seeds = query(method).rows["seeds"]
+    assert len(set(seeds.tolist())) == 600
+    assert seeds.nbytes == 600 * 8, "all that travels of them"
 
 
 def test_g_pate_reads_off_one_noisy_histogram() -> None:
