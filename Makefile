@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
 
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync lint docs
+	$(MAKE) --no-print-directory --jobs 2 lint docs
 	# three, on any number of cores: many tests wait for processes of their own
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed

@@ -124,6 +124,10 @@ MISTAKES = [
     ("runtime.address", ["runtime=ray", "runtime.address=127.0.0.1:1"], "no Ray cluster answers"),
     ("runtime.store", ["runtime=ray", "runtime.store=disk"], "is no setting"),
     ("no_such", ["+no_such=3"], "is no setting"),
+    ("privacy.epsilon", ["+privacy.epsilon=1"], "is no setting"),
+    ("partition.no_such", ["+partition.no_such=1"], "is no setting"),
+    ("names", ["+names.method=gone"], "is no setting"),
+    ("method.no_such", ["+method.no_such=1"], "is no setting"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
     ("resume", ["resume=/nowhere"], "keeps its settings"),
@@ -499,8 +503,13 @@ def test_a_name_goes_before_a_number() -> None:
     assert [_number(each, 3, ["1", "2", "3"]) for each in (1, "2", 3, 0)] == [0, 1, 2, 0]
 
 
-def test_names_of_other_labels_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", *TINY, "+data.labels=[a]"]) == 2
+def test_names_of_other_labels_than_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"images": np.zeros((40, 8, 8), np.uint8), "labels": np.arange(40) % 10}
+    np.savez(tmp_path / "rows.npz", **rows)
+    words = ["data=folder", f"data.path={tmp_path}/rows.npz", "data.classes=10", "data.labels=[a]"]
+    assert cli.run(["train", *TINY, *words]) == 2
     assert one_line(capsys).startswith("fedgen: data.labels: are 1 names, of 10 labels")
     assert cli.run(["train", *TINY, "method={foo: 1}"]) == 2
     assert one_line(capsys).startswith("fedgen: method: ")

@@ -245,14 +245,17 @@ def read_images(
     for name, file in sources:
         try:
             with _stream(file) as stream, warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+                warnings.simplefilter("ignore")  # Pillow's limits are not ours
                 raw = Image.open(stream)
                 if raw.width * raw.height > _MOST_PIXELS:
                     large.append(name)
                     continue
                 grey = channels == 1 or (channels is None and raw.mode in _GREY)
                 image = raw.convert("L" if grey else "RGB")
-        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
+        except Image.DecompressionBombError:
+            large.append(name)
+            continue
+        except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
             bad.append(name)
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))

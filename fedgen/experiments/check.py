@@ -6,6 +6,7 @@ out from outside is said too: nobody but its author knows which neighbours are a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tempfile
@@ -80,8 +81,9 @@ def check(config: DictConfig) -> str:
             raise Interrupted("interrupted; a check keeps nothing, begin it again") from None
         except FedgenError:
             for file in Path(folder).glob("*/clients/*/errors.jsonl"):  # they go with the folder
-                last = json.loads(file.read_text().splitlines()[-1])
-                print("".join(last["trace"]), end="")
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
+                    last = json.loads(file.read_text().splitlines()[-1])
+                    print("".join(last["trace"]), end="")
             raise
     signs = {True: "holds ", False: "BROKEN", None: "open  "}
     lines = [f"{signs[each.held]}  {each.promise}: {each.said}" for each in found]

@@ -21,7 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME, check_kinds, check_whole
+from fedgen.experiments.kinds import (
+    SAME_ON_EVERY_RUNTIME,
+    check_kinds,
+    check_known,
+    check_whole,
+)
 from fedgen.experiments.overrides import (
     check_groups,
     group_folders,
@@ -59,6 +64,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         known = functools.partial(_known_keys, name, overrides)
         raise in_one_line(error, known) from error
+    check_known(config, default)
     with open_dict(config):
         for word in plain:
             config.merge_with_dotlist([word])

@@ -157,14 +157,14 @@ def read_samples(path: Path, data: Dataset) -> Rows:
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
         problem = f"{path} has no arrays images and labels"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
+    given = f"{images.dtype} {tuple(images.shape)}"
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and images.shape[1:] != data.shape:
         images = images.transpose(0, 3, 1, 2)
     if images.dtype != np.uint8 or images.shape[1:] != data.shape or len(images) < 1:
-        found = f"{images.dtype} {tuple(images.shape)}"
         wanted = f"uint8 (n, {', '.join(map(str, data.shape))})"
-        raise FedgenError("samples", f"{path} has images {found}", f"give {wanted}")
+        raise FedgenError("samples", f"{path} has images {given}", f"give {wanted}")
     fits = labels.shape == images.shape[:1] and np.issubdtype(labels.dtype, np.integer)
     if not fits or labels.min() < 0 or labels.max() >= data.classes:
         problem = f"{path} has no label from 0 to {data.classes - 1} for each image"

@@ -286,7 +286,7 @@ def sample(config: DictConfig) -> str:
     labels = labels_of(published, config.n, config.labels, coins)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values
-    with RunProgress() as progress:
+    with RunProgress(stderr=True) as progress:
         images = draw_samples(published.method, published.weights, labels, coins, progress)
     try:
         if out.suffix == ".npz":

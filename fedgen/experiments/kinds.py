@@ -102,6 +102,7 @@ class Settings(TypedDict):
 
 
 _PLAIN = (bool, int, float, str)
+_OPEN = ("method", "warm_up", "evaluation.classifiers")  # files of settings need not name all there
 
 
 def check_whole(config: DictConfig) -> None:
@@ -115,6 +116,24 @@ def check_whole(config: DictConfig) -> None:
         raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
 
 
+def check_known(config: DictConfig, default: DictConfig) -> None:
+    """Raises FedgenError for a setting that there is none of: ``+key=value`` adds any. What a
+    function takes is held against the function (``building.py``)."""
+
+    def check(new: dict[str, Any], old: dict[str, Any], prefix: str) -> None:
+        for key, value in new.items():
+            name = f"{prefix}{key}"
+            if key not in old:
+                raise FedgenError(name, "is no setting", "see fedgen --help, or --cfg for all")
+            known = old[key]
+            same = isinstance(value, dict) and isinstance(known, dict)
+            if same and name not in _OPEN and value.get("_target_") == known.get("_target_"):
+                check(value, known, f"{name}.")
+
+    new, old = (OmegaConf.to_container(each) for each in (config, default))
+    check(new, old, "")  # type: ignore[arg-type]
+
+
 def check_kinds(
     config: DictConfig, default: DictConfig, declared: Any = Settings, prefix: str = ""
 ) -> None:
@@ -123,8 +142,6 @@ def check_kinds(
     Raises:
         FedgenError: for the first that is of another kind.
     """
-    if declared is Settings and (more := [key for key in config if key not in (*default, "names")]):
-        raise FedgenError(str(more[0]), "is no setting", "see fedgen --help, or --cfg for all")
     by_function = declared is ByFunction
     types = typing.get_type_hints(declared) if declared and not by_function else {}
     for key in default:

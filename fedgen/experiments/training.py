@@ -44,8 +44,7 @@ from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
 from fedgen.experiments.spent import close, enter
 from fedgen.federation import checkpoint
-from fedgen.federation.client_app import ERRORS
-from fedgen.federation.failures import DROPPED, Failure, UnansweredError
+from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
@@ -234,7 +233,7 @@ class Training:
             begins=self._begins,
             failed=self._failed,
             rows=self.ready.privacy.budget.rows,
-            errors=f"{self.run_dir.clients}/{{client}}/{ERRORS}",
+            causes=Causes(self.run_dir.clients, told=self.ready.privacy.noise == "seeded"),
             masks=self.config.runtime.masks,
             signed=self.ready.dataset.elsewhere,
             run=self.name,

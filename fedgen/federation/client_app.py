@@ -217,7 +217,7 @@ def client_app(
                 home = find_home(context)
                 with home.ledger.locked():
                     content = verb(home, message)
-            except Exception as error:  # a code leaves the client, never the exception's text
+            except Exception as error:  # a code leaves, never the exception's text
                 if home is not None:
                     folder = home.store.folder(home.number)
                     write_down(folder, message.metadata.message_type, error)

@@ -1,5 +1,5 @@
 """How a client fails to answer, as the server sees it: a kind, never a cause. The cause stays with
-the client; whoever simulates clients has their files, and is told it."""
+the client; whoever simulates clients has their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client_app import FAILED, REFUSED
+from fedgen.federation.client_app import ERRORS, FAILED, REFUSED
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     MESSAGE_UNAVAILABLE,
@@ -37,6 +37,7 @@ _KINDS = {
 }
 
 _LONGEST_CAUSE = 300  # letters
+_TAIL = 2**20  # bytes of a file that are looked at
 _MOST_NAMED = 5  # clients
 
 
@@ -70,19 +71,39 @@ def _named(clients: set[int]) -> str:
     return f"{word} {', '.join(map(str, shown))}" + (f" and {more} more" if more > 0 else "")
 
 
-def _cause(errors: Path) -> str:
-    """What a client wrote down last, in a few words; it may have died of writing."""
-    try:
-        last = json.loads(errors.read_text().splitlines()[-1])
-        text = f"{last['error']}: {last['problem']} "
-    except (ValueError, LookupError, TypeError):
+@dataclass(frozen=True)
+class Causes:
+    """What went wrong inside of clients, where their files are at hand.
+
+    folder: of the clients, each with one of its own. told: whether what an exception says may be
+        printed, which may be a row: in experiments alone.
+    """
+
+    folder: Path
+    told: bool
+
+    def of(self, failures: list[Failure]) -> str:
+        """The cause of one of the failures and where to read more, or nothing."""
+        for failure in failures:
+            path = self.folder / str(failure.client) / ERRORS
+            if failure.kind == "failed" and path.is_file():  # else it wrote nothing of this
+                return f"{self._last(path)}(see {path}); "
         return ""
-    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
+
+    def _last(self, path: Path) -> str:
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL))
+                line = json.loads(file.read().decode().splitlines()[-1])
+            text = f"{line['error']}: {line['problem']}" if self.told else str(line["error"])
+        except (OSError, ValueError, LookupError, TypeError):  # it may have died of writing
+            return ""
+        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
 
 
 def too_few(
-    place: str, asked: int, failures: list[Failure], errors: str, silent: int | None = None
+    place: str, asked: int, failures: list[Failure], causes: Causes, silent: int | None = None
 ) -> UnansweredError:
     """The error of an exchange that too few clients answered.
 
@@ -90,17 +111,16 @@ def too_few(
         place: what they were asked, in words.
         silent: how many did not answer, some of them earlier in the round; None: those of
             ``failures``.
-        errors: where a client writes down what went wrong, with ``{client}`` in it.
+        causes: of failures, as far as they are known.
     """
     missing = len(failures) if silent is None else silent
     of_kind: dict[str, set[int]] = {}
     for failure in failures:
         of_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
-    told = [Path(errors.replace("{client}", str(failure.client))) for failure in failures]
-    see = next((f"{_cause(path)}(see {path}); " for path in told if path.exists()), "")
+    remedy = "mend it and go on with resume=, or start anew with a lower runtime.min_success"
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",
-        f"{see}mend it and go on with resume=, or start anew with a lower runtime.min_success",
+        f"{causes.of(failures)}{remedy}",
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.failures import Failure, kind_of, too_few
+from fedgen.federation.failures import Causes, Failure, kind_of, too_few
 from fedgen.federation.messages import Answer
 from fedgen.federation.nodes import seconds_for
 from fedgen.federation.sums import that_are_there, under_masks, whose
@@ -107,7 +107,7 @@ class Rounds:
         begins: called with each round before anybody is asked.
         failed: called with each failure.
         rows: that a client may answer, at most, as it counts itself.
-        errors: where a client writes down what went wrong, with ``{client}`` in it.
+        causes: of clients' failures, as far as they are known.
         masks: whether answers travel under masks; run: its name, which these are made for; signed:
             whether clients sign for these.
         opens: called with each secure sum before it is looked at: (round, digest of the question,
@@ -127,7 +127,7 @@ class Rounds:
         begins: Callable[[int], None],
         failed: Callable[[Failure], None],
         rows: int,
-        errors: str,
+        causes: Causes,
         masks: bool = False,
         signed: bool = False,
         run: str = "",
@@ -135,7 +135,7 @@ class Rounds:
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
-        self._begins, self._failed, self._errors = begins, failed, errors
+        self._begins, self._failed, self._causes = begins, failed, causes
         self._masks, self._signed, self._run, self._opens = masks, signed, run, opens
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
@@ -350,7 +350,7 @@ class Rounds:
             answers, lost = that_are_there(exchange(messages.ASK, asked, read))
             failures = [self._fail("unavailable", client) for client in lost]
             if len(answers) < self._min_success * len(cohort):
-                raise too_few(place, len(cohort), failures, self._errors)
+                raise too_few(place, len(cohort), failures, self._causes)
         self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
         return answers
 
@@ -381,7 +381,7 @@ class Rounds:
         missed = [failure for turn in self._missed for failure in turn]
         of = len(asked) if self._missed.maxlen == 1 else self._count
         if of - len(missed) < self._min_success * of:
-            raise too_few(f"when they were to train, lastly {place}", of, missed, self._errors)
+            raise too_few(f"when they were to train, lastly {place}", of, missed, self._causes)
 
     def _read(self, client: int, reply: Message, shape: tuple[int, ...], most: int) -> Answer:
         """A client's answer, if it is one to what it was asked, at a cost of the plan's, at most
@@ -438,7 +438,7 @@ class Rounds:
         share, whole = self._min_success if must is None else must, of or len(sent)
         answered = len(sent) - len(failures)  # a client may be sent several
         if answered < share * whole:
-            raise too_few(place, whole, failures, self._errors, whole - answered)
+            raise too_few(place, whole, failures, self._causes, whole - answered)
         return found
 
     def _send(

@@ -20,11 +20,12 @@ _QUIET_SECONDS = 10.0
 
 
 class RunProgress:
-    """A progress bar on a terminal; elsewhere a line every ten seconds."""
+    """A progress bar on a terminal; elsewhere a line every ten seconds. ``stderr``: beside what a
+    program prints for others to read."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=False, highlight=False, soft_wrap=True)
-        self._live = sys.stdout.isatty()
+    def __init__(self, stderr: bool = False) -> None:
+        self._console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+        self._live = (sys.stderr if stderr else sys.stdout).isatty()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

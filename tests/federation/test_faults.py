@@ -21,7 +21,7 @@ from fedgen.coins import Coins
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
-from fedgen.federation.failures import DEADLINE, Failure, too_few
+from fedgen.federation.failures import DEADLINE, Causes, Failure, too_few
 from fedgen.federation.fault_rates import Faults
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
@@ -142,11 +142,21 @@ def test_what_a_client_wrote_down_is_told_in_one_line(
     place = tmp_path / "a {run}" / "3"
     place.mkdir(parents=True)
     (place / "errors.jsonl").write_bytes(written)
-    failures = [Failure("failed", 3, 0), Failure("failed", 3, 1), Failure("died", 4, 1)]
-    told = str(too_few("round 1", 9, failures, f"{place.parent}/{{client}}/errors.jsonl"))
+    failures = [Failure("died", 4, 1), Failure("failed", 3, 0), Failure("failed", 3, 1)]
+    told = str(too_few("round 1", 9, failures, Causes(place.parent, told=True)))
     assert "3 of 9 clients did not answer round 1 (died: client 4, failed: client 3)" in told
     assert said in told
     assert told.isprintable()
+
+
+def test_what_an_exception_says_may_be_a_row(tmp_path: Path) -> None:
+    """It is printed in experiments alone, and never as the cause of another failure."""
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "errors.jsonl").write_text('{"error": "ValueError", "problem": "row 0.81"}\n')
+    secret, public = (Causes(tmp_path, told=told) for told in (False, True))
+    assert secret.of([Failure("failed", 3, 0)]).startswith("ValueError (see ")
+    assert public.of([Failure("failed", 3, 0)]).startswith("ValueError: row 0.81 (see ")
+    assert public.of([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
 
 
 def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
@@ -223,7 +233,7 @@ def test_answers_of_other_noise_end_the_run(
     run = tmp_path / "run"
     command = [*TINY, *FEDERATED, "partition.clients=4", f"run_dir={run}"]
     assert cli.run(["train", *command, "privacy.adversary=release"]) == 2
-    assert "(unplanned)" in capsys.readouterr().err
+    assert "(unplanned: clients 0, 1, 2, 3)" in capsys.readouterr().err
     assert not list((run / "public").iterdir())
 
 

@@ -94,7 +94,7 @@ def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
     tmp_path: Path, capsys: Captured
 ) -> None:
     owned, place = tmp_path / "owned", tmp_path / "run"
-    call = f"+data.extra={{_target_: torch.utils.collect_env.run, command: 'touch {owned}'}}"
+    call = f"+method.extra={{_target_: torch.utils.collect_env.run, command: 'touch {owned}'}}"
     assert "_target_" in refused(capsys, "train", *TINY, call, f"run_dir={place}")
     matrix = tmp_path / "matrix.yaml"
     methods = {"DP-MERF": {"settings": [*tiny("dp_merf_small"), "method=dp_merf_small", call]}}
