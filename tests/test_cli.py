@@ -503,14 +503,7 @@ def test_a_name_goes_before_a_number() -> None:
     assert [_number(each, 3, ["1", "2", "3"]) for each in (1, "2", 3, 0)] == [0, 1, 2, 0]
 
 
-def test_names_of_other_labels_than_there_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {"images": np.zeros((40, 8, 8), np.uint8), "labels": np.arange(40) % 10}
-    np.savez(tmp_path / "rows.npz", **rows)
-    words = ["data=folder", f"data.path={tmp_path}/rows.npz", "data.classes=10", "data.labels=[a]"]
-    assert cli.run(["train", *TINY, *words]) == 2
-    assert one_line(capsys).startswith("fedgen: data.labels: are 1 names, of 10 labels")
+def test_a_method_without_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", *TINY, "method={foo: 1}"]) == 2
     assert one_line(capsys).startswith("fedgen: method: ")
 

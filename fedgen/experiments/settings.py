@@ -86,10 +86,6 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     torch.set_num_threads(config.runtime.threads)
     coins = Coins.of(config.seed, config.privacy.noise)
     held, shards = shared_out(config)
-    names = label_names(config)
-    if names is not None and len(names) != held.classes:
-        problem = f"are {len(names)} names, of {held.classes} labels"
-        raise FedgenError("data.labels", problem, "name each, or leave it out")
     bugged = with_the_bug(len(shards), config.corruption.fraction, coins.at("data"))
     held = plant_flip(held, shards, bugged)
     if config.group is not None:
