@@ -183,6 +183,9 @@ def evaluate(
     """
     with _as_it_was(), tempfile.TemporaryDirectory() as place:
         file = Path(place) / "samples.npz"
+        for name, each in (("images", images), ("labels", labels)):
+            if np.asarray(each).dtype.hasobject:
+                raise FedgenError(name, "is no array of numbers", "give one of uint8 or integers")
         np.savez(file, images=images, labels=labels)
         config = compose("evaluate", _words(settings, {**more, "samples": str(file)}))
         try:

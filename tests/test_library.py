@@ -126,6 +126,8 @@ def test_samples_of_anybody_are_judged() -> None:
     assert 0 <= found["gen2real"]["logistic_regression"]["mean"] <= 1
     with pytest.raises(fedgen.FedgenError, match=r"^samples: what was given has images float32"):
         fedgen.evaluate(images.astype(np.float32), np.arange(100) % 10, known, data="digits")
+    with pytest.raises(fedgen.FedgenError, match=r"^labels: is no array of numbers"):
+        fedgen.evaluate(images, np.array([None] * 100), known, data="digits")
 
 
 def test_a_program_is_attacked(tmp_path: Path) -> None:
