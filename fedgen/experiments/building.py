@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.parameters import POSITIVE, Range
+
+logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # what it says comes as an error too
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def _check_names(settings: dict[str, Any], key: str) -> None:
         if isinstance(value, dict):
             _check_names(value, f"{key}.{name}")
     if "_target_" in settings:
-        target = get_object(settings["_target_"])
+        target = _loaded(settings["_target_"], key)
         taken = list(inspect.signature(target).parameters.values())
         names = [each.name for each in taken if each.kind is not each.VAR_KEYWORD]
         unpacked = _unpacked(target)
@@ -58,6 +62,23 @@ def _check_names(settings: dict[str, Any], key: str) -> None:
             if name not in names and name not in ("_target_", "_partial_"):
                 remedy = f"choose of: {', '.join(names)}"
                 raise FedgenError(f"{key}.{name}", "is no setting", remedy)
+
+
+def _loaded(name: str, key: str) -> Any:
+    """What ``name`` stands for.
+
+    Raises:
+        FedgenError: if there is nothing of this name, or its module cannot be imported.
+    """
+    try:
+        return get_object(name)
+    except ImportError as error:
+        cause = error.__cause__ or error
+        place = traceback.extract_tb(cause.__traceback__)[-1]
+        at = f" ({place.filename}, line {place.lineno})"
+        at = "" if isinstance(cause, SyntaxError) else at  # it says so itself
+        problem = f"{name} cannot be imported: {type(cause).__name__}: {cause}{at}"
+        raise FedgenError(f"{key}._target_", problem, "mend it") from error
 
 
 def _unpacked(target: Any) -> dict[str, Any]:
@@ -97,7 +118,7 @@ def check_parameters(key: str, settings: DictConfig) -> None:
             "give one near yours, e.g. data.public_rows=14000: it is no secret then",
         )
     target = settings.get("_target_")
-    made = get_object(target) if target is not None else None
+    made = _loaded(target, key) if target is not None else None
     found = {**_hints(made), **_unpacked(made)}
     for name, value in settings.items():
         if not str(name).startswith("_"):

@@ -48,6 +48,23 @@ def test_a_mistake_in_it_is_told(own: Path) -> None:
     assert "KeyError: 'nowhere' (see run/clients/0/errors.jsonl)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("def (", "SyntaxError: invalid syntax (blur.py, line 1)"),
+        ("import torchh", "ModuleNotFoundError: No module named 'torchh' ("),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_in_one_line(
+    line: str, said: str, own: Path
+) -> None:
+    (own / "blur" / "blur.py").write_text(f"{line}\n")
+    done = fedgen(own, "train", "method=blur", "rounds=2", "run_dir=run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedgen: method._target_: blur.blur.blur cannot be imported: ")
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(own: Path) -> None:
     environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
