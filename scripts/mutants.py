@@ -673,6 +673,13 @@ MUTANTS = [
         f"{INCIDENTS}::test_a_client_that_is_silent_is_asked_again_and_again",
     ),
     Mutant(
+        "rows-in-an-exception-are-printed",
+        TRAINING,
+        'told=self.ready.privacy.noise == "seeded"',
+        "told=True",
+        "tests/experiments/test_new_method.py::test_a_mistake_in_it_is_told",
+    ),
+    Mutant(
         "a-lost-key-of-draws-goes-unnoticed",
         TRAINING,
         "if made and run_dir.begun():",
