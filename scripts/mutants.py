@@ -677,7 +677,7 @@ MUTANTS = [
         TRAINING,
         'told=self.ready.privacy.noise == "seeded"',
         "told=True",
-        "tests/experiments/test_new_method.py::test_a_mistake_in_it_is_told",
+        "tests/federation/test_faults.py::test_what_an_exception_says_may_be_a_row",
     ),
     Mutant(
         "a-lost-key-of-draws-goes-unnoticed",

@@ -37,20 +37,15 @@ def test_the_help_lists_it(own: Path) -> None:
     assert {"blur", "mixture"} <= set(methods.replace("\n", "").replace(" ", "").split("|"))
 
 
-@pytest.mark.parametrize(
-    ("noise", "said"), [("seeded", "KeyError: 'nowhere' (see"), ("secure", "KeyError (see")]
-)
-def test_a_mistake_in_it_is_told(noise: str, said: str, own: Path) -> None:
-    """And not only in the client's own file; what an exception says may be a row, which nobody is
-    told who rehearses nothing."""
+def test_a_mistake_in_it_is_told(own: Path) -> None:
+    """And not only in the client's own file."""
     file = own / "blur" / "blur.py"
     text = file.read_text()
     [line] = [each for each in text.splitlines() if "return of_rows(" in each]
     file.write_text(text.replace(line, f"{line.partition('return')[0]}raise KeyError('nowhere')"))
-    words = ["method=blur", "rounds=2", "evaluation=none", "run_dir=run", f"privacy.noise={noise}"]
-    done = fedgen(own, "train", *words)
+    done = fedgen(own, "train", "method=blur", "rounds=2", "evaluation=none", "run_dir=run")
     assert done.returncode == 2
-    assert f"{said} run/clients/0/errors.jsonl)" in done.stderr
+    assert "KeyError: 'nowhere' (see run/clients/0/errors.jsonl)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tiny import COINS, TINY, Train, fingerprint, make
 
 from fedgen import cli
 from fedgen.coins import Coins
+from fedgen.ensemble.critics import Critics
 from fedgen.experiments import settings
 from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
@@ -149,14 +150,36 @@ def test_what_a_client_wrote_down_is_told_in_one_line(
     assert told.isprintable()
 
 
-def test_what_an_exception_says_may_be_a_row(tmp_path: Path) -> None:
-    """It is printed in experiments alone, and never as the cause of another failure."""
+@pytest.mark.parametrize(
+    ("noise", "said"), [("seeded", "ValueError: row 0.81 (see "), ("secure", "ValueError (see ")]
+)
+def test_what_an_exception_says_may_be_a_row(
+    noise: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is printed in experiments alone."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("row 0.81")
+
+    monkeypatch.setattr(Critics, "release", fail)
+    words = [*TINY, "runtime=in_process", f"privacy.noise={noise}", f"run_dir={tmp_path}/run"]
+    assert cli.run(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert noise == "seeded" or "0.81" not in told
+
+
+def test_a_cause_is_of_this_failure(tmp_path: Path) -> None:
+    """Who died wrote nothing of it: what the file says is of another."""
     (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "errors.jsonl").write_text('{"error": "ValueError", "problem": "row 0.81"}\n')
-    secret, public = (Causes(tmp_path, told=told) for told in (False, True))
-    assert secret.of([Failure("failed", 3, 0)]).startswith("ValueError (see ")
-    assert public.of([Failure("failed", 3, 0)]).startswith("ValueError: row 0.81 (see ")
-    assert public.of([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
+    (tmp_path / "3" / "errors.jsonl").write_text('{"error": "E", "problem": "old"}\n')
+    causes = Causes(tmp_path, told=True)
+    assert causes.of([Failure("failed", 3, 0)]).startswith("E: old (see ")
+    assert causes.of([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
 
 
 def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
