@@ -47,10 +47,10 @@ _HEAD = """# Measured runs
 
 Every line is a run, or one run by several seeds: `python scripts/results_page.py` writes this
 page. `docs/results/` has the figures of each, the versions that made it, and its date. Seeded
-coins follow from settings' names too, and three were renamed on 2026-11-26: a command repeats an
-earlier run with other draws. CNN and logistic regression: accuracy in percent of a classifier that
-learnt from samples alone. ε is at δ = 1e-5, against the server / for whoever gets the generator.
-Minutes are of one core beside other runs.
+coins follow from settings' names, and draws from the code: a command may repeat a run with other
+draws. CNN and logistic regression: accuracy in percent of a classifier that learnt from samples
+alone. ε is at δ = 1e-5, against the server / for whoever gets the generator. Minutes are of one
+core beside other runs.
 """
 
 

@@ -6,7 +6,6 @@ out from outside is said too: nobody but its author knows which neighbours are a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import tempfile
@@ -28,6 +27,7 @@ from fedgen.experiments.configuration import compose
 from fedgen.experiments.generation import draw_samples, labels_of, load_generator
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
+from fedgen.federation.client_app import ERRORS, last_error
 from fedgen.method import Method
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
@@ -80,9 +80,8 @@ def check(config: DictConfig) -> str:
         except Interrupted:
             raise Interrupted("interrupted; a check keeps nothing, begin it again") from None
         except FedgenError:
-            for file in Path(folder).glob("*/clients/*/errors.jsonl"):  # they go with the folder
-                with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
-                    last = json.loads(file.read_text().splitlines()[-1])
+            for file in Path(folder).glob(f"*/clients/*/{ERRORS}"):  # they go with the folder
+                if (last := last_error(file)) is not None:
                     print("".join(last["trace"]), end="")
             raise
     signs = {True: "holds ", False: "BROKEN", None: "open  "}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ _ANSWERS = "exact noise on a grid, sums in parts"
 version began must not take its answers for repeats, which cost nothing."""
 
 LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
+_TAIL = 2**20  # bytes of a file of errors that are looked at for the last
 
 
 class BudgetError(Exception):
@@ -249,6 +250,19 @@ def write_down(folder: Path, kind: str, error: Exception) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ERRORS).open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def last_error(file: Path) -> dict[str, Any] | None:
+    """What was written down last in such a file; None if it is not whole, as its writer may have
+    died of it."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - _TAIL))
+            line = json.loads(opened.read().decode(errors="replace").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    whole = isinstance(line, dict) and {"error", "problem", "trace"} <= line.keys()
+    return line if whole else None
 
 
 # --- what a client does when it gets a message ----------------------------------------------------

@@ -3,14 +3,13 @@ the client; whoever simulates clients has their files."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Message
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client_app import ERRORS, FAILED, REFUSED
+from fedgen.federation.client_app import ERRORS, FAILED, REFUSED, last_error
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     MESSAGE_UNAVAILABLE,
@@ -37,7 +36,6 @@ _KINDS = {
 }
 
 _LONGEST_CAUSE = 300  # letters
-_TAIL = 2**20  # bytes of a file that are looked at
 _MOST_NAMED = 5  # clients
 
 
@@ -91,13 +89,9 @@ class Causes:
         return ""
 
     def _last(self, path: Path) -> str:
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _TAIL))
-                line = json.loads(file.read().decode().splitlines()[-1])
-            text = f"{line['error']}: {line['problem']}" if self.told else str(line["error"])
-        except (OSError, ValueError, LookupError, TypeError):  # it may have died of writing
+        if (line := last_error(path)) is None:
             return ""
+        text = f"{line['error']}: {line['problem']}" if self.told else str(line["error"])
         words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
         return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
 

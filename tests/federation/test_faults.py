@@ -128,10 +128,15 @@ def test_too_few_answers_end_the_run_with_one_line(
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (b'{"error": "KeyError", "problem": "a\\u001b[31m\\nb"}\n', "KeyError: a [31m b (see "),
-        (b'{"error": "E", "problem": "' + b"x" * 10_000 + b'"}', "xx... (see "),
+        (
+            b'{"trace": [], "error": "KeyError", "problem": "a\\u001b[31m\\nb"}\n',
+            "KeyError: a [31m b (see ",
+        ),
+        (b'{"trace": [], "error": "E", "problem": "' + b"x" * 10_000 + b'"}', "xx... (see "),
+        (b"\xc3\xa9" * 2**19 + b'\n{"trace": [], "error": "E", "problem": "b"}\n', "E: b (see "),
         (b'{"error": "E", "prob', "; (see "),
         (b"[1]\n", "; (see "),
+        (b"{}\n", "; (see "),
         (b"\xff\n", "; (see "),
         (b"", "; (see "),
     ],
@@ -176,7 +181,7 @@ def test_what_an_exception_says_may_be_a_row(
 def test_a_cause_is_of_this_failure(tmp_path: Path) -> None:
     """Who died wrote nothing of it: what the file says is of another."""
     (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "errors.jsonl").write_text('{"error": "E", "problem": "old"}\n')
+    (tmp_path / "3" / "errors.jsonl").write_text('{"error": "E", "problem": "old", "trace": []}\n')
     causes = Causes(tmp_path, told=True)
     assert causes.of([Failure("failed", 3, 0)]).startswith("E: old (see ")
     assert causes.of([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
