@@ -31,6 +31,8 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
+from fedgen.errors import FedgenError
+
 Where = int | str
 Mode = Literal["seeded", "secure"]
 
@@ -48,7 +50,15 @@ class Coins:
 
     @classmethod
     def of(cls, seed: int, mode: Mode) -> Coins:
-        """All coins of a run with root ``seed``; see the module for the two modes."""
+        """All coins of a run with root ``seed``; see the module for the two modes.
+
+        Raises:
+            FedgenError: for a seed that is no whole number of 64 bits.
+        """
+        least, most = -(2**63), 2**63 - 1
+        if not isinstance(seed, int) or not least <= seed <= most:
+            problem = f"must be a whole number from {least} to {most}, got {seed!r}"
+            raise FedgenError("seed", problem, "e.g. 0")
         root = seed.to_bytes(16, "little", signed=True)
 
         def derived(purpose: bytes) -> bytes:

@@ -79,7 +79,8 @@ class Generator:
         sample``.
 
         Raises:
-            FedgenError: for labels that there are not, or more images than a set has.
+            FedgenError: for labels that there are not, more images than a set has, or a seed that
+                is none.
         """
         with _as_it_was():
             found = self._loaded

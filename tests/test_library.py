@@ -64,6 +64,10 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
     with np.load(out) as file:
         assert (file["images"] == there.samples(9, [1, 2]).images).all()
         assert set(file["labels"]) == {1, 2}
+    with pytest.raises(fedgen.FedgenError, match="n: must be a whole number from 1"):
+        there.samples(10**15)
+    with pytest.raises(fedgen.FedgenError, match="seed: must be a whole number"):
+        there.samples(1, seed="a")  # type: ignore[arg-type]
 
 
 def test_without_a_bound_epsilon_is_infinite(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.data.datasets import Dataset
+from fedgen.data.partition import check_clients
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.overrides import in_grammar
 from fedgen.experiments.settings import Setup, dataset
@@ -22,6 +23,7 @@ def check(config: DictConfig) -> str:
         FedgenError: for what training would refuse too.
     """
     found = dataset(config)
+    check_clients(config.partition.clients, len(found.labels))
     channels, height, width = found.shape
     kind = "grey" if channels == 1 else "RGB"
     rows, test = len(found.labels), len(found.test_labels)

@@ -63,7 +63,7 @@ def evaluate(config: DictConfig) -> str:
         FedgenError: for a mistake of the user's.
     """
     validation.check_evaluation(config)
-    validation.check_seed(config)
+    Coins.of(config.seed, "seeded")  # refuses what is no seed, also where none is drawn by
     if (config.run is None) == (config.samples is None):
         raise FedgenError("run", "what is to be judged?", "give run=DIR or samples=FILE.npz")
     return _evaluate_run(config) if config.samples is None else _evaluate_samples(config)

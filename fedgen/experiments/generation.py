@@ -24,7 +24,7 @@ from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.data.labels import are_names
 from fedgen.errors import FedgenError
-from fedgen.experiments import building, validation
+from fedgen.experiments import building
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, label_names
 from fedgen.experiments.unfinished import is_unfinished, unfinished
@@ -40,6 +40,7 @@ SCHEMA = 3
 
 _CLIENTS = 10**9
 _COLUMNS = 10  # of a grid
+_MOST = 10**7  # samples at once
 
 
 @dataclass(frozen=True)
@@ -231,8 +232,9 @@ def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Te
     Raises:
         FedgenError: for labels that there are not, or more than a set has.
     """
-    if not isinstance(count, int) or count < 1:
-        raise FedgenError("n", f"must be a positive whole number, got {count!r}", "e.g. n=1000")
+    if not isinstance(count, int) or not 1 <= count <= _MOST:
+        problem = f"must be a whole number from 1 to {_MOST}, got {count!r}"
+        raise FedgenError("n", problem, "e.g. n=1000")
     classes, names = published.classes, published.labels or []
     listed = isinstance(chosen, Sequence) and len(chosen) > 0 and not isinstance(chosen, str)
     if chosen is not None and not listed:
@@ -268,12 +270,11 @@ def sample(config: DictConfig) -> str:
     or a folder of ``label/00000.png``, as ``data=folder`` reads it, by the labels' names if these
     were published. Needs its ``public`` folder alone; of a run that is not over its directory and
     its data. Where they are, in words."""
-    out = Path(config.out)
+    out, coins = Path(config.out), Coins.of(config.seed, "seeded").at("sample")
     if out.suffix not in ("", ".npz", ".png", ".parquet") or (not out.suffix and out.exists()):
         problem = f"{out} is no .npz, no .png, no .parquet and no new folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
-    validation.check_seed(config)
     path, told = Path(config.run), str(out)
     if is_unfinished(path):
         made = unfinished(path)
@@ -282,7 +283,6 @@ def sample(config: DictConfig) -> str:
         told = f"{out}\n{made.note}"
     else:
         published = load_generator(path, config.device)
-    coins = Coins.of(config.seed, "seeded").at("sample")
     labels = labels_of(published, config.n, config.labels, coins)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values

@@ -59,7 +59,6 @@ def check(config: DictConfig) -> None:
         raise FedgenError("corruption.fraction", problem, "e.g. 0.5")
     _whole(config, "runtime.threads", 1, 1024)
     _check_runtime(config)
-    check_seed(config)
     check_evaluation(config)
     _check_release(config)
     check_delta(config.privacy.delta)
@@ -183,11 +182,6 @@ def _check_release(config: DictConfig) -> None:
             "a run with canaries is no run for release",
             "take privacy.noise=seeded, or set it to 0",
         )
-
-
-def check_seed(config: DictConfig) -> None:
-    """Raises FedgenError for a seed that coins cannot follow from."""
-    _whole(config, "seed", -(2**63), 2**63 - 1)
 
 
 def check_evaluation(config: DictConfig) -> None:

@@ -261,6 +261,9 @@ def test_a_check_says_what_there_is_and_what_fits(
     assert "under several labels" in said and "private" in said
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err
+    words = ["data=folder", f"data.path={hospitals}", "partition=iid", "partition.clients=-1"]
+    assert cli.run(["data", "check", *words]) == 2
+    assert "partition.clients: must be at least 1" in capsys.readouterr().err
     assert cli.run(["data", "look"]) == 2
     assert "fedgen data check" in capsys.readouterr().err
 
