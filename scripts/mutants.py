@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -29,6 +30,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAZY = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "sklearn.datasets", "ray")
 OWN = ("fedgen", "strategies", "configs", "conftest", "tiny")
+PLAIN = ("-x", "-q", "--tb=native", "--assert=plain", "-p", "no:cacheprovider")
 COPIED = ("fedgen", "strategies", "configs", "tests", "pyproject.toml")
 
 
@@ -1613,7 +1615,7 @@ def failed(mutant: Mutant | None, tests: list[str]) -> list[str]:
         os.chdir(copy_of(mutant, Path(folder)))
         sys.path.insert(0, folder)
         with contextlib.redirect_stdout(said):
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], [failures])
+            status = pytest.main([*PLAIN, *tests], [failures])
         os.chdir(ROOT)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"{' '.join(tests)} did not run:\n{said.getvalue()}")
@@ -1637,6 +1639,7 @@ def _load_what_others_wrote() -> None:
     for name in [each for each in sys.modules if each.split(".")[0] in OWN]:
         del sys.modules[name]
     del sys.path[:2]
+    gc.freeze()  # the forks' collections need not look at it again
 
 
 class _Worker(multiprocessing.context.ForkProcess):
