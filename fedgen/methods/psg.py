@@ -83,7 +83,8 @@ class Client:
 class Server:
     """The set, its momentum, and the classifier: post-processing.
 
-    per_label: images of each label. outer, batch_loop, inner: see the file.
+    per_label: images of each label. initial_std: of their pixels at first, around grey.
+    outer, batch_loop, inner: see the file.
     learning_rate, momentum: of the set. matches: its steps for each gradient.
     classifier_learning_rate: of the classifier's epochs on the set, in batches of ``batch``.
     """
@@ -92,6 +93,7 @@ class Server:
     classes: int
     shape: tuple[int, int, int]
     per_label: int
+    initial_std: float
     outer: int
     batch_loop: int
     inner: int
@@ -114,7 +116,7 @@ class Server:
     def init(self, coins: Coins) -> Tensors:
         """Images of noise."""
         size = (self.classes * self.per_label, *self.shape)
-        images = torch.randn(size, generator=coins.public("set"))
+        images = self.initial_std * torch.randn(size, generator=coins.public("set"))
         start = join(
             set={"images": images, "momentum": torch.zeros(size)},
             classifier=self._fresh(0, coins),
@@ -211,6 +213,7 @@ def psg(
     *,
     classifier: Callable[..., nn.Module],
     per_label: int,
+    initial_std: float,
     outer: int,
     batch_loop: int,
     inner: int,
@@ -230,6 +233,8 @@ def psg(
         noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
         classifier: a ``ConvNet``.
         per_label: images of each label in the set.
+        initial_std: of their pixels before the first step, around grey; black to white is 2. With
+            few steps much of it stays, and hides what was learnt.
         outer, batch_loop: a classifier is used for outer * batch_loop rounds.
         inner: its epochs on the set after each batch_loop rounds.
         learning_rate, momentum: of the set's SGD. matches: its steps for each gradient.
@@ -251,6 +256,7 @@ def psg(
         facts.classes,
         facts.shape,
         per_label,
+        initial_std,
         outer,
         batch_loop,
         inner,
