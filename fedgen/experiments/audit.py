@@ -79,7 +79,9 @@ def audit(config: DictConfig) -> Audited:
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in sights(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
-        noise = chosen.noise_multiplier or telling_noise(ready, sight, kind)
+        noise, fixed = chosen.noise_multiplier or 1.0, is_fixed(ready, sight, kind)
+        if chosen.noise_multiplier is None and not fixed:
+            noise = telling_noise(ready, sight, kind)
         method = ready.at_noise(noise)
         worst = method.worst_cases()[kind]
         if len(kinds) > 1:
@@ -101,10 +103,11 @@ def audit(config: DictConfig) -> Audited:
                 coins=ready.coins.at("audit", number),
                 told=told,
             )
-        found, noises[sight.name] = found + points, noise
+        found, noises[sight.name] = found + points, None if fixed else noise
+        of = "the warm-up's noise" if fixed else f"noise multiplier {noise:.4g}"
         lines += [
-            f"{sight.name}, {trials:,} releases of each of two neighbours at noise "
-            f"multiplier {noise:.4g}, {point.after} together: "
+            f"{sight.name}, {trials:,} releases of each of two neighbours at {of}, "
+            f"{point.after} together: "
             f"{_in_words(point, chosen.confidence)}"
             for point in points
         ]
@@ -160,6 +163,13 @@ def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
         return epsilon(spend, ready.config.privacy.delta, method.plan.relation).or_infinity
 
     return least_noise(at, _TELLING)
+
+
+def is_fixed(ready: Setup, sight: Sight, kind: int) -> bool:
+    """Whether a warm-up makes the release: at a noise multiplier of its own, whatever the run's."""
+    methods = [ready.at_noise(noise) for noise in (1.0, 2.0)]
+    costs = [_cost(each.plan, each.worst_cases()[kind], sight, 1) for each in methods]
+    return costs[0] == costs[1]
 
 
 def check_audit(chosen: DictConfig) -> None:
@@ -314,8 +324,8 @@ def _summed(
     answers: dict[int, Sent] = {}
     for client, rows in asked.items():
         own = (state, shard) if client == 0 else worst.second
-        query, here = worst.query.take(rows), coins.at("client", client)
-        answers[client] = method.client.answer(own[0], query, own[1], trial, here)
+        query, here = worst.query.take(rows), coins.at("trial", trial, "client", client)
+        answers[client] = method.client.answer(own[0], query, own[1], worst.round, here)
     if not isinstance(method.plan.aggregation, Local):
         arrived = [each.arrays["answer"] for each in answers.values()]
         return worst.read(method.total(arrived, worst.round, coins.at("total", trial))).numpy()
@@ -333,7 +343,8 @@ def _released(
     method: Method, worst: WorstCase, state: State, shard: Shard, trial: int, coins: Coins
 ) -> NDArray[Any]:
     """What leaves the mechanism: the client's, or that of an aggregation, of this client alone."""
-    answer = method.client.answer(state, worst.query, shard, trial, coins)
+    here = coins.at("trial", trial)
+    answer = method.client.answer(state, worst.query, shard, worst.round, here)
     found = torch.from_numpy(answer.arrays["answer"])
     if not isinstance(method.plan.aggregation, Local):
         here = coins.at("aggregate", trial)
@@ -354,7 +365,8 @@ def _direction(method: Method, worst: WorstCase, coins: Coins) -> NDArray[np.flo
         here = coins.at("direction")
         if not method.plan.trusted:
             return _released(method, worst, state, shard, trial, here)
-        answer = method.client.answer(state, worst.query, shard, trial, here).arrays["answer"]
+        here = here.at("trial", trial)
+        answer = method.client.answer(state, worst.query, shard, worst.round, here).arrays["answer"]
         read: NDArray[Any] = worst.read(torch.from_numpy(answer)).numpy()
         return read
 

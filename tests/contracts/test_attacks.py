@@ -213,6 +213,23 @@ def test_draws_only_hide(method: str) -> None:
         assert not point.broken
 
 
+@pytest.mark.parametrize("method", ["psg_small", "dpdm_small"])
+def test_both_phases_of_a_warm_start_are_attacked(method: str) -> None:
+    """The first at its own noise, whatever the run's; each by the round that it is of."""
+    warm = ["warm_up=central_images", "warm_up.method.images=1", "warm_up.method.sampling_rate=1"]
+    warm += ["warm_up.noise_multiplier=0.8", "warm_up.rounds=2", "method.sampling_rate=1.0"]
+    noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
+    own = ["method.batch=2", "rounds=9", "audit.releases=400", "audit.canaries=0"]
+    words = [f"method={method}", *tiny(method), *warm, *noise, *own]
+    found = audit.audit(compose("audit", words))
+    assert "central, 400 releases of each of two neighbours at the warm-up's noise" in found.text
+    for phase in ("client program, central", "client program, step"):
+        points = [point for point in found.program if point.of == phase]
+        assert [point.after for point in points] == [1, 2, 4]
+        assert not any(point.broken for point in points)
+        assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
+
+
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_an_audit_of_a_run(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
