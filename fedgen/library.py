@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +76,12 @@ class Generator:
         """Names of the labels, if they were published: where ``data.labels`` told them."""
         return self._loaded.labels
 
-    def samples(self, n: int, labels: Sequence[int | str] | None = None, seed: int = 0) -> Samples:
+    def samples(
+        self,
+        n: int,
+        labels: Sequence[int | str] | NDArray[np.integer[Any]] | None = None,
+        seed: int = 0,
+    ) -> Samples:
         """``n`` images, of ``labels`` (numbers or names) or of all, uniformly: those of ``fedgen
         sample``.
 
@@ -85,7 +92,8 @@ class Generator:
         with _as_it_was():
             found = self._loaded
             coins = Coins.of(seed, "seeded").at("sample")
-            chosen = labels_of(found, n, labels, coins)
+            listed = labels.tolist() if isinstance(labels, np.ndarray) else labels
+            chosen = labels_of(found, n, listed, coins)
             images = draw_samples(found.method, found.weights, chosen, coins)
             return Samples(images, chosen.numpy())
 
@@ -150,7 +158,9 @@ def load(path: str | Path, device: str = "auto") -> Generator:
     Raises:
         FedgenError: if there is none, or it is not what the run wrote.
     """
-    found = Path(path)
+    if not isinstance(path, str | PathLike) or "\0" in (place := os.fsdecode(path)):
+        raise FedgenError("path", f"{path!r} is no path", "give a run directory, as text")
+    found = Path(place)
     made = (Run if (found / "results.json").exists() else Generator)(found, device)
     made.classes  # noqa: B018 (loads it)
     return made
@@ -210,6 +220,8 @@ def audit(settings: Settings | None = None, /, **more: Any) -> auditing.Audited:
 
 def _words(settings: Settings | None, more: Settings) -> list[str]:
     """Settings as the command line has them."""
+    if not isinstance(settings, Mapping | None):
+        raise FedgenError("settings", "are no dictionary", 'e.g. {"method.ema": 0.9}')
     known = {**(settings or {}), **more}
     if "epsilon" in known:
         known["privacy.target_epsilon"] = known.pop("epsilon")

@@ -62,7 +62,7 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
     out = tmp_path / "samples.npz"
     assert cli.run(["sample", f"run={tmp_path / 'run'}", "n=9", "labels=[1,2]", f"out={out}"]) == 0
     with np.load(out) as file:
-        assert (file["images"] == there.samples(9, [1, 2]).images).all()
+        assert (file["images"] == there.samples(np.int64(9), np.array([1, 2])).images).all()  # type: ignore[arg-type]
         assert set(file["labels"]) == {1, 2}
     with pytest.raises(fedgen.FedgenError, match="n: must be a whole number from 1"):
         there.samples(10**15)
@@ -110,8 +110,11 @@ def test_mistakes_are_errors_in_the_same_words(tmp_path: Path) -> None:
     ]:
         with pytest.raises(fedgen.FedgenError, match=said):
             fedgen.train(settings, run_dir=tmp_path / "run")
-    with pytest.raises(fedgen.FedgenError):
-        fedgen.load(tmp_path / "nothing")
+    for place in (tmp_path / "nothing", None, 3, "a\0b"):
+        with pytest.raises(fedgen.FedgenError):
+            fedgen.load(place)  # type: ignore[arg-type]
+    with pytest.raises(fedgen.FedgenError, match="settings: are no dictionary"):
+        fedgen.account("method=psg_small")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
 

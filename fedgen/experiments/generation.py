@@ -232,7 +232,7 @@ def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Te
     Raises:
         FedgenError: for labels that there are not, or more than a set has.
     """
-    if not isinstance(count, int) or not 1 <= count <= _MOST:
+    if not isinstance(count, int | np.integer) or count is True or not 1 <= count <= _MOST:
         problem = f"must be a whole number from 1 to {_MOST}, got {count!r}"
         raise FedgenError("n", problem, "e.g. n=1000")
     classes, names = published.classes, published.labels or []
@@ -241,6 +241,7 @@ def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Te
         problem = f"must be a list of numbers from 0 to {classes - 1}, got {chosen}"
         raise FedgenError("labels", problem, "e.g. labels=[0,1]")
     among = range(classes) if chosen is None else [_number(n, classes, names) for n in chosen]
+    count = int(count)
     distinct, drawn = published.method.server.distinct, coins.public("labels")
     if distinct is None:
         return torch.tensor(list(among))[torch.randint(0, len(among), (count,), generator=drawn)]

@@ -64,11 +64,17 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         problem = "cannot be server: clients trust it, and there is no bound against it"
         raise FedgenError("privacy.adversary", problem, "set it to release")
     if noise is None:
-        noise = least_noise(
-            lambda sigma: planned(method(sigma), config, server, epsilon),
-            target,
-            lambda sigma: planned(method(sigma), config, server, rough_epsilon),
-        )
+        try:
+            noise = least_noise(
+                lambda sigma: planned(method(sigma), config, server, epsilon),
+                target,
+                lambda sigma: planned(method(sigma), config, server, rough_epsilon),
+            )
+        except FedgenError as error:
+            if config.warm_up.method is None:
+                raise
+            remedy = "raise it, or warm_up.noise_multiplier, which no other noise makes up for"
+            raise FedgenError(error.key, error.problem, remedy) from error
         return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
     budget = affordable(method(noise), config, server, target)
     if budget.rounds < plan.least:
