@@ -467,18 +467,20 @@ def _arrays(
             key, f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
         )
     if any(found[name].size == 0 for name in needed):
-        raise FedgenError("data.root", f"{file} has no rows", "give it some")
+        raise FedgenError(key, f"{file} has no rows", "give it some")
     return found
 
 
 def as_images(file: Path | str, images: NDArray[np.generic]) -> Images:
-    """(n, h, w) or (n, h, w, channels) uint8 to (n, channels, h, w)."""
+    """(n, h, w), (n, h, w, channels) or (n, channels, h, w) uint8 to the last of these."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise FedgenError(
             "data",
             f"{file} holds images of type {images.dtype} and shape {images.shape}",
-            "they must be uint8, (n, height, width) or (n, height, width, 3)",
+            "they must be uint8, (n, height, width), with 3 last or with channels second",
         )
+    if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
+        return np.ascontiguousarray(images.astype(np.uint8, copy=False))
     channels_last = images[..., None] if images.ndim == 3 else images
     return np.ascontiguousarray(channels_last.transpose(0, 3, 1, 2).astype(np.uint8, copy=False))
 

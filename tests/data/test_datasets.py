@@ -131,14 +131,17 @@ def npz(path: Path, **changed: np.ndarray) -> str:
     return str(path)
 
 
-def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
-    rgb = {
-        "train_images": np.zeros((4, 8, 8, 3), np.uint8),
-        "test_images": np.zeros((2, 8, 8, 3), np.uint8),
-    }
-    data = folder(coins, None, npz(tmp_path / "a.npz", **rgb), classes=4)
-    assert data.shape == (3, 8, 8)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_users_npz_with_channels(channels: int, last: bool, tmp_path: Path, coins: Coins) -> None:
+    """As libraries of images have them, or as torch and ``fedgen sample`` do."""
+    images = np.random.default_rng(0).integers(0, 256, (6, channels, 8, 8), dtype=np.uint8)
+    given = images.transpose(0, 2, 3, 1) if last else images
+    found = {"train_images": given[:4], "test_images": given[4:]}
+    data = folder(coins, None, npz(tmp_path / "a.npz", **found), classes=4)
+    assert data.shape == (channels, 8, 8)
     assert data.classes == 4
+    assert (np.concatenate([data.images, data.test_images]) == images).all()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_a_users_npz_in_color(tmp_path: Path, coins: Coins) -> None:
         ({"train_labels": np.array(["a", "b", "c", "d"])}, "whole numbers"),
         ({"train_writer": np.array(["a", "b", "c", "d"])}, "whole numbers"),
         ({"train_labels": None}, "lacks train_labels"),
-        ({"train_images": np.zeros((0, 8, 8), np.uint8)}, "no rows"),
+        ({"train_images": np.zeros((0, 8, 8), np.uint8)}, r"data\.path: .* has no rows"),
         ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
     ],
 )
