@@ -71,7 +71,7 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
                 lambda sigma: planned(method(sigma), config, server, rough_epsilon),
             )
         except FedgenError as error:
-            if config.warm_up.method is None:
+            if config.warm_up.method is None or error.key != "privacy.target_epsilon":
                 raise
             remedy = "raise it, or warm_up.noise_multiplier, which no other noise makes up for"
             raise FedgenError(error.key, error.problem, remedy) from error
