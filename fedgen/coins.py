@@ -22,7 +22,7 @@ import json
 import random
 import secrets
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,17 +49,17 @@ class Coins:
     salt: str = ""
 
     @classmethod
-    def of(cls, seed: int, mode: Mode) -> Coins:
+    def of(cls, seed: int | np.integer[Any], mode: Mode) -> Coins:
         """All coins of a run with root ``seed``; see the module for the two modes.
 
         Raises:
             FedgenError: for a seed that is no whole number of 64 bits.
         """
         least, most = -(2**63), 2**63 - 1
-        if not isinstance(seed, int) or not least <= seed <= most:
+        if not isinstance(seed, int | np.integer) or not least <= seed <= most:
             problem = f"must be a whole number from {least} to {most}, got {seed!r}"
             raise FedgenError("seed", problem, "e.g. 0")
-        root = seed.to_bytes(16, "little", signed=True)
+        root = int(seed).to_bytes(16, "little", signed=True)
 
         def derived(purpose: bytes) -> bytes:
             return hashlib.shake_256(b"fedgen/" + purpose + b"/" + root).digest(32)

@@ -78,9 +78,9 @@ class Generator:
 
     def samples(
         self,
-        n: int,
+        n: int | np.integer[Any],
         labels: Sequence[int | str] | NDArray[np.integer[Any]] | None = None,
-        seed: int = 0,
+        seed: int | np.integer[Any] = 0,
     ) -> Samples:
         """``n`` images, of ``labels`` (numbers or names) or of all, uniformly: those of ``fedgen
         sample``.

@@ -97,6 +97,8 @@ class ServerProgram:
     shown: (state, rows held out of training or None, coins) -> numbers for the log, by name. What
         held-out rows tell is no part of the state.
     alone: (state, round, coins) -> state: a round without a query.
+    begin: (state, draw) -> state, once, where another method went before (``fedgen.warm_up``).
+        draw: labels (n,) -> its images of them, like ``sample``'s.
     distinct: how many images there are, as many of each label, where what is published is a set;
         None: as many as wanted.
     """
@@ -110,6 +112,7 @@ class ServerProgram:
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
     shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
     alone: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: state
+    begin: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensors] = lambda state, draw: state
     classify: Callable[[Tensors, Tensor], Tensor] | None = None
     distinct: int | None = None
 

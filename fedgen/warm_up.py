@@ -2,7 +2,8 @@
 
     first    its releases, at a noise multiplier of their own
     rest     rounds of the server alone: it plays the method with itself, as a single client
-             without noise whose rows are fresh samples of what was released
+             without noise whose rows are fresh samples of what was released. PSG begins its set
+             with such
     then     the method's own rounds
 
 One run, one ledger, one epsilon: the releases of both phases compose, and what lies between is
@@ -110,7 +111,11 @@ class WarmUp:
         known = self.first.server.generator(part(state, "first"))
         images = self.first.server.sample(known, labels, here)
         samples = Shard((images.cpu() * 255).round().to(torch.uint8), labels)
-        then, server = part(state, "then"), self.plain.server
+        server, then = self.plain.server, part(state, "then")
+        if number == 0:
+            own = here.at("begin")
+            begun = server.begin(then, lambda labels: self.first.server.sample(known, labels, own))
+            then = dict(begun)
         asked = server.query(then, number, here)
         assert asked is not None
         sent = self.plain.client.answer({}, asked, samples, number, here)

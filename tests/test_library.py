@@ -53,7 +53,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
-    there = fedgen.train(TINY, method="dp_merf_small", rounds=3, run_dir=tmp_path / "it's, here")
+    rounds, place = np.int64(3), tmp_path / "it's, here"
+    there = fedgen.train(TINY, method="dp_merf_small", rounds=rounds, run_dir=place)
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", "rounds=3"]
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
     told = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -62,10 +63,13 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
     out = tmp_path / "samples.npz"
     assert cli.run(["sample", f"run={tmp_path / 'run'}", "n=9", "labels=[1,2]", f"out={out}"]) == 0
     with np.load(out) as file:
-        assert (file["images"] == there.samples(np.int64(9), np.array([1, 2])).images).all()  # type: ignore[arg-type]
+        own = there.samples(np.int64(9), np.array([1, 2]), np.int64(0))
+        assert (file["images"] == own.images).all()
         assert set(file["labels"]) == {1, 2}
     with pytest.raises(fedgen.FedgenError, match="n: must be a whole number from 1"):
         there.samples(10**15)
+    with pytest.raises(fedgen.FedgenError, match="labels: must be a list of numbers"):
+        there.samples(1, labels=[True])
     with pytest.raises(fedgen.FedgenError, match="seed: must be a whole number"):
         there.samples(1, seed="a")  # type: ignore[arg-type]
 

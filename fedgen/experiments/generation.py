@@ -257,7 +257,8 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     """The number of a label that is given by number or by name."""
     if str(label) in names:  # a name before a number: names may be numbers of their own
         return names.index(str(label))
-    if not isinstance(label, Integral) or not 0 <= int(label) < classes:
+    whole = isinstance(label, Integral) and not isinstance(label, bool)
+    if not whole or not 0 <= int(label) < classes:
         known = f", or {', '.join(names)}" if names else ""
         problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
         remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; its run named none"

@@ -46,8 +46,7 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         raise FedgenError(key, problem, f"restore it; {error.remedy}") from error
     except OmegaConfBaseException as error:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
-    if identity["settings"] != _settings_digest(config):
-        raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
+    check_unaltered(path, config, identity, key)
     rounds = identity.get("rounds", config.rounds)
     if type(rounds) is not int or rounds < config.rounds or type(identity["branch"]) is not str:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
@@ -57,6 +56,12 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     # where a run logs to is no word of its directory's: somebody may have handed that over
     config.logger, config.names.logger = _NO_LOGGER, "none"
     return run_dir, config, identity
+
+
+def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
+    """Raises FedgenError if the settings there are not those that the run was made with."""
+    if identity["settings"] != _settings_digest(config):
+        raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
 
 
 def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ def in_grammar(value: Any) -> str:
     """A value in Hydra's grammar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, numbers.Real):  # NumPy's too
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)  # 1.0 is 1: the same run as by the command line
     if isinstance(value, int | float):

@@ -10,9 +10,11 @@ from omegaconf import DictConfig, ListConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.generation import draw_samples
+from fedgen.experiments.identity import check_unaltered
 from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import write_whole
 from fedgen.reporting.report import report as page
+from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.so_far import SoFar, so_far
 
 _COLUMNS = 10
@@ -34,6 +36,9 @@ def report(config: DictConfig) -> Path:
     if alone and is_unfinished(paths[0]):
         text = _so_far(paths[0])
     else:
+        for path in paths if config.audience == "server" else []:
+            _, was, identity = RunDir.open(path, "runs")
+            check_unaltered(path, was, identity, "runs")
         text = page(paths, config.audience, about)
     try:
         write_whole(out, text.encode())

@@ -123,6 +123,10 @@ class Server:
         )
         return {name: value.to(self.device) for name, value in start.items()}
 
+    def begin(self, state: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]) -> Tensors:
+        """Images that another method made, in place of noise."""
+        return {**state, "set/images": scaled(draw(self.labels.cpu())).to(self.device)}
+
     def _fresh(self, iteration: int, coins: Coins) -> Tensors:
         return initial(self.classifier, coins.public("classifier", iteration))
 
@@ -278,6 +282,7 @@ def psg(
         server.sample,
         server.recognize,
         lambda *_: {},
+        begin=server.begin,
         distinct=facts.classes * per_label,
     )
     return method_of(

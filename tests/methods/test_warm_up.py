@@ -14,7 +14,8 @@ from tiny import PROGRAMS, Train, fingerprint, tiny
 from fedgen import cli
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import setup
+from fedgen.experiments.settings import Setup, setup
+from fedgen.models.functional import Tensors, part
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import canonical
 
@@ -79,31 +80,50 @@ def test_it_goes_on_to_the_same_bits(train: Train, tmp_path: Path) -> None:
         assert fingerprint(run) == fingerprint(whole)
 
 
-def test_networks_learn_before_they_ask() -> None:
-    """Rounds alone, on central images, make a denoiser better at real digits: all that it needs is
-    in what was released."""
-    more = ["privacy=none", "warm_up.rounds=30", "rounds=33"]
-    ready = setup(compose("config", [*words("dpdm_small"), *more]))
+def released(more: list[str]) -> tuple[Setup, Tensors]:
+    """A run after its two central images, and what its server has then."""
+    ready = setup(compose("config", more))
     method, coins = ready.method, ready.coins
     rows = ready.dataset.shard(ready.shards[0])
-    images, labels = rows.rows(torch.arange(200))
     state = method.server.init(coins)
-
-    def loss() -> float:
-        return -float(method.server.recognize(state, images, labels, coins).mean())
-
     for round_ in range(2):
         question = method.server.query(state, round_, coins)
         assert question is not None
         sent = method.client.answer({}, question, rows, round_, coins)
         mean = method.total([sent.arrays["answer"]], round_, coins).float()
         state = method.server.update(state, mean, round_, coins)
+    return ready, state
+
+
+def test_networks_learn_before_they_ask() -> None:
+    """Rounds alone, on central images, make a denoiser better at real digits: all that it needs is
+    in what was released."""
+    more = ["privacy=none", "warm_up.rounds=30", "rounds=33"]
+    ready, state = released([*words("dpdm_small"), *more])
+    method, coins = ready.method, ready.coins
+    images, labels = ready.dataset.shard(ready.shards[0]).rows(torch.arange(200))
+
+    def loss() -> float:
+        return -float(method.server.recognize(state, images, labels, coins).mean())
+
     before = loss()
     for round_ in range(2, 32):
         assert method.server.query(state, round_, coins) is None
         state = method.server.alone(state, round_, coins)
     assert loss() < 0.9 * before
     assert method.server.query(state, 32, coins) is not None
+
+
+def test_a_set_begins_with_samples() -> None:
+    """Each of its images is more like its label's central images than like another label's."""
+    more = ["privacy=none", "method.learning_rate=1.0e-6"]
+    ready, state = released([*words("psg_small"), *more])
+    state = ready.method.server.alone(state, 2, ready.coins)
+    images = part(state, "then")["set/images"].flatten(1)
+    central = part(state, "first")["images"].mean(0).flatten(1) * 2 - 1
+    labels = torch.arange(10).repeat_interleave(len(images) // 10)
+    near = torch.cdist(images, central).argmin(1)
+    assert float((near == labels).float().mean()) > 0.8
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,17 @@ def test_mistakes(
     assert error.count("\n") == 1
 
 
+def test_settings_that_were_altered_are_not_told(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train()
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("clip: 1.0", "clip: 9.0"))
+    capsys.readouterr()
+    assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'page.html'}"]) == 2
+    assert "config.yaml was altered" in capsys.readouterr().err
+
+
 def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
     train: Train, tmp_path: Path
 ) -> None:
