@@ -145,6 +145,23 @@ def named(folder: str, name: str) -> Path:
     return files[name]
 
 
+def _options_with(key: str) -> list[str]:
+    """A group's options that have a setting."""
+    group, _, rest = key.partition(".")
+    folder = group_folders().get(group)
+
+    def has(file: Path) -> bool:
+        found: Any = OmegaConf.to_container(OmegaConf.load(file))
+        for part in rest.split("."):
+            if not isinstance(found, dict) or part not in found:
+                return False
+            found = found[part]
+        return True
+
+    files = sorted(folder.glob("*.yaml")) if folder and rest else []
+    return [file.stem for file in files if has(file)]
+
+
 def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
     """Hydra's error as key, problem, remedy. ``known``: the keys of the chosen groups."""
     text = str(error)
@@ -158,6 +175,9 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
         wrong = key[1] or key[2]
+        if theirs := _options_with(wrong):
+            problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
+            return FedgenError(wrong, problem, "choose that, or leave it out")
         others = [each for each in known() if each != wrong]
         near = difflib.get_close_matches(wrong, others, 1)
         remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
