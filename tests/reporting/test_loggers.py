@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[s
     run = train(*WORDS, "logger=wandb", name="wandb")
     assert fingerprint(run) == fingerprint(first)
     [log] = Path(f"{run}.wandb").rglob("*.wandb")
+    until = time.monotonic() + 60  # W&B's own process writes it, and may have yet to
+    while log.stat().st_size < 1000 and time.monotonic() < until:
+        time.sleep(0.1)
     assert log.stat().st_size > 1000 and list(log.parent.rglob("media/images/*.png"))
     assert cli.run(["train", f"resume={run}", "rounds=6", "logger=wandb"]) == 0
     assert cli.run(["evaluate", f"run={run}", "evaluation=none"]) == 0
