@@ -83,7 +83,8 @@ def main() -> None:
             add(section, Path(run), command)
         case ["benchmark", ("mnist" | "hour") as matrix, place]:
             for point in points_of(read_matrix(matrix), Path(place)):
-                if RunDir(point.run_dir).finished:
+                run_dir = RunDir(point.run_dir)
+                if run_dir.finished and run_dir.results()["judged"]:
                     words = [*point.words, *([f"seed={point.seed}"] if point.seed else [])]
                     command = shlex.join(["fedgen", "train", *words])
                     add(COMPARED[matrix], point.run_dir, command, point.method)
