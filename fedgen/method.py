@@ -125,7 +125,8 @@ class WorstCase:
     first, second: a client's state (which may be any function of its rows) and its rows.
     read: answer -> the part that tells most, rows first.
     round: in which it is asked, where rounds differ. event: what an answer to it costs then; None:
-        as the plan's first.
+        as the first of ``plan``. plan: None: the method's own. fixed: whether it is answered at a
+        noise multiplier that is not the method's.
     """
 
     query: Query
@@ -134,6 +135,8 @@ class WorstCase:
     read: Callable[[Tensor], Tensor] = lambda answer: answer
     round: int = 0
     event: DpEvent | None = None
+    plan: Plan | None = None
+    fixed: bool = False
 
     def of_person(self, images: int) -> WorstCase:
         """The same, where somebody has so many images."""

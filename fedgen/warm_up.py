@@ -193,12 +193,10 @@ class WarmUp:
 
     def worst_cases(self) -> list[WorstCase]:
         """Each phase's."""
-        cost = self.then.plan.server(1)
-        later = [
-            replace(each, round=each.round + self.begins, event=each.event or cost)
-            for each in self.then.worst_cases()
-        ]
-        return [*self.first.worst_cases(), *later]
+        plan, begins = self.then.plan, self.begins
+        sooner = [replace(each, fixed=True) for each in self.first.worst_cases()]
+        later = self.then.worst_cases()
+        return [*sooner, *(replace(each, round=each.round + begins, plan=plan) for each in later)]
 
 
 def not_sums() -> FedgenError:

@@ -826,6 +826,21 @@ MUTANTS = [
         "tests/experiments/test_branches.py::test_another_noise_is_another_run",
     ),
     Mutant(
+        "one-noise-for-two-numbers-of-labels",
+        "fedgen/experiments/settings.py",
+        "chosen.append(held.classes)",
+        "pass",
+        "tests/experiments/test_branches.py::test_another_number_of_labels_is_another_run",
+    ),
+    Mutant(
+        "a-phase-at-the-others-cost",
+        WARM_UP,
+        "round=each.round + begins, plan=plan)",
+        "round=each.round + begins)",
+        "tests/contracts/test_attacks.py::test_both_phases_of_a_warm_start_are_attacked"
+        "[psg_small-release]",
+    ),
+    Mutant(
         "clients-share-their-noise",
         CLIENT,
         'self._coins.at("client", client),',

@@ -812,6 +812,17 @@ def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["sample run=x method=dpgan", "release run=x evaluation=none", "benchmark method=dpgan"],
+)
+def test_a_group_of_other_commands_is_no_setting(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert cli.run(words.split()) == 2
+    assert "is no setting" in one_line(capsys)
+
+
 def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", "method=mixture_small", "method.techer=none"]) == 2
     assert "method.techer: is no setting; did you mean method.teacher?" in capsys.readouterr().err

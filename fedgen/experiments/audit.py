@@ -79,7 +79,7 @@ def audit(config: DictConfig) -> Audited:
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in sights(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
-        noise, fixed = chosen.noise_multiplier or 1.0, is_fixed(ready, sight, kind)
+        noise, fixed = chosen.noise_multiplier or 1.0, ready.method.worst_cases()[kind].fixed
         if chosen.noise_multiplier is None and not fixed:
             noise = telling_noise(ready, sight, kind)
         method = ready.at_noise(noise)
@@ -165,13 +165,6 @@ def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
     return least_noise(at, _TELLING)
 
 
-def is_fixed(ready: Setup, sight: Sight, kind: int) -> bool:
-    """Whether a warm-up makes the release: at a noise multiplier of its own, whatever the run's."""
-    methods = [ready.at_noise(noise) for noise in (1.0, 2.0)]
-    costs = [_cost(each.plan, each.worst_cases()[kind], sight, 1) for each in methods]
-    return costs[0] == costs[1]
-
-
 def check_audit(chosen: DictConfig) -> None:
     """Raises FedgenError for an audit that cannot be."""
     for key, least in (("releases", 2 * _LEAST_TRIALS), ("canaries", 4)):
@@ -247,7 +240,7 @@ def _cost(plan: Plan, worst: WorstCase, sight: Sight, count: int) -> Spend:
     """Of so many answers to a question."""
     if worst.event is not None:
         return canonical(worst.event, count)
-    return canonical(sight.event(plan, count * worst.query.count))
+    return canonical(sight.event(worst.plan or plan, count * worst.query.count))
 
 
 def _of_sums(plan: Plan, rows: int) -> DpEvent:

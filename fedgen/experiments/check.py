@@ -234,10 +234,14 @@ def _attacks(config: DictConfig, audit: DictConfig) -> list[Finding]:
     for sight in sights(ready.method):
         for kind, worst in enumerate(ready.method.worst_cases()):
             name = f"{sight.name}, {next(iter(worst.query.rows))}"
-            noise = audit.noise_multiplier or telling_noise(ready, sight, kind)
+            noise = audit.noise_multiplier or 1.0
+            if audit.noise_multiplier is None and not worst.fixed:
+                noise = telling_noise(ready, sight, kind)
             above, said = _attacked(ready, sight, kind, (noise, noise), audit)
-            caught, less = _attacked(ready, sight, kind, (noise, noise / 2), audit)
             found.append(Finding(f"no attack refutes the proof ({name})", said, not above))
+            if worst.fixed:  # whatever the run's is
+                continue
+            caught, less = _attacked(ready, sight, kind, (noise, noise / 2), audit)
             # where a draw hides what a client does, an attack may be too weak to tell
             found.append(Finding(f"half of the noise is noticed ({name})", less, caught or None))
     return found
@@ -250,6 +254,8 @@ def _among_many(ready: Setup, kind: int) -> Finding:
     worst = loud.worst_cases()[kind]
     promise = f"a row more among many moves no more ({next(iter(worst.query.rows))})"
     local = isinstance(loud.plan.aggregation, Local) and loud.plan.unit is Unit.RECORD
+    if worst.fixed:
+        return Finding(promise, "not tried: a warm-up's noise is its own", None)
     if not local or loud.plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
         return Finding(promise, "tried where a client answers with a noised sum of rows", None)
     [leaf] = canonical(worst.event)  # one Gaussian, on all rows or on drawn ones

@@ -213,7 +213,10 @@ def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Of the groups that are chosen."""
     kept = {*group_folders(), "hydra.searchpath"}
     chosen = [w for w in overrides if key_of(w) in kept and not w.partition("=")[2].startswith("{")]
-    config, _ = _composed(name, tuple(chosen), _edited())
+    try:
+        config, _ = _composed(name, tuple(chosen), _edited())
+    except HydraException:  # a group that the command has not
+        return []
 
     def walk(part: DictConfig, prefix: str) -> list[str]:
         keys = []

@@ -95,9 +95,13 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     }
     known = ("delta", "unit", "relation", "noise", "images_per_person")
     privacy = {key: record[key] for key in known if key in record}
+    warm_up = OmegaConf.to_container(ready.config.warm_up, resolve=True)
+    assert isinstance(warm_up, dict)
+    began = {} if warm_up["method"] is None else {"warm_up": _in_words(warm_up)}
     told = {
         "schema": SCHEMA,
         "method": _in_words(method),
+        **began,
         **facts,
         "generator_sha256": sha256,
         "privacy": {"epsilon": record["views"]["release"]["epsilon"], **privacy},

@@ -65,8 +65,10 @@ def publish(
     said = statement(record, words, ready.config.group is not None, outside)
     write_whole(public / "PRIVACY.md", said.encode())
     shape, classes = ready.dataset.shape, ready.dataset.classes
-    method = str(ready.config.names.method)
-    told = card(record, method, shape, classes, label_names(ready.config))
+    names = ready.config.names
+    begun = [] if ready.config.warm_up.method is None else [str(names.warm_up)]
+    methods = [str(names.method), *begun]
+    told = card(record, methods, shape, classes, label_names(ready.config))
     write_whole(public / "README.md", told.encode())
     return sha256, grid
 

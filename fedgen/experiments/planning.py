@@ -63,27 +63,28 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     if server and trusted:
         problem = "cannot be server: clients trust it, and there is no bound against it"
         raise FedgenError("privacy.adversary", problem, "set it to release")
-    if noise is None:
-        try:
+    try:
+        if noise is None:
             noise = least_noise(
                 lambda sigma: planned(method(sigma), config, server, epsilon),
                 target,
                 lambda sigma: planned(method(sigma), config, server, rough_epsilon),
             )
-        except FedgenError as error:
-            if config.warm_up.method is None or error.key != "privacy.target_epsilon":
-                raise
-            remedy = "raise it, or warm_up.noise_multiplier, which no other noise makes up for"
-            raise FedgenError(error.key, error.problem, remedy) from error
-        return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
-    budget = affordable(method(noise), config, server, target)
-    if budget.rounds < plan.least:
-        raise FedgenError(
-            "privacy.target_epsilon",
-            f"is spent after {budget.rounds} of the {plan.least} rounds that anything comes of",
-            "raise it, or privacy.noise_multiplier",
-        )
-    return Privacy(delta, mode, noise, budget)
+            return Privacy(delta, mode, noise, calibrated(method(noise), rounds))
+        budget = affordable(method(noise), config, server, target)
+        if budget.rounds < plan.least:
+            raise FedgenError(
+                "privacy.target_epsilon",
+                f"is spent after {budget.rounds} of the {plan.least} rounds that anything comes of",
+                "raise it, or privacy.noise_multiplier",
+            )
+        return Privacy(delta, mode, noise, budget)
+    except FedgenError as error:
+        if config.warm_up.method is None or error.key != "privacy.target_epsilon":
+            raise
+        others = "" if noise is None else "privacy.noise_multiplier, "
+        remedy = f"raise it, {others}or warm_up.noise_multiplier, which no other noise makes up for"
+        raise FedgenError(error.key, error.problem, remedy) from error
 
 
 def calibrated(method: Method, rounds: int) -> Budget:

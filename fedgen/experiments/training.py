@@ -567,17 +567,20 @@ def _started(fresh: Tensors, start: str | None) -> Tensors:
     """The server's fresh state, with networks and optimizers of the run ``start`` unless None.
 
     Raises:
-        FedgenError: if there is no such run, or of other networks.
+        FedgenError: if there is no such run, or of other networks, or nothing to begin with.
     """
     if start is None:
         return fresh
     found = checkpoint.load(RunDir(Path(str(start))).checkpoints)
     if found is None:
         raise FedgenError("start", f"{start} has no checkpoint", "name a run directory")
+    learnt = {name.removeprefix("then/"): each for name, each in found[0].server.items()}
     own, there = (
         {name: each for name, each in state.items() if name.split("/")[0] in _CARRIED}
-        for state in (fresh, found[0].server)
+        for state in (fresh, learnt)
     )
+    if not any(name.startswith("generator/") for name in own):
+        raise FedgenError("start", "the method has no generator that learns", "take start=null")
     shapes = [{name: each.shape for name, each in state.items()} for state in (own, there)]
     if shapes[0] != shapes[1]:
         raise FedgenError("start", f"{start} has other networks", "take the same method's settings")

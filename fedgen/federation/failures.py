@@ -112,7 +112,7 @@ def too_few(
     for failure in failures:
         of_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
-    remedy = "mend it and go on with resume=, or start anew with a lower runtime.min_success"
+    remedy = "mend it and try resume=, or start anew with a lower runtime.min_success"
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",

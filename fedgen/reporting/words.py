@@ -54,8 +54,8 @@ def statement(
         "- The settings that `generator.json` lists: they count as public, also a number of rows "
         "that one of them names.\n"
         "- Timing. Noise is exact to the last bit, if AES-256 in counter mode passes for fair "
-        "coins. What single precision makes of sums before the noise is paid for as it was "
-        "measured, not as a worst case.",
+        "coins. What rounding makes of sums before the noise is paid for: in double precision "
+        "by a proven bound, in single precision as it was measured.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",
@@ -65,7 +65,7 @@ def statement(
 
 def card(
     record: dict[str, Any],
-    method: str,
+    methods: Sequence[str],
     shape: Sequence[int],
     classes: int,
     labels: Sequence[str] | None,
@@ -73,8 +73,9 @@ def card(
     """The model card of what is published, as hubs read it: metadata, and what to know before use.
 
     Args:
-        shape: of the images, (channels, height, width). classes: number of labels. labels: their
-            names, if these are published.
+        methods: the method's name, and that of its warm-up if it had one. shape: of the images,
+            (channels, height, width). classes: number of labels. labels: their names, if these are
+            published.
     """
     named = f" ({', '.join(labels)})" if labels else ""
     release, (channels, height, width) = record["views"]["release"], shape
@@ -87,11 +88,13 @@ def card(
             f"per {record['unit']}, against whoever has this folder: `PRIVACY.md` says what that "
             "means and what it does not cover."
         )
+    tags = "".join(f"- {method}\n" for method in methods)
     warning = "**An experiment, not for release**: its noise follows from a seed.\n\n"
     return (
         "---\nlibrary_name: fedgen\npipeline_tag: unconditional-image-generation\n"
-        f"tags:\n- differential-privacy\n- synthetic-data\n- {method}\n---\n\n"
-        f"# A private generator of images ({method})\n\n![Samples](samples.png)\n\n"
+        f"tags:\n- differential-privacy\n- synthetic-data\n{tags}---\n\n"
+        f"# A private generator of images ({' after '.join(methods)})\n\n"
+        "![Samples](samples.png)\n\n"
         f"{warning if record['noise'] == 'seeded' else ''}"
         f"Draws {kind} images of {width} x {height} pixels with {classes} "
         f"label{'s' if classes > 1 else ''}{named}. {promise}\n\n## Use\n\n"

@@ -213,13 +213,18 @@ def test_draws_only_hide(method: str) -> None:
         assert not point.broken
 
 
-@pytest.mark.parametrize("method", ["psg_small", "dpdm_small"])
-def test_both_phases_of_a_warm_start_are_attacked(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "whom"),
+    [("psg_small", "server"), ("dpdm_small", "server"), ("psg_small", "release")],
+)
+def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> None:
     """The first at its own noise, whatever the run's; each by the round that it is of."""
     warm = ["warm_up=central_images", "warm_up.method.images=1", "warm_up.method.sampling_rate=1"]
     warm += ["warm_up.noise_multiplier=0.8", "warm_up.rounds=2", "method.sampling_rate=1.0"]
     noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
     own = ["method.batch=2", "rounds=9", "audit.releases=400", "audit.canaries=0"]
+    if whom == "release":
+        own += ["privacy.aggregation=trusted", "privacy.adversary=release"]
     words = [f"method={method}", *tiny(method), *warm, *noise, *own]
     found = audit.audit(compose("audit", words))
     assert "central, 400 releases of each of two neighbours at the warm-up's noise" in found.text

@@ -60,6 +60,13 @@ def test_another_noise_is_another_run() -> None:
     assert found[0] == found[2], "what another machine's rounding does to it is none"
 
 
+def test_another_number_of_labels_is_another_run() -> None:
+    """At client level noise may follow from it, and rows do not tell of a label that none has."""
+    config, held = ready().config, ready().dataset
+    found = {branch_of(config, replace(held, classes=classes), 1.0) for classes in (10, 11, 12)}
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize(
     "other",
     ["log_every=1", "runtime.checkpoint_every=3", "evaluation=quick", "runtime=flower"],

@@ -37,7 +37,33 @@ def test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon(train: Trai
     assert fingerprint(train(*begun, name="again")) == fingerprint(second)
 
 
-@pytest.mark.parametrize("method", PROGRAMS)
+WITHOUT_A_GENERATOR = ["central_images_small", "mixture_small", "psg_small"]
+
+
+def test_from_a_warm_start_too(train: Train) -> None:
+    warm = ["warm_up=central_images", "warm_up.method.images=1", "warm_up.rounds=1", "rounds=4"]
+    first = train("method=dpgan_small", "privacy=none", *warm, name="first")
+    train("method=dpgan_small", *NO_TARGET, f"start={first}", "rounds=2", name="second")
+    steps = [
+        float(server(first)["then/adam/step"]),
+        float(server(first.parent / "second")["adam/step"]),
+    ]
+    assert steps[1] == steps[0] + 1
+
+
+@pytest.mark.parametrize("method", WITHOUT_A_GENERATOR)
+def test_what_begins_with_nothing_of_it_is_refused(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    first = train(f"method={method}", "privacy=none", "rounds=2", name="first")
+    words = [f"method={method}", *tiny(method), *NO_TARGET, f"start={first}", "rounds=2"]
+    capsys.readouterr()
+    assert cli.run(["train", *words, f"run_dir={tmp_path / 'second'}"]) == 2
+    assert "fedgen: start: the method has no generator that learns" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("method", [each for each in PROGRAMS if each not in WITHOUT_A_GENERATOR])
 def test_no_method_has_an_epsilon_after_weights_without_one(train: Train, method: str) -> None:
     """Even if it asks nobody: what it begins with was spent on."""
     first = train(f"method={method}", "privacy=none", "rounds=2", name="first")

@@ -22,6 +22,7 @@ from fedgen.privacy.events import canonical
 WARM = ["warm_up=central_images", "warm_up.method.images=2"]
 WARM += ["warm_up.rounds=3", "warm_up.batch=10", "rounds=8"]
 SMALL = ["data=digits", "method.network.attention=[4]"]
+NAME = "central_images.central_images"
 SUMS = ["dpgan", "dp_cgan", "dp_wgan_gp", "psg", "dpdm"]
 
 
@@ -66,6 +67,16 @@ def test_every_method_of_sums_takes_a_warm_start(train: Train, method: str, clie
     assert (twice, thrice) == (2, 3)
     assert first["rate"] == 0.1
     assert first["gates"]["noise_multiplier"] == pytest.approx(2.2360679775 * 2**0.5)
+
+
+def test_what_is_handed_out_names_it(train: Train) -> None:
+    public = train(*words("dpgan_small")) / "public"
+    told = json.loads((public / "generator.json").read_text())["warm_up"]
+    assert told["noise_multiplier"] == 2.2360679775 and told["method"]["name"] == NAME
+    card = (public / "README.md").read_text()
+    assert (
+        "- dpgan_small\n- central_images\n" in card and "dpgan_small after central_images" in card
+    )
 
 
 def test_it_goes_on_to_the_same_bits(train: Train, tmp_path: Path) -> None:
@@ -136,6 +147,10 @@ def test_a_set_begins_with_samples() -> None:
         (["rounds=5"], "rounds: 5 end before the 6"),
         (["warm_up.method=3"], "warm_up.method: cannot be 3"),
         (["warm_up.noise_multiplier=0.1"], "raise it, or warm_up.noise_multiplier"),
+        (
+            ["warm_up.noise_multiplier=0.1", "privacy.noise_multiplier=9"],
+            "raise it, privacy.noise_multiplier, or warm_up.noise_multiplier",
+        ),
     ],
 )
 def test_mistakes_are_said_in_a_line(

@@ -93,7 +93,7 @@ def test_the_card_is_one_that_hubs_read(train: Train) -> None:
     exec(code.replace("1000", "10"), names)
     assert len(names["images"]) == 10  # type: ignore[arg-type]
     record["views"]["release"] |= {"epsilon": None, "reason": "why"}
-    text = card({**record, "noise": "secure"}, "x", (3, 8, 8), 2, ["ill", "well"])
+    text = card({**record, "noise": "secure"}, ["x", "y"], (3, 8, 8), 2, ["ill", "well"])
     assert "There is no privacy bound: why" in text and "2 labels (ill, well)" in text
 
 
