@@ -60,7 +60,7 @@ _TABLES = {
 Methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen benchmark
 matrix=mnist`): CNN, in percent, mean ± standard deviation over the seeds; minutes of training.
 Papers' figures, in brackets, are at the ε that they claim, and come of hours on GPUs: GANs are far
-from done so soon. What is empty has not been measured.
+from done so soon.
 
 ![Accuracy of all methods](comparison.png)
 
