@@ -199,6 +199,11 @@ class WarmUp:
         return [*sooner, *(replace(each, round=each.round + begins, plan=plan) for each in later)]
 
 
+def last_method(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Of a run's server, what its method has: without what went before it."""
+    return part(state, "then") or state
+
+
 def not_sums() -> FedgenError:
     """Of a method that cannot be begun so."""
     return FedgenError(

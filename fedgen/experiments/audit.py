@@ -79,11 +79,10 @@ def audit(config: DictConfig) -> Audited:
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in sights(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
-        noise, fixed = chosen.noise_multiplier or 1.0, ready.method.worst_cases()[kind].fixed
-        if chosen.noise_multiplier is None and not fixed:
-            noise = telling_noise(ready, sight, kind)
+        noise = chosen.noise_multiplier or telling_noise(ready, sight, kind)
         method = ready.at_noise(noise)
         worst = method.worst_cases()[kind]
+        fixed = worst.fixed
         if len(kinds) > 1:
             sight = replace(sight, name=f"{sight.name}, {next(iter(worst.query.rows))}")
         trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
@@ -155,7 +154,9 @@ def audit(config: DictConfig) -> Audited:
 
 def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:
     """The noise multiplier at which one release costs ``_TELLING``: much less is always seen, and
-    much more never."""
+    much more never. Any, where a release does not go by it."""
+    if ready.method.worst_cases()[kind].fixed:
+        return 1.0
 
     def at(noise: float) -> float:
         method = ready.at_noise(noise)

@@ -234,9 +234,7 @@ def _attacks(config: DictConfig, audit: DictConfig) -> list[Finding]:
     for sight in sights(ready.method):
         for kind, worst in enumerate(ready.method.worst_cases()):
             name = f"{sight.name}, {next(iter(worst.query.rows))}"
-            noise = audit.noise_multiplier or 1.0
-            if audit.noise_multiplier is None and not worst.fixed:
-                noise = telling_noise(ready, sight, kind)
+            noise = audit.noise_multiplier or telling_noise(ready, sight, kind)
             above, said = _attacked(ready, sight, kind, (noise, noise), audit)
             found.append(Finding(f"no attack refutes the proof ({name})", said, not above))
             if worst.fixed:  # whatever the run's is

@@ -276,7 +276,7 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
     chosen.append(in_short(noise_multiplier))
     if whole["warm_up"]["method"] is not None:
         chosen.append(whole["warm_up"])
-    if held.elsewhere or held.classes != held.labels.max(initial=-1) + 1:
+    if held.classes != held.labels.max(initial=-1) + 1:
         chosen.append(held.classes)  # labels that no row has: the rows' digest does not tell
     return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
 

@@ -59,6 +59,7 @@ from fedgen.reporting.loggers import Logger
 from fedgen.reporting.memory import PeakMemory
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
+from fedgen.warm_up import last_method
 
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
@@ -574,10 +575,9 @@ def _started(fresh: Tensors, start: str | None) -> Tensors:
     found = checkpoint.load(RunDir(Path(str(start))).checkpoints)
     if found is None:
         raise FedgenError("start", f"{start} has no checkpoint", "name a run directory")
-    learnt = {name.removeprefix("then/"): each for name, each in found[0].server.items()}
     own, there = (
         {name: each for name, each in state.items() if name.split("/")[0] in _CARRIED}
-        for state in (fresh, learnt)
+        for state in (fresh, last_method(found[0].server))
     )
     if not any(name.startswith("generator/") for name in own):
         raise FedgenError("start", "the method has no generator that learns", "take start=null")

@@ -54,8 +54,8 @@ def statement(
         "- The settings that `generator.json` lists: they count as public, also a number of rows "
         "that one of them names.\n"
         "- Timing. Noise is exact to the last bit, if AES-256 in counter mode passes for fair "
-        "coins. What rounding makes of sums before the noise is paid for: in double precision "
-        "by a proven bound, in single precision as it was measured.",
+        "coins. What rounding makes of sums before the noise is paid for: by a proven bound for "
+        "gradients of rows that are added in double precision, as it was measured for all else.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",
