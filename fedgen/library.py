@@ -135,10 +135,11 @@ class Run(Generator):
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """What is proven by adversary: ``server`` and ``release``."""
-        views = self.privacy["views"]
-        values = {name: view["epsilon"] for name, view in views.items()}
-        return {name: math.inf if value is None else value for name, value in values.items()}
+        """What is proven by adversary, ``server`` and ``release``, of any client."""
+        record = self.privacy
+        values = {name: view["epsilon"] for name, view in record["views"].items()}
+        none = bool(record["without_bound"])  # of some client
+        return {n: math.inf if none or value is None else value for n, value in values.items()}
 
 
 def train(settings: Settings | None = None, /, **more: Any) -> Run:

@@ -73,6 +73,7 @@ ROUTING, ROUTING_TESTS = "fedgen/privacy/routing.py", "tests/privacy/test_routin
 POLICY, SITE = "fedgen/deployment/policy.py", "fedgen/deployment/site.py"
 SITE_TESTS, SIGNING_TESTS = "tests/deployment/test_site.py", "tests/federation/test_signing.py"
 PERSONS_TESTS = "tests/privacy/test_persons.py"
+FAULT_TESTS = "tests/federation/test_faults.py"
 WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
@@ -98,6 +99,41 @@ MUTANTS = [
         "along = product(places[mine], own.T, (self.longest, self.longest))"
         " * (1 + 1e-5 * (-1) ** len(places))",
         f"{MIXTURE_TESTS}::test_a_row_between_two_clusters_stays_where_it_is",
+    ),
+    Mutant(
+        "what-a-failure-showed-is-not-in-the-account",
+        "fedgen/experiments/spent.py",
+        "canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows))",
+        "canonical(ready.method.plan.server(ready.privacy.budget.rows))",
+        f"{FAULT_TESTS}::test_what_a_failure_showed_counts_before_the_run_goes_on",
+    ),
+    Mutant(
+        "a-run-that-is-not-over-has-secret-draws",
+        "fedgen/experiments/unfinished.py",
+        "        ready = replace(ready, method=ready.with_gaps())",
+        "        pass",
+        f"{FAULT_TESTS}::test_what_a_failure_showed_counts_before_the_run_goes_on",
+    ),
+    Mutant(
+        "a-target-is-spent-twice-where-draws-were-shown",
+        "fedgen/experiments/planning.py",
+        "    return replace(privacy, budget=budget)",
+        "    return privacy",
+        f"{FAULT_TESTS}::test_a_target_ends_a_run_whose_draws_were_shown",
+    ),
+    Mutant(
+        "draws-count-as-secret-and-as-seen",
+        "fedgen/privacy/ledger.py",
+        "(with_draws_seen(each) if seen else each for each in told)",
+        "told",
+        f"{SPENT}::test_draws_that_were_shown_count_as_seen",
+    ),
+    Mutant(
+        "an-account-by-the-order-of-rows",
+        "fedgen/data/datasets.py",
+        "digest(*sorted(digest(image.tobytes()).encode() for image in self.images))",
+        "digest(*(digest(image.tobytes()).encode() for image in self.images))",
+        f"{SPENT}::test_the_same_images_have_one_account",
     ),
     Mutant(
         "several-rows-of-a-person-cost-as-one",
@@ -1417,8 +1453,8 @@ MUTANTS = [
     Mutant(
         "a-run-that-is-not-over-counts-with-what-it-spent",
         "fedgen/privacy/spent.py",
-        "reduce(larger, self.charged.values(), self.most)",
-        "reduce(larger, self.charged.values(), {})",
+        "with_told(self.most, self.charged.values())",
+        "with_told({}, self.charged.values())",
         f"{SPENT}::test_a_run_counts_with_all_that_it_may_spend_until_it_is_over",
     ),
     Mutant(

@@ -112,17 +112,19 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all training rows, and whom they show, computed once; it belongs to the
-        server side."""
+        """A digest of all training rows in their order, and whom they show, computed once; it
+        belongs to the server side."""
+        writers = b"" if self.writers is None else self.writers.tobytes()
+        rows = digest(self.images.tobytes(), self.labels.tobytes(), writers)
         if self._by_writer or self.persons is None:
-            return self.account
-        return digest(self.account.encode(), self.persons.tobytes())
+            return rows
+        return digest(rows.encode(), self.persons.tobytes())
 
     @cached_property
     def account(self) -> str:
-        """What the rows are accounted by over all runs: whom they show is none of it."""
-        writers = b"" if self.writers is None else self.writers.tobytes()
-        return digest(self.images.tobytes(), self.labels.tobytes(), writers)
+        """What the rows are accounted by over all runs: which images they are, in any order and
+        with any labels, whomever they show."""
+        return digest(*sorted(digest(image.tobytes()).encode() for image in self.images))
 
     @property
     def _by_writer(self) -> bool:

@@ -15,17 +15,8 @@ from fedgen.federation.client_app import LEDGER
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
-from fedgen.privacy.events import (
-    RevealedDraw,
-    Spend,
-    Unit,
-    canonical,
-    in_words,
-    to_json,
-    with_draws_seen,
-    with_noise,
-)
-from fedgen.privacy.ledger import Account, Ledger, larger
+from fedgen.privacy.events import Spend, Unit, canonical, in_words, to_json, with_noise
+from fedgen.privacy.ledger import Account, Ledger, larger, with_told
 from fedgen.privacy.releases import Secure
 from fedgen.reporting.run_dir import RunDir, or_null
 
@@ -95,14 +86,9 @@ class Accounts:
         spends = {}
         for client in range(self.clients):
             rows = state.rows[client]
-            planned = self.planned(rows)
             told = self.ledgers.get(client)
             found = [state.spends.get(client, {}), *([told.spend] if told else [])]
-            if any(isinstance(event, RevealedDraw) for event in planned):
-                found = [with_draws_seen(each) for each in found]  # clients do not know of a gap
-            for each in found:
-                planned = larger(planned, each)
-            spends[client] = planned
+            spends[client] = with_told(self.planned(rows), found)
             if self.method.plan.before is not None:
                 spends[client] = {**spends[client], **canonical(self.method.plan.before)}
         return spends

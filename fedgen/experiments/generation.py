@@ -95,6 +95,9 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     }
     known = ("delta", "unit", "relation", "noise", "images_per_person")
     privacy = {key: record[key] for key in known if key in record}
+    if record["without_bound"]:  # epsilon is about the others
+        numbers = (len(record["without_bound"]), len(record["clients"]))
+        privacy["without_bound"] = dict(zip(("clients", "of"), numbers, strict=True))
     warm_up = OmegaConf.to_container(ready.config.warm_up, resolve=True)
     assert isinstance(warm_up, dict)
     began = {} if warm_up["method"] is None else {"warm_up": _in_words(warm_up)}

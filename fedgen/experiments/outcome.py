@@ -114,6 +114,7 @@ def results_of(
         "seed": ready.config.seed,
         "stopped": stopped,
         "epsilon": {name: found["epsilon"] for name, found in record["views"].items()},
+        "without_bound": len(record["without_bound"]),
         "bytes": {
             "up": up,
             "down": down,

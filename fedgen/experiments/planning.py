@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from omegaconf import DictConfig
@@ -85,6 +85,24 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
         others = "" if noise is None else "privacy.noise_multiplier, "
         remedy = f"raise it, {others}or warm_up.noise_multiplier, which no other noise makes up for"
         raise FedgenError(error.key, error.problem, remedy) from error
+
+
+def decide_again(config: DictConfig, method: Method, privacy: Privacy) -> Privacy:
+    """A run's privacy, its method being one that costs more than it was to: a target beside a noise
+    multiplier ends the run sooner.
+
+    Raises:
+        FedgenError: if the first round spends all of it.
+    """
+    target = config.privacy.target_epsilon
+    if target is None or config.privacy.noise_multiplier is None:
+        return privacy
+    try:
+        budget = affordable(method, config, config.privacy.adversary == "server", target)
+    except FedgenError as error:
+        problem = f"a missing answer may have shown its draws: the rest would exceed ε = {target:g}"
+        raise FedgenError("resume", problem, "start a new run") from error
+    return replace(privacy, budget=budget)
 
 
 def calibrated(method: Method, rounds: int) -> Budget:

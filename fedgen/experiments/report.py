@@ -16,6 +16,7 @@ from fedgen.files import write_whole
 from fedgen.reporting.report import report as page
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.so_far import SoFar, so_far
+from fedgen.reporting.words import without_bound
 
 _COLUMNS = 10
 
@@ -56,5 +57,6 @@ def _so_far(path: Path) -> str:
     images = draw_samples(made.ready.method, made.generator, labels, coins)
     unit, delta = plan.unit.value, made.ready.privacy.delta
     spent = {name: found.value for name, found in made.spent.items()}
-    config = made.ready.config
-    return so_far(SoFar(made.run_dir, config, made.note, unit, delta, spent, images, _COLUMNS))
+    but_for = without_bound(len(made.without_bound), len(made.ready.shards))
+    told = made.ready.config, made.note, unit, delta, spent, but_for
+    return so_far(SoFar(made.run_dir, *told, images, _COLUMNS))

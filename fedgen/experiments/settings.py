@@ -21,7 +21,7 @@ from fedgen.data.labels import named
 from fedgen.data.partition import Index, check_clients, of_persons
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import build, device, plain
-from fedgen.experiments.planning import Privacy, decide
+from fedgen.experiments.planning import Privacy, decide, decide_again
 from fedgen.experiments.validation import check, faults
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest, read_json
@@ -64,6 +64,16 @@ class Setup(Decided):
     shards: list[Index]
     faults: Faults
     canaries: Canaries | None
+
+    def counting_gaps(self) -> Setup:
+        """The same where a missing answer may have shown a draw: no draw amplifies, and a target
+        beside a noise multiplier ends it sooner.
+
+        Raises:
+            FedgenError: if that leaves nothing to do.
+        """
+        method = self.with_gaps()
+        return replace(self, method=method, privacy=decide_again(self.config, method, self.privacy))
 
     def held_out(self, count: int) -> Shard | None:
         """The first ``count`` rows that nobody trains on, if there are any."""

@@ -39,6 +39,12 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     return file
 
 
+def widen(file: SpentFile | None, ready: Setup, name: str) -> None:
+    """Notes that nothing hides a run's draws any longer: a missing answer may have shown one."""
+    if file is not None:
+        file.widen(name, canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows)))
+
+
 def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
     """Notes that a run is over, with what each client was asked for, by the plan: its own charges
     are there, and its word to the server is no more than that."""

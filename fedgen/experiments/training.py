@@ -42,7 +42,7 @@ from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.outcome import Clock, epsilon_figure, publish, results_of, ten_of_each
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
-from fedgen.experiments.spent import close, enter
+from fedgen.experiments.spent import close, enter, widen
 from fedgen.federation import checkpoint
 from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
@@ -120,7 +120,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             if made and run_dir.begun():  # drawn anew, perhaps until all who are drawn answer
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
-            ready = replace(ready, method=ready.with_gaps())
+            ready = ready.counting_gaps()
         training = Training(ready, run_dir, name, watch)
         try:
             return training.go(play or training.on_its_runtime)
@@ -193,6 +193,8 @@ class Training:
     def go(self, play: Play) -> Path:
         """Trains, then writes everything that a run leaves."""
         self.spent = enter(self.ready, self.run_dir, self.name)
+        if self.run_dir.unanswered.exists():
+            widen(self.spent, self.ready, self.name)
         state = self._restore()
         self._announce(state)
         with self.progress, PeakMemory() as self.memory:
@@ -306,8 +308,9 @@ class Training:
             )
 
     def _failed(self, failure: Failure) -> None:
-        if failure.kind not in DROPPED:  # marked before anything can end the process
-            self.run_dir.unanswered.touch()
+        if failure.kind not in DROPPED and not self.run_dir.unanswered.exists():
+            self.run_dir.unanswered.touch()  # marked before anything can end the process
+            widen(self.spent, self.ready, self.name)
         self.run_dir.add_failure(asdict(failure))
 
     def _train(self, rounds: Rounds, state: RunState) -> None:
@@ -400,14 +403,15 @@ class Training:
             return
         if kept.rounds >= plan.once and plan.asking_rounds is None:
             return
+        again = plan.short and plan.asking_rounds is not None and not plan.trusted
+        remedy = " (with privacy.threshold=all secure sums are sent again)" if again else ""
         for client, account in ledgers.items():
             if account.releases > kept.asks[client]:
                 raise FedgenError(
                     "resume",
                     f"client {client} was charged for an answer to round {kept.rounds + 1} that "
                     "was lost, and no other is planned for",
-                    "start a new run (with privacy.threshold=all secure sums are sent again); what "
-                    "this one spent stays spent",
+                    f"start a new run{remedy}; what this one spent stays spent",
                 )
 
     def _own_ledgers(self) -> dict[int, Account]:

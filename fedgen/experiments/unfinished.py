@@ -4,7 +4,7 @@ may be going on in another process meanwhile."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -23,7 +23,8 @@ from fedgen.reporting.run_dir import RunDir
 @dataclass(frozen=True)
 class Unfinished:
     """Its set-up, its generator's weights after ``rounds`` of ``of``, and what has been spent so
-    far, by adversary: of the rounds until then, and of all that clients were charged."""
+    far, by adversary: of the rounds until then, and of all that clients were charged, but for
+    clients ``without_bound``."""
 
     run_dir: RunDir
     ready: Setup
@@ -31,6 +32,7 @@ class Unfinished:
     rounds: int
     of: int
     spent: dict[str, Epsilon]
+    without_bound: frozenset[int]
 
     @property
     def note(self) -> str:
@@ -54,6 +56,8 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
     if evaluation is not None:
         config.evaluation = evaluation
     ready = settings.setup(config, identity["branch"])
+    if run_dir.unanswered.exists():
+        ready = replace(ready, method=ready.with_gaps())
     if identity["data"] != ready.dataset.digest:
         raise FedgenError("run", f"{path} was trained on other data", "bring it back")
     found = checkpoint.load(run_dir.checkpoints)
@@ -72,4 +76,5 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
         Counter() if seeded else run_dir.begun(),
         run_dir.unanswered.exists,
     )
-    return Unfinished(run_dir, ready, generator, state.rounds, of, accounts.views(state))
+    spent, lost = accounts.views(state), accounts.without_bound(accounts.spends(state))
+    return Unfinished(run_dir, ready, generator, state.rounds, of, spent, lost)

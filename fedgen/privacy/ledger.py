@@ -11,9 +11,10 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +22,15 @@ from dp_accounting import DpEvent
 
 from fedgen.errors import FedgenError
 from fedgen.files import as_json, digest
-from fedgen.privacy.events import Spend, canonical, from_json, to_json, total
+from fedgen.privacy.events import (
+    RevealedDraw,
+    Spend,
+    canonical,
+    from_json,
+    to_json,
+    total,
+    with_draws_seen,
+)
 
 SCHEMA = 3
 
@@ -213,6 +222,13 @@ _REMEDY = "restore it from a copy: spend that is not proven cannot be printed"
 def larger(mine: Spend, theirs: Spend) -> Spend:
     """The larger count of each leaf event."""
     return {event: max(mine.get(event, 0), theirs.get(event, 0)) for event in {**mine, **theirs}}
+
+
+def with_told(planned: Spend, told: Iterable[Spend]) -> Spend:
+    """The larger of what a plan counts and of what clients told, who do not know that a missing
+    answer may have shown a draw: where the plan counts draws as seen, theirs are as well."""
+    seen = any(isinstance(event, RevealedDraw) for event in planned)
+    return reduce(larger, (with_draws_seen(each) if seen else each for each in told), planned)
 
 
 def spend_to_json(spend: Spend) -> list[list[object]]:

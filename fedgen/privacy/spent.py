@@ -21,7 +21,6 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 
 from dp_accounting import DpEvent
@@ -30,7 +29,7 @@ from fedgen.errors import FedgenError
 from fedgen.files import as_json, home
 from fedgen.privacy.accounting import Epsilon, epsilon
 from fedgen.privacy.events import Relation, Spend, Unit, from_json, to_json, total
-from fedgen.privacy.ledger import larger, spend_from_json, spend_to_json
+from fedgen.privacy.ledger import spend_from_json, spend_to_json, with_told
 
 _WAIT_SECONDS = 60.0  # for other processes that write
 _TABLES = """
@@ -80,7 +79,7 @@ class Entry:
     @property
     def cost(self) -> Spend:
         """What the run counts with against any row."""
-        return reduce(larger, self.charged.values(), self.most)
+        return with_told(self.most, self.charged.values())
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,12 @@ class SpentFile:
                 "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
                 (entry.run, entry.data, entry.shares, entry.folder, *kinds, most),
             )
+
+    def widen(self, run: str, most: Spend) -> None:
+        """Notes that a run may spend so much, unless it is over."""
+        with self._open() as file:
+            words = json.dumps(spend_to_json(most))
+            file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (words, run))
 
     def close(self, run: str, most: Spend) -> None:
         """Notes that a run is over, and spends no more than that."""

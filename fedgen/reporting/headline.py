@@ -58,11 +58,14 @@ def beliefs(value: float | None, delta: float) -> list[tuple[float, float]]:
     return [(prior, prior * odds / (prior * odds + 1 - prior)) for prior in PRIORS]
 
 
-def headline(views: Mapping[str, float | None], record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an adversary can come to, of each of some ``views``."""
+def headline(
+    views: Mapping[str, float | None], record: Mapping[str, Any], but_for: str
+) -> dict[str, Any]:
+    """What an adversary can come to, of each of some ``views``. ``but_for``: whom these are not
+    about, in words."""
     names = {"server": "whoever runs the training", "release": "whoever has what is published"}
     return {
-        "protected": protected(dict(record)),
+        "protected": protected(dict(record)) + but_for,
         "unit": record["unit"],
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",

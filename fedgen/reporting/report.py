@@ -29,7 +29,15 @@ from fedgen.reporting.pages import (
     template,
 )
 from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import PARTS, averages, but_for, figures, protected, strength
+from fedgen.reporting.words import (
+    PARTS,
+    averages,
+    but_for,
+    figures,
+    protected,
+    strength,
+    without_bound,
+)
 
 _MOST_GRIDS = 24
 _MOST_LISTED = 2000  # clients in a table; of more, the extremes
@@ -82,8 +90,11 @@ def _public(path: Path) -> dict[str, Any]:
             "classes": int(described["classes"]),
             "shape": [int(channels), int(high), int(wide)],
         }
-        card = headline({"release": privacy["epsilon"]}, privacy)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        views = {"release": privacy["epsilon"]}
+        lost = privacy.get("without_bound", {"clients": 0, "of": 0})
+        but = without_bound(int(lost["clients"]), int(lost["of"]))
+        card = headline(views, privacy, but)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise FedgenError(
             "runs", f"{path} has no readable public folder", "give a finished run"
         ) from error
@@ -147,7 +158,7 @@ def _server(path: Path) -> dict[str, Any]:
         "results": results,
         "record": record,
         "card": {
-            **headline(views, record),
+            **headline(views, record, but_for(record)),
             **made,
             "releases": max(each["releases"] for each in clients),
         },

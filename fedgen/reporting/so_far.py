@@ -31,7 +31,8 @@ _MOST_GRIDS = 24
 @dataclass(frozen=True)
 class SoFar:
     """A run that is not over, at its last checkpoint. note: which rounds these are. images: of its
-    generator (n, channels, height, width), a row of ``columns`` for each label."""
+    generator (n, channels, height, width), a row of ``columns`` for each label. but_for: of
+    which clients ``spent`` says nothing."""
 
     run_dir: RunDir
     config: DictConfig
@@ -39,6 +40,7 @@ class SoFar:
     unit: str
     delta: float
     spent: dict[str, float | None]
+    but_for: str
     images: NDArray[np.uint8]
     columns: int
 
@@ -56,6 +58,7 @@ def so_far(run: SoFar) -> str:
         note=run.note,
         picture=as_address(sheet.getvalue()),
         spent=run.spent,
+        but_for=run.but_for,
         unit=run.unit,
         delta=run.delta,
         judged=_judged_so_far(run.run_dir.path / "unfinished.json"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def card(
         promise = (
             f"({epsilon_in_words(release['epsilon'])}, {record['delta']:g})-differential privacy "
             f"per {record['unit']}, against whoever has this folder: `PRIVACY.md` says what that "
-            "means and what it does not cover."
+            f"means and what it does not cover.{but_for(record)}"
         )
     tags = "".join(f"- {method}\n" for method in methods)
     warning = "**An experiment, not for release**: its noise follows from a seed.\n\n"
@@ -179,14 +179,18 @@ def protected(record: dict[str, Any]) -> str:
     return f"Whether {one} {how}."
 
 
-def but_for(record: dict[str, Any]) -> str:
-    """Whom epsilon is not about."""
-    lost, all_ = len(record["without_bound"]), len(record["clients"])
+def but_for(record: Mapping[str, Any]) -> str:
+    """Whom epsilon is not about, of a record of privacy."""
+    return without_bound(len(record["without_bound"]), len(record["clients"]))
+
+
+def without_bound(lost: int, clients: int) -> str:
+    """That epsilon is not about ``lost`` of the clients."""
     if not lost:
         return ""
     return (
-        f" For {lost} of the {all_} clients there is no bound: a computation over their rows "
-        "failed, or what they sent was not what was planned."
+        f" For {lost:,} of the {clients:,} clients there is no bound: a computation over their "
+        "rows failed, or what they sent was not what was planned."
     )
 
 

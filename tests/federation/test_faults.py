@@ -14,18 +14,22 @@ import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from forked import Command
 from omegaconf import DictConfig
-from tiny import COINS, TINY, Train, fingerprint, make
+from tiny import COINS, TINY, Train, fingerprint, make, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.ensemble.critics import Critics
 from fedgen.experiments import settings
+from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup
+from fedgen.experiments.unfinished import unfinished
 from fedgen.federation import messages
 from fedgen.federation.failures import DEADLINE, Causes, Failure, too_few
 from fedgen.federation.fault_rates import Faults
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import canonical, with_draws_seen
 from fedgen.reporting.run_dir import RunDir
 
 FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
@@ -228,6 +232,68 @@ def test_draws_amplify_nothing_after_a_client_failed(
     assert line["kind"] == "failed"
     results = json.loads((run / "results.json").read_text())
     assert results["failures"] == {"failed": 1}, "also after the resume"
+
+
+DRAWN = [
+    *tiny("fedavg_gan"),
+    *("method=fedavg_gan", "partition=iid", "partition.clients=10", "method.cohort=3"),
+    *("method.draws=clients", "privacy.aggregation=secure", "privacy.threshold=all"),
+    *("privacy.adversary=server", "runtime.faults.nan=1e-12", "runtime.checkpoint_every=2"),
+]
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
+    def fail(self: Faults, coins: Coins, client: int, kind: str, place: int) -> str | None:
+        return "returns_error" if (kind, place, client) == (messages.ASK, round_, 0) else None
+
+    monkeypatch.setattr(Faults, "of", fail)
+
+
+def test_what_a_failure_showed_counts_before_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the page of how it stands, and in what its data have cost."""
+
+    def entered() -> float:
+        capsys.readouterr()
+        assert cli.run(["account", "spent", "output=json"]) == 0
+        [found] = json.loads(capsys.readouterr().out)["runs"]
+        return float(found["epsilon"])
+
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run = tmp_path / "run"
+    fail_in(monkeypatch, 4)
+    command = ["train", *DRAWN, "privacy.noise=secure", "rounds=8", f"run_dir={run}"]
+    assert cli.run(command) == 2
+    assert (run / "unanswered").exists()
+    failed, so_far = entered(), unfinished(run).spent
+    assert failed > 10
+    ready = settings.setup(compose("config", command[1:]))
+    shown = with_draws_seen(canonical(ready.method.plan.server(4)))
+    seen = epsilon(shown, 1e-5, ready.method.plan.relation)
+    for found in so_far.values():
+        assert found.or_infinity >= seen.or_infinity > 0
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    views = json.loads((run / "privacy.json").read_text())["views"]
+    assert entered() == pytest.approx(views["server"]["epsilon"])
+    assert failed <= views["server"]["epsilon"]
+    assert views["server"]["epsilon"] > so_far["server"].or_infinity
+
+
+def test_a_target_ends_a_run_whose_draws_were_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a noise multiplier it is a promise, which holds without amplification too."""
+    run = tmp_path / "run"
+    fail_in(monkeypatch, 2)
+    command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
+    assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert 0 < record["rounds"] < 12
+    assert all(view["epsilon"] <= 10 for view in record["views"].values())
 
 
 def test_a_client_that_fails_is_marked_before_anything_else_happens(

@@ -10,8 +10,9 @@ from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import Train, tiny
@@ -24,7 +25,7 @@ from fedgen.experiments.settings import Setup
 from fedgen.federation.client_app import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.events import Relation, RevealedDraw, Unit
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spent import Entry, SpentFile, spent_together
 
@@ -221,6 +222,48 @@ def test_runs_on_the_same_rows_add_up(
     assert "protect others than this" in capsys.readouterr().err
     assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
     assert "a seeded run is an experiment" in capsys.readouterr().err
+
+
+def test_the_same_images_have_one_account(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In another order, or with other labels."""
+    rng = np.random.default_rng(0)
+    images, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), rng.permutation(40)
+    labels = np.arange(40) % 4
+    files = {
+        "as they were": {"train_images": images, "train_labels": labels},
+        "shuffled": {"train_images": images[order], "train_labels": labels[order]},
+        "renamed": {"train_images": images, "train_labels": labels[::-1]},
+        "others": {"train_images": 255 - images, "train_labels": labels},
+    }
+    tests = {"test_images": images[:4], "test_labels": labels[:4]}
+    for name, arrays in files.items():
+        np.savez(tmp_path / f"{name}.npz", **arrays, **tests)
+        words = ["data=folder", f"data.path={tmp_path}/{name}.npz", "data.classes=4"]
+        command = ["train", *SECURE, *words, "rounds=1", f"run_dir={tmp_path / name}"]
+        assert cli.run(command) == 0
+    capsys.readouterr()
+    assert cli.run(["account", "spent", *words, "output=json"]) == 0
+    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert found == ["others"]
+    words[1] = f"data.path={tmp_path}/shuffled.npz"
+    assert cli.run(["account", "spent", *words, "output=json"]) == 0
+    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert found == ["as they were", "shuffled", "renamed"]
+
+
+def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
+    """Also those that clients charged as secret ones, once each."""
+    file, drawn = SpentFile(tmp_path / "spent.sqlite"), PoissonSampledDpEvent(0.5, EVENT)
+    kinds = Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
+    file.enter(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 10}), anything)
+    file.charge("a", 0, {}, {drawn: 4})
+    file.widen("a", {RevealedDraw(0.5, EVENT): 10})
+    assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 10}
+    file.close("a", {RevealedDraw(0.5, EVENT): 3})
+    file.widen("a", {RevealedDraw(0.5, EVENT): 10})
+    assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 4}, "it is over"
 
 
 def files_of(run: Path) -> dict[str, bytes]:

@@ -263,20 +263,17 @@ def header(shape: tuple[int, ...], dtype: str = "|u1") -> bytes:
 
 def test_an_npz_that_inflates_is_refused_first(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "bomb.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        rows = 700_000
-        for name in ("train_images", "test_images", "images"):
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, rows in (("train", 700_000), ("test", 1000)):
+            with archive.open(f"{name}_images.npy", "w", force_zip64=True) as file:
                 file.write(header((rows, 28, 28)))
                 for _ in range(rows // 1000):
                     file.write(bytes(784_000))
-        for name in ("train_labels", "test_labels", "labels"):
-            with archive.open(f"{name}.npy", "w") as file:
+            with archive.open(f"{name}_labels.npy", "w") as file:
                 file.write(header((rows,), "|u1") + bytes(rows))
     assert path.stat().st_size < 3e6
     words = ["data=folder", f"data.path={path}", "data.classes=2", f"run_dir={tmp_path}/run"]
     assert "inflate" in refused(capsys, "train", *TINY, *words)
-    refused(capsys, "evaluate", f"samples={path}", "data=digits")
 
 
 @pytest.mark.parametrize("claimed", [(10**9, 60_000), (2**62, 2**62), (5,), (-3, 8, 8)])

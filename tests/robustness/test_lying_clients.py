@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hostile import lying
 from tiny import TINY
 
+import fedgen
 from fedgen import cli
 from fedgen.errors import Interrupted
 from fedgen.experiments import training
@@ -178,7 +179,18 @@ def test_what_a_client_says_that_it_spent_is_never_taken_for_less(
     record = json.loads((run / "privacy.json").read_text())
     assert record["clients"]["0"]["server"] is None
     assert record["without_bound"] == [0]
-    assert "For 1 of the 4 clients there is no" in (run / "public" / "PRIVACY.md").read_text()
+    for file in ("PRIVACY.md", "README.md"):
+        assert "For 1 of the 4 clients there is no" in (run / "public" / file).read_text()
+    described = json.loads((run / "public" / "generator.json").read_text())["privacy"]
+    assert described["without_bound"] == {"clients": 1, "of": 4}
+    assert json.loads((run / "results.json").read_text())["without_bound"] == 1
+    assert set(fedgen.load(run).epsilons.values()) == {math.inf}
+    page = tmp_path / "page.html"
+    for audience in ("server", "public"):
+        words = [f"runs={run}", f"audience={audience}", f"out={page}"]
+        assert cli.run(["report", *words]) == 0
+        head = page.read_text().partition("<h2")[0]
+        assert "For 1 of the 4 clients there is no" in head
     assert all(0 < record["clients"][str(other)]["server"] <= 10 for other in range(1, CLIENTS))
 
 
