@@ -288,20 +288,21 @@ def _execute(command: str, config: DictConfig, show: bool) -> None:
 
         print(report.report(config))
     elif command == "release":
-        from fedgen.experiments import release
+        from fedgen.experiments import release, spent
         from fedgen.reporting.words import summary
 
         made, packed = release.release(config)
-        print(summary(made), packed, sep="\n")
+        print(summary(made), *spent.in_all(made), packed, sep="\n")
     elif command == "evaluate":
         from fedgen.experiments import evaluation
 
         print(evaluation.evaluate(config))
     else:
-        from fedgen.experiments import training
+        from fedgen.experiments import spent, training
         from fedgen.reporting.words import summary
 
-        print(summary(training.train(config)))
+        made = training.train(config)
+        print(summary(made), *spent.in_all(made), sep="\n")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class PublicFacts:
         if not max(asked / 2, self.colluders) < threshold <= asked:
             raise FedgenError(
                 "privacy.threshold",
-                f"{threshold} of {asked} answers with {self.colluders} colluders cannot be",
+                f"{threshold} of {asked} answers, with {self.colluders} colluders, is no threshold",
                 "take more than half of those asked, more than privacy.colluders, and not more "
                 "than all",
             )

@@ -103,6 +103,17 @@ MISTAKES = [
         "have no row",
     ),
     ("partition", ["partition=by_writer"], "writers"),
+    ("partition.clients", ["partition.clients=5"], "take partition=iid"),
+    (
+        "evaluation.classifiers.logistic_regression.model",
+        ["evaluation=quick", "evaluation.classifiers.logistic_regression.model=sklearn.svm.Nope"],
+        "FEDGEN_EXTENSIONS",
+    ),
+    (
+        "evaluation.classifiers.cnn.epochs",
+        ["evaluation=quick", "evaluation.classifiers.cnn.epochs=0"],
+        "from 1 to",
+    ),
     ("method.critics", ["method.critics=2000"], "more than 1437 rows"),
     ("method.answerers", ["method.answerers=9", "method.routing=per_sample"], "cannot be drawn"),
     ("runtime.store", ["runtime.store=tape"], "memory or disk"),

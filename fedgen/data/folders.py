@@ -50,7 +50,8 @@ from fedgen.files import digest
 _MOST_PIXELS = 2**26  # of an image
 _LARGEST = 1024  # side that images are resized to
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
-_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_GREY = ("1", "L", "LA")
+_DEEP = ("I", "F")  # of 16 or 32 bits, by how the names of Pillow's modes begin
 _SHOWN = 20  # files that one line names
 
 
@@ -185,6 +186,11 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
         for label in _folders(home / part)
         for path in _files(label)
     ]
+    labelled = [label for home in homes for part in parts for label in _folders(home / part)]
+    within = [str(each) for label in labelled for each in _folders(label) if _files(each)]
+    if within:
+        problem = f"folders within a label's folder are not looked into: {_named(within)}"
+        raise FedgenError("data.path", problem, "move their images up, or remove them")
     if not records:
         where = ", ".join(map(str, homes[:_SHOWN]))
         raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
@@ -241,6 +247,7 @@ def read_images(
 
     bad: list[str] = []
     large: list[str] = []
+    deep: list[str] = []
     found = []
     for name, file in sources:
         try:
@@ -249,6 +256,9 @@ def read_images(
                 raw = Image.open(stream)
                 if raw.width * raw.height > _MOST_PIXELS:
                     large.append(name)
+                    continue
+                if raw.mode.startswith(_DEEP):
+                    deep.append(name)  # its range is not told, and cut off it would be lost
                     continue
                 grey = channels == 1 or (channels is None and raw.mode in _GREY)
                 image = raw.convert("L" if grey else "RGB")
@@ -262,6 +272,9 @@ def read_images(
     if large:
         problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
         raise FedgenError("data.path", problem, "make them smaller")
+    if deep:
+        problem = f"more than 8 bits a pixel: {_named(deep)}"
+        raise FedgenError("data.path", problem, "scale them to 0..255 first, all by the same range")
     if bad:
         problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
         raise FedgenError("data.path", problem, "remove them")

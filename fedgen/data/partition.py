@@ -18,8 +18,15 @@ from fedgen.errors import FedgenError
 Index = NDArray[np.int64]
 
 
-def single(labels: Index, **_: object) -> list[Index]:
-    """One client holds everything: the centralized case."""
+def single(labels: Index, clients: int = 1, **_: object) -> list[Index]:
+    """One client holds everything: the centralized case.
+
+    Raises:
+        FedgenError: for several clients.
+    """
+    if clients != 1:
+        problem = f"{clients}, and partition=single is one client with all rows"
+        raise FedgenError("partition.clients", problem, "take partition=iid, or another")
     return [np.arange(len(labels))]
 
 

@@ -233,7 +233,7 @@ class Accounts:
             **self._of_persons(),
             "relation": plan.relation.value,
             "sampler": plan.sampler,
-            "noise": self.privacy.noise,
+            "noise": "none" if self.privacy.noise_multiplier is None else self.privacy.noise,
             "noise_multiplier": self.privacy.noise_multiplier,
             "rounds": state.rounds,
             "stopped": stopped,

@@ -297,31 +297,34 @@ def sample(config: DictConfig) -> str:
         labels = labels.sort(stable=True).values
     with RunProgress(stderr=True) as progress:
         images = draw_samples(published.method, published.weights, labels, coins, progress)
+    new = out.with_name(f"{out.stem}.new{out.suffix}")  # whole, or what was there stays
+    shutil.rmtree(new, ignore_errors=True)
     try:
         if out.suffix == ".npz":
-            np.savez_compressed(out, images=images, labels=labels.numpy())
+            np.savez_compressed(new, images=images, labels=labels.numpy())
         elif out.suffix == ".png":
-            sample_grid(images, min(len(images), _COLUMNS), out)
+            sample_grid(images, min(len(images), _COLUMNS), new)
         elif out.suffix == ".parquet":
             names = published.labels or [str(n) for n in range(published.classes)]
-            write_parquet(images, labels.tolist(), names, out)
+            write_parquet(images, labels.tolist(), names, new)
         else:
-            _write_folder(images, labels.tolist(), published.labels, out)
+            _write_folder(images, labels.tolist(), published.labels, new)
+        new.rename(out)
     except OSError as error:
-        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+        why = f" ({error.strerror})" if error.strerror else ""
+        problem = f"{out} cannot be written{why}"
+        raise FedgenError("out", problem, "choose another place") from error
     return told
 
 
 def _write_folder(
     images: NDArray[np.uint8], labels: list[int], names: list[str] | None, out: Path
 ) -> None:
-    """One file for each image, in a folder of its label; whole, or not at all. No two files share a
-    name: ``data=folder`` tells records by it."""
-    new = out.with_name(f"{out.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
+    """One file for each image, in a folder of its label. No two files share a name: ``data=folder``
+    tells records by it."""
     width = len(str(max(labels)))  # so that names sort as labels do
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        place = new / (f"{label:0{width}d}" if names is None else names[label])
+        place = out / (f"{label:0{width}d}" if names is None else names[label])
         place.mkdir(parents=True, exist_ok=True)
         write_image(image, place / f"{number:05d}.png")
-    new.rename(out)

@@ -60,7 +60,11 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
     """Raises FedgenError if the settings there are not those that the run was made with."""
-    if identity["settings"] != _settings_digest(config):
+    try:
+        same = identity["settings"] == _settings_digest(config)
+    except OmegaConfBaseException:  # it lacks what settings have
+        same = False
+    if not same:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
 
 

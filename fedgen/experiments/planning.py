@@ -45,8 +45,8 @@ def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Priv
     unlimited = Budget(rounds, all_rows, 0.0)
     mode = config.privacy.noise
     if rounds < plan.least:
-        problem = f"{rounds} end before the {plan.least} that anything comes of"
-        raise FedgenError("rounds", problem, "raise it: those after train the generator")
+        problem = f"{rounds} are too few: the generator learns nothing before round {plan.least}"
+        raise FedgenError("rounds", problem, "raise it")
     if config.names.privacy == "none":
         if target is not None or noise is not None:
             raise FedgenError("privacy", "none has no target and no noise", "take privacy=dp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -51,6 +52,20 @@ def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
     if file is not None:
         nothing: Spend = {}
         file.close(name, reduce(larger, planned, nothing))
+
+
+def in_all(path: Path) -> list[str]:
+    """What a finished run and all others on its rows have cost together, in a line; none where it
+    is alone, or an experiment."""
+    run_dir, _, identity = RunDir.open(path, "run")
+    entries = SpentFile.at_home().beside(identity["run"])
+    if len(entries) < 2:
+        return []
+    found = spent_together(entries, run_dir.privacy()["delta"])
+    cost = epsilon_in_words(found.value)
+    return [
+        f"with {len(entries) - 1} other secure run(s) on these rows: proven ε = {cost} together"
+    ]
 
 
 def check_budget(budget: float | None, delta: float, entry: Entry, others: Sequence[Entry]) -> None:

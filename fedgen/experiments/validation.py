@@ -191,6 +191,14 @@ def check_evaluation(config: DictConfig) -> None:
     _whole(config, "evaluation.seeds", 1 if chosen.classifiers else 0, 1000)
     if chosen.jobs is not None:
         _whole(config, "evaluation.jobs", 1, 1024)
+    for name, each in chosen.classifiers.items():
+        key = f"evaluation.classifiers.{name}"
+        if "epochs" in each:
+            _whole(config, f"{key}.epochs", 1, 10**6)
+        if "model" in each and not factories.may_call(each.model):
+            problem = f"{each.model!r} is none of the models that fedgen's settings name"
+            remedy = "declare its package, e.g. FEDGEN_EXTENSIONS=sklearn fedgen ..."
+            raise FedgenError(f"{key}.model", problem, remedy)
     unknown = [name for name in chosen.real2gen if name not in chosen.classifiers]
     if unknown:
         names = ", ".join(map(str, chosen.classifiers)) or "none"

@@ -165,6 +165,14 @@ class SpentFile:
         with self._open() as file:
             return _entries(file, data)
 
+    def beside(self, run: str) -> list[Entry]:
+        """All runs of a run's kind on its data, itself too; none if it was not entered."""
+        with self._open() as file:
+            found = file.execute("SELECT data FROM runs WHERE run = ?", (run,)).fetchone()
+            entries = _entries(file, found[0]) if found else []
+        kinds = {each.kind for each in entries if each.run == run}
+        return [each for each in entries if each.kind in kinds]
+
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:

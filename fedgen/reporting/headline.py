@@ -65,7 +65,9 @@ def headline(
     about, in words."""
     names = {"server": "whoever runs the training", "release": "whoever has what is published"}
     return {
-        "protected": protected(dict(record)) + but_for,
+        "protected": None
+        if all(value is None for value in views.values())
+        else protected(dict(record)) + but_for,
         "unit": record["unit"],
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",

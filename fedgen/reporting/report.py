@@ -162,7 +162,11 @@ def _server(path: Path) -> dict[str, Any]:
             **made,
             "releases": max(each["releases"] for each in clients),
         },
-        "uncovered": _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered"),
+        "uncovered": [
+            line
+            for line in _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered")
+            if not line.startswith("Whoever runs the training")  # this page has its bound
+        ],
         "by_adversary": by_adversary(record),
         "of_persons": of_persons(record),
         "audited": audited(path),

@@ -53,9 +53,10 @@ def statement(
         "in this folder.\n"
         "- The settings that `generator.json` lists: they count as public, also a number of rows "
         "that one of them names.\n"
-        "- Timing. Noise is exact to the last bit, if AES-256 in counter mode passes for fair "
-        "coins. What rounding makes of sums before the noise is paid for: by a proven bound for "
-        "gradients of rows that are added in double precision, as it was measured for all else.",
+        "- Timing. The noise is exact to the last bit if AES-256 in counter mode cannot be told "
+        "from random bits. Rounding errors of sums before the noise are part of ε: by a proven "
+        "bound for gradients of rows that are added in double precision, by measurement for all "
+        "else.",
         f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Draws: {record['sampler']}; "
         f"{_amplification(release)}.",
@@ -260,8 +261,8 @@ def summary(path: Path) -> str:
     if results.get("coherence", 1.0) < NOISE:
         lines.append(
             "the samples look like noise: neighbouring pixels hardly agree (correlation "
-            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); take a larger ε, more "
-            "rows, or method=mixture"
+            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); take more rounds, a "
+            "larger ε, more rows, or method=mixture"
         )
     lines += quality(results)
     taken = results["seconds_per_round"]

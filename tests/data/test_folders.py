@@ -47,6 +47,31 @@ def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
         folder(coins, None, str(tmp_path), size=16)
 
 
+@pytest.mark.parametrize(
+    ("mode", "value", "suffix"), [("I;16", 4000, "png"), ("I", 4000, "tif"), ("F", 0.5, "tif")]
+)
+@pytest.mark.parametrize("channels", [None, 1, 3])
+def test_images_of_more_than_eight_bits_are_refused(
+    mode: str, value: float, suffix: str, channels: int | None, tmp_path: Path
+) -> None:
+    """Cut off at 255 they would be white."""
+    draw(tmp_path / "a", 30)
+    draw(tmp_path / "b", 30)
+    Image.new(mode, (8, 8), value).save(tmp_path / "a" / f"deep.{suffix}")
+    with pytest.raises(FedgenError, match=r"more than 8 bits a pixel: .*deep"):
+        read(str(tmp_path), channels=channels)
+
+
+def test_images_that_lie_too_deep_are_not_lost(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 30)
+    draw(tmp_path / "b", 30)
+    (tmp_path / "b" / "empty").mkdir()
+    assert read(str(tmp_path))
+    draw(tmp_path / "b" / "scans", 3)
+    with pytest.raises(FedgenError, match=r"not looked into: .*scans; move their images up"):
+        read(str(tmp_path))
+
+
 def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: Coins) -> None:
     """A record is its file name; whose subset a record is in follows from its position."""
     for label in ("a", "b", "c"):

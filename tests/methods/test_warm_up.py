@@ -144,7 +144,7 @@ def test_a_set_begins_with_samples() -> None:
         (["warm_up.noise_multiplier=0"], "warm_up.noise_multiplier: must lie in"),
         (["warm_up.method.sampling_rate=3"], "warm_up.method.sampling_rate: is a share"),
         (["warm_up.method.images=0"], "warm_up.method.images: must be positive"),
-        (["rounds=5"], "rounds: 5 end before the 6"),
+        (["rounds=5"], "rounds: 5 are too few"),
         (["warm_up.method=3"], "warm_up.method: cannot be 3"),
         (["warm_up.noise_multiplier=0.1"], "raise it, or warm_up.noise_multiplier"),
         (

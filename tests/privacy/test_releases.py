@@ -198,7 +198,7 @@ def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
         (1, None, 0, "several clients send, and there is one"),
         (10, 5, 0, "5 of 10 answers"),
         (10, 11, 0, "11 of 10 answers"),
-        (10, 7, 7, "7 colluders cannot be"),
+        (10, 7, 7, "7 colluders, is no threshold"),
     ],
 )
 def test_secure_sums_that_cannot_be_are_refused(

@@ -148,8 +148,22 @@ def test_settings_that_were_altered_are_not_told(
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("clip: 1.0", "clip: 9.0"))
     capsys.readouterr()
-    assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'page.html'}"]) == 2
-    assert "config.yaml was altered" in capsys.readouterr().err
+    for text in (None, "garbage", ""):
+        if text is not None:
+            file.write_text(text)
+        assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'page.html'}"]) == 2
+        assert "config.yaml was altered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("audience", ["server", "public"])
+def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audience: str) -> None:
+    run = train("method=dpgan_small", "privacy=none", "evaluation=none")
+    html = page(str(run), tmp_path / "page.html", f"audience={audience}")
+    for word in ("was noised", "What is hidden", "remove the noise", "remove it", "Protected:"):
+        assert word not in html
+    assert "there is no bound" in html.lower()
+    assert "seed" not in (run / "public" / "PRIVACY.md").read_text()
+    assert "seed" not in (run / "public" / "README.md").read_text()
 
 
 def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(

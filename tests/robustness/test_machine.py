@@ -70,6 +70,24 @@ def test_a_machine_that_is_full(limit: str, train: Train, tmp_path: Path) -> Non
         assert fingerprint(run) == fingerprint(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["s.npz", "s.png", "s.parquet"])
+def test_samples_that_do_not_fit_leave_those_before(
+    name: str, train: Train, tmp_path: Path
+) -> None:
+    run, out = train("rounds=2"), tmp_path / name
+    assert cli.run(["sample", f"run={run}", "n=20", f"out={out}"]) == 0
+    before = out.read_bytes()
+    words = ["sample", f"run={run}", "n=3000", f"out={out}", "seed=1"]
+    command = [sys.executable, "-m", "fedgen.cli", *words]
+    limited = ["bash", "-c", 'ulimit -f 40; trap "" XFSZ; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+    assert out.read_bytes() == before
+    assert [p.name for p in tmp_path.glob("*.new*")] == []
+
+
 def test_several_clients_have_the_same_threads_on_every_runtime() -> None:
     several = ["partition=iid", "partition.clients=4"]
     found = {
