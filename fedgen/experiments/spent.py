@@ -57,15 +57,14 @@ def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
 def in_all(path: Path) -> list[str]:
     """What a finished run and all others on its rows have cost together, in a line; none where it
     is alone, or an experiment."""
-    run_dir, _, identity = RunDir.open(path, "run")
-    entries = SpentFile.at_home().beside(identity["run"])
+    run_dir, config, identity = RunDir.open(path, "run")
+    if config.privacy.noise != "secure" or not (file := SpentFile.at_home()).path.exists():
+        return []
+    entries = file.beside(identity["run"])
     if len(entries) < 2:
         return []
-    found = spent_together(entries, run_dir.privacy()["delta"])
-    cost = epsilon_in_words(found.value)
-    return [
-        f"with {len(entries) - 1} other secure run(s) on these rows: proven ε = {cost} together"
-    ]
+    cost = epsilon_in_words(spent_together(entries, run_dir.privacy()["delta"]).value)
+    return [f"together with other secure runs on these rows ({len(entries)} in all): ε = {cost}"]
 
 
 def check_budget(budget: float | None, delta: float, entry: Entry, others: Sequence[Entry]) -> None:
