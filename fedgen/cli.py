@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import signal
@@ -171,9 +172,9 @@ def _listed(group: str) -> str:
 def _command(command: str, *rest: str) -> None:
     check_system()
     if command not in COMMANDS:
-        raise FedgenError(
-            command, "is no command", f"choose {', '.join(COMMANDS)}, or see fedgen --help"
-        )
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(COMMANDS)}"
+        raise FedgenError(command, "is no command", f"{hint} (fedgen --help)")
     if command == "data":
         if rest[:1] != ("check",):
             raise FedgenError("data", "has one command", "write fedgen data check data=...")

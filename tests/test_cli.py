@@ -400,6 +400,11 @@ def invert(file: Path) -> None:
     np.savez(file, **arrays)
 
 
+def test_a_mistyped_command_is_told_which_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["trian"]) == 2
+    assert one_line(capsys).startswith("fedgen: trian: is no command; did you mean train?")
+
+
 def test_other_data_does_not_resume(
     train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,8 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
     if (path.parent / "PRIVACY.md").exists():
         problem = f"{path.parent} may be handed out, and what private rows tell is no part of it"
         raise FedgenError("samples", problem, "copy the file elsewhere")
+    if not path.is_file():
+        raise FedgenError("samples", f"there is no file {path}", "give one of images and labels")
     coins = Coins.of(config.seed, "seeded")
     data = settings.dataset(config)
     samples = read_samples(path, data)

@@ -96,7 +96,7 @@ FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
     [
         ([], "run", "what is to be judged"),
         (["samples={path}"], "data", "trained on"),
-        (["samples=no.npz", "data=digits"], "samples", "no arrays"),
+        (["samples=no.npz", "data=digits"], "samples", "there is no file no.npz"),
         (["samples={empty}", "data=digits"], "samples", "no arrays"),
         (["samples={array}", "data=digits"], "samples", "no arrays"),
         (["samples={public}", "data=digits"], "samples", "may be handed out"),
