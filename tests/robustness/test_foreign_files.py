@@ -20,6 +20,8 @@ from hostile import content
 from tiny import TINY, tiny
 
 from fedgen import cli
+from fedgen.errors import FedgenError
+from fedgen.evaluation.utility import scikit
 from fedgen.files import read_yaml
 
 Captured = pytest.CaptureFixture[str]
@@ -110,6 +112,9 @@ def test_a_classifier_is_one_of_those_that_are_named(tmp_path: Path, capsys: Cap
     call = f"{{_target_: fedgen.evaluation.utility.scikit, {call}}}"
     words = [*TINY, "evaluation=quick", f"+evaluation.classifiers.own={call}"]
     assert "subprocess.Popen" in refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
+    rows = np.zeros((2, 1, 8, 8), np.uint8), np.arange(2)
+    with pytest.raises(FedgenError, match=r"subprocess\.Popen"):
+        scikit(*rows, 2, 0, model="subprocess.Popen", args=["touch", str(owned)])
     assert not owned.exists()
 
 
