@@ -566,6 +566,8 @@ def test_sample_and_evaluate(
     for command, key in [
         (["sample", f"run={run}", f"out={out}", "n=0"], "n"),
         (["sample", f"run={run}", "out=a.txt"], "out"),
+        (["sample", f"run={run}", f"out={run}/config.yaml/s.npz"], "out"),
+        (["sample", f"run={run}", f"out={tmp_path}/{300 * 'x'}.npz"], "out"),
         (["sample", f"run={tmp_path / 'no'}", f"out={out}"], "run"),
         (["sample", f"out={out}"], "run"),
         (["evaluate", "-m", f"run={run}"], "-m"),

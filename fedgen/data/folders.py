@@ -179,15 +179,18 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
     found = {p.name for home in homes for part in parts for p in _folders(home / part)}
     labels = known(found, told)
-    records = [
-        Record(path, path.name, client, labels.index(label.name), test)
+    labelled = [
+        (client, test, label)
         for client, home in enumerate(homes)
         for part, test in parts.items()
         for label in _folders(home / part)
+    ]
+    records = [
+        Record(path, path.name, client, labels.index(label.name), test)
+        for client, test, label in labelled
         for path in _files(label)
     ]
-    labelled = [label for home in homes for part in parts for label in _folders(home / part)]
-    within = [str(each) for label in labelled for each in _folders(label) if _files(each)]
+    within = [str(each) for *_, label in labelled for each in _folders(label) if _files(each)]
     if within:
         problem = f"folders within a label's folder are not looked into: {_named(within)}"
         raise FedgenError("data.path", problem, "move their images up, or remove them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -96,8 +97,8 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     known = ("delta", "unit", "relation", "noise", "images_per_person")
     privacy = {key: record[key] for key in known if key in record}
     if record["without_bound"]:  # epsilon is about the others
-        numbers = (len(record["without_bound"]), len(record["clients"]))
-        privacy["without_bound"] = dict(zip(("clients", "of"), numbers, strict=True))
+        lost, clients = len(record["without_bound"]), len(record["clients"])
+        privacy["without_bound"] = {"clients": lost, "of": clients}
     warm_up = OmegaConf.to_container(ready.config.warm_up, resolve=True)
     assert isinstance(warm_up, dict)
     began = {} if warm_up["method"] is None else {"warm_up": _in_words(warm_up)}
@@ -311,7 +312,8 @@ def sample(config: DictConfig) -> str:
             _write_folder(images, labels.tolist(), published.labels, new)
         new.rename(out)
     except OSError as error:
-        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(new) if new.is_dir() else new.unlink()
         why = f" ({error.strerror})" if error.strerror else ""
         problem = f"{out} cannot be written{why}"
         raise FedgenError("out", problem, "choose another place") from error

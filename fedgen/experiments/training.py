@@ -125,7 +125,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         try:
             return training.go(play or training.on_its_runtime)
         except UnansweredError:
-            run_dir.unanswered.touch()
+            training.mark_unanswered()
             raise
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
@@ -308,10 +308,16 @@ class Training:
             )
 
     def _failed(self, failure: Failure) -> None:
-        if failure.kind not in DROPPED and not self.run_dir.unanswered.exists():
-            self.run_dir.unanswered.touch()  # marked before anything can end the process
-            widen(self.spent, self.ready, self.name)
+        if failure.kind not in DROPPED:
+            self.mark_unanswered()
         self.run_dir.add_failure(asdict(failure))
+
+    def mark_unanswered(self) -> None:
+        """Notes that a missing answer may have shown a draw: before anything can end the process,
+        then in what the data have cost."""
+        if not self.run_dir.unanswered.exists():
+            self.run_dir.unanswered.touch()
+            widen(self.spent, self.ready, self.name)
 
     def _train(self, rounds: Rounds, state: RunState) -> None:
         def keep() -> None:

@@ -30,6 +30,7 @@ from fedgen.reporting.pages import (
 )
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import (
+    NOT_IN_THE_FOLDER,
     PARTS,
     averages,
     but_for,
@@ -165,7 +166,7 @@ def _server(path: Path) -> dict[str, Any]:
         "uncovered": [
             line
             for line in _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered")
-            if not line.startswith("Whoever runs the training")  # this page has its bound
+            if line != NOT_IN_THE_FOLDER
         ],
         "by_adversary": by_adversary(record),
         "of_persons": of_persons(record),

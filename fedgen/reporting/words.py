@@ -11,6 +11,12 @@ from typing import Any
 from fedgen.evaluation.coherence import NOISE
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
+NOT_IN_THE_FOLDER = (
+    "Whoever runs the training, takes part or sees its messages: bounds of their own, not in this "
+    "folder."
+)
+"""What the statement does not cover, and a page of the whole run does."""
+
 
 def statement(
     record: dict[str, Any], words: str, picked: bool = False, outside: Sequence[str] = ()
@@ -49,8 +55,7 @@ def statement(
         "- Several generators from the same data: their ε add up.\n"
         "- Choices made by looking at private data, among runs or settings.\n"
         + (_PICKED if picked else "")
-        + "- Whoever runs the training, takes part or sees its messages: bounds of their own, not "
-        "in this folder.\n"
+        + f"- {NOT_IN_THE_FOLDER}\n"
         "- The settings that `generator.json` lists: they count as public, also a number of rows "
         "that one of them names.\n"
         "- Timing. The noise is exact to the last bit if AES-256 in counter mode cannot be told "

@@ -166,6 +166,12 @@ def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audie
     assert "seed" not in (run / "public" / "README.md").read_text()
 
 
+def test_what_the_folder_lacks_the_whole_page_has(train: Train, tmp_path: Path) -> None:
+    run, said = train(), "bounds of their own, not in this folder"
+    assert said in page(str(run), tmp_path / "public.html", "audience=public")
+    assert said not in page(str(run), tmp_path / "page.html")
+
+
 def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
     train: Train, tmp_path: Path
 ) -> None:
