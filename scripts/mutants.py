@@ -108,6 +108,20 @@ MUTANTS = [
         f"{FAULT_TESTS}::test_what_a_failure_showed_counts_before_the_run_goes_on",
     ),
     Mutant(
+        "a-site-forgets-that-it-died-over-an-answer",
+        "fedgen/federation/client_app.py",
+        "        mark.touch()",
+        "        pass",
+        f"{SITE_TESTS}::test_a_process_that_died_over_an_answer_hid_no_draw",
+    ),
+    Mutant(
+        "what-a-sites-death-showed-is-not-in-its-account",
+        "fedgen/deployment/site.py",
+        "        place.account.widen(request.run, at_worst)",
+        "        pass",
+        f"{SITE_TESTS}::test_a_process_that_died_over_an_answer_hid_no_draw",
+    ),
+    Mutant(
         "a-run-that-is-not-over-has-secret-draws",
         "fedgen/experiments/unfinished.py",
         "        ready = replace(ready, method=ready.with_gaps())",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
-from fedgen.federation.client_app import Homes, Site
+from fedgen.federation.client_app import ANSWERING, Homes, Site
 from fedgen.federation.signing import Signer
 from fedgen.files import digest, write_whole
 from fedgen.privacy.events import Relation, canonical
@@ -94,9 +94,15 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             f"{request.noise_multiplier} by fedgen {request.version} there"
         )
     settings.check_places(asked, rows, found.method.plan)
+    plan, privacy, account = found.method.plan, found.privacy, None
+    most = canonical(plan.server(privacy.budget.rows))
+    shown = found.with_gaps()
+    at_worst = canonical(shown.plan.server(privacy.budget.rows))
+    gaps = at_worst != most and _died_answering(place, request)
+    if gaps:  # before anything refuses to go on
+        place.account.widen(request.run, at_worst)
+        found = replace(found, method=shown)
     policies.check_cost(place.policy, asked, found)
-    plan, privacy = found.method.plan, found.privacy
-    most, account = canonical(plan.server(privacy.budget.rows)), None
     if privacy.noise == "secure":
         if _without_bound(place):
             raise RefusedError(
@@ -105,9 +111,12 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             )
         account, folder = place.account, str(place.folder(request.run).absolute())
         kinds = plan.unit, plan.relation
-        entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, most)
+        cost = at_worst if gaps else most
+        entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, cost)
         budget = place.policy.budget_epsilon
-        account.enter(entry, lambda others: check_budget(budget, privacy.delta, entry, others))
+        account.enter(
+            entry, lambda others: check_budget(budget, privacy.delta, entry, others), anew=gaps
+        )
     _same_as_before(place, request)
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     made = Site(
@@ -130,6 +139,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         signer=place.signer,
         about=request.text().encode(),
         rehearsal=_no_secret(public),
+        marks=at_worst != most,
         spent=account,
     )
     return made, plan.relation
@@ -137,6 +147,19 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
 
 _ROWS = digest(b"the rows of this node")
 """All runs count together, whatever becomes of the rows in between."""
+
+
+def _died_answering(place: Place, request: Request) -> bool:
+    """Whether a process of this node died over an answer to a run. What is missing then may show
+    what was drawn, and does so from then on."""
+    mark = place.folder(request.run) / str(place.number) / ANSWERING
+    kept = place.folder(request.run) / _UNANSWERED
+    if mark.exists():
+        kept.touch()
+    return kept.exists()
+
+
+_UNANSWERED = "unanswered"
 
 
 def _without_bound(place: Place) -> bool:

@@ -6,7 +6,8 @@ import json
 import platform
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -53,7 +54,7 @@ _ANSWERS = "exact noise on a grid, sums in parts"
 """To be changed with whatever makes an answer to the same question another one: a run that an older
 version began must not take its answers for repeats, which cost nothing."""
 
-LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
+LEDGER, ERRORS, ANSWERING = "ledger.jsonl", "errors.jsonl", "answering"
 _TAIL = 2**20  # bytes of a file of errors that are looked at for the last
 
 
@@ -89,6 +90,8 @@ class Site:
         that fails by what it is fails before it meets a private row; None: it is not tried.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
+    marks: whether a client leaves a file behind, ``ANSWERING``, where its process dies over an
+        answer: that one is missing may show what it drew.
     spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
     mods: Flower mods around the app.
     """
@@ -112,6 +115,7 @@ class Site:
     signer: Signer | None = None
     about: bytes = b""
     rehearsal: Shard | None = None
+    marks: bool = False
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
@@ -139,6 +143,7 @@ class ClientHome:
     signer: Signer | None = None
     about: bytes = b""
     rehearsal: Shard | None = None
+    marks: bool = False
     tried: set[str] = field(default_factory=set)
     keyed: int = -1
     agreed: tuple[int, bytes] = (-1, b"")
@@ -191,6 +196,7 @@ class Homes:
             signer=site.signer,
             about=site.about,
             rehearsal=site.rehearsal,
+            marks=site.marks,
             run=site.run,
         )
 
@@ -308,6 +314,16 @@ def _no_bound(home: ClientHome, server_round: int) -> None:
     """Writes down that a failure over private rows was shown."""
     if home.coins.mode == "secure":
         home.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
+
+
+@contextmanager
+def _marked(home: ClientHome) -> Iterator[None]:
+    """Leaves a file behind where the process dies meanwhile."""
+    mark = home.store.folder(home.number) / ANSWERING
+    if home.marks:
+        mark.touch()
+    yield
+    mark.unlink(missing_ok=True)
 
 
 def _prepare(home: ClientHome, message: Message) -> RecordDict:
@@ -476,11 +492,12 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     if answer is None:
         state = home.store.state(home.number)
         coins = home.coins.salted(asked)
-        release = _privately(
-            home,
-            server_round,
-            lambda: home.program.answer(state, query, home.shard, server_round, coins),
-        )
+        with _marked(home):
+            release = _privately(
+                home,
+                server_round,
+                lambda: home.program.answer(state, query, home.shard, server_round, coins),
+            )
         answer = messages.answer_of(release, home.aggregation, home.half)
     if not repeat and home.limits is not None:
         after = total([home.ledger.account().spend, canonical(answer.event)])

@@ -37,7 +37,7 @@ from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES
 from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
 from fedgen.method import Method
-from fedgen.privacy.events import canonical
+from fedgen.privacy.events import Spend, canonical, with_draws_seen
 from fedgen.privacy.ledger import Account
 
 PUBLIC = [
@@ -591,6 +591,50 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
         assert answered(served, line, kind, question(made)).error.code == REFUSED
     with pytest.raises(RefusedError, match="has no bound"):
         open_run(served._place, asked("privacy.aggregation=local", run="fedcba9876543210"))
+
+
+def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
+    """Where each site flips a coin of its own: that its answer is missing may show how it fell, in
+    this site's account as in the coordinator's. A process that dies between answers shows
+    nothing."""
+    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    wanted, made = prepared("privacy.target_epsilon=4", *words, method="fedavg_gan")
+    planned = canonical(made.plan.server(12))
+    roomy = place(tmp_path, units=("client",), epsilon=100.0)
+    strict = replace(roomy, policy=replace(roomy.policy, epsilon=4.0))
+
+    def cost() -> Spend:
+        [entry] = roomy.account.entries(_ROWS)
+        return entry.cost
+
+    def ask(server_round: int, dies: bool = False) -> None:
+        """Of a new process."""
+        homes, _ = open_run(roomy, wanted)
+        home = homes.of(0)
+        home.masks, whole = False, home.program.answer
+
+        def killed(state: object, query: object, shard: object, *rest: object) -> object:
+            if shard is home.shard and dies:
+                raise SystemExit  # which nobody on the way sees to, as with a kill
+            return whole(state, query, shard, *rest)  # type: ignore[arg-type]
+
+        home.program = replace(home.program, answer=killed)  # type: ignore[arg-type]
+        message = Message(question(made, server_round), dst_node_id=2, message_type=messages.ASK)
+        context = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
+        assert client_app(lambda _: home)(message, context).has_content()
+
+    identify_process(1)
+    ask(0)
+    ask(1)
+    assert cost() == planned
+    with pytest.raises(SystemExit):
+        ask(2, dies=True)
+    with pytest.raises(RefusedError, match="above 4"):
+        open_run(strict, wanted)
+    assert cost() == with_draws_seen(planned) != planned, "as it is refused, too"
+    ask(3)
+    ask(4)
+    assert cost() == with_draws_seen(planned), "and stays so"
 
 
 def test_training_fails_in_silence(tmp_path: Path) -> None:
