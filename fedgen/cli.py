@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import os
 import re
 import signal
@@ -114,6 +115,8 @@ COMMANDS = {
     "link": "link",
 }
 
+_OF_RUNS = ("config", "account", "audit", "debug")  # whose settings make a run
+
 
 def main() -> None:
     """The console script. Told to end (SIGTERM) it ends as by Ctrl-C, with a line of what to do."""
@@ -144,16 +147,27 @@ def run(arguments: list[str]) -> int:
         print(completion.SCRIPT if arguments[0] == "completion" else "\n".join(words))
         return 0
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(help_text(), end="")
+        print(help_text(*arguments[:1]), end="")
         return 0
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return status_of(partial(_command, *arguments))
 
 
-def help_text() -> str:
-    """What ``fedgen --help`` prints: each group with its options, those of extensions too."""
-    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_listed(found[1])}", _HELP)
+def help_text(command: str = "") -> str:
+    """What ``fedgen --help`` prints: each group with its options, those of extensions too.
+    ``command``: of this one alone, if there is such a one."""
+    text = _HELP
+    if command in COMMANDS:
+        head, _, options = _HELP.partition("settings (defaults")
+        uses = re.split(r"\n(?=  fedgen )", head.rstrip())[1:]
+        own = [use for use in uses if use.startswith(f"  fedgen {command} ")]
+        words = " ".join(itertools.takewhile(str.isalpha, own[0].split()))
+        own.append(f"  {words} --cfg".ljust(42) + "its settings and their defaults")
+        text = "\n".join(["usage:", *own, ""])
+        if COMMANDS[command] in _OF_RUNS:
+            text += f"\nsettings (defaults{options}"
+    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_listed(found[1])}", text)
 
 
 def _listed(group: str) -> str:

@@ -141,6 +141,11 @@ MISTAKES = [
     ("partition.no_such", ["+partition.no_such=1"], "is no setting"),
     ("names", ["+names.method=gone"], "is no setting"),
     ("method.no_such", ["+method.no_such=1"], "is no setting"),
+    ("epsilon", ["epsilon=1"], "did you mean privacy.target_epsilon or privacy.budget_epsilon?"),
+    ("noise", ["noise=secure"], "did you mean privacy.noise?"),
+    ("clients", ["clients=5"], "did you mean partition.clients?"),
+    ("=3", ["=3"], "write key=value"),
+    ("privacy.colluders", ["privacy.colluders=1"], "there is none; set privacy.aggregation"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
     ("resume", ["resume=/nowhere"], "keeps its settings"),
@@ -796,6 +801,28 @@ def test_a_run_for_release_is_not_judged_later_either(
     assert "not for release" not in text
     for head in ("What is protected", "Against whom", "How strongly", "What is not covered"):
         assert f"## {head}" in text
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_each_command_has_a_help_of_its_own(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("  fedgen ")]
+    assert len(lines) >= 2 and all(line.startswith(f"  fedgen {command} ") for line in lines)
+    assert "--cfg" in lines[-1]
+    trains = command in ("train", "account", "audit", "check", "data", "debug")
+    assert ("privacy.target_epsilon" in said) == trains
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shells leave the sign as it is within a word, or within quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = compose("config", ["run_dir=~/runs/1", "data=folder", "data.path=[~/a,b]"])
+    assert found.run_dir == f"{tmp_path}/runs/1"
+    assert list(found.data.path) == [f"{tmp_path}/a", "b"]
+    assert compose("config", ["run_dir='~/runs'"]).run_dir == "~/runs"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "method.clp=1"], ["train", "data=x"]])

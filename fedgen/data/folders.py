@@ -194,11 +194,29 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     if within:
         problem = f"folders within a label's folder are not looked into: {_named(within)}"
         raise FedgenError("data.path", problem, "move their images up, or remove them")
+    beside = [
+        str(each)
+        for home in homes
+        for part in parts
+        for each in _files(home / part)
+        if _is_image(each)
+    ]
+    if beside and labelled:
+        problem = f"images beside the labels' folders belong to no label: {_named(beside)}"
+        raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
         where = ", ".join(map(str, homes[:_SHOWN]))
         raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
     named_records, in_names = _named_apart(records, homes, labels)
     return Listed(named_records, labels, len(homes), in_names)
+
+
+def _is_image(file: Path) -> bool:
+    """By its name alone."""
+    from PIL import Image
+
+    Image.init()
+    return file.suffix.lower() in Image.EXTENSION
 
 
 def _named_apart(

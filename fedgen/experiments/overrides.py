@@ -19,6 +19,8 @@ from fedgen import factories
 from fedgen.errors import FedgenError
 
 _SHOWN = 200  # letters of a value, in an error
+_HINTS = 3  # settings that a hint names
+_HOME = re.compile(r"(?<=[=,\[])~(?=/)")  # a shell leaves it as it is, within a word or quotes
 _FOREIGN = re.compile(r"[^\[\]{},:'\"$\x00-\x20]*[^\x00-\x7f][^\[\]{},:'\"$]*")
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
@@ -30,7 +32,8 @@ def key_of(word: str) -> str:
 
 def readable(words: Sequence[str]) -> list[str]:
     """Words in Hydra's grammar. It reads no letters beyond ASCII, no parentheses and no second
-    ``=`` outside of quotes: names with these (``data.path=Hündin``) are quoted here.
+    ``=`` outside of quotes: names with these (``data.path=Hündin``) are quoted here. The ``~`` of a
+    path is the home folder.
 
     Raises:
         FedgenError: for one that it cannot read in quotes either.
@@ -54,6 +57,7 @@ def readable(words: Sequence[str]) -> list[str]:
             raise FedgenError(key_of(word), f"cannot be read: {value[:_SHOWN]}", remedy)
         return text
 
+    words = [_HOME.sub(str(Path.home()), word) for word in words]
     return [word if is_read(word) else quoted(word) for word in words]
 
 
@@ -162,6 +166,14 @@ def _options_with(key: str) -> list[str]:
     return [file.stem for file in files if has(file)]
 
 
+def _near(wrong: str, known: Sequence[str]) -> list[str]:
+    """Settings that may be meant: of the same last word within a group, or of such letters."""
+    word = wrong.rpartition(".")[2]
+    ends = [each for each in known if each.count(".") == 1 and each.endswith(f".{word}")]
+    ends = ends or [each for each in known if each.count(".") == 1 and each.endswith(f"_{word}")]
+    return ends[:_HINTS] or difflib.get_close_matches(wrong, known, 1)
+
+
 def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
     """Hydra's error as key, problem, remedy. ``known``: the keys of the chosen groups."""
     text = str(error)
@@ -178,9 +190,9 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
         if theirs := _options_with(wrong):
             problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
             return FedgenError(wrong, problem, "choose that, or leave it out")
-        others = [each for each in known() if each != wrong]
-        near = difflib.get_close_matches(wrong, others, 1)
-        remedy = f"did you mean {near[0]}?" if near else "see fedgen --help, or --cfg for all"
+        near = _near(wrong, [each for each in known() if each != wrong])
+        hint = f"did you mean {' or '.join(near)}?"
+        remedy = hint if near else "see fedgen --help, or --cfg for all"
         return FedgenError(wrong, "is no setting", remedy)
     several = re.search(r"Ambiguous value for argument '([^=]+)=", text)
     if several:

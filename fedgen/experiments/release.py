@@ -41,6 +41,10 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     if was.privacy.noise == "seeded":
         try:
             run = train(_for_release(was, identity, config))
+        except FedgenError as error:
+            if error.key == "privacy.budget_epsilon":  # which is called otherwise here
+                raise FedgenError("budget_epsilon", error.problem, error.remedy) from error
+            raise
         except Interrupted as error:
             told = f"{error}, then pack it: fedgen release run=... out={out}"
             raise Interrupted(told) from error

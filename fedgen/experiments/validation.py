@@ -42,6 +42,9 @@ def check(config: DictConfig) -> None:
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
     _whole(config, "privacy.colluders", 0, 10**9)
+    if config.privacy.colluders and config.privacy.aggregation != "secure":
+        problem = "counts those who answer to a secure sum, and there is none"
+        raise FedgenError("privacy.colluders", problem, "set privacy.aggregation=secure, or 0")
     if OmegaConf.select(config, "data.public_rows") is not None:
         _whole(config, "data.public_rows", 1, 10**9)
     if config.privacy.threshold not in (None, "all"):

@@ -72,6 +72,16 @@ def test_images_that_lie_too_deep_are_not_lost(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
+def test_images_beside_the_labels_are_not_lost(tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        draw(tmp_path / label, 30)
+    (tmp_path / "metadata.csv").write_text("what is beside them and no image stays")
+    assert read(str(tmp_path))
+    draw(tmp_path, 3)
+    with pytest.raises(FedgenError, match=r"belong to no label: .*; move them into one, or away"):
+        read(str(tmp_path))
+
+
 def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: Coins) -> None:
     """A record is its file name; whose subset a record is in follows from its position."""
     for label in ("a", "b", "c"):

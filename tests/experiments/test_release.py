@@ -50,11 +50,15 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
     assert whole == (public / "generator.safetensors").read_bytes()
 
 
-def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
+def test_a_budget_refuses_it(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rehearsal = train("method=dp_merf_small", "rounds=4", "privacy.target_epsilon=2")
     out = tmp_path / "out.zip"
     words = [f"run={rehearsal}", f"out={out}", f"run_dir={tmp_path / 'r'}"]
     assert cli.run(["release", *words, "budget_epsilon=1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("fedgen: budget_epsilon: ")
     assert not out.exists()
 
 
@@ -65,7 +69,7 @@ def test_a_budget_refuses_it(train: Train, tmp_path: Path) -> None:
         ([], ["out=a.tar"], "out: a.tar is no .zip"),
         ([], ["out=nowhere/a.zip"], "out: nowhere/a.zip cannot be written"),
         ([], ["run=no"], "run: no is not a run directory"),
-        ([], ["budget_epsilon=-1"], "privacy.budget_epsilon: must lie"),
+        ([], ["budget_epsilon=-1"], "budget_epsilon: must lie"),
     ],
 )
 def test_mistakes(
