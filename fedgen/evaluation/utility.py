@@ -198,9 +198,10 @@ def _numbered(number: int, fit: Fit) -> tuple[int, dict[str, Scores]]:
     return number, fit.scores()
 
 
-def summary(scores: Sequence[Scores], rows: int) -> dict[str, Any]:
+def summary(scores: Sequence[Scores], rows: int, tested: int) -> dict[str, Any]:
     """Mean and standard deviation over the seeds, ``per_class`` the mean for each label, with the
-    number n of rows to learn from; a mean of None where there was nothing to learn."""
+    number n of rows to learn from; a mean of None where there was nothing to learn. ``interval``:
+    at 95 % (Wilson's), from as many test rows as there are, for the seeds that there are."""
     whole = [found[0] for found in scores if found[0] is not None]
     by_label = [
         None if None in values else float(np.mean(values))
@@ -212,4 +213,13 @@ def summary(scores: Sequence[Scores], rows: int) -> dict[str, Any]:
         "n": rows,
         "seeds": len(whole),
         "per_class": by_label,
+        "tested": tested,
+        "interval": _interval(float(np.mean(whole)), tested) if whole else None,
     }
+
+
+def _interval(accuracy: float, tested: int) -> list[float]:
+    from scipy.stats import binomtest
+
+    found = binomtest(round(accuracy * tested), tested).proportion_ci(0.95, "wilson")
+    return [float(found.low), float(found.high)]

@@ -274,9 +274,10 @@ def utilities(
             scores.setdefault((kind, fits[number].name), []).append(values)
         progress.show("evaluation", done, len(fits), fits[number].name)
     learnt = {"gen2real": samples, "real2real": rows, "real2gen": rows}
+    judged = {"gen2real": test, "real2real": test, "real2gen": samples}
     return {
         kind: {
-            name: summary(scores.get((kind, name), []), len(learnt[kind][1]))
+            name: summary(scores.get((kind, name), []), len(learnt[kind][1]), len(judged[kind][1]))
             for name in classifiers
             if kind != "real2gen" or name in chosen.real2gen
         }

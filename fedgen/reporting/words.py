@@ -297,9 +297,14 @@ def quality(results: dict[str, Any]) -> list[str]:
             lines.append(f"gen2real {name}: not computed, there is one label only")
             continue
         line = f"gen2real {name}: {found['mean']:.1%}"
+        beside = []
+        if found.get("interval") is not None:
+            low, high = found["interval"]
+            beside.append(f"95 %: {low:.1%} to {high:.1%}, of {found['tested']:,} test rows")
         real = results["real2real"].get(name, {}).get("mean")
         if real is not None:
-            line += f" (trained on real rows: {real:.1%})"
+            beside.append(f"trained on real rows: {real:.1%}")
+        line += f" ({'; '.join(beside)})" if beside else ""
         back = results["real2gen"].get(name, {}).get("mean")
         if back is not None:
             line += f"; real2gen: {back:.1%}"

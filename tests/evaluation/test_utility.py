@@ -71,13 +71,24 @@ def fits(seeds: int) -> list[Fit]:
 
 def test_figures_carry_n_std_and_each_class() -> None:
     scores = [found["test"] for _, found in all_scores(fits(3), jobs=1)]
-    found = summary(scores, 200)
-    assert (found["n"], found["seeds"]) == (200, 3)
+    found = summary(scores, 200, len(TEST[1]))
+    assert (found["n"], found["seeds"], found["tested"]) == (200, 3, len(TEST[1]))
     assert found["std"] == pytest.approx(np.std([each[0] for each in scores], ddof=1))
     shares = np.bincount(DATA.test_labels, minlength=10) / len(DATA.test_labels)
     assert found["mean"] == pytest.approx(float(shares @ found["per_class"]))
-    nothing = summary([], 7)
+    nothing = summary([], 7, 9)
+    assert nothing["interval"] is None
     assert (nothing["mean"], nothing["std"], nothing["n"], nothing["seeds"]) == (None, None, 7, 0)
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.9, 0.99])
+def test_an_interval_holds_the_accuracy(accuracy: float) -> None:
+    """95 % do, of 4,000 test splits of 300 rows, but for what whole numbers of rows allow."""
+    right = np.random.default_rng(5).binomial(300, accuracy, 4000) / 300
+    found = [summary([[float(each)]], 10, 300)["interval"] for each in right]
+    held = float(np.mean([low <= accuracy <= high for low, high in found]))
+    assert 0.92 < held < 0.98
+    assert max(high - low for low, high in found) < 0.12
 
 
 def test_a_label_without_rows_has_no_accuracy() -> None:
@@ -85,7 +96,7 @@ def test_a_label_without_rows_has_no_accuracy() -> None:
     rows = DATA.images[:200], DATA.labels[:200]
     tests = {"test": (DATA.test_images[some], DATA.test_labels[some])}
     [(_, found)] = all_scores([Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, 0)], 1)
-    assert summary([found["test"]], 200)["per_class"][4] is None
+    assert summary([found["test"]], 200, 9)["per_class"][4] is None
 
 
 @pytest.mark.slow
