@@ -7,6 +7,7 @@ on who the writers are. Replacing one row by another, of a writer that is there,
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def single(labels: Index, clients: int = 1, **_: object) -> list[Index]:
 def iid(labels: Index, clients: int, coins: Coins, **_: object) -> list[Index]:
     """Equal shards (sizes differ by at most one) of a public permutation of the positions."""
     order = torch.randperm(len(labels), generator=coins.public("partition", "iid")).numpy()
-    return _checked([np.sort(order[client::clients]) for client in range(clients)], len(labels))
+    return [np.sort(order[client::clients]) for client in range(clients)]
 
 
 def by_writer(
@@ -59,8 +60,7 @@ def by_writer(
     order_by_writer = np.argsort(writers, kind="stable")
     starts = np.searchsorted(writers[order_by_writer], names, side="left")
     ends = np.searchsorted(writers[order_by_writer], names, side="right")
-    shards = [order_by_writer[a:b] for a, b in zip(starts, ends, strict=True)]
-    return _checked(shards, len(labels))
+    return [order_by_writer[a:b] for a, b in zip(starts, ends, strict=True)]
 
 
 def by_folder(
@@ -98,7 +98,7 @@ def dirichlet(
     ).numpy()
     edges = np.cumsum(shares, axis=1)[labels]
     owner = np.minimum((edges < place[:, None]).sum(1), clients - 1)
-    return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
+    return [np.flatnonzero(owner == client) for client in range(clients)]
 
 
 def shards(
@@ -133,7 +133,7 @@ def shards(
             for label, coin in zip(labels, place, strict=True)
         ]
     )
-    return _checked([np.flatnonzero(owner == client) for client in range(clients)], len(labels))
+    return [np.flatnonzero(owner == client) for client in range(clients)]
 
 
 def of_persons(
@@ -191,13 +191,24 @@ def check_clients(clients: int | None, rows: int) -> None:
         )
 
 
-def _checked(found: list[Index], rows: int) -> list[Index]:
-    empty = [client for client, shard in enumerate(found) if len(shard) == 0]
+def check_shards(shards: Sequence[Index], clients: int | None, rows: int) -> None:
+    """Raises FedgenError for shards that are none: a row that two clients have, or one twice, would
+    be answered for as two."""
+    if clients is not None and len(shards) != clients:
+        problem = f"made {len(shards)} shards for {clients} clients"
+        raise FedgenError("partition", problem, "return one for each")
+    empty = [client for client, shard in enumerate(shards) if len(shard) == 0]
     if empty:
         raise FedgenError(
             "partition",
-            f"{len(empty)} of {len(found)} clients have no row of {rows}, the first "
+            f"{len(empty)} of {len(shards)} clients have no row of {rows}, the first "
             f"is client {empty[0]}",
             "lower partition.clients, or take another partition or seed",
         )
-    return found
+    whole = np.concatenate(shards)
+    if not np.issubdtype(whole.dtype, np.integer) or not 0 <= whole.min() <= whole.max() < rows:
+        problem = f"names other rows than 0 to {rows - 1}"
+        raise FedgenError("partition", problem, "return arrays of positions")
+    if len(np.unique(whole)) < len(whole):
+        problem = "gives a row away twice, and ε would be about one of the two"
+        raise FedgenError("partition", problem, "return shards that share no row")

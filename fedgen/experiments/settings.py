@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from dp_accounting import NonPrivateDpEvent
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from fedgen import factories
 from fedgen.coins import Coins
 from fedgen.data.canaries import Canaries, plant
 from fedgen.data.corruption import plant_flip, with_the_bug
-from fedgen.data.datasets import Dataset, Shard
+from fedgen.data.datasets import Dataset, Shard, checked
 from fedgen.data.labels import named
-from fedgen.data.partition import Index, check_clients, of_persons
+from fedgen.data.partition import Index, check_clients, check_shards, of_persons
 from fedgen.errors import FedgenError
 from fedgen.experiments.building import build, device, plain
 from fedgen.experiments.planning import Privacy, decide, decide_again
@@ -246,6 +248,8 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     shards: list[Index] = build(config.partition, "partition")(
         labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
     )
+    if not held.elsewhere:
+        check_shards(shards, config.partition.clients, len(held.labels))
     if config.privacy.unit == Unit.PERSON.value:
         if held.elsewhere:
             problem = "cannot be person here: nodes do not count images of a person"
@@ -318,8 +322,16 @@ def in_short(noise_multiplier: float | None) -> str | None:
 def dataset(config: DictConfig) -> Dataset:
     """The data set. Where its test split is drawn, all seeds draw the same: runs of several seeds
     are judged on the same rows, and none on another's training rows."""
-    found: Dataset = build(config.data, "data")(coins=Coins.of(0, "seeded").at("data"))
-    return found
+    found: object = build(config.data, "data")(coins=Coins.of(0, "seeded").at("data"))
+    if not isinstance(found, Dataset):
+        problem = f"makes a {type(found).__name__} in place of a Dataset"
+        raise FedgenError("data", problem, "see fedgen.data.datasets")
+    if not factories.is_outside(config.data["_target_"]):
+        return found
+    if {found.images.dtype, found.test_images.dtype} != {np.dtype(np.uint8)}:
+        problem = f"has images of {found.images.dtype}"
+        raise FedgenError("data", problem, "make them uint8, from 0 to 255")
+    return checked(*(getattr(found, each.name) for each in fields(found)))
 
 
 def label_names(config: DictConfig) -> list[str] | None:

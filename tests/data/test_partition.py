@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedgen.coins import Coins
 from fedgen.data import partition
+from fedgen.data.partition import Index
 from fedgen.errors import FedgenError
 
 COINS = Coins.of(0, "seeded")
@@ -76,6 +78,10 @@ def test_small_alpha_skews_more() -> None:
     assert largest_share(0.1) > largest_share(100.0) + 0.1
 
 
+def checking(shards: list[Index], clients: int | None = None) -> Callable[[], None]:
+    return lambda: partition.check_shards(shards, clients, len(labels))
+
+
 @pytest.mark.parametrize(
     ("key", "run"),
     [
@@ -84,7 +90,13 @@ def test_small_alpha_skews_more() -> None:
         ("partition", lambda: partition.by_writer(labels, None, None, COINS)),
         ("partition.clients", lambda: partition.by_writer(labels, writers, 13, COINS)),
         ("partition.alpha", lambda: partition.dirichlet(labels, 10, 5, 0.0, COINS)),
-        ("partition", lambda: partition.dirichlet(labels, 10, 200, 0.01, COINS)),
+        ("partition", checking(partition.dirichlet(labels, 10, 200, 0.01, COINS))),
+        ("partition", checking([np.arange(3), np.arange(2, 5)])),
+        ("partition", checking([np.array([0, 1, 1])])),
+        ("partition", checking([np.array([-1, 1])])),
+        ("partition", checking([np.array([1, len(labels)])])),
+        ("partition", checking([np.array([0.5, 1])])),
+        ("partition", checking([np.arange(3)], clients=2)),
         ("partition.classes_per_client", lambda: partition.shards(labels, 10, 5, 11, COINS)),
         ("partition.clients", lambda: partition.shards(labels, 10, 2, 1, COINS)),
     ],

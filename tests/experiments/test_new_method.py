@@ -37,6 +37,54 @@ def test_the_help_lists_it(own: Path) -> None:
     assert {"blur", "mixture"} <= set(methods.replace("\n", "").replace(" ", "").split("|"))
 
 
+PARTS = """
+import numpy as np
+from fedgen.data.datasets import Dataset
+
+def stripes(coins, **_):
+    rows = np.zeros((90, 1, 8, 8), np.uint8)
+    labels = np.arange(90) % 2
+    rows[labels == 1, :, ::2] = 255
+    return Dataset("stripes", rows[:60], labels[:60], rows[60:], labels[60:], None, 2)
+
+def halves(labels, clients, **_):
+    rows = np.arange(len(labels))
+    return [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+
+def nearest(images, labels, classes, seed):
+    rows = images.reshape(len(images), -1)
+    centres = np.stack([rows[labels == label].mean(0) for label in range(classes)])
+    return lambda each: ((each.reshape(len(each), 1, -1) - centres) ** 2).sum(-1).argmin(1)
+"""
+
+
+def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
+    """And what would spoil an ε, or be something else than is said, is refused."""
+    (own / "blur" / "parts.py").write_text(PARTS)
+    for group, name, settings in (
+        ("data", "stripes", "root: null\npublic_rows: 60\n_partial_: true"),
+        ("partition", "halves", "clients: 2"),
+    ):
+        place = own / "blur" / "configs" / group
+        place.mkdir()
+        (place / f"{name}.yaml").write_text(f"_target_: blur.parts.{name}\n{settings}\n")
+    nearest = "+evaluation.classifiers.nearest={_target_:blur.parts.nearest,_partial_:true}"
+    words = ["train", "method=dp_merf_small", "data=stripes", "partition=halves", "rounds=30"]
+    words += ["runtime=in_process", nearest, "evaluation.samples=200", "privacy.target_epsilon=50"]
+    done = fedgen(own, *words, "run_dir=run")
+    assert done.returncode == 0, done.stderr
+    assert "2 clients" in done.stdout and "gen2real nearest: " in done.stdout
+    for found, other, said in (
+        ("rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "gives a row away twice"),
+        ("np.uint8", "np.float32", "has images of float32; make them uint8, from 0 to 255"),
+        ("np.arange(90) % 2", "np.arange(90) % 3", "labels outside 0..1"),
+    ):
+        (own / "blur" / "parts.py").write_text(PARTS.replace(found, other))
+        done = fedgen(own, *words, "run_dir=other")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert said in done.stderr
+
+
 def test_a_mistake_in_it_is_told(own: Path) -> None:
     """And not only in the client's own file."""
     file = own / "blur" / "blur.py"
