@@ -108,6 +108,13 @@ MUTANTS = [
         f"{FAULT_TESTS}::test_what_a_failure_showed_counts_before_the_run_goes_on",
     ),
     Mutant(
+        "a-partition-gives-a-row-away-twice",
+        "fedgen/data/partition.py",
+        "    if len(np.unique(whole)) < len(whole):",
+        "    if False:",
+        "tests/data/test_partition.py::test_what_cannot_be_is_refused",
+    ),
+    Mutant(
         "a-site-forgets-that-it-died-over-an-answer",
         "fedgen/federation/client_app.py",
         "        mark.touch()",
