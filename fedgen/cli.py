@@ -28,7 +28,8 @@ usage: fedgen <command> [key=value ...]
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
                                           and of the axes of sweep=NAME, or the rest of them with
                                           run_dir=DIR, and compares
-  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off; rounds=N: with more
+  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off; rounds=N: with more,
+                                          or to end early, at the ε of all that were planned
   fedgen account [overrides]              what a run would cost, before it runs; output=words|json
   fedgen account spent [data=...]         what all secure runs on a data set have cost so far
   fedgen account published=all|NAME       published recipes: ε claimed beside ε proven

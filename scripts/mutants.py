@@ -74,6 +74,7 @@ POLICY, SITE = "fedgen/deployment/policy.py", "fedgen/deployment/site.py"
 SITE_TESTS, SIGNING_TESTS = "tests/deployment/test_site.py", "tests/federation/test_signing.py"
 PERSONS_TESTS = "tests/privacy/test_persons.py"
 FAULT_TESTS = "tests/federation/test_faults.py"
+LONGER_TESTS = "tests/federation/test_longer.py"
 WARM_UP, WARM_UP_TESTS = "fedgen/warm_up.py", "tests/methods/test_warm_up.py"
 
 MUTANTS = [
@@ -106,6 +107,14 @@ MUTANTS = [
         "canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows))",
         "canonical(ready.method.plan.server(ready.privacy.budget.rows))",
         f"{FAULT_TESTS}::test_what_a_failure_showed_counts_before_the_run_goes_on",
+    ),
+    Mutant(
+        "a-run-that-is-told-to-end-costs-what-it-did",
+        "fedgen/experiments/training.py",
+        "            state.rows = Counter(dict.fromkeys(range(self.clients), budget.rows))",
+        "            pass",
+        f"{LONGER_TESTS}::"
+        "test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on[dpgan_small-seeded]",
     ),
     Mutant(
         "a-partition-gives-a-row-away-twice",

@@ -28,6 +28,9 @@ from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.run_dir import RunDir
 
+ENDED = "it was told to end, and counts as if it had gone on"
+"""Why a run stopped that ended before the rounds that it was to have."""
+
 _NO_LOGGER = {"_target_": "fedgen.reporting.loggers.none", "_partial_": True}
 
 
@@ -69,18 +72,11 @@ def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], ke
 
 
 def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
-    """A run's settings, with the rounds, the logger and the runtime that it is asked to go on with.
-
-    Raises:
-        FedgenError: unless these are more rounds.
-    """
+    """A run's settings, with the rounds, if these are more, the logger and the runtime that it is
+    asked to go on with."""
     there = config.copy()
     there.logger, there.names.logger = asked.logger, asked.names.logger
-    if asked.rounds is not None:
-        if asked.rounds <= config.rounds:
-            problem = f"the run has {config.rounds} already"
-            raise FedgenError("rounds", problem, "give more, or resume=DIR alone")
-        there.rounds = asked.rounds
+    there.rounds = max(asked.rounds or 0, config.rounds)
     if asked.names.runtime is None:
         return there
     kept = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
@@ -135,6 +131,20 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
         raise FedgenError(key, problem, f"go on with fedgen {version} as it was then")
 
 
+def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:
+    """Raises FedgenError if a run cannot end after so many rounds, before those that it was to
+    have."""
+    found = checkpoint.load(run_dir.checkpoints)
+    if found is not None and found[1]["over"]:
+        problem = f"the run is over, after {found[0].rounds}"
+        raise FedgenError("rounds", problem, "give more, or resume=DIR alone")
+    done = 0 if found is None else found[0].rounds
+    least = max(done, ready.method.plan.least, 1)
+    if rounds < least:
+        why = "are done" if done == least else "are needed to learn anything"
+        raise FedgenError("rounds", f"cannot be {rounds}: {least} {why}", f"give {least} or more")
+
+
 def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds: int) -> None:
     """Raises FedgenError if a run cannot have so many rounds: at the noise that it began with, each
     costs what it costs, and what clients held of a run that is over is gone. (What a run of fewer
@@ -155,6 +165,8 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
     if ready.dataset.elsewhere:
         raise FedgenError("rounds", "are what the nodes were told", "start a new run")
     found, seeded = checkpoint.load(run_dir.checkpoints), ready.privacy.noise == "seeded"
+    if found is not None and found[1]["stopped"] == ENDED:
+        raise FedgenError("rounds", "the run is over, as it was told to end", "start a new run")
     kept = found[0].asks if found is not None else {}
     for client in _whose_files_are_here(ready) if seeded else ():
         path = run_dir.clients / str(client) / LEDGER

@@ -30,9 +30,11 @@ from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
 from fedgen.experiments.generation import judged_samples
 from fedgen.experiments.identity import (
+    ENDED,
     check_intact,
     check_longer,
     check_same_run,
+    check_shorter,
     going_on,
     new_run,
     opened,
@@ -86,7 +88,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         FedgenError: for a mistake of the user's, or if too few clients answered.
         Interrupted: if the run was asked to end.
     """
-    new = config.resume is None
+    new, longer, until = config.resume is None, None, None  # in rounds
     if new:
         _check_masks(config, play)
         ready = settings.setup(config)
@@ -98,11 +100,14 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     else:
         run_dir, before, identity = opened(Path(config.resume), "resume")
         rounds, config = config.rounds, going_on(before, config)
+        longer, until = (rounds, None) if (rounds or 0) > before.rounds else (None, rounds)
         _check_masks(config, play)
         ready, name = settings.setup(config, identity["branch"]), identity["run"]
         _check_rows(ready)
-        if rounds is not None:
-            check_longer(run_dir, ready, identity, rounds)
+        if longer is not None:
+            check_longer(run_dir, ready, identity, longer)
+        if until is not None:
+            check_shorter(run_dir, ready, until)
         check_same_run(run_dir, ready, identity)
     with run_dir.locked("run_dir" if new else "resume"):
         if not new:
@@ -110,10 +115,10 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             if opened(run_dir.path, "resume")[2] != identity:
                 problem = f"{run_dir.path} was changed by another process just now"
                 raise FedgenError("resume", problem, "try again")
-            if rounds is not None:
+            if longer is not None:
                 enter(ready, run_dir, name, anew=True)
                 run_dir.set_aside(before.rounds)
-                run_dir.identify({**identity, "rounds": rounds})
+                run_dir.identify({**identity, "rounds": longer})
         if ready.privacy.noise == "secure":
             key, made = checkpoint.key_of_draws(run_dir.checkpoints)
             ready = replace(ready, coins=ready.coins.drawing_by(key))
@@ -121,7 +126,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = ready.counting_gaps()
-        training = Training(ready, run_dir, name, watch)
+        training = Training(ready, run_dir, name, watch, until)
         try:
             return training.go(play or training.on_its_runtime)
         except UnansweredError:
@@ -163,15 +168,22 @@ def _check_rows(ready: Setup) -> None:
 
 
 class Training:
-    """One run as the server sees it: its rounds, and what it leaves behind."""
+    """One run as the server sees it: its rounds, and what it leaves behind. ``until``: after how
+    many it is told to end; None: after those of its budget."""
 
     def __init__(
-        self, ready: Setup, run_dir: RunDir, name: str, watch: Watch | None = None
+        self,
+        ready: Setup,
+        run_dir: RunDir,
+        name: str,
+        watch: Watch | None = None,
+        until: int | None = None,
     ) -> None:
         self.ready, self.run_dir, self.name, self._watch = ready, run_dir, name, watch
         self.spent: SpentFile | None = None  # where a secure run was entered
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
+        self._until = until
         self.accounts = Accounts(
             ready.method,
             ready.privacy,
@@ -355,8 +367,12 @@ class Training:
             rounds.prepare(prepared)
             keep()
         stop_if_asked()
-        coins = self.ready.coins.at("server")
-        self.stopped = rounds.run(coins, self.ready.privacy.budget, finished)
+        coins, budget = self.ready.coins.at("server"), self.ready.privacy.budget
+        self.stopped = rounds.run(coins, budget, finished, self._until or budget.rounds)
+        if self.stopped is None and state.rounds < budget.rounds:
+            self.stopped = ENDED
+            # when to end may have been chosen by what was seen: the ε of all rounds covers that
+            state.rows = Counter(dict.fromkeys(range(self.clients), budget.rows))
         if self.stopped and self._last_facts is not None:
             self._log(state, self._last_facts)
             self._draw_samples(state)

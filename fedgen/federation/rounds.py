@@ -248,10 +248,15 @@ class Rounds:
         self.state.prepared = True
 
     def run(
-        self, coins: Coins, budget: Budget, finished: Callable[[RunState, RoundFacts], None]
+        self,
+        coins: Coins,
+        budget: Budget,
+        finished: Callable[[RunState, RoundFacts], None],
+        until: int,
     ) -> str | None:
-        """Rounds until ``budget`` ends them; returns why it stopped early, or None."""
-        while self.state.rounds < budget.rounds:
+        """Rounds until there are so many, asked as if all that ``budget`` allows followed; returns
+        why it stopped them early, or None."""
+        while self.state.rounds < until:
             server_round = self.state.rounds
             query = self.method.server.query(self.state.server, server_round, coins)
             if query is None:

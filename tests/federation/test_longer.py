@@ -17,6 +17,7 @@ from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup
 from fedgen.federation.rounds import RunState
+from fedgen.privacy.spent import SpentFile
 
 BY_NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=2.0"]
 BOTH = ["method=dpgan_small", "privacy.target_epsilon=0.3", "privacy.noise_multiplier=2"]
@@ -161,12 +162,63 @@ def test_after_a_kill_it_ends_before_it_gets_longer(
     assert asked(run) == [12]
 
 
+def cut_at(done: int, run: Path, *words: str) -> None:
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == done:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*words, f"run_dir={run}"]), watch=stop)
+
+
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
+@pytest.mark.parametrize("method", ["dpgan_small", "gs_wgan_small", "fedavg_gan"])
+def test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on(
+    method: str, noise: str, tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When to end may have been chosen by what was seen, which the ε of a run of so many rounds
+    does not cover."""
+    words = [*tiny(method), f"method={method}", "sample_every=1", f"privacy.noise={noise}"]
+    words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=2", "log_every=1"]
+    if method == "fedavg_gan":
+        words += [*SEVERAL, "method.draws=clients", "method.cohort=2"]
+    run = tmp_path / "cut"
+    cut_at(2, run, *words, "rounds=9")
+    capsys.readouterr()
+    assert longer(run, 1) == 2
+    assert "cannot be 1: 2 are done; give 2 or more" in capsys.readouterr().err
+    assert longer(run, 4) == 0
+    assert "stopped after round 4: it was told to end" in capsys.readouterr().out
+    whole = train(*words, "rounds=9", name="whole")
+    records = [json.loads((each / "privacy.json").read_text()) for each in (run, whole)]
+    assert records[0]["views"] == records[1]["views"]
+    assert records[0]["rounds"] == 4
+    spends = [SpentFile.at_home().charged(_name(each), 0) for each in (run, whole)]
+    if noise == "secure":
+        entries = {each.run: each for each in SpentFile.at_home().beside(_name(run))}
+        assert entries[_name(run)].cost == entries[_name(whole)].cost
+        assert spends[0] != spends[1]
+    before, record = content(run / "public"), (run / "privacy.json").read_text()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert (content(run / "public"), (run / "privacy.json").read_text()) == (before, record)
+    for rounds, said in ((12, "is over, as it was told to end"), (5, "is over, after 4")):
+        assert longer(run, rounds) == 2
+        assert said in capsys.readouterr().err
+    if noise == "seeded":  # what it did is what the whole run did until then
+        [first, second] = (each / "samples" / "round_000004.png" for each in (run, whole))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def _name(run: Path) -> str:
+    return str(json.loads((run / "run.json").read_text())["run"])
+
+
 @pytest.mark.parametrize(
     "words, rounds, why",
     [
         (["method=dpgan_small"], 9, "to stay within ε = 10"),
-        (["method=dpgan_small", *BY_NOISE], 3, "has 3 already"),
-        (["method=dpgan_small", *BY_NOISE], 0, "has 3 already"),
+        (["method=dpgan_small", *BY_NOISE], 3, "is over, after 3"),
+        (["method=dpgan_small", *BY_NOISE], 0, "is over, after 3"),
         (["method=mixture_small"], 90, "by its other settings"),
         ([*BOTH, "rounds=50"], 60, "privacy.target_epsilon ends it after"),
     ],
