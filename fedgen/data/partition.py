@@ -7,7 +7,6 @@ on who the writers are. Replacing one row by another, of a writer that is there,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -191,9 +190,14 @@ def check_clients(clients: int | None, rows: int) -> None:
         )
 
 
-def check_shards(shards: Sequence[Index], clients: int | None, rows: int) -> None:
+def check_shards(shards: object, clients: int | None, rows: int) -> None:
     """Raises FedgenError for shards that are none: a row that two clients have, or one twice, would
     be answered for as two."""
+    if not isinstance(shards, list) or not all(
+        isinstance(shard, np.ndarray) and shard.ndim == 1 for shard in shards
+    ):
+        problem = "makes something else than a list of arrays"
+        raise FedgenError("partition", problem, "return one of positions for each client")
     if clients is not None and len(shards) != clients:
         problem = f"made {len(shards)} shards for {clients} clients"
         raise FedgenError("partition", problem, "return one for each")

@@ -40,6 +40,7 @@ from fedgen.experiments.settings import label_names
 from fedgen.federation import messages
 from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
+from fedgen.privacy.events import Spend, with_draws_seen
 from fedgen.privacy.ledger import Ledger
 
 _POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
@@ -174,7 +175,7 @@ class _Serving:
             self._log.left(name, kind, 0, {}, reply.error.code)
             self._close_if_unbounded(name)
         else:
-            spend = self._ledger(name).account().spend if kind == messages.ASK else {}
+            spend = self._spend(name) if kind == messages.ASK else {}
             self._log.left(name, kind, messages.count_bytes(reply), spend, None)
         return reply
 
@@ -182,6 +183,11 @@ class _Serving:
         homes = self._homes[name]
         assert homes is not None
         return homes.of(self._place.number).ledger
+
+    def _spend(self, name: str) -> Spend:
+        """What a run has cost so far."""
+        found = self._ledger(name).account().spend
+        return with_draws_seen(found) if self._place.showed_draws(name) else found
 
     def _close_if_unbounded(self, name: str) -> None:
         """Ends a run that a computation over private rows failed in: that it did tells of them, and

@@ -16,10 +16,10 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
-from fedgen.federation.client_app import ANSWERING, Homes, Site
+from fedgen.federation.client_app import Homes, Site, died_answering
 from fedgen.federation.signing import Signer
 from fedgen.files import digest, write_whole
-from fedgen.privacy.events import Relation, canonical
+from fedgen.privacy.events import Relation, canonical, with_draws_seen
 from fedgen.privacy.releases import Secure
 from fedgen.privacy.spent import Entry, SpentFile
 
@@ -48,6 +48,11 @@ class Place:
         """Where it keeps what it needs for a run."""
         return self.home / "runs" / run
 
+    def showed_draws(self, run: str) -> bool:
+        """Whether draws of a run count as seen, since a process of this node died over an answer to
+        it: what is missing then may show what was drawn."""
+        return (self.folder(run) / _SHOWN).exists()
+
 
 def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
     """Answers a request: the home of this site's client for a run, and whose neighbours its ε is
@@ -58,6 +63,7 @@ def open_run(place: Place, request: Request) -> tuple[Homes, Relation]:
             site's own.
     """
     try:
+        _count_deaths(place)
         found, relation = _site(place, request)
         return Homes(found), relation
     except RefusedError:
@@ -95,14 +101,10 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         )
     settings.check_places(asked, rows, found.method.plan)
     plan, privacy, account = found.method.plan, found.privacy, None
-    most = canonical(plan.server(privacy.budget.rows))
-    shown = found.with_gaps()
-    at_worst = canonical(shown.plan.server(privacy.budget.rows))
-    gaps = at_worst != most and _died_answering(place, request)
-    if gaps:  # before anything refuses to go on
-        place.account.widen(request.run, at_worst)
-        found = replace(found, method=shown)
-    policies.check_cost(place.policy, asked, found)
+    most, gaps = canonical(plan.server(privacy.budget.rows)), place.showed_draws(request.run)
+    counted = replace(found, method=found.with_gaps()) if gaps else found
+    policies.check_cost(place.policy, asked, counted)
+    _same_as_before(place, request)
     if privacy.noise == "secure":
         if _without_bound(place):
             raise RefusedError(
@@ -111,13 +113,12 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             )
         account, folder = place.account, str(place.folder(request.run).absolute())
         kinds = plan.unit, plan.relation
-        cost = at_worst if gaps else most
+        cost = with_draws_seen(most) if gaps else most
         entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, cost)
         budget = place.policy.budget_epsilon
         account.enter(
             entry, lambda others: check_budget(budget, privacy.delta, entry, others), anew=gaps
         )
-    _same_as_before(place, request)
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     made = Site(
         program=found.program,
@@ -139,7 +140,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         signer=place.signer,
         about=request.text().encode(),
         rehearsal=_no_secret(public),
-        marks=at_worst != most,
+        marks=privacy.noise == "secure" and found.gaps_show,
         spent=account,
     )
     return made, plan.relation
@@ -149,17 +150,19 @@ _ROWS = digest(b"the rows of this node")
 """All runs count together, whatever becomes of the rows in between."""
 
 
-def _died_answering(place: Place, request: Request) -> bool:
-    """Whether a process of this node died over an answer to a run. What is missing then may show
-    what was drawn, and does so from then on."""
-    mark = place.folder(request.run) / str(place.number) / ANSWERING
-    kept = place.folder(request.run) / _UNANSWERED
-    if mark.exists():
-        kept.touch()
-    return kept.exists()
+_SHOWN = "unanswered"
 
 
-_UNANSWERED = "unanswered"
+def _count_deaths(place: Place) -> None:
+    """Counts the draws of runs as seen that a process of this node died over an answer to, whoever
+    asks for what next. No answer is on its way meanwhile."""
+    for folder in (place.home / "runs").glob("*"):
+        if place.showed_draws(folder.name) or not died_answering(folder / str(place.number)):
+            continue
+        for entry in place.account.entries(_ROWS):
+            if entry.run == folder.name:
+                place.account.widen(entry.run, with_draws_seen(entry.most))
+        (folder / _SHOWN).touch()
 
 
 def _without_bound(place: Place) -> bool:

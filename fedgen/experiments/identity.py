@@ -96,6 +96,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
     identity = {
         "run": name,
         "data": ready.dataset.digest,
+        "shards": ready.shares,
         "settings": settings,
         "device": device(config.device),
         "branch": ready.branch,
@@ -129,6 +130,15 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
         problem = f"the run began with noise multiplier {began}, and {here} is solved for here"
         version = identity.get("environment", {}).get("fedgen")
         raise FedgenError(key, problem, f"go on with fedgen {version} as it was then")
+
+
+def check_same_rows(ready: Setup, run_dir: RunDir, identity: dict[str, Any], key: str) -> None:
+    """Raises FedgenError if clients have other rows here than the run began with."""
+    if identity["data"] != ready.dataset.digest:
+        raise FedgenError(key, f"{run_dir.path} was trained on other data", "bring it back")
+    if identity.get("shards", ready.shares) != ready.shares:
+        problem = f"{run_dir.path} shared its data out otherwise"
+        raise FedgenError(key, problem, "bring its partition back")
 
 
 def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:
@@ -185,8 +195,7 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
 def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> None:
     """Raises FedgenError if a run cannot go on as the run that it was: with other data or settings
     the same coins would sanitize something else."""
-    if identity["data"] != ready.dataset.digest:
-        raise FedgenError("resume", f"{run_dir.path} was trained on other data", "bring it back")
+    check_same_rows(ready, run_dir, identity, "resume")
     here = device(ready.config.device)
     if identity["device"] != here:  # other bits, and states in other stacks
         raise FedgenError(

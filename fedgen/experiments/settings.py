@@ -28,7 +28,7 @@ from fedgen.experiments.validation import check, faults
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest, read_json
 from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
-from fedgen.privacy.events import Relation, Unit
+from fedgen.privacy.events import Relation, Unit, canonical
 from fedgen.privacy.releases import Secure
 from fedgen.warm_up import not_sums, warm_up
 
@@ -54,6 +54,13 @@ class Decided:
         """The noise multiplier."""
         return self.privacy.noise_multiplier
 
+    @property
+    def gaps_show(self) -> bool:
+        """Whether a missing answer may show a draw that is counted as secret."""
+        rows = self.privacy.budget.rows
+        counted = canonical(self.method.plan.server(rows))
+        return counted != canonical(self.with_gaps().plan.server(rows))
+
 
 @dataclass(frozen=True)
 class Setup(Decided):
@@ -66,6 +73,11 @@ class Setup(Decided):
     shards: list[Index]
     faults: Faults
     canaries: Canaries | None
+
+    @property
+    def shares(self) -> str:
+        """A digest of who has which rows."""
+        return digest(*(shard.tobytes() for shard in self.shards))
 
     def counting_gaps(self) -> Setup:
         """The same where a missing answer may have shown a draw: no draw amplifies, and a target
@@ -106,7 +118,7 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     found = decided(config, len(shards), rows, held.classes, held.shape)
     check_places(config, held, found.method.plan)
     if branch is None:
-        branch = _rehearsed(config) or branch_of(config, held, found.noise)
+        branch = _rehearsed(config, found.noise) or branch_of(config, held, shards, found.noise)
     coins = coins.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):
@@ -245,7 +257,7 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     held = dataset(config).holding_out(config.held_out, coins)
     if not held.elsewhere:
         check_clients(config.partition.clients, len(held.labels))
-    shards: list[Index] = build(config.partition, "partition")(
+    shards = build(config.partition, "partition")(
         labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
     )
     if not held.elsewhere:
@@ -269,7 +281,9 @@ def _members(group: object, clients: int) -> list[int]:
     return sorted(numbers)
 
 
-def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None) -> str:
+def branch_of(
+    config: DictConfig, held: Dataset, shards: list[Index], noise_multiplier: float | None
+) -> str:
     """What sets a run's coins apart from those of other runs under the same seed: all that its
     messages follow from, settings, rows, and the noise that was solved for (another version may
     solve another). Two runs that shared their noise at different scales, or about different rows,
@@ -292,14 +306,17 @@ def branch_of(config: DictConfig, held: Dataset, noise_multiplier: float | None)
         chosen.append(whole["warm_up"])
     if held.classes != held.labels.max(initial=-1) + 1:
         chosen.append(held.classes)  # labels that no row has: the rows' digest does not tell
-    return digest(json.dumps(chosen, sort_keys=True).encode(), held.digest.encode())
+    facts = json.dumps(chosen, sort_keys=True).encode(), held.digest.encode()
+    if factories.is_outside(config.partition["_target_"]):  # settings do not say what it does
+        return digest(*facts, *(shard.tobytes() for shard in shards))
+    return digest(*facts)
 
 
-def _rehearsed(config: DictConfig) -> str | None:
+def _rehearsed(config: DictConfig, noise_multiplier: float | None) -> str | None:
     """The branch of the run whose coins a deployment uses again, to come to the same bits.
 
     Raises:
-        FedgenError: if there is no such run, or noise is not seeded.
+        FedgenError: if there is no such run, or of other noise, or noise is not seeded.
     """
     place = config.runtime.get("rehearses")
     if place is None:
@@ -308,9 +325,14 @@ def _rehearsed(config: DictConfig) -> str | None:
     if config.privacy.noise != "seeded":
         raise FedgenError(key, "is for seeded noise", "take privacy.noise=seeded, or null")
     try:
-        return str(read_json(Path(place) / "run.json")["branch"])
+        identity = read_json(Path(place) / "run.json")
+        branch, noise = str(identity["branch"]), identity["noise_multiplier"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedgenError(key, f"{place} is no run directory", "name a finished run") from error
+    if noise != in_short(noise_multiplier):  # the same coins at two scales show rows bare
+        problem = f"{place} has noise multiplier {noise}, and this {in_short(noise_multiplier)}"
+        raise FedgenError(key, problem, "rehearse the same settings")
+    return branch
 
 
 def in_short(noise_multiplier: float | None) -> str | None:

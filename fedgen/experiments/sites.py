@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedgen.coins import Coins
 from fedgen.experiments import settings
-from fedgen.experiments.identity import check_same_noise, opened
+from fedgen.experiments.identity import check_same_noise, check_same_rows, opened
 from fedgen.experiments.settings import Setup
 from fedgen.federation.client_app import Site
 from fedgen.federation.faults import FaultyClients
@@ -27,6 +27,7 @@ class SiteOf:
         run_dir, config, identity = opened(Path(self.path), "run_dir")
         ready = settings.setup(config, identity["branch"])
         check_same_noise(ready, identity, "run_dir")
+        check_same_rows(ready, run_dir, identity, "run_dir")
         return site(ready, run_dir, identity["run"])
 
 
@@ -36,6 +37,7 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
     # coins of the seed alone: the server's secret ones do not leave it
     coins = Coins.of(ready.config.seed, "seeded").at("faults")
     faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
+    secure = ready.privacy.noise == "secure"
     most = canonical(ready.method.plan.server(ready.privacy.budget.rows))
     return Site(
         program=ready.program,
@@ -49,12 +51,13 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         in_memory=runtime.get("store") == "memory",
         cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
         threads=runtime.threads,
-        spent=SpentFile.at_home() if ready.privacy.noise == "secure" else None,
+        spent=SpentFile.at_home() if secure else None,
         # of one kind, an honest server's rows are all there is to count
         limits=most if len(most) > 1 else None,
         aggregation=ready.method.plan.aggregation,
-        holds=ready.privacy.noise == "secure" and ready.method.plan.sends_again,
+        holds=secure and ready.method.plan.sends_again,
         half=runtime.transport == "float16",
         masks=runtime.masks,
+        marks=secure and ready.gaps_show,
         mods=(faulty,) if ready.faults.total else (),
     )

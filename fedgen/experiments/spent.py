@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
 from fedgen.experiments.settings import Setup
-from fedgen.files import digest
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import larger
 from fedgen.privacy.spent import Entry, SpentFile, spent_together
@@ -33,8 +32,7 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     plan, file = ready.method.plan, SpentFile.at_home()
     most = canonical(plan.server(ready.privacy.budget.rows))
     folder = str(run_dir.path.absolute())
-    shares = digest(*(shard.tobytes() for shard in ready.shards))
-    entry = Entry(name, ready.dataset.account, shares, folder, plan.unit, plan.relation, most)
+    entry = Entry(name, ready.dataset.account, ready.shares, folder, plan.unit, plan.relation, most)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
     file.enter(entry, partial(check_budget, budget, delta, entry), anew)
     return file

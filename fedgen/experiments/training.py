@@ -46,6 +46,7 @@ from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
 from fedgen.experiments.spent import close, enter, widen
 from fedgen.federation import checkpoint
+from fedgen.federation.client_app import died_answering
 from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
@@ -124,6 +125,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             ready = replace(ready, coins=ready.coins.drawing_by(key))
             if made and run_dir.begun():  # drawn anew, perhaps until all who are drawn answer
                 run_dir.unanswered.touch()
+            if not new and ready.gaps_show and _a_client_died(run_dir):
+                run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = ready.counting_gaps()
         training = Training(ready, run_dir, name, watch, until)
@@ -137,6 +140,11 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 shutil.rmtree(run_dir.path)
                 close(training.spent, name, [])
             raise
+
+
+def _a_client_died(run_dir: RunDir) -> bool:
+    """Whether a process died over a client's answer, while nobody is asked."""
+    return any(map(died_answering, run_dir.clients.glob("*")))
 
 
 def _check_masks(config: DictConfig, play: Play | None) -> None:
@@ -184,6 +192,7 @@ class Training:
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
         self._until = until
+        self._marks = ready.privacy.noise == "secure" and ready.gaps_show
         self.accounts = Accounts(
             ready.method,
             ready.privacy,
@@ -205,9 +214,12 @@ class Training:
     def go(self, play: Play) -> Path:
         """Trains, then writes everything that a run leaves."""
         self.spent = enter(self.ready, self.run_dir, self.name)
-        if self.run_dir.unanswered.exists():
+        gaps = self.run_dir.unanswered.exists()
+        if gaps:
             widen(self.spent, self.ready, self.name)
         state = self._restore()
+        if gaps and not self._over:  # which may be beyond the budget of its data now
+            enter(self.ready, self.run_dir, self.name, anew=True)
         self._announce(state)
         with self.progress, PeakMemory() as self.memory:
             try:
@@ -357,8 +369,15 @@ class Training:
             once, secret = self.method.plan.once, self.ready.privacy.noise == "secure"
             due |= state.rounds == once
             due |= state.rounds < once and self.method.plan.short and secret
-            if due and not last:
+            died = self._marks and _a_client_died(self.run_dir)
+            if (due and not last) or died:
                 keep()
+            if died:
+                raise UnansweredError(
+                    "runtime",
+                    "a client's process died over an answer, and that may show what it drew",
+                    f"fedgen train resume={self.run_dir.path} goes on, and counts that",
+                )
             self._die_if_told_to(state, facts)
             if not last:
                 stop_if_asked()

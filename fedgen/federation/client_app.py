@@ -54,7 +54,8 @@ _ANSWERS = "exact noise on a grid, sums in parts"
 """To be changed with whatever makes an answer to the same question another one: a run that an older
 version began must not take its answers for repeats, which cost nothing."""
 
-LEDGER, ERRORS, ANSWERING = "ledger.jsonl", "errors.jsonl", "answering"
+LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
+_ANSWERING, _DIED = "answering", "died"  # marks: it is, or a process died over it
 _TAIL = 2**20  # bytes of a file of errors that are looked at for the last
 
 
@@ -90,8 +91,8 @@ class Site:
         that fails by what it is fails before it meets a private row; None: it is not tried.
     in_memory, cache_bytes: see ``ClientStore``.
     threads: of torch.
-    marks: whether a client leaves a file behind, ``ANSWERING``, where its process dies over an
-        answer: that one is missing may show what it drew.
+    marks: whether a client leaves a mark behind where its process dies over an answer: that one is
+        missing, or late, may show what it drew.
     spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
     mods: Flower mods around the app.
     """
@@ -318,12 +319,20 @@ def _no_bound(home: ClientHome, server_round: int) -> None:
 
 @contextmanager
 def _marked(home: ClientHome) -> Iterator[None]:
-    """Leaves a file behind where the process dies meanwhile."""
-    mark = home.store.folder(home.number) / ANSWERING
+    """Leaves a mark behind, for good, where the process dies meanwhile."""
+    folder = home.store.folder(home.number)
     if home.marks:
-        mark.touch()
+        if (folder / _ANSWERING).exists():
+            (folder / _DIED).touch()
+        (folder / _ANSWERING).touch()
     yield
-    mark.unlink(missing_ok=True)
+    (folder / _ANSWERING).unlink(missing_ok=True)
+
+
+def died_answering(folder: Path) -> bool:
+    """Whether a process died over an answer of the client whose folder this is, by its marks; it is
+    to be asked while nobody answers."""
+    return any((folder / mark).exists() for mark in (_ANSWERING, _DIED))
 
 
 def _prepare(home: ClientHome, message: Message) -> RecordDict:

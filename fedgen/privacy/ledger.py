@@ -226,9 +226,10 @@ def larger(mine: Spend, theirs: Spend) -> Spend:
 
 def with_told(planned: Spend, told: Iterable[Spend]) -> Spend:
     """The larger of what a plan counts and of what clients told, who do not know that a missing
-    answer may have shown a draw: where the plan counts draws as seen, theirs are as well."""
-    seen = any(isinstance(event, RevealedDraw) for event in planned)
-    return reduce(larger, (with_draws_seen(each) if seen else each for each in told), planned)
+    answer may have shown a draw: where one of them counts draws as seen, they are in all."""
+    found = [planned, *told]
+    seen = any(isinstance(event, RevealedDraw) for each in found for event in each)
+    return reduce(larger, (with_draws_seen(each) if seen else each for each in found))
 
 
 def spend_to_json(spend: Spend) -> list[list[object]]:

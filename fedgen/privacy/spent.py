@@ -109,12 +109,12 @@ class SpentFile:
         more than it was to."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
-            known = file.execute("SELECT 1 FROM runs WHERE run = ?", (entry.run,)).fetchone()
-            if known and not anew:
+            known = _most(file, entry.run)
+            if known is not None and not anew:
                 return  # it counts since then, with all that it may spend
             check([each for each in _entries(file, entry.data) if each.run != entry.run])
-            most = json.dumps(spend_to_json(entry.most))
-            if known:
+            most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
+            if known is not None:
                 longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
                 file.execute(longer, (most, entry.run))
                 return
@@ -125,9 +125,11 @@ class SpentFile:
             )
 
     def widen(self, run: str, most: Spend) -> None:
-        """Notes that a run may spend so much, unless it is over."""
+        """Notes that a run may spend so much, and no less than was said before, unless it is
+        over."""
         with self._open() as file:
-            words = json.dumps(spend_to_json(most))
+            file.execute("BEGIN IMMEDIATE")
+            words = json.dumps(spend_to_json(with_told(most, [_most(file, run) or {}])))
             file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (words, run))
 
     def close(self, run: str, most: Spend) -> None:
@@ -203,6 +205,11 @@ def _entries(file: sqlite3.Connection, data: str) -> list[Entry]:
         charged = _charged(file, run)
         found.append(Entry(run, rows, shares, folder, *kinds, spend, bool(over), charged))
     return found
+
+
+def _most(file: sqlite3.Connection, run: str) -> Spend | None:
+    found = file.execute("SELECT most FROM runs WHERE run = ?", (run,)).fetchone()
+    return spend_from_json(as_json(found[0])) if found else None
 
 
 def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dict[int, Spend]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fedgen.coins import Coins
 from fedgen.data import partition
-from fedgen.data.partition import Index
 from fedgen.errors import FedgenError
 
 COINS = Coins.of(0, "seeded")
@@ -78,7 +77,7 @@ def test_small_alpha_skews_more() -> None:
     assert largest_share(0.1) > largest_share(100.0) + 0.1
 
 
-def checking(shards: list[Index], clients: int | None = None) -> Callable[[], None]:
+def checking(shards: object, clients: int | None = None) -> Callable[[], None]:
     return lambda: partition.check_shards(shards, clients, len(labels))
 
 
@@ -97,6 +96,10 @@ def checking(shards: list[Index], clients: int | None = None) -> Callable[[], No
         ("partition", checking([np.array([1, len(labels)])])),
         ("partition", checking([np.array([0.5, 1])])),
         ("partition", checking([np.arange(3)], clients=2)),
+        ("partition", checking([np.arange(4).reshape(2, 2)])),
+        ("partition", checking([[0, 1], [2]])),
+        ("partition", checking(None)),
+        ("partition", checking(np.arange(4))),
         ("partition.classes_per_client", lambda: partition.shards(labels, 10, 5, 11, COINS)),
         ("partition.clients", lambda: partition.shards(labels, 10, 2, 1, COINS)),
     ],

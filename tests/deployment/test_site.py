@@ -32,13 +32,13 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
 from fedgen.federation import messages
-from fedgen.federation.client_app import FAILED, REFUSED, client_app
+from fedgen.federation.client_app import FAILED, REFUSED, _marked, client_app, died_answering
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES
 from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
 from fedgen.method import Method
 from fedgen.privacy.events import Spend, canonical, with_draws_seen
-from fedgen.privacy.ledger import Account
+from fedgen.privacy.ledger import Account, spend_from_json
 
 PUBLIC = [
     "data=public_facts",
@@ -629,12 +629,58 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     assert cost() == planned
     with pytest.raises(SystemExit):
         ask(2, dies=True)
+    seen = with_draws_seen(planned)
     with pytest.raises(RefusedError, match="above 4"):
         open_run(strict, wanted)
-    assert cost() == with_draws_seen(planned) != planned, "as it is refused, too"
+    assert cost() == seen != planned, "as it is refused, too"
+    cheap, _ = prepared("privacy.target_epsilon=0.5", *words, "rounds=1", method="fedavg_gan")
+    with pytest.raises(RefusedError, match="other settings before"):
+        open_run(roomy, cheap)
+    assert cost() == seen, "whatever is asked under its name"
     ask(3)
     ask(4)
-    assert cost() == with_draws_seen(planned), "and stays so"
+    assert cost() == seen, "and stays so"
+
+
+def test_a_death_over_an_answer_is_not_forgotten_by_the_next_one(tmp_path: Path) -> None:
+    """As Ray's actors do, which are started again and asked again."""
+    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    wanted, _ = prepared("privacy.target_epsilon=4", *words, method="fedavg_gan")
+    homes, _ = open_run(place(tmp_path, units=("client",)), wanted)
+    home = homes.of(0)
+    folder = home.store.folder(0)
+    with _marked(home):
+        assert died_answering(folder), "if this were its end"
+    assert not died_answering(folder)
+    with pytest.raises(SystemExit), _marked(home):
+        raise SystemExit
+    with _marked(home):
+        pass
+    assert died_answering(folder)
+
+
+def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path) -> None:
+    """Also if nobody ever asks for the first one again, and in the log if somebody does."""
+    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    words += ["privacy.target_epsilon=4", "privacy.threshold=all"]
+    first, made = prepared(*words, method="fedavg_gan")
+    second, _ = prepared(*words, method="fedavg_gan", run="fedcba9876543210")
+    here = place(tmp_path, units=("client",), epsilon=100.0, budget_epsilon=6.0)
+    open_run(here, first)
+    mark = here.folder(RUN) / "0" / "answering"  # as a process leaves it that is killed
+    mark.parent.mkdir()
+    mark.touch()
+    with pytest.raises(RefusedError, match="above 6"):
+        open_run(here, second)
+    free = replace(here, policy=replace(here.policy, budget_epsilon=None))
+    served, line = _Serving(free), Line(first)
+    assert answered(served, line, messages.HELLO, messages.pack_hello()).has_content()
+    home = served._homes[RUN].of(0)  # type: ignore[union-attr]
+    home.masks = False
+    assert answered(served, line, messages.ASK, question(made)).has_content()
+    *_, last = map(json.loads, (tmp_path / "log.jsonl").open())
+    spent = spend_from_json(last["spend"])
+    assert spent and spent == with_draws_seen(spent)
 
 
 def test_training_fails_in_silence(tmp_path: Path) -> None:

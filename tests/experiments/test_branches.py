@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import open_dict
 from tiny import tiny
 
 from fedgen import cli
+from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup, branch_of, setup
+from fedgen.experiments.sites import SiteOf
 from fedgen.federation import checkpoint
+from fedgen.files import read_json
 from fedgen.reporting.run_dir import RunDir
 
 WORDS = ["method=dp_merf_small", *tiny("dp_merf_small")]
@@ -55,15 +60,51 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
 def test_another_noise_is_another_run() -> None:
     """Which is solved for, and may be another one in another version."""
     config, held = ready().config, ready().dataset
-    found = [branch_of(config, held, noise) for noise in (1.0, 1.00001, 1.0 + 1e-12)]
+    found = [branch_of(config, held, [], noise) for noise in (1.0, 1.00001, 1.0 + 1e-12)]
     assert found[0] != found[1]
     assert found[0] == found[2], "what another machine's rounding does to it is none"
+
+
+def test_other_rows_by_an_own_partition_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings do not say what it does."""
+    config, held = ready().config, ready().dataset
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "json")  # which is there
+    config.partition["_target_"] = "json.own"
+    found = {branch_of(config, held, [np.arange(rows)], 1.0) for rows in (3, 4)}
+    assert len(found) == 2
+
+
+def test_a_deployment_uses_no_coins_at_another_scale(tmp_path: Path) -> None:
+    """Of a rehearsal with other noise: the two would show rows bare."""
+    run = tmp_path / "run"
+    assert cli.run(["train", *WORDS, "rounds=1", f"run_dir={run}"]) == 0
+    again = compose("config", [*WORDS, "rounds=1"])
+    with open_dict(again):
+        again.runtime.rehearses = str(run)
+    assert setup(again).branch == read_json(run / "run.json")["branch"]
+    again.privacy.target_epsilon = 3
+    with pytest.raises(FedgenError, match=r"runtime.rehearses: .* has noise multiplier"):
+        setup(again)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("data", "trained on other data"), ("shards", "shared its data out")]
+)
+def test_other_processes_have_the_same_rows(what: str, said: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*WORDS, "partition=iid", "partition.clients=3", "rounds=1", "runtime=in_process"]
+    assert cli.run(["train", *words, f"run_dir={run}"]) == 0
+    assert SiteOf(str(run))().shard(0)
+    file = run / "run.json"
+    file.write_text(json.dumps({**read_json(file), what: "of others"}))
+    with pytest.raises(FedgenError, match=said):
+        SiteOf(str(run))()
 
 
 def test_another_number_of_labels_is_another_run() -> None:
     """At client level noise may follow from it, and rows do not tell of a label that none has."""
     config, held = ready().config, ready().dataset
-    found = {branch_of(config, replace(held, classes=classes), 1.0) for classes in (10, 11, 12)}
+    found = {branch_of(config, replace(held, classes=classes), [], 1.0) for classes in (10, 11, 12)}
     assert len(found) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
     assert "2 clients" in done.stdout and "gen2real nearest: " in done.stdout
     for found, other, said in (
         ("rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "gives a row away twice"),
+        (
+            "return [rows[",
+            "return iter([rows])\n    [rows[",
+            "something else than a list of arrays",
+        ),
         ("np.uint8", "np.float32", "has images of float32; make them uint8, from 0 to 255"),
         ("np.arange(90) % 2", "np.arange(90) % 3", "labels outside 0..1"),
     ):
@@ -83,6 +89,13 @@ def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
         done = fedgen(own, *words, "run_dir=other")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert said in done.stderr
+    # other rows of the same clients are no repeat: noise of their own, and no way to go on
+    (own / "blur" / "parts.py").write_text(PARTS.replace("rows[: len", "rows[1 : len"))
+    assert fedgen(own, *words, "run_dir=less").returncode == 0
+    runs = [json.loads((own / run / "run.json").read_text()) for run in ("run", "less")]
+    assert runs[0]["branch"] != runs[1]["branch"]
+    done = fedgen(own, "train", "resume=run")
+    assert done.returncode == 2 and "run shared its data out otherwise" in done.stderr
 
 
 def test_a_mistake_in_it_is_told(own: Path) -> None:

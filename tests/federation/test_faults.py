@@ -19,15 +19,17 @@ from tiny import COINS, TINY, Train, fingerprint, make, tiny
 from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.ensemble.critics import Critics
-from fedgen.experiments import settings
+from fedgen.errors import Interrupted
+from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.unfinished import unfinished
 from fedgen.federation import messages
-from fedgen.federation.failures import DEADLINE, Causes, Failure, too_few
+from fedgen.federation.failures import DEADLINE, Causes, Failure, UnansweredError, too_few
 from fedgen.federation.fault_rates import Faults
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.nodes import GridAround
+from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import canonical, with_draws_seen
 from fedgen.reporting.run_dir import RunDir
@@ -279,6 +281,58 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     assert entered() == pytest.approx(views["server"]["epsilon"])
     assert failed <= views["server"]["epsilon"]
     assert views["server"]["epsilon"] > so_far["server"].or_infinity
+
+
+def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noticed after a round, where another process answers in its place, and by a run that goes on
+    after it died as a whole; then counted as a failure is."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run, other = tmp_path / "run", tmp_path / "other"
+    command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
+
+    def die(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 3:
+            (run / "clients" / "4" / "died").touch()
+
+    with pytest.raises(UnansweredError, match="died over an answer"):
+        training.train(compose("config", [*command, f"run_dir={run}"]), watch=die)
+    assert (run / "unanswered").exists()
+
+    def cut(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 3:
+            (other / "clients" / "4" / "answering").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*command, f"run_dir={other}"]), watch=cut)
+    assert not (other / "unanswered").exists()
+    epsilons = []
+    for place in (run, other):
+        assert cli.run(["train", f"resume={place}"]) == 0
+        views = json.loads((place / "privacy.json").read_text())["views"]
+        epsilons += [view["epsilon"] for view in views.values()]
+    ready = settings.setup(compose("config", command))
+    shown = with_draws_seen(canonical(ready.method.plan.server(8)))
+    least = epsilon(shown, 1e-5, ready.method.plan.relation).or_infinity
+    assert min(epsilons) >= least * (1 - 1e-9) > 10
+
+
+def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not go on; what it spent, draws and all, stays spent."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run = tmp_path / "run"
+    fail_in(monkeypatch, 4)
+    command = ["train", *DRAWN, "privacy.noise=secure", "rounds=8", "privacy.budget_epsilon=11"]
+    assert cli.run([*command, f"run_dir={run}"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "fedgen: privacy.budget_epsilon: 0 runs" in capsys.readouterr().err
+    assert not (run / "privacy.json").exists()
 
 
 def test_a_target_ends_a_run_whose_draws_were_shown(

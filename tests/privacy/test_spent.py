@@ -263,6 +263,9 @@ def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
     file.charge("a", 0, {}, {drawn: 4})
     file.widen("a", {RevealedDraw(0.5, EVENT): 10})
     assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 10}
+    file.widen("a", {drawn: 5})
+    file.enter(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 5}), anything, anew=True)
+    assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 10}, "nothing is taken back"
     file.close("a", {RevealedDraw(0.5, EVENT): 3})
     file.widen("a", {RevealedDraw(0.5, EVENT): 10})
     assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 4}, "it is over"
