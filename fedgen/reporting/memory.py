@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import TracebackType
 
@@ -34,7 +35,8 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while True:
-            self.peak = max(self.peak, memory_of_tree())
+            with contextlib.suppress(OSError):  # a machine without a file handle left
+                self.peak = max(self.peak, memory_of_tree())
             if self._over.wait(_EVERY_SECONDS):
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -59,43 +60,66 @@ def nearest(images, labels, classes, seed):
 """
 
 
-def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
-    """And what would spoil an ε, or be something else than is said, is refused."""
-    (own / "blur" / "parts.py").write_text(PARTS)
+def parts(place: Path, package: str, text: str) -> list[str]:
+    """Data and a partition of one's own in a package, and the words that choose them."""
     for group, name, settings in (
         ("data", "stripes", "root: null\npublic_rows: 60\n_partial_: true"),
         ("partition", "halves", "clients: 2"),
     ):
-        place = own / "blur" / "configs" / group
-        place.mkdir()
-        (place / f"{name}.yaml").write_text(f"_target_: blur.parts.{name}\n{settings}\n")
+        folder = place / package / "configs" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(f"_target_: {package}.parts.{name}\n{settings}\n")
+    (place / package / "__init__.py").touch()
+    (place / package / "parts.py").write_text(text)
+    words = ["data=stripes", "partition=halves", "privacy.target_epsilon=50"]
+    return ["method=dp_merf_small", *words, "runtime=in_process", "evaluation.samples=200"]
+
+
+def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
+    words = parts(own, "blur", PARTS)
     nearest = "+evaluation.classifiers.nearest={_target_:blur.parts.nearest,_partial_:true}"
-    words = ["train", "method=dp_merf_small", "data=stripes", "partition=halves", "rounds=30"]
-    words += ["runtime=in_process", nearest, "evaluation.samples=200", "privacy.target_epsilon=50"]
-    done = fedgen(own, *words, "run_dir=run")
+    done = fedgen(own, "train", *words, nearest, "rounds=30", "run_dir=run")
     assert done.returncode == 0, done.stderr
     assert "2 clients" in done.stdout and "gen2real nearest: " in done.stdout
-    for found, other, said in (
-        ("rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "gives a row away twice"),
-        (
-            "return [rows[",
-            "return iter([rows])\n    [rows[",
-            "something else than a list of arrays",
-        ),
-        ("np.uint8", "np.float32", "has images of float32; make them uint8, from 0 to 255"),
-        ("np.arange(90) % 2", "np.arange(90) % 3", "labels outside 0..1"),
-    ):
-        (own / "blur" / "parts.py").write_text(PARTS.replace(found, other))
-        done = fedgen(own, *words, "run_dir=other")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert said in done.stderr
-    # other rows of the same clients are no repeat: noise of their own, and no way to go on
-    (own / "blur" / "parts.py").write_text(PARTS.replace("rows[: len", "rows[1 : len"))
-    assert fedgen(own, *words, "run_dir=less").returncode == 0
-    runs = [json.loads((own / run / "run.json").read_text()) for run in ("run", "less")]
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "other", "said"),
+    [
+        ("twice", "rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "a row away twice"),
+        ("no_list", "return [rows", "return rows\n    [rows", "else than a list of arrays"),
+        ("floats", "np.uint8", "np.float32", "images of float32; make them uint8, from 0 to 255"),
+        ("labels", "np.arange(90) % 2", "np.arange(90) % 3", "labels outside 0..1"),
+    ],
+)
+def test_what_would_spoil_an_epsilon_or_be_something_else_is_refused(
+    package: str, found: str, other: str, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", f"own_{package}")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = parts(tmp_path, f"own_{package}", PARTS.replace(found, other))
+    assert cli.run(["train", *words, f"run_dir={tmp_path}/run"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_other_rows_are_another_run_and_no_way_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "own_rows")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*parts(tmp_path, "own_rows", PARTS), "rounds=2", "evaluation=none"]
+    words.remove("evaluation.samples=200")
+    assert cli.run(["train", *words, f"run_dir={tmp_path}/run"]) == 0
+    module = importlib.import_module("own_rows.parts")
+    whole = module.halves
+    monkeypatch.setattr(module, "halves", lambda **told: [rows[1:] for rows in whole(**told)])
+    assert cli.run(["train", *words, f"run_dir={tmp_path}/less"]) == 0
+    runs = [json.loads((tmp_path / run / "run.json").read_text()) for run in ("run", "less")]
     assert runs[0]["branch"] != runs[1]["branch"]
-    done = fedgen(own, "train", "resume=run")
-    assert done.returncode == 2 and "run shared its data out otherwise" in done.stderr
+    assert cli.run(["train", f"resume={tmp_path}/run"]) == 2
+    assert "shared its data out otherwise" in capsys.readouterr().err
 
 
 def test_a_mistake_in_it_is_told(own: Path) -> None:

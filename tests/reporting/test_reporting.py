@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from PIL import Image
 from tiny import Train
 
 from fedgen.errors import FedgenError
+from fedgen.reporting import memory as memory_
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
@@ -168,6 +170,19 @@ def test_memory_counts_what_children_hold() -> None:
         child.kill()
     assert memory.peak - before > 190_000_000
     assert memory_of_tree() - before < 100_000_000
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_memory_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no file handle left it is seen again later, or not."""
+
+    def fails() -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(memory_, "memory_of_tree", fails)
+    with PeakMemory() as watched:
+        pass
+    assert watched.peak == 0
 
 
 def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
