@@ -117,6 +117,20 @@ MUTANTS = [
         "test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on[dpgan_small-seeded]",
     ),
     Mutant(
+        "a-run-that-is-told-to-end-goes-beyond-what-a-gap-left",
+        "fedgen/experiments/training.py",
+        "        until = min(self._until or budget.rounds, budget.rounds)",
+        "        until = self._until or budget.rounds",
+        f"{FAULT_TESTS}::test_a_run_that_is_told_to_end_stays_within_what_a_gap_left",
+    ),
+    Mutant(
+        "the-page-of-a-run-forgets-a-death",
+        "fedgen/experiments/unfinished.py",
+        "run_dir.unanswered.exists() or _died(ready, run_dir)",
+        "run_dir.unanswered.exists()",
+        f"{FAULT_TESTS}::test_a_process_that_died_over_an_answer_may_have_shown_its_draw",
+    ),
+    Mutant(
         "a-partition-gives-a-row-away-twice",
         "fedgen/data/partition.py",
         "    if len(np.unique(whole)) < len(whole):",
@@ -133,14 +147,14 @@ MUTANTS = [
     Mutant(
         "a-death-in-a-simulation-shows-no-draw",
         "fedgen/experiments/training.py",
-        "            died = self._marks and _a_client_died(self.run_dir)",
+        "            died = self._marks and a_client_died(self.run_dir)",
         "            died = False",
         f"{FAULT_TESTS}::test_a_process_that_died_over_an_answer_may_have_shown_its_draw",
     ),
     Mutant(
         "a-run-that-goes-on-forgets-a-death",
         "fedgen/experiments/training.py",
-        "            if not new and ready.gaps_show and _a_client_died(run_dir):",
+        "            if not new and ready.gaps_show and a_client_died(run_dir):",
         "            if False:",
         f"{FAULT_TESTS}::test_a_process_that_died_over_an_answer_may_have_shown_its_draw",
     ),

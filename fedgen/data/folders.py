@@ -216,7 +216,7 @@ def _is_image(file: Path) -> bool:
     from PIL import Image
 
     Image.init()
-    return file.suffix.lower() in Image.EXTENSION
+    return Image.EXTENSION.get(file.suffix.lower()) in Image.OPEN
 
 
 def _named_apart(

@@ -149,7 +149,6 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
 _ROWS = digest(b"the rows of this node")
 """All runs count together, whatever becomes of the rows in between."""
 
-
 _SHOWN = "unanswered"
 
 

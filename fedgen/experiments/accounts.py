@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dp_accounting import NonPrivateDpEvent
 
 from fedgen.experiments.planning import Privacy
-from fedgen.federation.client_app import LEDGER
+from fedgen.federation.client_app import LEDGER, died_answering
 from fedgen.method import Method, Plan
 from fedgen.privacy.accounting import TRUSTED, Epsilon, epsilon, epsilons
 from fedgen.privacy.budget import release_epsilon, smaller
@@ -50,6 +50,11 @@ def own_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict[
         if path.exists():
             found[client] = Ledger(path, name, client, seeded, looking=True).account()
     return found
+
+
+def a_client_died(run_dir: RunDir) -> bool:
+    """Whether a process died over a client's answer; to be asked while nobody answers."""
+    return any(map(died_answering, run_dir.clients.glob("*")))
 
 
 def count_unplanned(state: RunState, run_dir: RunDir) -> None:

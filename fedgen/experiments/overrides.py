@@ -57,7 +57,7 @@ def readable(words: Sequence[str]) -> list[str]:
             raise FedgenError(key_of(word), f"cannot be read: {value[:_SHOWN]}", remedy)
         return text
 
-    words = [_HOME.sub(str(Path.home()), word) for word in words]
+    words = [_HOME.sub(lambda _: str(Path.home()), word) for word in words]
     return [word if is_read(word) else quoted(word) for word in words]
 
 

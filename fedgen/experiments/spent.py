@@ -81,7 +81,8 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
             f"{len(others)} runs on these data come to ε = {before}, with this one to "
             f"{epsilon_in_words(with_it.value)}, above {budget:g}"
         )
-        raise FedgenError(key, problem, "train at a lower privacy.target_epsilon, or raise it")
+        remedy = "start a run at a lower privacy.target_epsilon, or of a larger budget"
+        raise FedgenError(key, problem, remedy)
 
 
 def spent(config: DictConfig) -> str:

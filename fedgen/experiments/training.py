@@ -24,7 +24,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
 from fedgen.experiments.account import planned_views
-from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
+from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
 from fedgen.experiments.data import of_little_use
 from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
@@ -46,7 +46,6 @@ from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
 from fedgen.experiments.spent import close, enter, widen
 from fedgen.federation import checkpoint
-from fedgen.federation.client_app import died_answering
 from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
@@ -89,7 +88,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         FedgenError: for a mistake of the user's, or if too few clients answered.
         Interrupted: if the run was asked to end.
     """
-    new, longer, until = config.resume is None, None, None  # in rounds
+    new = config.resume is None
+    longer = until = None  # of how many rounds a run that goes on is to be, beyond its own or below
     if new:
         _check_masks(config, play)
         ready = settings.setup(config)
@@ -125,7 +125,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             ready = replace(ready, coins=ready.coins.drawing_by(key))
             if made and run_dir.begun():  # drawn anew, perhaps until all who are drawn answer
                 run_dir.unanswered.touch()
-            if not new and ready.gaps_show and _a_client_died(run_dir):
+            if not new and ready.gaps_show and a_client_died(run_dir):
                 run_dir.unanswered.touch()
         if run_dir.unanswered.exists():
             ready = ready.counting_gaps()
@@ -140,11 +140,6 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 shutil.rmtree(run_dir.path)
                 close(training.spent, name, [])
             raise
-
-
-def _a_client_died(run_dir: RunDir) -> bool:
-    """Whether a process died over a client's answer, while nobody is asked."""
-    return any(map(died_answering, run_dir.clients.glob("*")))
 
 
 def _check_masks(config: DictConfig, play: Play | None) -> None:
@@ -369,7 +364,7 @@ class Training:
             once, secret = self.method.plan.once, self.ready.privacy.noise == "secure"
             due |= state.rounds == once
             due |= state.rounds < once and self.method.plan.short and secret
-            died = self._marks and _a_client_died(self.run_dir)
+            died = self._marks and a_client_died(self.run_dir)
             if (due and not last) or died:
                 keep()
             if died:
@@ -387,7 +382,8 @@ class Training:
             keep()
         stop_if_asked()
         coins, budget = self.ready.coins.at("server"), self.ready.privacy.budget
-        self.stopped = rounds.run(coins, budget, finished, self._until or budget.rounds)
+        until = min(self._until or budget.rounds, budget.rounds)  # a gap may have left fewer
+        self.stopped = rounds.run(coins, budget, finished, until)
         if self.stopped is None and state.rounds < budget.rounds:
             self.stopped = ENDED
             # when to end may have been chosen by what was seen: the ε of all rounds covers that

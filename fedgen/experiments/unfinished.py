@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
-from fedgen.experiments.accounts import Accounts, count_unplanned, own_ledgers
-from fedgen.experiments.identity import opened
+from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
+from fedgen.experiments.identity import check_same_rows, opened
 from fedgen.experiments.settings import Setup
 from fedgen.federation import checkpoint
 from fedgen.method import Tensors
@@ -56,10 +56,10 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
     if evaluation is not None:
         config.evaluation = evaluation
     ready = settings.setup(config, identity["branch"])
-    if run_dir.unanswered.exists():
+    check_same_rows(ready, run_dir, identity, "run")
+    unanswered = run_dir.unanswered.exists() or _died(ready, run_dir)
+    if unanswered:
         ready = replace(ready, method=ready.with_gaps())
-    if identity["data"] != ready.dataset.digest:
-        raise FedgenError("run", f"{path} was trained on other data", "bring it back")
     found = checkpoint.load(run_dir.checkpoints)
     assert found is not None
     state, method, clients = found[0], ready.method, len(ready.shards)
@@ -74,7 +74,18 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
         clients,
         own_ledgers(run_dir, identity["run"], clients, seeded),
         Counter() if seeded else run_dir.begun(),
-        run_dir.unanswered.exists,
+        lambda: unanswered,
     )
     spent, lost = accounts.views(state), accounts.without_bound(accounts.spends(state))
     return Unfinished(run_dir, ready, generator, state.rounds, of, spent, lost)
+
+
+def _died(ready: Setup, run_dir: RunDir) -> bool:
+    """Whether the run ended over an answer, and did not go on since: as it will count then."""
+    if ready.privacy.noise != "secure" or not ready.gaps_show:
+        return False
+    try:
+        with run_dir.locked("run"):  # nobody is asked meanwhile
+            return a_client_died(run_dir)
+    except FedgenError:  # it trains on in another process
+        return False

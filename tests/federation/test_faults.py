@@ -308,6 +308,10 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with pytest.raises(Interrupted):
         training.train(compose("config", [*command, f"run_dir={other}"]), watch=cut)
     assert not (other / "unanswered").exists()
+    gone, there = unfinished(other).spent["server"], unfinished(run).spent["server"]
+    assert gone.or_infinity == there.or_infinity, "on its page, too"
+    with RunDir(other).locked("run"):  # as it trains on, an answer is on its way
+        assert unfinished(other).spent["server"].or_infinity < gone.or_infinity
     epsilons = []
     for place in (run, other):
         assert cli.run(["train", f"resume={place}"]) == 0
@@ -347,6 +351,21 @@ def test_a_target_ends_a_run_whose_draws_were_shown(
     assert cli.run(["train", f"resume={run}"]) == 0
     record = json.loads((run / "privacy.json").read_text())
     assert 0 < record["rounds"] < 12
+    assert all(view["epsilon"] <= 10 for view in record["views"].values())
+
+
+def test_a_run_that_is_told_to_end_stays_within_what_a_gap_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be fewer rounds than it is told to have."""
+    run = tmp_path / "run"
+    fail_in(monkeypatch, 2)
+    command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
+    assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    assert cli.run(["train", f"resume={run}", "rounds=11"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert 0 < record["rounds"] < 11
     assert all(view["epsilon"] <= 10 for view in record["views"].values())
 
 
