@@ -121,7 +121,7 @@ MUTANTS = [
         "fedgen/experiments/training.py",
         "        until = min(self._until or budget.rounds, budget.rounds)",
         "        until = self._until or budget.rounds",
-        f"{FAULT_TESTS}::test_a_run_that_is_told_to_end_stays_within_what_a_gap_left",
+        f"{FAULT_TESTS}::test_a_target_ends_a_run_whose_draws_were_shown",
     ),
     Mutant(
         "the-page-of-a-run-forgets-a-death",

@@ -339,31 +339,18 @@ def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     assert not (run / "privacy.json").exists()
 
 
+@pytest.mark.parametrize("told", [[], ["rounds=11"]], ids=["goes on", "is told to end"])
 def test_a_target_ends_a_run_whose_draws_were_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a noise multiplier it is a promise, which holds without amplification too."""
+    """Beside a noise multiplier it is a promise, which holds without amplification too; also if
+    that leaves fewer rounds than it is told to have."""
     run = tmp_path / "run"
     fail_in(monkeypatch, 2)
     command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
     assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
     monkeypatch.setattr(Faults, "of", lambda *_: None)
-    assert cli.run(["train", f"resume={run}"]) == 0
-    record = json.loads((run / "privacy.json").read_text())
-    assert 0 < record["rounds"] < 12
-    assert all(view["epsilon"] <= 10 for view in record["views"].values())
-
-
-def test_a_run_that_is_told_to_end_stays_within_what_a_gap_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may be fewer rounds than it is told to have."""
-    run = tmp_path / "run"
-    fail_in(monkeypatch, 2)
-    command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
-    assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
-    assert cli.run(["train", f"resume={run}", "rounds=11"]) == 0
+    assert cli.run(["train", f"resume={run}", *told]) == 0
     record = json.loads((run / "privacy.json").read_text())
     assert 0 < record["rounds"] < 11
     assert all(view["epsilon"] <= 10 for view in record["views"].values())
