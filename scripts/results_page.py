@@ -45,12 +45,13 @@ _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
 _HEAD = """# Measured runs
 
-Every line is a run, or one run by several seeds: `python scripts/results_page.py` writes this
-page. `docs/results/` has the figures of each, the versions that made it, and its date. Seeded
-coins follow from settings' names, and draws from the code: a command may repeat a run with other
-draws. CNN and logistic regression: accuracy in percent of a classifier that learnt from samples
-alone. ε is at δ = 1e-5, against the server / for whoever gets the generator. Minutes are of one
-core beside other runs.
+Every line is a run, or one run by several seeds (mean ± standard deviation). `python
+scripts/results_page.py` writes this page. `docs/results/` has the figures of each run, the versions
+that made it, and its date. Seeded coins follow from settings' names, and draws from the code: a
+command may repeat a run with other draws. CNN and logistic regression: accuracy in percent of a
+classifier that learnt from samples alone. ε is at δ = 1e-5, against the server / for whoever gets
+the generator. Minutes are of one core beside other runs. What a table's commands have in common
+stands above it.
 """
 
 
@@ -222,25 +223,31 @@ def page() -> str:
         if methods := compared(runs, matrix):
             parts += [head, *_comparison(matrix, methods)]
     for section in sorted({run["section"] for run in runs}):
-        parts += [
-            f"## {section}\n",
-            "| command | unit, clients | ε | CNN | logistic regression | min | up |",
-        ]
-        parts.append("|---|---|---|---|---|---|---|")
-        commands: dict[str, list[dict[str, Any]]] = {}
+        commands: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for run in runs:
             if run["section"] == section:
-                commands.setdefault(re.sub(r" seed=\d+", "", run["command"]), []).append(run)
-        parts += [_line(command, same) for command, same in commands.items()] + [""]
+                words = [w for w in shlex.split(run["command"]) if not w.startswith("seed=")]
+                commands.setdefault(tuple(words), []).append(run)
+        shared = [word for word in min(commands) if all(word in words for words in commands)]
+        parts += [
+            f"## {section}\n",
+            f"`{shlex.join(shared)}`" + (", and:\n" if len(commands) > 1 else "\n"),
+            "| settings | unit, clients | ε | CNN | logistic regression | min | up |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for words in sorted(commands):
+            own = shlex.join(word for word in words if word not in shared)
+            parts.append(_line(f"`{own}`" if own else "as above", commands[words]))
+        parts.append("")
     return "\n".join(parts)
 
 
-def _line(command: str, runs: list[dict[str, Any]]) -> str:
+def _line(settings: str, runs: list[dict[str, Any]]) -> str:
     first, seeds = runs[0], sorted(run["results"]["seed"] for run in runs)
     results = [run["results"] for run in runs]
     server, release = (epsilon_in_words(results[0]["epsilon"][n]) for n in ("server", "release"))
     cells = [
-        f"`{command}`" + (f", seeds {', '.join(map(str, seeds))}" if len(runs) > 1 else ""),
+        settings + (f", seeds {', '.join(map(str, seeds))}" if len(runs) > 1 else ""),
         f"{first['unit']}, {results[0]['clients']}",
         f"{server} / {release}",
         *(_accuracy(results, name) for name in ("cnn", "logistic_regression")),
