@@ -222,6 +222,20 @@ MUTANTS = [
         f"{SITE_TESTS}::test_a_process_that_died_over_an_answer_hid_no_draw",
     ),
     Mutant(
+        "a-run-that-died-and-does-not-go-on-had-secret-draws",
+        "fedgen/experiments/spent.py",
+        "    return identity[\"run\"] != run or ended_over_an_answer(run_dir)",
+        "    return identity[\"run\"] != run",
+        f"{FAULT_TESTS}::test_a_run_that_died_is_charged_whether_it_goes_on_or_not",
+    ),
+    Mutant(
+        "a-folder-that-is-gone-tells-that-nobody-died",
+        "fedgen/experiments/spent.py",
+        "    except FedgenError:\n        return True",
+        "    except FedgenError:\n        return False",
+        f"{FAULT_TESTS}::test_a_run_that_died_is_charged_whether_it_goes_on_or_not",
+    ),
+    Mutant(
         "a-run-that-is-not-over-has-secret-draws",
         "fedgen/experiments/unfinished.py",
         "        ready = replace(ready, method=ready.with_gaps())",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
+from fedgen.errors import FedgenError
 from fedgen.experiments.planning import Privacy
 from fedgen.federation.client_app import LEDGER, died_answering
 from fedgen.method import Method, Plan
@@ -55,6 +56,15 @@ def own_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict[
 def a_client_died(run_dir: RunDir) -> bool:
     """Whether a process died over a client's answer; to be asked while nobody answers."""
     return any(map(died_answering, run_dir.clients.glob("*")))
+
+
+def ended_over_an_answer(run_dir: RunDir) -> bool:
+    """Whether a run that is no longer going on left a client's answer unfinished."""
+    try:
+        with run_dir.locked("run"):  # nobody is asked meanwhile
+            return a_client_died(run_dir)
+    except FedgenError:  # it trains on in another process
+        return False
 
 
 def count_unplanned(state: RunState, run_dir: RunDir) -> None:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
+from fedgen.experiments.accounts import ended_over_an_answer
 from fedgen.experiments.settings import Setup
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import larger
@@ -31,9 +32,11 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
         return None
     plan, file = ready.method.plan, SpentFile.at_home()
     most = canonical(plan.server(ready.privacy.budget.rows))
-    folder = str(run_dir.path.absolute())
-    entry = Entry(name, ready.dataset.account, ready.shares, folder, plan.unit, plan.relation, most)
+    folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
+    gaps = _with_gaps(ready) if ready.gaps_show else None
+    entry = Entry(name, ready.dataset.account, ready.shares, folder, *kinds, most, gaps=gaps)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
+    _count_deaths(file, [each for each in file.entries(entry.data) if each.run != name])
     file.enter(entry, partial(check_budget, budget, delta, entry), anew)
     return file
 
@@ -41,7 +44,29 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
 def widen(file: SpentFile | None, ready: Setup, name: str) -> None:
     """Notes that nothing hides a run's draws any longer: a missing answer may have shown one."""
     if file is not None:
-        file.widen(name, canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows)))
+        file.widen(name, _with_gaps(ready))
+
+
+def _with_gaps(ready: Setup) -> Spend:
+    return canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows))
+
+
+def _count_deaths(file: SpentFile, entries: Sequence[Entry]) -> None:
+    """Counts the draws of runs as seen that ended over a client's answer, or whose folders are not
+    there to tell: whether they go on or not."""
+    for entry in entries:
+        if entry.gaps is None or entry.over:
+            continue
+        if _may_have_died(Path(entry.folder), entry.run):
+            file.widen(entry.run, entry.gaps)
+
+
+def _may_have_died(folder: Path, run: str) -> bool:
+    try:
+        run_dir, _, identity = RunDir.open(folder, "run")
+    except FedgenError:
+        return True
+    return identity["run"] != run or ended_over_an_answer(run_dir)
 
 
 def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
@@ -58,6 +83,7 @@ def in_all(path: Path) -> list[str]:
     run_dir, config, identity = RunDir.open(path, "run")
     if config.privacy.noise != "secure" or not (file := SpentFile.at_home()).path.exists():
         return []
+    _count_deaths(file, file.beside(identity["run"]))
     entries = file.beside(identity["run"])
     if len(entries) < 2:
         return []
@@ -93,6 +119,7 @@ def spent(config: DictConfig) -> str:
     """
     validation.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
+    _count_deaths(file, file.entries(rows.account))
     entries, delta = file.entries(rows.account), config.privacy.delta
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {

@@ -9,9 +9,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from fedgen.errors import FedgenError
 from fedgen.experiments import settings
-from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
+from fedgen.experiments.accounts import (
+    Accounts,
+    count_unplanned,
+    ended_over_an_answer,
+    own_ledgers,
+)
 from fedgen.experiments.identity import check_same_rows, opened
 from fedgen.experiments.settings import Setup
 from fedgen.federation import checkpoint
@@ -82,10 +86,5 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
 
 def _died(ready: Setup, run_dir: RunDir) -> bool:
     """Whether the run ended over an answer, and did not go on since: as it will count then."""
-    if ready.privacy.noise != "secure" or not ready.gaps_show:
-        return False
-    try:
-        with run_dir.locked("run"):  # nobody is asked meanwhile
-            return a_client_died(run_dir)
-    except FedgenError:  # it trains on in another process
-        return False
+    draws_are_secret = ready.privacy.noise == "secure" and ready.gaps_show
+    return draws_are_secret and ended_over_an_answer(run_dir)

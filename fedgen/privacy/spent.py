@@ -10,7 +10,8 @@ one showed). A row is of one client in each run, at most the one that spent most
 the sum over the runs of these largest counts bounds what every row has cost, however each run
 shares the rows out. What every client has cost it bounds only over runs that share them out alike:
 elsewhere one client's rows are many clients'. A run that is not over counts with all that it may
-spend: it can be resumed. The adversary is the one who sees what every client sends (``server``).
+spend: it can be resumed. What that is where a missing answer shows a draw is entered beside it. The
+adversary is the one who sees what every client sends (``server``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CREATE TABLE IF NOT EXISTS runs (
 CREATE TABLE IF NOT EXISTS charges (
     run TEXT NOT NULL, client INTEGER NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL,
     PRIMARY KEY (run, client, event)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
 CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
     BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
 CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
@@ -58,7 +60,8 @@ class Entry:
 
     data: the digest of its rows. shares: a digest of whose they are. folder: where the run was
     begun. most: what a client spends at most, by the plan; of a run that is over, for the rows that
-    it was asked for. charged: client -> what it has spent, by its own ledger.
+    it was asked for. charged: client -> what it has spent, by its own ledger. gaps: ``most`` where
+    a missing answer may have shown a draw; None where no draw can be shown so.
     """
 
     run: str
@@ -70,6 +73,7 @@ class Entry:
     most: Spend
     over: bool = False
     charged: dict[int, Spend] = field(default_factory=dict)
+    gaps: Spend | None = None
 
     @property
     def kind(self) -> tuple[Unit, Relation, str]:
@@ -113,6 +117,9 @@ class SpentFile:
             if known is not None and not anew:
                 return  # it counts since then, with all that it may spend
             check([each for each in _entries(file, entry.data) if each.run != entry.run])
+            if entry.gaps is not None:
+                gaps = json.dumps(spend_to_json(entry.gaps))
+                file.execute("INSERT OR REPLACE INTO gaps VALUES (?, ?)", (entry.run, gaps))
             most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
             if known is not None:
                 longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
@@ -182,9 +189,7 @@ class SpentFile:
             opened = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
             with closing(opened) as file, file:
                 file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
-                if not file.execute(
-                    "SELECT 1 FROM sqlite_master WHERE name = 'charges'"
-                ).fetchone():
+                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'gaps'").fetchone():
                     file.executescript(_TABLES)
                 yield file
         except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
@@ -203,7 +208,9 @@ def _entries(file: sqlite3.Connection, data: str) -> list[Entry]:
         spend = spend_from_json(as_json(most))
         kinds = Unit(unit), Relation(relation)
         charged = _charged(file, run)
-        found.append(Entry(run, rows, shares, folder, *kinds, spend, bool(over), charged))
+        shown = file.execute("SELECT most FROM gaps WHERE run = ?", (run,)).fetchone()
+        gaps = spend_from_json(as_json(shown[0])) if shown else None
+        found.append(Entry(run, rows, shares, folder, *kinds, spend, bool(over), charged, gaps))
     return found
 
 

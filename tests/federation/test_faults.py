@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,17 +252,19 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
     monkeypatch.setattr(Faults, "of", fail)
 
 
+def charged(capsys: pytest.CaptureFixture[str]) -> float:
+    """What the only run on its data counts with."""
+    capsys.readouterr()
+    assert cli.run(["account", "spent", "output=json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["runs"]
+    return float(found["epsilon"])
+
+
 def test_what_a_failure_showed_counts_before_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the page of how it stands, and in what its data have cost."""
-
-    def entered() -> float:
-        capsys.readouterr()
-        assert cli.run(["account", "spent", "output=json"]) == 0
-        [found] = json.loads(capsys.readouterr().out)["runs"]
-        return float(found["epsilon"])
-
+    entered = partial(charged, capsys)
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
     fail_in(monkeypatch, 4)
@@ -321,6 +324,44 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     shown = with_draws_seen(canonical(ready.method.plan.server(8)))
     least = epsilon(shown, 1e-5, ready.method.plan.relation).or_infinity
     assert min(epsilons) >= least * (1 - 1e-9) > 10
+
+
+@pytest.mark.parametrize("left", ["all", "a mark", "no folder", "another run"])
+def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder tells that nobody died over an answer, or counts as if somebody had."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run = tmp_path / "run"
+
+    def cut(ready: Setup, state: RunState, found: object) -> None:
+        raise KeyboardInterrupt
+
+    command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*command, f"run_dir={run}"]), watch=cut)
+    quiet = charged(capsys)
+    if left == "a mark":
+        (run / "clients" / "4" / "answering").touch()
+        with RunDir(run).locked("run"):  # as it trains on, an answer is on its way
+            assert charged(capsys) == quiet
+    elif left != "all":
+        run.rename(tmp_path / "elsewhere")
+    if left == "another run":
+        assert cli.run(["train", *DRAWN, "rounds=1", f"run_dir={run}"]) == 0
+    second = ["train", *command, f"run_dir={tmp_path / 'second'}"]
+    admitted = cli.run([*second, f"privacy.budget_epsilon={1.8 * quiet}"]) == 0
+    assert admitted == (left == "all")
+    if admitted:
+        return
+    assert "privacy.budget_epsilon: 1 runs on these data come to" in capsys.readouterr().err
+    shown = charged(capsys)
+    assert shown > 1.5 * quiet
+    if left == "no folder":  # it comes back: nothing is taken back until it is over
+        (tmp_path / "elsewhere").rename(run)
+        assert charged(capsys) == shown
+        assert cli.run(["train", f"resume={run}"]) == 0
+        assert charged(capsys) == pytest.approx(quiet)
 
 
 def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
