@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "a-run-that-died-and-does-not-go-on-had-secret-draws",
         "fedgen/experiments/spent.py",
-        "    return identity[\"run\"] != run or ended_over_an_answer(run_dir)",
-        "    return identity[\"run\"] != run",
+        '    return identity["run"] != run or ended_over_an_answer(run_dir)',
+        '    return identity["run"] != run',
         f"{FAULT_TESTS}::test_a_run_that_died_is_charged_whether_it_goes_on_or_not",
     ),
     Mutant(

@@ -77,7 +77,8 @@ def folder(
             have the same ones and some are missing here; None: those that there are.
 
     Raises:
-        FedgenError: for the first thing that is wrong with them, with all files that it is about.
+        FedgenError: for what is wrong with them, with the files that it is about; of folders first,
+            of images all at once.
     """
     paths = [path] if isinstance(path, str) else list(path or [])
     if not all(paths) or not paths:
@@ -262,7 +263,7 @@ def read_images(
         sources: what each is called in errors, and its file.
 
     Raises:
-        FedgenError: for files that are no images, or images that do not fit together.
+        FedgenError: for files that are no images, and images that do not fit together.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -290,25 +291,28 @@ def read_images(
             bad.append(name)
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
+    wrong: list[tuple[str, str]] = []  # problems and remedies
     if large:
         problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
-        raise FedgenError("data.path", problem, "make them smaller")
+        wrong.append((problem, "make them smaller"))
     if deep:
         problem = f"more than 8 bits a pixel: {_named(deep)}"
-        raise FedgenError("data.path", problem, "scale them to 0..255 first, all by the same range")
+        wrong.append((problem, "scale them to 0..255 first, all by the same range"))
     if bad:
         problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
-        raise FedgenError("data.path", problem, "remove them")
+        wrong.append((problem, "remove them"))
     if len({image.ndim for image in found}) > 1:
         grey_ones = sum(image.ndim == 2 for image in found)
         problem = f"{grey_ones} images are grey and {len(found) - grey_ones} are in colour"
-        raise FedgenError("data.path", problem, "set data.channels=1 or data.channels=3")
-    shapes = Counter(image.shape[:2] for image in found)
-    high, wide = next(iter(shapes))
-    if len(shapes) > 1 or high != wide:
-        sizes = ", ".join(f"{w}x{h}" for h, w in sorted(shapes)[:_SHOWN])
+        wrong.append((problem, "set data.channels=1 or data.channels=3"))
+    shapes = sorted({image.shape[:2] for image in found})
+    if len(shapes) > 1 or any(high != wide for high, wide in shapes):
+        sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes[:_SHOWN])
         problem = f"images are to be square and of one size, and there are {sizes}"
-        raise FedgenError("data.path", problem, "set data.size=32 (or another) to crop and resize")
+        wrong.append((problem, "set data.size=32 (or another) to crop and resize"))
+    if wrong:
+        problems, remedies = zip(*wrong, strict=True)
+        raise FedgenError("data.path", "; ".join(problems), "; ".join(remedies))
     return as_images(place, np.stack(found))
 
 

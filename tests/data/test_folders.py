@@ -45,6 +45,13 @@ def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
     (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
     with pytest.raises(FedgenError, match="1 of 41 files are no readable images"):
         folder(coins, None, str(tmp_path), size=16)
+    draw(tmp_path / "dog", 1)
+    with pytest.raises(FedgenError) as found:
+        folder(coins, None, str(tmp_path))
+    line = str(found.value)  # all that is wrong with images, and what to do about each, at once
+    for word in ("torn.png", "1 images are grey and 40 are in colour", "8x8, 40x50", "remove them"):
+        assert word in line
+    assert "data.channels=" in line and "data.size=" in line
 
 
 @pytest.mark.parametrize(
