@@ -222,6 +222,20 @@ MUTANTS = [
         f"{SITE_TESTS}::test_a_process_that_died_over_an_answer_hid_no_draw",
     ),
     Mutant(
+        "moments-go-from-one-stack-of-teachers-to-the-next",
+        "fedgen/ensemble/critics.py",
+        "            moments = self._here(state[name], True) if name in state else ",
+        '            moments = changed.get(f"adam.{first - 1}") or ',
+        f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
+    ),
+    Mutant(
+        "all-images-of-a-round-are-one-vote",
+        "fedgen/ensemble/answering.py",
+        "        return repeat(mechanism.event(rows), answered // rows)",
+        "        return repeat(mechanism.event(1), answered // rows)",
+        f"{VOTES_TESTS}::test_each_image_is_an_event",
+    ),
+    Mutant(
         "a-run-that-died-and-does-not-go-on-had-secret-draws",
         "fedgen/experiments/spent.py",
         '    return identity["run"] != run or ended_over_an_answer(run_dir)',

@@ -188,8 +188,11 @@ def _check_list(key: str, values: list[Any], hint: Any) -> None:
 
 def _check_range(key: str, value: float, hint: Any) -> None:
     allowed = _range(hint)
-    if not math.isfinite(value) or value < 0 or (value == 0 and allowed.open):
-        raise FedgenError(key, f"must be positive, got {value:g}", "raise it")
+    if not math.isfinite(value):
+        raise FedgenError(key, f"must be finite, got {value:g}", "take a number")
+    if value < 0 or (value == 0 and allowed.open):
+        least = "positive" if allowed.open else "0 or more"
+        raise FedgenError(key, f"must be {least}, got {value:g}", "raise it")
     if value < allowed.least:
         raise FedgenError(key, f"must be at least {allowed.least:g}, got {value:g}", "raise it")
     if value >= allowed.below:

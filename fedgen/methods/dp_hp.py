@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,14 @@ from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, WorstCase
 from fedgen.methods.dp_merf import Server, embedding
 from fedgen.models.functional import template
-from fedgen.parameters import Betas, Decay
+from fedgen.parameters import Betas, Decay, Range
 from fedgen.sequence import Sums, SumSequence
 
 _LEVELS = 255  # that a byte has above 0
 _AT_ONCE = 128  # rows: each has as many numbers as pixels times orders
+_LEAST_SHARE = 1e-6
+
+Order = Annotated[int, Range(1, below=1001)]
 
 
 def hermite(order: int, length: float) -> Tensor:
@@ -171,10 +175,10 @@ def dp_hp(
     *,
     generator: Callable[..., nn.Module],
     latent: int,
-    order: int,
-    pair_order: int,
+    order: Order,
+    pair_order: Order,
     pairs: int,
-    kernel_length: float,
+    kernel_length: Annotated[float, Range(1e-6)],
     sum_share: float,
     sum_weight: float,
     rows: int,
@@ -198,9 +202,9 @@ def dp_hp(
         ema: decay of the average of the generator that is published; 0 publishes the last one.
 
     Raises:
-        FedgenError: for a share that leaves one of the kernels nothing.
+        FedgenError: for a share that leaves one of the kernels nothing, in single precision.
     """
-    if not 0 < sum_share < 1:
+    if not _LEAST_SHARE <= sum_share <= 1 - _LEAST_SHARE:
         problem = f"{sum_share:g} leaves one of the kernels nothing"
         raise FedgenError("method.sum_share", problem, "take one between 0 and 1")
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgen.errors import FedgenError
+
 
 class ConvNet(nn.Module):
     """Three blocks of a 3x3 convolution, instance normalization, ReLU and 2x2 average pooling, and
@@ -16,6 +18,9 @@ class ConvNet(nn.Module):
         classes: number of labels.
         shape: (channels, height, width) of the images.
         width: channels of each convolution.
+
+    Raises:
+        FedgenError: for images that are too small to be pooled three times.
     """
 
     def __init__(self, classes: int, shape: tuple[int, int, int], width: int) -> None:
@@ -28,6 +33,12 @@ class ConvNet(nn.Module):
         )
         self.norms = nn.ModuleList(nn.GroupNorm(width, width) for _ in range(3))
         high, wide = ((side + 2 * first - 2) // 8 for side in sides)
+        if not high or not wide:
+            raise FedgenError(
+                "data",
+                f"images of {sides[1]}x{sides[0]} are too small for three poolings",
+                "take larger ones, from 8x8 (in grey 4x4) on",
+            )
         self.logits = nn.Linear(width * high * wide, classes)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tupl
     return request.read(Request.of(config, run, "", noise).text()), ready.method
 
 
-def asked(*words: str, run: str = RUN) -> Request:
-    return prepared(*words, run=run)[0]
+def asked(*words: str, run: str = RUN, method: str = "dp_merf_small") -> Request:
+    return prepared(*words, run=run, method=method)[0]
 
 
 def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
@@ -84,6 +84,20 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
     assert site.folder == tmp_path / "runs" / RUN
     [entry] = here.account.entries(_ROWS)
     assert entry.run == RUN and not entry.over
+
+
+def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> None:
+    """As in a simulation: the coordinator does not know how many rows there are."""
+    words = ["partition.clients=1", "privacy.aggregation=local"]
+    here = place(tmp_path, aggregations=("local",))
+    for critics, refused in ((1437, False), (1438, True)):
+        more = [f"method.critics={critics}", f"method.critics_per_step={critics}"]
+        wanted = asked(*words, *more, method="datalens_small", run=f"{critics:016x}")
+        if refused:
+            with pytest.raises(RefusedError, match="1438 critics are more than 1437 rows"):
+                open_run(here, wanted)
+        else:
+            open_run(here, wanted)
 
 
 @pytest.mark.parametrize(

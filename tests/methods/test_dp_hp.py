@@ -101,7 +101,18 @@ def test_its_cost_is_that_of_one_gaussian() -> None:
         assert gaussian_epsilon(1 / noise, 1e-5) == pytest.approx(target, rel=1e-4)
 
 
-@pytest.mark.parametrize("word", ["method.sum_share=0", "method.sum_share=1", "method.sum_share=2"])
-def test_shares_that_leave_a_kernel_nothing(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["account", "method=dp_hp_small", word]) == 2
-    assert "method.sum_share" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("sum_share=0", "must be positive"),
+        *((f"sum_share={share}", "leaves one of the kernels nothing") for share in (1e-300, 1, 2)),
+        ("kernel_length=1e-20", "must be at least 1e-06"),
+        ("order=100000", "must be below 1001"),
+    ],
+)
+def test_what_numbers_cannot_hold(
+    word: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["account", "method=dp_hp_small", f"method.{word}"]) == 2
+    assert f"method.{word.split('=')[0]}: " in (said := capsys.readouterr().err)
+    assert problem in said

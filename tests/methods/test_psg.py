@@ -13,6 +13,7 @@ from tiny import COINS, SHARD, Train
 from torch.nn import functional as F
 
 from fedgen import cli
+from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts
 from fedgen.methods.psg import psg
 from fedgen.models.convnet import ConvNet
@@ -52,6 +53,16 @@ def net_of(state: dict) -> ConvNet:
 
 def test_the_papers_network_has_the_papers_size() -> None:
     assert sum(p.numel() for p in ConvNet(10, (1, 28, 28), 128).parameters()) == 317_706
+
+
+@pytest.mark.parametrize(("channels", "least"), [(1, 4), (3, 8)])
+def test_images_that_cannot_be_pooled_three_times_are_refused(channels: int, least: int) -> None:
+    """Within a client it would be a failure over private rows, which has no bound."""
+    images, label = torch.zeros(1, channels, least, least), torch.zeros(1, dtype=torch.long)
+    assert ConvNet(10, (channels, least, least), 4)(images, label).isfinite().all()
+    for shape in ((channels, least - 1, least), (channels, least, least - 1), (channels, 1, 1)):
+        with pytest.raises(FedgenError, match="too small for three poolings"):
+            ConvNet(10, shape, 4)
 
 
 def test_a_classifier_starts_as_torchs_layers_do() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent
 from tiny import COINS, SETTINGS, SHARD, Train
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
+from fedgen.ensemble import answering
 from fedgen.losses.bce import discriminator_loss, generator_loss
 from fedgen.method import Method, PublicFacts, Query
 from fedgen.methods.datalens import agreed, datalens
@@ -22,6 +24,7 @@ from fedgen.methods.g_pate import g_pate, projections, read
 from fedgen.methods.pate_gan import pate_gan
 from fedgen.models import dcgan
 from fedgen.models.functional import part
+from fedgen.privacy.events import canonical
 
 OWN = {
     datalens: {"largest": 9, "threshold": 0.2},
@@ -74,26 +77,42 @@ def answer(method: Method, state: dict, shard: Shard = SHARD) -> torch.Tensor:
 
 @pytest.mark.parametrize("build", METHODS)
 @pytest.mark.parametrize("row", [0, 17])
-def test_one_record_changes_one_teacher_and_its_optimizer(build: object, row: int) -> None:
-    """And its label: released code that splits rows by their labels moves all teachers."""
+@pytest.mark.parametrize("stacks", [1, 3, 5])
+def test_one_record_changes_one_teacher_and_its_optimizer(
+    build: object, row: int, stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its label: released code that splits rows by their labels moves all teachers, and so does
+    an optimizer that goes from one stack of teachers of a turn to the next."""
+    monkeypatch.setattr(answering, "at_once", lambda *_: math.ceil(5 / stacks))
     method = make(build, critics_per_step=5)
+    assert len(method.client.train.__self__.turns[0]) == stacks
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
     images[row], labels[row] = 255 - images[row], (labels[row] + 3) % 10
     before, after = trained(method, 3), trained(method, 3, Shard(images, labels))
     assert before.keys() == after.keys()
     different = {
-        teacher
+        int(name.split(".")[1]) + teacher
         for name, tensors in before.items()
         for key, value in tensors.items()
         if value.dim()
-        for teacher in range(5)
+        for teacher in range(len(value))
         if not torch.equal(value[teacher], after[name][key][teacher])
     }
     assert {name.split(".")[0] for name in before} == {"critics", "adam"}
+    assert len(before) == 2 * stacks
     assert len(different) == 1
     raw = [answer(method, state).double() * 5 for state in (before, after)]
     bound = method.client.train.__self__.mechanism.bound
     assert float((raw[0] - raw[1]).flatten(1).norm(dim=1).max()) <= bound.diameter + 1e-6
+
+
+@pytest.mark.parametrize("build", METHODS)
+def test_each_image_is_an_event(build: object) -> None:
+    """A record may have moved the votes on all images of a round."""
+    plan = make(build, noise=1.5).plan
+    assert plan.rows_per_round > 1
+    voted = 3 * plan.rows_per_round
+    assert canonical(plan.server(voted)) == {GaussianDpEvent(noise_multiplier=1.5): voted}
 
 
 @pytest.mark.parametrize("build", METHODS)
@@ -129,20 +148,27 @@ def test_of_several_each_client_is_a_teacher(build: object) -> None:
 
 
 @pytest.mark.parametrize("method", ["datalens_small", "g_pate_small", "pate_gan_small"])
-def test_votes_steer_no_rounds_and_name_no_files(method: str, train: Train) -> None:
-    """Two runs whose votes differ leave the same files, the same numbers of lines, the same spend:
-    no round more or less, no file named by what was voted."""
+def test_votes_steer_no_rounds_and_name_no_files(method: str, train: Train, tmp_path: Path) -> None:
+    """Neighbours whose votes differ leave the same files, the same numbers of lines and the same
+    spend: no round more or less, no file named by what was voted."""
 
-    def left(run: Path) -> tuple[list[str], int, dict]:
+    def left(run: Path) -> tuple[list[str], int, str, str]:
         names = [p.relative_to(run).as_posix() for p in run.rglob("*")]
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        privacy = json.loads((run / "privacy.json").read_text())
-        return sorted(names), len(lines), {k: privacy[k] for k in ("rounds", "views")}
+        told = ((run / name).read_text() for name in ("privacy.json", "public/PRIVACY.md"))
+        return sorted(names), len(lines), *told
 
-    runs = [train(f"method={method}", "rounds=4", f"seed={n}", name=f"{n}") for n in (1, 2)]
+    images, labels = SHARD.images.numpy().copy(), SHARD.labels.numpy().copy()
+    runs = []
+    for name in ("one", "neighbour"):
+        test = {"test_images": images[1:], "test_labels": labels[1:]}
+        np.savez(tmp_path / f"{name}.npz", train_images=images, train_labels=labels, **test)
+        words = ["data=folder", f"data.path={tmp_path}/{name}.npz", "data.classes=10"]
+        runs.append(train(f"method={method}", *words, "rounds=4", name=name))
+        images[0], labels[0] = 255 - images[0], (labels[0] + 3) % 10
     assert left(runs[0]) == left(runs[1])
     told = [(run / "public" / "generator.safetensors").read_bytes() for run in runs]
-    assert told[0] != told[1]
+    assert told[0] != told[1] and len(told[0]) == len(told[1])
 
 
 # The papers' steps
