@@ -126,7 +126,7 @@ def main() -> None:
     status = run(sys.argv[1:])
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
-    if status == INTERRUPTED or sys.argv[1:2] == ["account"]:
+    if status == INTERRUPTED or sys.argv[1:2] in (["account"], ["completion"], ["--help"]):
         with contextlib.suppress(BrokenPipeError):  # whoever reads it has seen enough
             sys.stdout.flush()
             sys.stderr.flush()
@@ -198,6 +198,9 @@ def _command(command: str, *rest: str) -> None:
         if rest[:1] != ("method",):
             raise FedgenError("new", "has one command", "write fedgen new method name=NAME")
         rest = rest[1:]
+    inner = {"account": "spent", "node": "log"}.get(command)
+    if inner and rest and rest[0] != inner and difflib.get_close_matches(rest[0], [inner], 1):
+        raise FedgenError(f"{command} {rest[0]}", "is no command", f"did you mean {inner}?")
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
     if command == "node" and rest[:1] == ("log",):

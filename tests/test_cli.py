@@ -177,6 +177,25 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["account", "spend"], "account spend: is no command; did you mean spent?"),
+        (["node", "lo"], "node lo: is no command; did you mean log?"),
+        (["release", "run=a", "privacy.budget_epsilon=5"], "did you mean budget_epsilon?"),
+        (["sample", "run=no-such-place", "out=a.npz"], "run: there is no no-such-place; give a"),
+        (["sample", f"run={__file__}", "out=a.npz"], "is no folder; give a finished run"),
+        (["sample", "run=no-such-place", f"out={Path(__file__).parent}"], "tests exists; give a"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_near_is_named(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert cli.run(words) == 2
+    assert said in one_line(capsys)
+
+
+@pytest.mark.parametrize(
     ("words", "key"),
     [
         (["train", "run_dir=5"], "run_dir"),

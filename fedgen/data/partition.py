@@ -44,7 +44,7 @@ def by_writer(
         raise FedgenError(
             "partition",
             "by_writer needs a data set with writers",
-            "take data=femnist, or an mnist.npz with train_writer, or another partition",
+            "take data=femnist, an .npz with train_writer, or another partition",
         )
     names = np.unique(writers)
     if clients is not None:
@@ -69,8 +69,8 @@ def by_folder(
     if writers is None:
         raise FedgenError(
             "partition",
-            "by_folder needs clients' folders",
-            "put images into CLIENT/LABEL/, or give several: data.path=[a,b]",
+            "by_folder needs clients' folders, or a table with a column client",
+            "put images into CLIENT/LABEL/, or give several folders: data.path=[a,b]",
         )
     return by_writer(labels, writers, clients, coins)
 

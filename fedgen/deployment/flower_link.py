@@ -104,6 +104,9 @@ class Link:
         except httpx.HTTPStatusError as error:
             raise FedgenError(KEY, said(error), "see the SuperLink's log") from error
         except httpx.HTTPError as error:
+            if not_believed(error):
+                problem = f"the SuperLink at {self.address} is not who ca says ({str(error)[:100]})"
+                raise FedgenError(KEY, problem, "mend address or ca") from error
             problem = f"no SuperLink answers at {self.address} ({type(error).__name__})"
             raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
         finally:
@@ -112,11 +115,21 @@ class Link:
     def register(self, public_key: bytes, name: str) -> int:
         """Lets a node with this public key (PEM) in; returns its id."""
         with self.open(ControlHttpClient, "flwr CLI") as client:
-            found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+            try:
+                found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+            except httpx.HTTPStatusError as error:
+                if "already in use" in said(error):
+                    raise FedgenError("accept", "this key was let in before", "go on") from error
+                raise
             return int(found.node_id)
 
 
 KEY = "runtime.superlink"
+
+
+def not_believed(error: Exception) -> bool:
+    """Whether a connection failed over the other side's certificate."""
+    return "certificate" in str(error).lower() or "ssl" in str(error).lower()
 
 
 def link_at(superlink: str, ca: str) -> Link:

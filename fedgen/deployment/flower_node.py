@@ -50,7 +50,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedgen.deployment.flower_coordinator import REQUEST
-from fedgen.deployment.flower_link import said, settle
+from fedgen.deployment.flower_link import not_believed, said, settle
 from fedgen.deployment.flower_packing import packed, unpacked
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import set_message_id
@@ -125,7 +125,7 @@ class Connection:
                 raise LostError(told) from error
             raise FedgenError("superlink", told, "see whether this key was accepted") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            if "certificate" in str(error).lower() or "ssl" in str(error).lower():
+            if not_believed(error):
                 problem = f"it is not who ca says ({str(error)[:100]})"
                 raise FedgenError("superlink", problem, "mend superlink or ca") from error
             raise LostError(f"no answer ({type(error).__name__})") from error
@@ -190,6 +190,24 @@ _NOT_LET_IN = (
 )
 
 
+class Told:
+    """What a node that tries again has said: the same trouble is said once."""
+
+    def __init__(self) -> None:
+        self._last: str | None = None
+
+    def once(self, trouble: str) -> None:
+        """Says it, unless it was said last."""
+        if trouble != self._last:
+            often = f"trying again every {AGAIN_SECONDS:g} seconds"
+            print(f"fedgen: {trouble}; {often}", file=sys.stderr, flush=True)
+        self._last = trouble
+
+    def over(self) -> None:
+        """The trouble is over."""
+        self._last = None
+
+
 def error_reply(message: Message, code: int) -> Message:
     """A reply that is a code and nothing else."""
     return Message(Error(code), reply_to=message)
@@ -208,13 +226,13 @@ def connected(
         client = FleetHttpClient.from_server_address(address, False, ca, [named, signing])
     except (ssl.SSLError, ValueError) as error:
         raise FedgenError("ca", "holds no certificate", "take the coordinator's ca.crt") from error
-    connection = None
+    connection, told = None, Told()
     try:
         while connection is None and not over.is_set():
             try:
                 connection = Connection(client, key)
             except LostError as error:  # not there yet, not accepted yet, or killed a moment ago
-                print(f"fedgen: {address}: {error}; trying again", file=sys.stderr, flush=True)
+                told.once(f"{address}: {error}")
                 over.wait(AGAIN_SECONDS)
         yield connection
     finally:

@@ -30,6 +30,7 @@ from fedgen.deployment.keys import public_at
 from fedgen.errors import FedgenError
 from fedgen.files import write_whole
 
+_OWN = ("localhost", "127.0.0.1", "::1")  # by which this machine accepts keys and trains
 _CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 
 
@@ -56,14 +57,12 @@ def link(config: DictConfig) -> str:
 
 
 def certificates(home: Path, names: list[str], days: int) -> None:
-    """An authority of the link's own, unless there is one, and a certificate for its names: new
-    each time, so that they can change. Sites keep ``ca.crt``.
+    """An authority of the link's own, unless there is one, and a certificate for its names and this
+    machine's own: new each time, so that they can change. Sites keep ``ca.crt``.
 
     Raises:
         FedgenError: for a name that is none, or an authority that cannot be read.
     """
-    if not names:
-        raise FedgenError("hosts", "are none", "give those that nodes reach this machine by")
     if not isinstance(days, int) or not 1 <= days <= 3650:
         raise FedgenError("days", f"must be from 1 to 3650, got {days}", "e.g. 365")
     if not (home / _CA_KEY).exists():
@@ -82,6 +81,7 @@ def certificates(home: Path, names: list[str], days: int) -> None:
     except (OSError, ValueError, TypeError, AssertionError) as error:
         raise FedgenError("home", f"{home} has no authority", "restore it, or remove it") from error
     key = generate_private_key(SECP256R1())
+    names = list(dict.fromkeys([*names, *_OWN]))
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     built = _builder(subject, issuer, key, days)
     built = built.add_extension(

@@ -26,6 +26,7 @@ from fedgen.deployment.flower_node import (
     Connection,
     LostError,
     RunOverError,
+    Told,
     connected,
     error_reply,
 )
@@ -128,7 +129,7 @@ class _Serving:
         """Answers messages until it is told to end. What cannot be sent now is sent later: it was
         charged."""
         unsent: tuple[Message, Message] | None = None
-        heard = time.monotonic()
+        heard, told = time.monotonic(), Told()
         while not over.is_set():
             try:
                 if unsent is None:
@@ -141,14 +142,14 @@ class _Serving:
                     unsent = message, self._answer(message, connection)
                 connection.reply(*unsent)
                 unsent, heard = None, time.monotonic()
+                told.over()
             except RunOverError:  # it ended before this reply
                 unsent = None
             except LostError as error:
-                print(f"fedgen: {error}; trying again", file=sys.stderr, flush=True)
+                told.once(str(error))
                 over.wait(AGAIN_SECONDS)
             except Exception as error:  # of the SuperLink's: a node stays, whatever it is sent
-                told = plain(f"{type(error).__name__}: {error}")[:200]
-                print(f"fedgen: {told}; trying again", file=sys.stderr, flush=True)
+                told.once(plain(f"{type(error).__name__}: {error}")[:200])
                 unsent = None
                 over.wait(AGAIN_SECONDS)
 

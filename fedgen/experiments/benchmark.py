@@ -107,7 +107,9 @@ def benchmark(config: DictConfig) -> str:
     go_on = f"fedgen benchmark ... run_dir={place}"
     failed = train_beside(lanes, place / "logs", jobs, "runs", go_on)
     done = [point for point in known.values() if RunDir(place / point.name).finished]
-    left = [f"{name}: not finished" for name in known if name not in {p.name for p in done}]
+    asked = {point.name for point in points}
+    begun = [name for name in known if name in asked or (place / name).exists()]
+    left = [f"{name}: not finished" for name in begun if name not in {p.name for p in done}]
     words = write_table(whole, done, left, place) if done else ""
     if failed:
         print(words, end="")

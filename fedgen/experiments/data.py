@@ -83,15 +83,16 @@ def of_little_use(ready: Setup) -> list[str]:
         return []
     said, rows = [], np.concatenate(ready.shards)
     assumed = OmegaConf.select(config, "method.rows")
+    by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
         said.append(
             f"warning: method.rows = {assumed:,} is far from the number of images there are, and "
-            "samples will be of little use: fedgen data check says what fits"
+            f"samples will be of little use: give a public number near it as {by}"
         )
     if np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes).min() < _FEW:
         said.append(
-            f"warning: a label has fewer than {_FEW} images, and will be mostly noise: see fedgen "
-            "data check"
+            f"warning: a label has fewer than {_FEW} images, and will be mostly noise at a small "
+            "ε: see fedgen data check"
         )
     return said
 

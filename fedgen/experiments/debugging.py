@@ -166,8 +166,8 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     """
     chosen = config.debug
     if chosen.apart >= len(clients):
-        problem = f"{chosen.apart} of {len(clients)} clients leave none"
-        raise FedgenError("debug.apart", problem, "lower it")
+        problem = f"{chosen.apart} of {len(clients)} client(s) leave none"
+        raise FedgenError("debug.apart", problem, "lower it, or take a partition of more clients")
     coins = Coins.of(config.seed, "seeded").at("data")
     bugged = with_the_bug(len(clients), config.corruption.fraction, coins)
     order = torch.randperm(len(clients), generator=Coins.of(0, "seeded").public("apart")).numpy()
@@ -192,7 +192,8 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
         if len(members) < 2 * chosen.generators:
             problem = f"{len(members)} of {len(others)} clients are {name}, two for each of "
             problem += f"{chosen.generators} generators are needed"
-            raise FedgenError(f"debug.{name}", problem, "move it, or lower debug.apart")
+            remedy = "move it, or lower debug.generators or debug.apart; a hundred clients are few"
+            raise FedgenError(f"debug.{name}", problem, remedy)
         dealt = torch.randperm(len(members), generator=coins.public("parts", name)).numpy()
         parts = np.split(dealt[: size * chosen.generators], chosen.generators)
         groups[name] = [np.sort(members[part]) for part in parts]

@@ -127,7 +127,11 @@ def described(folder: Path, key: str) -> dict[str, Any]:
         schema = found["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "give a finished run, or its public folder"
-        raise FedgenError(key, f"{path} cannot be read", remedy) from error
+        problem = f"{path} cannot be read"
+        if not folder.is_dir():
+            problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
+            remedy = "unpack it first" if folder.suffix == ".zip" else remedy
+        raise FedgenError(key, problem, remedy) from error
     if schema != SCHEMA:
         problem = f"{path} has schema {schema!r}, not {SCHEMA}"
         raise FedgenError(key, problem, "open it by the version of fedgen that wrote it")
@@ -281,8 +285,10 @@ def sample(config: DictConfig) -> str:
     were published. Needs its ``public`` folder alone; of a run that is not over its directory and
     its data. Where they are, in words."""
     out, coins = Path(config.out), Coins.of(config.seed, "seeded").at("sample")
-    if out.suffix not in ("", ".npz", ".png", ".parquet") or (not out.suffix and out.exists()):
-        problem = f"{out} is no .npz, no .png, no .parquet and no new folder"
+    if not out.suffix and out.exists():
+        raise FedgenError("out", f"{out} exists", "give a folder that does not")
+    if out.suffix not in ("", ".npz", ".png", ".parquet"):
+        problem = f"{out} is no .npz, no .png, no .parquet and no folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
     path, told = Path(config.run), str(out)

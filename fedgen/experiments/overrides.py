@@ -182,11 +182,15 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         near = difflib.get_close_matches(option[2], options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        remedy = f"{hint}choose {', '.join(options)}; yours: FEDGEN_EXTENSIONS=PACKAGE"
+        own = "for one of your own set FEDGEN_EXTENSIONS=PACKAGE"
+        remedy = f"{hint}choose {', '.join(options)}; {own}"
         return FedgenError(option[1], f"there is no {option[2]!r}", remedy)
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
         wrong = key[1] or key[2]
+        group, _, last = wrong.rpartition(".")
+        if last in known() and not any(each.startswith(f"{group}.") for each in known()):
+            return FedgenError(wrong, "is no setting", f"did you mean {last}?")
         if theirs := _options_with(wrong):
             problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
             return FedgenError(wrong, problem, "choose that, or leave it out")
@@ -196,7 +200,7 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
         return FedgenError(wrong, "is no setting", remedy)
     several = re.search(r"Ambiguous value for argument '([^=]+)=", text)
     if several:
-        remedy = "-m runs each; a list is in brackets: [a,b]; a text in quotes"
+        remedy = "a list is in brackets: [a,b]; a text in quotes; fedgen train -m runs each"
         return FedgenError(several[1], "has several values", remedy)
     [problem, *_] = text.splitlines() or ["cannot be read"]
     return FedgenError("override", problem, "see fedgen --help")

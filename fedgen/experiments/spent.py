@@ -101,12 +101,11 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
     with_it = spent_together([*others, entry], delta)
     if with_it.or_infinity > budget:
-        so_far = spent_together(others, delta) if others else None
-        before = epsilon_in_words(so_far.value) if so_far else "0"
-        problem = (
-            f"{len(others)} runs on these data come to ε = {before}, with this one to "
-            f"{epsilon_in_words(with_it.value)}, above {budget:g}"
-        )
+        before = "this run comes to ε = "
+        if others:
+            so_far = epsilon_in_words(spent_together(others, delta).value)
+            before = f"other runs on these data ({len(others)}) come to ε = {so_far}, with this to "
+        problem = f"{before}{epsilon_in_words(with_it.value)}, above {budget:g}"
         remedy = "start a run at a lower privacy.target_epsilon, or of a larger budget"
         raise FedgenError(key, problem, remedy)
 
@@ -156,7 +155,7 @@ def _together(
 
 
 def _words(record: dict[str, Any], file: SpentFile) -> str:
-    lines = [f"{record['data']}: {len(record['runs'])} secure run(s) in {file.path}"]
+    lines = [f"{record['data']}: secure runs: {len(record['runs'])}, in {file.path}"]
     for row in record["runs"]:
         how = "cost" if row["over"] else "not over, may cost"
         lines.append(f"  {row['folder']}: {how} ε = {epsilon_in_words(row['epsilon'])}")

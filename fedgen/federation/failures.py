@@ -113,6 +113,8 @@ def too_few(
         of_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
     remedy = "mend it and try resume=, or start anew with a lower runtime.min_success"
+    if set(of_kind) == {"refused"}:
+        remedy = "fedgen node log at a site says why: ask for what its policy allows"
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",

@@ -31,6 +31,7 @@ ASKED = {
 
 _GROUPS = (2, 5, 10)  # images of one person
 _MOST_IN_WORDS = 300
+_MOST_DIGITS = 4
 
 
 def tier(value: float | None) -> str:
@@ -78,16 +79,25 @@ def headline(
                 "who": names[name],
                 "epsilon": value,
                 "tier": tier(value),
-                "beliefs": [_at_most(after) for _, after in beliefs(value, record["delta"])],
+                "beliefs": [
+                    at_most(after, value is not None and record["delta"] < FOUND)
+                    for _, after in beliefs(value, record["delta"])
+                ],
             }
             for name, value in views.items()
         ],
     }
 
 
-def _at_most(belief: float) -> str:
-    percent = math.ceil(1000 * belief) / 10  # never below
-    return f"≤ {percent:.1f} %" if percent < 100 else "no bound"
+def at_most(belief: float, bounded: bool) -> str:
+    """A belief in percent, never rounded down, with as many digits as tell it from certainty."""
+    if not bounded:
+        return "no bound"
+    for digits in range(1, _MOST_DIGITS + 1):
+        percent = math.ceil(belief * 10 ** (digits + 2)) / 10**digits
+        if percent < 100:
+            return f"≤ {percent:.{digits}f} %"
+    return "< 100 %"
 
 
 def told(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:

@@ -239,6 +239,10 @@ PARTS = {"critics": "clients train", "routing": "answer", "generator": "the serv
 """Of a round, in words."""
 
 
+_LITTLE = 0.5
+"""Of what real rows teach a classifier: below, samples are of little use."""
+
+
 def summary(path: Path) -> str:
     """What a run came to, for people."""
     results = json.loads((path / "results.json").read_text())
@@ -263,12 +267,17 @@ def summary(path: Path) -> str:
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
+    more, (_, of_real) = (
+        "take more rounds, a larger ε, more rows, or method=mixture",
+        averages(results),
+    )
     if results.get("coherence", 1.0) < NOISE:
         lines.append(
             "the samples look like noise: neighbouring pixels hardly agree (correlation "
-            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); take more rounds, a "
-            "larger ε, more rows, or method=mixture"
+            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); {more}"
         )
+    elif of_real is not None and of_real < _LITTLE:
+        lines.append(f"the samples teach little of what real rows do; {more}")
     lines += quality(results)
     taken = results["seconds_per_round"]
     parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in PARTS.items() if n in taken)

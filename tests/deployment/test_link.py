@@ -72,8 +72,9 @@ def test_certificates_are_for_the_names_that_nodes_use(tmp_path: Path) -> None:
     server = x509.load_pem_x509_certificate((tmp_path / "server.crt").read_bytes())
     server.verify_directly_issued_by(ca)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["link.example.org"]
-    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3"]
+    assert names.get_values_for_type(x509.DNSName) == ["link.example.org", "localhost"]
+    addresses = [str(a) for a in names.get_values_for_type(x509.IPAddress)]
+    assert addresses == ["10.1.2.3", "127.0.0.1", "::1"], "and its own: it lets keys in by them"
     before = (tmp_path / "ca.crt").read_bytes()
     certificates(tmp_path, ["other.example.org"], 30)  # sites keep what they have
     assert (tmp_path / "ca.crt").read_bytes() == before

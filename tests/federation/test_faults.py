@@ -354,7 +354,7 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
     assert admitted == (left == "all")
     if admitted:
         return
-    assert "privacy.budget_epsilon: 1 runs on these data come to" in capsys.readouterr().err
+    assert "privacy.budget_epsilon: other runs on these data (1) come to" in capsys.readouterr().err
     shown = charged(capsys)
     assert shown > 1.5 * quiet
     if left == "no folder":  # it comes back: nothing is taken back until it is over
@@ -376,7 +376,7 @@ def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     monkeypatch.setattr(Faults, "of", lambda *_: None)
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "fedgen: privacy.budget_epsilon: 0 runs" in capsys.readouterr().err
+    assert "fedgen: privacy.budget_epsilon: this run comes to ε = " in capsys.readouterr().err
     assert not (run / "privacy.json").exists()
 
 

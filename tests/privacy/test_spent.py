@@ -214,7 +214,7 @@ def test_runs_on_the_same_rows_add_up(
     budget = f"privacy.budget_epsilon={together['epsilon'] + 0.01}"
     third = ["train", *SECURE, budget, f"run_dir={tmp_path / 'third'}"]
     assert cli.run(third) == 2
-    assert "privacy.budget_epsilon: 2 runs on these data" in capsys.readouterr().err
+    assert "privacy.budget_epsilon: other runs on these data (2)" in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
     assert len(spent(capsys)["runs"]) == 2
     assert cli.run([*third, f"privacy.budget_epsilon={2 * sum(alone)}"]) == 0

@@ -18,7 +18,7 @@ from tiny import Train
 
 from fedgen import cli
 from fedgen.privacy.accounting import gaussian_delta, gaussian_epsilon
-from fedgen.reporting.headline import FOUND, beliefs, of_persons, tier
+from fedgen.reporting.headline import FOUND, at_most, beliefs, of_persons, tier
 from fedgen.reporting.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -217,6 +217,24 @@ def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: f
     for prior, after in beliefs(epsilon, delta):
         right = prior * there / (prior * there + (1 - prior) * others)
         assert right[enough].max() <= after + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("belief", "bounded", "shown"),
+    [
+        (0.0268, True, "≤ 2.7 %"),
+        (0.99591, True, "≤ 99.6 %"),
+        (0.99960, True, "≤ 99.96 %"),
+        (0.9999546, True, "≤ 99.996 %"),
+        (0.99999999, True, "< 100 %"),
+        (1.0, True, "< 100 %"),
+        (1.0, False, "no bound"),
+    ],
+)
+def test_beliefs_are_shown_as_far_as_there_is_a_bound(
+    belief: float, bounded: bool, shown: str
+) -> None:
+    assert at_most(belief, bounded) == shown
 
 
 def test_beliefs_without_a_bound() -> None:
