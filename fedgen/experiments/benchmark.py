@@ -326,7 +326,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
                 ""
                 if row["paper_gen2real_cnn"] is None
                 else f"{100 * row['paper_gen2real_cnn']:.0f}",
-                f"{row['training_seconds']:.0f} s",
+                f"{row['training_seconds']:.{int(row['training_seconds'] < 10)}f} s",
                 bytes_in_words(row["peak_rss_bytes"]),
                 bytes_in_words(round(row["bytes_up"])),
             ]

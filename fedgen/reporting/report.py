@@ -211,7 +211,7 @@ def _server(path: Path) -> dict[str, Any]:
 
 
 def _compared(run: dict[str, Any]) -> dict[str, Any]:
-    results = run["results"]
+    results, kind = run["results"], run["record"]["aggregation"]["kind"]
     found = {name: each["mean"] for name, each in results["gen2real"].items()}
     return {
         "name": run["name"],
@@ -220,6 +220,7 @@ def _compared(run: dict[str, Any]) -> dict[str, Any]:
         "unit": run["record"]["unit"],
         "gen2real": found,
         "average": averages(results)[0],
+        "clients": f"{results['clients']:,} ({kind})" if results["clients"] > 1 else "1",
         "seconds": results["seconds"],
         "memory": results["peak_rss_bytes"],
         "up": results["bytes"]["up"],
