@@ -7,7 +7,7 @@ cost is its own figure, against a server that keeps all it sees.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,18 @@ def read(path: Path) -> Policy:
                 found[name] = float(found[name])
     for name, check in _KINDS.items():
         if name in found and not check(found[name]):
-            raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", _REMEDY)
+            choices = _CHOICES.get(name)
+            remedy = f"give a list of: {', '.join(choices())}" if choices else _REMEDY
+            raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", remedy)
     found.setdefault("budget_epsilon", found["epsilon"])
     peers = found.get("peers")
     if peers and len(set(peers.values())) < len(peers):
         raise FedgenError(f"{_KEY}.peers", "one fingerprint stands twice", _REMEDY)
-    lists = {name: tuple(found[name]) for name in _LISTS if found.get(name) is not None}
+    lists = {name: tuple(found[name]) for name in _CHOICES if found.get(name) is not None}
     return Policy(**{**found, **lists})
 
 
 _REMEDY = "see docs/deployment.md"
-_LISTS = ("units", "methods", "aggregations")
 
 
 def _number(value: Any) -> bool:
@@ -106,14 +107,25 @@ def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _words(allowed: Sequence[str]) -> Any:
-    return lambda value: isinstance(value, list) and value and all(v in allowed for v in value)
-
-
-def _methods(value: Any) -> bool:
+def _methods() -> list[str]:
     known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
     known |= {path.stem for path in factories.places()[0].glob("warm_up/*.yaml")}
-    return value is None or bool(_words(sorted(known))(value))
+    return sorted(known)
+
+
+_CHOICES: dict[str, Callable[[], Sequence[str]]] = {
+    "units": lambda: ("record", "client"),
+    "methods": _methods,
+    "aggregations": lambda: ("local", "secure"),
+}
+
+
+def _some_of(name: str) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        allowed = _CHOICES[name]()
+        return isinstance(value, list) and bool(value) and all(each in allowed for each in value)
+
+    return check
 
 
 def _of_peers(value: Any) -> bool:
@@ -127,9 +139,9 @@ _KINDS = {
     "epsilon": _number,
     "delta": lambda value: _number(value) and value < 1,
     "budget_epsilon": lambda value: value is None or _number(value),
-    "units": _words(("record", "client")),
-    "methods": _methods,
-    "aggregations": _words(("local", "secure")),
+    "units": _some_of("units"),
+    "methods": lambda value: value is None or _some_of("methods")(value),
+    "aggregations": _some_of("aggregations"),
     "threshold": _count,
     "colluders": _count,
     "rehearsal": lambda value: isinstance(value, bool),

@@ -253,7 +253,7 @@ def test_a_runs_name_is_no_path(run: str) -> None:
         ("epsilon: 5\ndelta: 1e-5\naggregations: [trusted]", "policy.aggregations"),
         ("epsilon: 5\ndelta: 1e-5\npeers: [a]", "policy.peers"),
         ("epsilon: 5\ndelta: 1e-5\nrehearsal: 1", "policy.rehearsal"),
-        ("epsilon: 5\ndelta: 1e-5\nmethods: [mixtur]", "policy.methods"),
+        ("epsilon: 5\ndelta: 1e-5\nmethods: [mixtur]", "list of: central_images, "),
         ("epsilon: 5\ndelta: 1e-5\nmethods: []", "policy.methods"),
         ("epsilon: 5\ndelta: 1e-5\nunits: [[a]]", "policy.units"),
         ("epsilon: 5\ndelta: 1e-5\npeers: {0: a, 1: a}", "one fingerprint stands twice"),
