@@ -199,7 +199,13 @@ def _command(command: str, *rest: str) -> None:
             raise FedgenError("new", "has one command", "write fedgen new method name=NAME")
         rest = rest[1:]
     inner = {"account": "spent", "node": "log"}.get(command)
-    if inner and rest and rest[0] != inner and difflib.get_close_matches(rest[0], [inner], 1):
+    if (
+        inner
+        and rest
+        and rest[0] != inner
+        and "=" not in rest[0]
+        and difflib.get_close_matches(rest[0], [inner], 1)
+    ):
         raise FedgenError(f"{command} {rest[0]}", "is no command", f"did you mean {inner}?")
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])

@@ -238,15 +238,15 @@ MUTANTS = [
     Mutant(
         "a-run-that-died-and-does-not-go-on-had-secret-draws",
         "fedgen/experiments/spent.py",
-        '    return identity["run"] != run or ended_over_an_answer(run_dir)',
-        '    return identity["run"] != run',
+        "        return ended_over_an_answer(RunDir(folder))",
+        "        return False",
         f"{FAULT_TESTS}::test_a_run_that_died_is_charged_whether_it_goes_on_or_not",
     ),
     Mutant(
         "a-folder-that-is-gone-tells-that-nobody-died",
         "fedgen/experiments/spent.py",
-        "    except FedgenError:\n        return True",
-        "    except FedgenError:\n        return False",
+        "        if died is not False:",
+        "        if died:",
         f"{FAULT_TESTS}::test_a_run_that_died_is_charged_whether_it_goes_on_or_not",
     ),
     Mutant(

@@ -181,6 +181,7 @@ def test_a_mistake_is_one_line(
     [
         (["account", "spend"], "account spend: is no command; did you mean spent?"),
         (["node", "lo"], "node lo: is no command; did you mean log?"),
+        (["node", "log=2"], "log"),
         (["release", "run=a", "privacy.budget_epsilon=5"], "did you mean budget_epsilon?"),
         (["sample", "run=no-such-place", "out=a.npz"], "run: there is no no-such-place; give a"),
         (["sample", f"run={__file__}", "out=a.npz"], "is no folder; give a finished run"),

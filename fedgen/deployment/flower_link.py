@@ -129,7 +129,13 @@ KEY = "runtime.superlink"
 
 def not_believed(error: Exception) -> bool:
     """Whether a connection failed over the other side's certificate."""
-    return "certificate" in str(error).lower() or "ssl" in str(error).lower()
+    said = str(error).lower()
+    return not isinstance(error, httpx.TimeoutException) and (
+        "certificate" in said or _PLAIN in said
+    )
+
+
+_PLAIN = "wrong_version"  # it speaks no TLS
 
 
 def link_at(superlink: str, ca: str) -> Link:

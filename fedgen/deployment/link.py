@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from pathlib import Path
 
 from cryptography import x509
@@ -31,6 +32,7 @@ from fedgen.errors import FedgenError
 from fedgen.files import write_whole
 
 _OWN = ("localhost", "127.0.0.1", "::1")  # by which this machine accepts keys and trains
+_MACHINE = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?")
 _CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 
 
@@ -48,8 +50,7 @@ def link(config: DictConfig) -> str:
         name = config.name or Path(config.accept).name.removesuffix(".pub")
         here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
         return f"accepted node {name} ({here.register(node, name)})"
-    names = [config.hosts] if isinstance(config.hosts, str) else list(config.hosts)
-    certificates(home, names, config.days)
+    certificates(home, list(config.hosts), config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
     ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
     serve(config.host, config.port, ca, certificate, key, home / "link.sqlite")
@@ -128,12 +129,9 @@ def _name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(name)
-    except ValueError as error:
-        raise FedgenError(
-            "hosts", f"{name!r} is no name of a machine", "e.g. [link.org]"
-        ) from error
+    if not isinstance(name, str) or not _MACHINE.fullmatch(name):
+        raise FedgenError("hosts", f"{name!r} is no name of a machine", "e.g. [link.org]")
+    return x509.DNSName(name)
 
 
 def _write(path: Path, key: EllipticCurvePrivateKey) -> None:

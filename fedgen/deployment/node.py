@@ -134,6 +134,7 @@ class _Serving:
             try:
                 if unsent is None:
                     message = connection.receive()
+                    told.over()
                     if message is None:
                         silent = time.monotonic() - heard
                         pause = max(_POLL_SECONDS, _OF_THE_SILENCE * silent)
@@ -142,7 +143,6 @@ class _Serving:
                     unsent = message, self._answer(message, connection)
                 connection.reply(*unsent)
                 unsent, heard = None, time.monotonic()
-                told.over()
             except RunOverError:  # it ended before this reply
                 unsent = None
             except LostError as error:

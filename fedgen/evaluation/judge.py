@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
-from fedgen.evaluation.utility import Images, Labels, outputs, trained
+from fedgen.evaluation.utility import LEAST_BATCHES, Images, Labels, outputs, trained
 from fedgen.files import digest, write_shared
 from fedgen.models.classifiers import JudgeNet
 
@@ -23,7 +23,8 @@ _EPOCHS = 15
 
 def judge(images: Images, labels: Labels, classes: int, cache: Path) -> JudgeNet:
     """The classifier of these rows: trained once, then found in ``cache`` by their digest."""
-    facts = f"{classes} {images.shape} {_EPOCHS} {metadata.version('fedgen')}"
+    rule = f"{_EPOCHS} {LEAST_BATCHES}"
+    facts = f"{classes} {images.shape} {rule} {metadata.version('fedgen')}"
     name = digest(images.tobytes(), labels.tobytes(), facts.encode())
     path = cache / f"judge-{name[:16]}.safetensors"
     net = JudgeNet(images.shape[1:], classes)

@@ -35,7 +35,7 @@ Labels = NDArray[np.int64]
 Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
-_HELD_OUT, _PATIENCE, _LEAST_BATCHES = 0.1, 3, 30
+_HELD_OUT, _PATIENCE, LEAST_BATCHES = 0.1, 3, 30
 _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
@@ -102,7 +102,7 @@ def trained(
         targets, order = torch.from_numpy(labels), torch.randperm(len(labels))
         held = int(_HELD_OUT * len(order))
         out, rows = order[:held].numpy(), order[held:]
-        repeats = math.ceil(_LEAST_BATCHES / math.ceil(len(rows) / 128))
+        repeats = math.ceil(LEAST_BATCHES / math.ceil(len(rows) / 128))
         best, kept, since = -1.0, net.state_dict(), 0
         for _ in range(epochs):
             net.train()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
-from fedgen.errors import FedgenError
 from fedgen.experiments.planning import Privacy
 from fedgen.federation.client_app import LEDGER, died_answering
 from fedgen.method import Method, Plan
@@ -60,11 +59,8 @@ def a_client_died(run_dir: RunDir) -> bool:
 
 def ended_over_an_answer(run_dir: RunDir) -> bool:
     """Whether a run that is no longer going on left a client's answer unfinished."""
-    try:
-        with run_dir.locked("run"):  # nobody is asked meanwhile
-            return a_client_died(run_dir)
-    except FedgenError:  # it trains on in another process
-        return False
+    with run_dir.looked_at() as quiet:  # else it trains on in another process
+        return quiet and a_client_died(run_dir)
 
 
 def count_unplanned(state: RunState, run_dir: RunDir) -> None:

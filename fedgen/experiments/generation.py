@@ -130,7 +130,8 @@ def described(folder: Path, key: str) -> dict[str, Any]:
         problem = f"{path} cannot be read"
         if not folder.is_dir():
             problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
-            remedy = "unpack it first" if folder.suffix == ".zip" else remedy
+            zipped = folder.exists() and folder.suffix == ".zip"
+            remedy = "unpack it first" if zipped else remedy
         raise FedgenError(key, problem, remedy) from error
     if schema != SCHEMA:
         problem = f"{path} has schema {schema!r}, not {SCHEMA}"

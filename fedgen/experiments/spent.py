@@ -14,8 +14,9 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
 from fedgen.experiments.accounts import ended_over_an_answer
 from fedgen.experiments.settings import Setup
+from fedgen.files import read_json
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
-from fedgen.privacy.ledger import larger
+from fedgen.privacy.ledger import larger, with_told
 from fedgen.privacy.spent import Entry, SpentFile, spent_together
 from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
@@ -36,7 +37,7 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     gaps = _with_gaps(ready) if ready.gaps_show else None
     entry = Entry(name, ready.dataset.account, ready.shares, folder, *kinds, most, gaps=gaps)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
-    _count_deaths(file, [each for each in file.entries(entry.data) if each.run != name])
+    _count_deaths(file, file.entries(entry.data), entry)
     file.enter(entry, partial(check_budget, budget, delta, entry), anew)
     return file
 
@@ -51,22 +52,28 @@ def _with_gaps(ready: Setup) -> Spend:
     return canonical(ready.with_gaps().plan.server(ready.privacy.budget.rows))
 
 
-def _count_deaths(file: SpentFile, entries: Sequence[Entry]) -> None:
+def _count_deaths(file: SpentFile, entries: Sequence[Entry], own: Entry | None = None) -> None:
     """Counts the draws of runs as seen that ended over a client's answer, or whose folders are not
-    there to tell: whether they go on or not."""
+    there to tell: whether they go on or not. ``own``: the run that begins, or goes on, now. Its
+    folder tells by itself; where it went on in another one before, that may have been moved."""
     for entry in entries:
-        if entry.gaps is None or entry.over:
-            continue
-        if _may_have_died(Path(entry.folder), entry.run):
+        if entry.gaps is None or entry.over or with_told(entry.gaps, [entry.most]) == entry.most:
+            continue  # there is nothing to count, or it counts
+        died = _died(Path(entry.folder), entry.run)
+        if own is not None and own.run == entry.run:
+            died = bool(died) and own.folder != entry.folder
+        if died is not False:
             file.widen(entry.run, entry.gaps)
 
 
-def _may_have_died(folder: Path, run: str) -> bool:
+def _died(folder: Path, run: str) -> bool | None:
+    """Whether a run ended over a client's answer; None where its folder does not tell."""
     try:
-        run_dir, _, identity = RunDir.open(folder, "run")
-    except FedgenError:
-        return True
-    return identity["run"] != run or ended_over_an_answer(run_dir)
+        if read_json(folder / "run.json")["run"] != run:
+            return None
+        return ended_over_an_answer(RunDir(folder))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:

@@ -137,8 +137,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             raise
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
-                shutil.rmtree(run_dir.path)
                 close(training.spent, name, [])
+                shutil.rmtree(run_dir.path)
             raise
 
 

@@ -114,7 +114,7 @@ def too_few(
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
     remedy = "mend it and try resume=, or start anew with a lower runtime.min_success"
     if set(of_kind) == {"refused"}:
-        remedy = "fedgen node log at a site says why: ask for what its policy allows"
+        remedy = "fedgen node log at a site says why; then resume=, or start anew"
     return UnansweredError(
         "runtime.min_success",
         f"{missing} of {asked} clients did not answer {place} ({kinds})",

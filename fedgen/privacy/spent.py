@@ -59,9 +59,9 @@ class Entry:
     """One run on a data set.
 
     data: the digest of its rows. shares: a digest of whose they are. folder: where the run was
-    begun. most: what a client spends at most, by the plan; of a run that is over, for the rows that
-    it was asked for. charged: client -> what it has spent, by its own ledger. gaps: ``most`` where
-    a missing answer may have shown a draw; None where no draw can be shown so.
+    begun, or went on last. most: what a client spends at most, by the plan; of a run that is over,
+    for the rows that it was asked for. charged: client -> what it has spent, by its own ledger.
+    gaps: ``most`` where a missing answer may have shown a draw; None where no draw can be shown so.
     """
 
     run: str
@@ -114,12 +114,14 @@ class SpentFile:
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
             known = _most(file, entry.run)
+            if known is not None:  # it goes on there now
+                file.execute("UPDATE runs SET folder = ? WHERE run = ?", (entry.folder, entry.run))
+            if entry.gaps is not None:
+                gaps, over = json.dumps(spend_to_json(entry.gaps)), "REPLACE" if anew else "IGNORE"
+                file.execute(f"INSERT OR {over} INTO gaps VALUES (?, ?)", (entry.run, gaps))
             if known is not None and not anew:
                 return  # it counts since then, with all that it may spend
             check([each for each in _entries(file, entry.data) if each.run != entry.run])
-            if entry.gaps is not None:
-                gaps = json.dumps(spend_to_json(entry.gaps))
-                file.execute("INSERT OR REPLACE INTO gaps VALUES (?, ?)", (entry.run, gaps))
             most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
             if known is not None:
                 longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"

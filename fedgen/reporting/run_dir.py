@@ -9,11 +9,12 @@ import importlib.resources
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jsonschema
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +31,7 @@ _SEALED = (
     "public/README.md",
 )
 _LINE_BYTES = 2**16  # more than a line of metrics has
+_LOOK_SECONDS = 1.0  # that others take for a look, at most
 
 
 def make_folder(path: Path) -> None:
@@ -280,19 +282,33 @@ class RunDir:
             FedgenError: if another process is in.
         """
         with (self.path / "config.yaml").open() as held:  # which nobody replaces
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise FedgenError(
-                    key, f"{self.path} is in use by another process", "wait for its end"
-                ) from error
+            until = time.monotonic() + _LOOK_SECONDS
+            while not _locked(held, fcntl.LOCK_EX):
+                if time.monotonic() > until:
+                    problem = f"{self.path} is in use by another process"
+                    raise FedgenError(key, problem, "wait for its end")
+                time.sleep(_LOOK_SECONDS / 20)
             yield
+
+    @contextmanager
+    def looked_at(self) -> Iterator[bool]:
+        """Whether nobody trains there; and nobody begins to meanwhile."""
+        with (self.path / "config.yaml").open() as held:
+            yield _locked(held, fcntl.LOCK_SH)
 
     def write(self, name: str, data: dict[str, Any], form: str | None = None) -> None:
         """Writes ``NAME.json`` in one step, checked by the schema ``form`` (None: of that name)."""
         _validator(form or name).validate(data)
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_whole(self.path / f"{name}.json", text.encode())
+
+
+def _locked(held: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(held, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _append(path: Path, line: object, durable: bool = False) -> None:

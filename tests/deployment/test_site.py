@@ -296,7 +296,10 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         (["link", "accept=policy.yaml"], "accept: policy.yaml is no public key"),
         (["link", "accept=none.pub"], "none.pub cannot be read"),
         (["link", "port=0"], "port: cannot be 0"),
-        (["link", "hosts=['ü']"], "hosts: 'ü' is no name"),
+        *(
+            (["link", f"hosts=[{host}]"], "is no name of a machine")
+            for host in ("'ü'", "''", "10", "'a b'", "link.org:9092", "'https://link.org'")
+        ),
         (["link", "days=0"], "days: must be from 1"),
         (["train", "runtime=deployed", "runtime.ca=none"], "take data=public_facts"),
         (["train", *PUBLIC, "runtime=in_process"], "public_facts has no rows"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from tiny import COINS, TINY, Train, fingerprint, make, tiny
 from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.ensemble.critics import Critics
-from fedgen.errors import Interrupted
+from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup
@@ -362,6 +364,54 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
         assert charged(capsys) == shown
         assert cli.run(["train", f"resume={run}"]) == 0
         assert charged(capsys) == pytest.approx(quiet)
+
+
+@pytest.mark.parametrize("how", ["copied", "moved", "of an old account", "linked"])
+def test_a_run_is_looked_for_where_it_went_on(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a copy's death showed counts; a run that was moved, or has a link in it, is not taken for
+    dead; accounts of versions before are told of gaps when their runs go on."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run, other = tmp_path / "run", tmp_path / "other"
+
+    def cut(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds in (2, 4):
+            raise KeyboardInterrupt
+
+    command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*command, f"run_dir={run}"]), watch=cut)
+    quiet = charged(capsys)
+    if how == "linked":
+        (run / "notes").symlink_to(tmp_path)
+        assert charged(capsys) == quiet
+        return
+    if how == "copied":
+        shutil.copytree(run, other)
+    elif how == "moved":
+        run.rename(other)
+    else:
+        run.rename(other)
+        with sqlite3.connect(tmp_path / "home" / "spent.sqlite") as file:
+            file.execute("DROP TABLE gaps")
+        assert charged(capsys) == quiet
+    with pytest.raises(Interrupted):
+        training.train(compose("config", ["resume=" + str(other)]), watch=cut)
+    assert charged(capsys) == quiet
+    (other / "clients" / "4" / "answering").touch()
+    assert charged(capsys) > 1.5 * quiet
+
+
+def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    place = RunDir(tmp_path)
+    with place.looked_at() as first, place.looked_at() as second:
+        assert first and second
+        with pytest.raises(FedgenError, match="in use"), place.locked("run"):
+            pass
+    with place.locked("run"), place.looked_at() as quiet:
+        assert not quiet
 
 
 def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(

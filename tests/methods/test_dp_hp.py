@@ -107,6 +107,8 @@ def test_its_cost_is_that_of_one_gaussian() -> None:
         ("sum_share=0", "must be positive"),
         *((f"sum_share={share}", "leaves one of the kernels nothing") for share in (1e-300, 1, 2)),
         ("kernel_length=1e-20", "must be at least 1e-06"),
+        ("kernel_length=1e200", "must be below 1e+06"),
+        ("sum_weight=1e300", "must be below 1e+12"),
         ("order=100000", "must be below 1001"),
     ],
 )
