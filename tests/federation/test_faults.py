@@ -370,8 +370,8 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
 def test_a_run_is_looked_for_where_it_went_on(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a copy's death showed counts; a run that was moved, or has a link in it, is not taken for
-    dead; accounts of versions before are told of gaps when their runs go on."""
+    """What a copy's death showed counts; a run that was moved, or has a link in it, is not taken
+    for dead; accounts of versions before are told of gaps when their runs go on."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, other = tmp_path / "run", tmp_path / "other"
 
