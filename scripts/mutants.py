@@ -229,6 +229,20 @@ MUTANTS = [
         f"{VOTES_TESTS}::test_one_record_changes_one_teacher_and_its_optimizer",
     ),
     Mutant(
+        "a-step-more-than-counted",
+        "fedgen/gradient_sums.py",
+        "        return repeat(mechanism.event(), answered)",
+        "        return repeat(mechanism.event(), max(1, answered - 1))",
+        "tests/contracts/test_methods.py::TestEveryMethod::test_spend_stays_within_the_plan[psg_small-one]",
+    ),
+    Mutant(
+        "votes-say-when-samples-are-drawn",
+        "fedgen/experiments/training.py",
+        "        if _due(state, facts, self.config.sample_every) or last:",
+        "        if (facts.answer_norm or 0) % 1 > 0.5 or last:",
+        f"{VOTES_TESTS}::test_votes_steer_no_rounds_and_name_no_files",
+    ),
+    Mutant(
         "all-images-of-a-round-are-one-vote",
         "fedgen/ensemble/answering.py",
         "        return repeat(mechanism.event(rows), answered // rows)",
