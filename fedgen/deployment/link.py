@@ -5,6 +5,7 @@ anybody let nodes in, start runs and take a coordinator's place. They answer thi
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import re
@@ -83,11 +84,10 @@ def certificates(home: Path, names: list[str], days: int) -> None:
         raise FedgenError("home", f"{home} has no authority", "restore it, or remove it") from error
     key = generate_private_key(SECP256R1())
     names = list(dict.fromkeys([*names, *_OWN]))
+    called = x509.SubjectAlternativeName(list(map(_name, names)))
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     built = _builder(subject, issuer, key, days)
-    built = built.add_extension(
-        x509.SubjectAlternativeName(list(map(_name, names))), critical=False
-    )
+    built = built.add_extension(called, critical=False)
     built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     built = built.add_extension(usage, critical=False)
@@ -125,10 +125,9 @@ def _builder(
 
 
 def _name(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        pass
+    if isinstance(name, str):
+        with contextlib.suppress(ValueError):
+            return x509.IPAddress(ipaddress.ip_address(name))
     if not isinstance(name, str) or not _MACHINE.fullmatch(name):
         raise FedgenError("hosts", f"{name!r} is no name of a machine", "e.g. [link.org]")
     return x509.DNSName(name)

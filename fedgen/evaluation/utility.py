@@ -35,7 +35,7 @@ Labels = NDArray[np.int64]
 Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
-_HELD_OUT, _PATIENCE, LEAST_BATCHES = 0.1, 3, 30
+_HELD_OUT, _PATIENCE, LEAST_BATCHES = 0.1, 3, 60
 _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
@@ -91,7 +91,7 @@ def trained(
 ) -> nn.Module:
     """A network from images to logits: Adam 1e-3, batches of 128. A tenth of the rows is held out:
     the epoch that knows most of them is kept, and three that know no more of them end it. An epoch
-    passes over the rows as often as makes 30 batches: a few hundred rows are learnt, too."""
+    passes over the rows as often as makes 60 batches: a few hundred rows are learnt, too."""
     with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
         torch.manual_seed(seed)
         net = make()

