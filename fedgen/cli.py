@@ -126,7 +126,7 @@ def main() -> None:
     status = run(sys.argv[1:])
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
-    if status == INTERRUPTED or sys.argv[1:2] in (["account"], ["completion"], ["--help"]):
+    if status == INTERRUPTED or sys.argv[1:2] == ["account"]:
         with contextlib.suppress(BrokenPipeError):  # whoever reads it has seen enough
             sys.stdout.flush()
             sys.stderr.flush()
@@ -145,11 +145,10 @@ def run(arguments: list[str]) -> int:
         from fedgen import completion
 
         words = completion.candidates(arguments[-1], COMMANDS) if len(arguments) > 1 else []
-        print(completion.SCRIPT if arguments[0] == "completion" else "\n".join(words))
-        return 0
+        text = completion.SCRIPT if arguments[0] == "completion" else "\n".join(words)
+        return status_of(partial(print, text, flush=True))
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        print(help_text(*arguments[:1]), end="")
-        return 0
+        return status_of(partial(print, help_text(*arguments[:1]), end="", flush=True))
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return status_of(partial(_command, *arguments))
@@ -198,15 +197,10 @@ def _command(command: str, *rest: str) -> None:
         if rest[:1] != ("method",):
             raise FedgenError("new", "has one command", "write fedgen new method name=NAME")
         rest = rest[1:]
-    inner = {"account": "spent", "node": "log"}.get(command)
-    if (
-        inner
-        and rest
-        and rest[0] != inner
-        and "=" not in rest[0]
-        and difflib.get_close_matches(rest[0], [inner], 1)
-    ):
-        raise FedgenError(f"{command} {rest[0]}", "is no command", f"did you mean {inner}?")
+    inner = {"account": "spent", "node": "log"}.get(command, "")
+    first = rest[0] if rest and "=" not in rest[0] else ""
+    if first != inner and difflib.get_close_matches(first, [inner]):
+        raise FedgenError(f"{command} {first}", "is no command", f"did you mean {inner}?")
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
     if command == "node" and rest[:1] == ("log",):

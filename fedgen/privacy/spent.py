@@ -117,8 +117,8 @@ class SpentFile:
             if known is not None:  # it goes on there now
                 file.execute("UPDATE runs SET folder = ? WHERE run = ?", (entry.folder, entry.run))
             if entry.gaps is not None:
-                gaps, over = json.dumps(spend_to_json(entry.gaps)), "REPLACE" if anew else "IGNORE"
-                file.execute(f"INSERT OR {over} INTO gaps VALUES (?, ?)", (entry.run, gaps))
+                gaps, kept = json.dumps(spend_to_json(entry.gaps)), "REPLACE" if anew else "IGNORE"
+                file.execute(f"INSERT OR {kept} INTO gaps VALUES (?, ?)", (entry.run, gaps))
             if known is not None and not anew:
                 return  # it counts since then, with all that it may spend
             check([each for each in _entries(file, entry.data) if each.run != entry.run])

@@ -267,10 +267,8 @@ def summary(path: Path) -> str:
         lines.append("noise follows from the seed: an experiment, not for release")
     if results["stopped"]:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
-    more, (_, of_real) = (
-        "take more rounds, a larger ε, more rows, or method=mixture",
-        averages(results),
-    )
+    more = "take more rounds, a larger ε, more rows, or method=mixture"
+    _, of_real = averages(results)
     if results.get("coherence", 1.0) < NOISE:
         lines.append(
             "the samples look like noise: neighbouring pixels hardly agree (correlation "

@@ -49,7 +49,8 @@ def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_few_hundred_rows_are_learnt(seed: int) -> None:
-    """What samples teach is held against what as many real rows teach: 92 to 97 % here by 500."""
+    """What samples teach is held against what as many real rows teach: 92 to 97 % here by 500;
+    ten passes alone come to 37 to 89 %."""
     assert right(cnn(DATA.images[:500], DATA.labels[:500], 10, seed, epochs=10)) > 0.85
 
 

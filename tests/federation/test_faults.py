@@ -247,6 +247,20 @@ DRAWN = [
 ]
 
 
+EIGHT = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
+
+
+def interrupted(after: int, *words: str) -> None:
+    """A run that is told to end after so many rounds."""
+
+    def cut(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        training.train(compose("config", list(words)), watch=cut)
+
+
 def fail_in(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
     def fail(self: Faults, coins: Coins, client: int, kind: str, place: int) -> str | None:
         return "returns_error" if (kind, place, client) == (messages.ASK, round_, 0) else None
@@ -336,12 +350,7 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
 
-    def cut(ready: Setup, state: RunState, found: object) -> None:
-        raise KeyboardInterrupt
-
-    command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
-    with pytest.raises(Interrupted):
-        training.train(compose("config", [*command, f"run_dir={run}"]), watch=cut)
+    interrupted(1, *EIGHT, f"run_dir={run}")
     quiet = charged(capsys)
     if left == "a mark":
         (run / "clients" / "4" / "answering").touch()
@@ -351,7 +360,7 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
         run.rename(tmp_path / "elsewhere")
     if left == "another run":
         assert cli.run(["train", *DRAWN, "rounds=1", f"run_dir={run}"]) == 0
-    second = ["train", *command, f"run_dir={tmp_path / 'second'}"]
+    second = ["train", *EIGHT, f"run_dir={tmp_path / 'second'}"]
     admitted = cli.run([*second, f"privacy.budget_epsilon={1.8 * quiet}"]) == 0
     assert admitted == (left == "all")
     if admitted:
@@ -375,13 +384,7 @@ def test_a_run_is_looked_for_where_it_went_on(
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, other = tmp_path / "run", tmp_path / "other"
 
-    def cut(ready: Setup, state: RunState, found: object) -> None:
-        if state.rounds in (2, 4):
-            raise KeyboardInterrupt
-
-    command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
-    with pytest.raises(Interrupted):
-        training.train(compose("config", [*command, f"run_dir={run}"]), watch=cut)
+    interrupted(2, *EIGHT, f"run_dir={run}")
     quiet = charged(capsys)
     if how == "linked":
         (run / "notes").symlink_to(tmp_path)
@@ -396,8 +399,7 @@ def test_a_run_is_looked_for_where_it_went_on(
         with sqlite3.connect(tmp_path / "home" / "spent.sqlite") as file:
             file.execute("DROP TABLE gaps")
         assert charged(capsys) == quiet
-    with pytest.raises(Interrupted):
-        training.train(compose("config", ["resume=" + str(other)]), watch=cut)
+    interrupted(4, f"resume={other}")
     assert charged(capsys) == quiet
     (other / "clients" / "4" / "answering").touch()
     assert charged(capsys) > 1.5 * quiet
