@@ -18,6 +18,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by
 _HEAD = """# Measured runs
 
 Every line is a run, or one run by several seeds (mean ± standard deviation). `python
-scripts/results_page.py` writes this page. `docs/results/` has the figures of each run, the versions
-that made it, and its date. Seeded coins follow from settings' names, and draws from the code: a
-command may repeat a run with other draws. CNN and logistic regression: accuracy in percent of a
-classifier that learnt from samples alone. ε is at δ = 1e-5, against the server / for whoever gets
-the generator. Minutes are of one core beside other runs. What a table's commands have in common
-stands above it.
+scripts/results_page.py` writes this page. `docs/results/` has the figures of each run. Seeded coins
+follow from settings' names, and draws from the code: a command may repeat a run with other draws.
+CNN and logistic regression: accuracy in percent of a classifier that learnt from samples alone.
+Its own classifier: one that the run publishes. real2gen: how often a classifier of real rows sees
+the label that was asked for. ε is at δ = 1e-5, against the server / for whoever gets the generator.
+Minutes are of one core beside other runs. What a table's commands have in common stands above it.
 """
 
 
@@ -154,8 +155,33 @@ def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
     return {method: found[method] for method in sorted(found, key=first)}
 
 
-def _cnn(results: list[dict[str, Any]]) -> list[float]:
-    return [100 * each["gen2real"]["cnn"]["mean"] for each in results]
+def _figures(*keys: str, scale: float = 1) -> Callable[[list[dict[str, Any]]], list[float]]:
+    """Reads one figure of each run's results, of those that have it."""
+
+    def read(results: list[dict[str, Any]]) -> list[float]:
+        found = []
+        for each in results:
+            value: Any = each
+            for key in keys:
+                value = value.get(key) if value else None
+            if value is not None:
+                found.append(scale * value)
+        return found
+
+    return read
+
+
+_cnn = _figures("gen2real", "cnn", "mean", scale=100)
+_COLUMNS = {
+    "CNN": _cnn,
+    "logistic regression": _figures("gen2real", "logistic_regression", "mean", scale=100),
+    "its own classifier": _figures("classifier", "mean", scale=100),
+    "real2gen CNN": _figures("real2gen", "cnn", "mean", scale=100),
+    "inception score": _figures("inception_score", "generated"),
+    "FCD": _figures("fcd", "generated"),
+    "precision": _figures("precision", scale=100),
+    "recall": _figures("recall", scale=100),
+}
 
 
 def _papers(matrix: str, method: str) -> dict[tuple[str, str], float]:
@@ -176,7 +202,7 @@ def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
         papers, shown = _papers(matrix, method), []
         for at in columns:
             paper = f" ({papers[at]:.0f})" if at in papers else ""
-            shown.append(f"{_accuracy(cells.get(at, []), 'cnn')}{paper}".strip())
+            shown.append(f"{_mean(_cnn(cells.get(at, [])))}{paper}".strip())
         runs = [run for cell in cells.values() for run in cell]
         seeds = sorted({len(cell) for cell in cells.values()})
         minutes = statistics.mean(run["seconds"] for run in runs) / 60
@@ -232,17 +258,38 @@ def page() -> str:
         parts += [
             f"## {section}\n",
             f"`{shlex.join(shared)}`" + (", and:\n" if len(commands) > 1 else "\n"),
-            "| settings | unit, clients | ε | CNN | logistic regression | min | up |",
-            "|---|---|---|---|---|---|---|",
         ]
+        columns = [name for name in _COLUMNS if _told(name, commands)]
+        heads = ["settings", "unit, clients", "ε", *columns, "min", "up"]
+        parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for words in sorted(commands):
             own = shlex.join(word for word in words if word not in shared)
-            parts.append(_line(f"`{own}`" if own else "as above", commands[words]))
-        parts.append("")
+            parts.append(_line(f"`{own}`" if own else "as above", commands[words], columns))
+        parts += ["", *_made(run for runs in commands.values() for run in runs), ""]
     return "\n".join(parts)
 
 
-def _line(settings: str, runs: list[dict[str, Any]]) -> str:
+def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """On which days, by which versions, on what."""
+    days: dict[str, list[str]] = {}
+    for run in runs:
+        environment = dict(run["environment"])
+        system = environment.pop("system")
+        by = ", ".join(f"{name} {version}" for name, version in environment.items())
+        days.setdefault(f"{by}; {system}", []).append(run["date"])
+    return [
+        f"*{' to '.join(sorted({min(each), max(each)}))}: {by}.*"
+        for by, each in sorted(days.items())
+    ]
+
+
+def _told(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> bool:
+    """A column is shown if most commands have its figure."""
+    has = [bool(_COLUMNS[name]([run["results"] for run in runs])) for runs in commands.values()]
+    return 2 * sum(has) > len(has)
+
+
+def _line(settings: str, runs: list[dict[str, Any]], columns: list[str]) -> str:
     first, seeds = runs[0], sorted(run["results"]["seed"] for run in runs)
     results = [run["results"] for run in runs]
     server, release = (epsilon_in_words(results[0]["epsilon"][n]) for n in ("server", "release"))
@@ -250,15 +297,14 @@ def _line(settings: str, runs: list[dict[str, Any]]) -> str:
         settings + (f", seeds {', '.join(map(str, seeds))}" if len(runs) > 1 else ""),
         f"{first['unit']}, {results[0]['clients']}",
         f"{server} / {release}",
-        *(_accuracy(results, name) for name in ("cnn", "logistic_regression")),
+        *(_mean(_COLUMNS[name](results)) for name in columns),
         f"{statistics.mean(each['seconds'] for each in results) / 60:.1f}",
         bytes_in_words(results[0]["bytes"]["up"]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _accuracy(results: list[dict[str, Any]], name: str) -> str:
-    found = [100 * each["gen2real"][name]["mean"] for each in results if name in each["gen2real"]]
+def _mean(found: list[float]) -> str:
     if not found:
         return ""
     spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""

@@ -471,7 +471,10 @@ def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
-    assert re.fullmatch(r"fedgen \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert re.fullmatch(r"fedgen \d+\.\d+\.\d+\n", told)
+    as_module = [sys.executable, "-m", "fedgen", "--version"]
+    assert subprocess.run(as_module, capture_output=True, text=True, check=True).stdout == told
 
 
 def test_samples_as_a_grid_and_as_a_folder(

@@ -1,0 +1,5 @@
+"""``python -m fedgen``: the command line, where scripts are not on the PATH."""
+
+from fedgen.cli import main
+
+main()
