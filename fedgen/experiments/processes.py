@@ -7,6 +7,7 @@ and when that one ends, in whatever way, a lane ends after its round, with a che
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedgen.allocator import keep_freed_memory
 from fedgen.errors import FedgenError, Interrupted, status_of
 from fedgen.experiments.training import train
+from fedgen.files import read_yaml
 from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, make_folder
 from fedgen.reporting.words import summary
@@ -125,7 +127,13 @@ def _how_far(config: DictConfig) -> str:
     if line is None:
         return place.name
     spent = epsilon_in_words(line["epsilon"][config.privacy.adversary])
-    return f"{place.name} {line['round']}/{config.rounds} ε {spent}"
+    return f"{place.name} {line['round']}/{_rounds(place)} ε {spent}"
+
+
+@functools.cache
+def _rounds(place: Path) -> int:
+    """How many rounds a run that has begun is to have: some methods settle that for themselves."""
+    return int(OmegaConf.create(read_yaml(place / "config.yaml")).rounds)
 
 
 def _begin(configs: Sequence[DictConfig], log: Path) -> ForkServerProcess:

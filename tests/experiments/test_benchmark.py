@@ -160,7 +160,12 @@ def test_its_runs_are_of_the_same_code_wherever_it_is_called(matrix: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "settles"), [("dp_sinkhorn_small", False), ("mixture_small", True)]
+)
 def test_it_shows_how_far_its_runs_are_with_their_epsilon(
+    method: str,
+    settles: bool,
     matrix: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -168,14 +173,16 @@ def test_it_shows_how_far_its_runs_are_with_their_epsilon(
 ) -> None:
     monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
     longer = MATRIX["settings"] + ["rounds=60", "evaluate_every=0"]
-    matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer}))
-    words = [f"matrix={matrix}", "seeds=[0]", "methods=[DP-Sinkhorn]", f"run_dir={tmp_path}/b"]
+    methods = {"its": {"settings": [f"method={method}"]}}
+    matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer, "methods": methods}))
+    words = [f"matrix={matrix}", "seeds=[0]", f"run_dir={tmp_path}/b"]
     assert cli.run(["benchmark", *words]) == 0
-    seen = re.findall(
-        r"runs 0/1  DP-Sinkhorn-digits-10-0 (\d+)/60 ε ([\d.]+)", capsys.readouterr().out
-    )
-    assert seen and all(float(epsilon) <= 10 for _, epsilon in seen)
-    assert float(seen[0][1]) <= float(seen[-1][1])
+    seen = re.findall(r"runs 0/1  its-digits-10-0 (\d+)/(\d+) ε ([\d.]+)", capsys.readouterr().out)
+    assert seen and all(float(epsilon) <= 10 for *_, epsilon in seen)
+    assert float(seen[0][2]) <= float(seen[-1][2])
+    planned = {int(rounds) for _, rounds, _ in seen}
+    assert planned == {RunDir(tmp_path / "b" / "its-digits-10-0").results()["rounds"]}
+    assert (planned != {60}) == settles
 
 
 @pytest.mark.slow
