@@ -39,11 +39,11 @@ def observed(settings: list[str]) -> tuple[Path, list[NDArray[np.float64]], floa
     clips: list[float] = []
     factors = per_example.clipping_factors
 
-    def looking(found: Tensor, clip: float) -> Tensor:
+    def looking(found: Tensor, clip: float, *below: float) -> Tensor:
         if len(found):
             norms.append(found.detach().cpu().double().numpy())
             clips.append(clip)
-        return factors(found, clip)
+        return factors(found, clip, *below)
 
     with mock.patch.object(per_example, "clipping_factors", looking):
         place = train(compose("config", [*settings, "runtime=in_process"]))

@@ -95,9 +95,17 @@ def dirichlet(
     place = torch.rand(
         len(labels), generator=coins.public("partition", "dirichlet", "rows"), dtype=torch.float64
     ).numpy()
-    edges = np.cumsum(shares, axis=1)[labels]
-    owner = np.minimum((edges < place[:, None]).sum(1), clients - 1)
-    return [np.flatnonzero(owner == client) for client in range(clients)]
+    owner = np.empty(len(labels), np.int64)
+    for label, edges in enumerate(np.cumsum(shares, axis=1)):
+        mine = labels == label
+        owner[mine] = np.minimum(np.searchsorted(edges, place[mine]), clients - 1)
+    return _by_owner(owner, clients)
+
+
+def _by_owner(owner: Index, clients: int) -> list[Index]:
+    """The rows of each client, in order."""
+    edges = np.cumsum(np.bincount(owner, minlength=clients))[:-1]
+    return np.split(np.argsort(owner, kind="stable"), edges)
 
 
 def shards(
@@ -132,7 +140,7 @@ def shards(
             for label, coin in zip(labels, place, strict=True)
         ]
     )
-    return [np.flatnonzero(owner == client) for client in range(clients)]
+    return _by_owner(owner, clients)
 
 
 def of_persons(

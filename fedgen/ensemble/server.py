@@ -78,16 +78,21 @@ class Generator:
         latents, labels = self.nets.inputs((self.batch,), here)
         with torch.no_grad():
             images = self.nets.generate(part(state, "generator"), latents, labels)
+        return self._query(images, labels, here)
+
+    def _query(self, images: Tensor, labels: Tensor, here: Coins) -> Query:
         return Query({"images": images, "labels": labels, **self.asks(self.batch, here)})
 
     def gradient(
         self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
     ) -> Tensors:
         """The generator's, from the answers: the product of images' gradients and its Jacobian."""
-        rows = self.read(answers, self.query(state, round_, coins)).to(self.nets.device)
-        latents, labels = self.nets.inputs((self.batch,), coins.at("query", round_))
+        here = coins.at("query", round_)
+        latents, labels = self.nets.inputs((self.batch,), here)
         leaves = trainable(part(state, "generator"))
         images = self.nets.generate(leaves, latents, labels)
+        asked = self._query(images.detach(), labels, here)
+        rows = self.read(answers, asked).to(self.nets.device)
         return gradients_of(images * (rows / self.batch), leaves)
 
     def update(

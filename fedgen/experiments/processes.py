@@ -80,6 +80,7 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
             process.terminate()
         raise KeyboardInterrupt
 
+    over = set[str]()
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python allows it no other
         before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -96,7 +97,7 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
                         if process.exitcode:
                             failed.append(logs / f"{name}.log")
                             progress.say(f"{name} failed: see {failed[-1]}")
-                _show(progress, stage, lanes, running)
+                _show(progress, stage, lanes, running, over)
         except KeyboardInterrupt:  # the lanes were told as well
             progress.say("waiting for the runs to keep what they have; once more to end at once")
             for process in running.values():
@@ -110,11 +111,20 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
     return failed
 
 
-def _show(progress: RunProgress, stage: str, lanes: Lanes, running: Mapping[str, object]) -> None:
-    """How many runs are done, and how far those are that go on, with the epsilon spent."""
+def _show(
+    progress: RunProgress,
+    stage: str,
+    lanes: Lanes,
+    running: Mapping[str, object],
+    over: set[str],
+) -> None:
+    """How many runs are done, and how far those are that go on, with the epsilon spent. ``over``:
+    those that were done before, as to ask all of them takes as long as a round."""
     facts, done, of = [], 0, 0
     for name, configs in lanes.items():
-        left = [each for each in configs if not RunDir(Path(each.run_dir)).finished]
+        runs = [each for each in configs if each.run_dir not in over]
+        over.update(each.run_dir for each in runs if RunDir(Path(each.run_dir)).finished)
+        left = [each for each in runs if each.run_dir not in over]
         done, of = done + len(configs) - len(left), of + len(configs)
         if left and name in running:
             facts.append(_how_far(left[0]))

@@ -4,6 +4,7 @@ come to one table and one figure."""
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def table(configs: list[DictConfig]) -> Path:
     """Writes ``sweep.csv`` and ``sweep.png`` beside the runs: what differs between them, epsilon,
     and how good they are."""
     flat = [_flat(OmegaConf.to_container(config, resolve=True)) for config in configs]
-    keys = [key for key in flat[0] if len({str(each.get(key)) for each in flat}) > 1]
+    every = dict.fromkeys(itertools.chain(*flat))
+    keys = [key for key in every if len({str(each.get(key)) for each in flat}) > 1]
     keys = [key for key in keys if key != "run_dir"]
     lines, lanes = [], {}
     for config, settings in zip(configs, flat, strict=True):
@@ -55,7 +57,7 @@ def table(configs: list[DictConfig]) -> Path:
         lanes[name or place.name] = _along(place)
     out = Path(configs[0].run_dir).parent / "sweep.csv"
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(itertools.chain(*lines))))
         writer.writeheader()
         writer.writerows(lines)
     curves(lanes, "rounds", "gen2real accuracy", out.with_suffix(".png"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import (
     Accounts,
@@ -63,7 +64,10 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
     check_same_rows(ready, run_dir, identity, "run")
     unanswered = run_dir.unanswered.exists() or _died(ready, run_dir)
     if unanswered:
-        ready = replace(ready, method=ready.with_gaps())
+        try:
+            ready = ready.counting_gaps()
+        except FedgenError:  # it has spent all that it may
+            ready = replace(ready, method=ready.with_gaps())
     found = checkpoint.load(run_dir.checkpoints)
     assert found is not None
     state, method, clients = found[0], ready.method, len(ready.shards)

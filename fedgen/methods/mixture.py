@@ -442,7 +442,9 @@ class Server:
         which = torch.multinomial(weights["shares"][labels], 1, generator=source).flatten()
         noise = torch.randn(len(labels), weights["basis"].shape[1], generator=source)
         place = weights["centres"][labels, which]
-        place = place + torch.einsum("nij,nj->ni", weights["roots"][labels], noise)
+        for label in range(self.classes):  # a matrix an image would be a hundred times the images
+            mine = labels == label
+            place[mine] += noise[mine] @ weights["roots"][label].T
         waves = weights["means"][labels] + place @ weights["basis"].T
         channels, *_ = self.shape
         pixels = waves.view(len(labels), channels, -1) @ self.contributions.cosines.T

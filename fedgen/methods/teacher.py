@@ -137,9 +137,9 @@ def descent(sums: Sums, space: Space, share: float, steps: int, device: str) -> 
     """Asked for ``steps`` times."""
     classes, side = space.classes, space.size + 1
     mechanism = sums.mechanism(share, steps, clip=_CLIP, of_client=_OF_CLIENT)
+    module = _Softmax(side, classes).double()
 
     def contribution(shared: Mapping[str, Tensor], places: Tensor, labels: Tensor) -> ClippedSum:
-        module = _Softmax(side, classes).double()
         # a server's weights cannot be so long that what rounding leaves of scores counts
         weights = {"linear.weight": clip_rows(shared["weights"][None], _LONGEST)[0].T.double()}
         inputs, at_once = (places, labels), max(len(places), 1)

@@ -314,8 +314,12 @@ class PlainSum:
     def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
         """The raw sum; see ``SumGaussian.noised``."""
         del coins
-        found = [part.flat() for part in sums] or [torch.zeros(size, dtype=torch.float64)]
-        return (torch.stack(found).sum(0) / self.divisor).to(torch.float32)
+        total: Tensor | None = None
+        for part in sums:
+            flat = part.flat()
+            total = flat if total is None else total.add_(flat)
+        total = torch.zeros(size, dtype=torch.float64) if total is None else total
+        return (total / self.divisor).to(torch.float32)
 
     def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
         """The raw sum; see ``SumGaussian.release``."""
@@ -372,11 +376,13 @@ class ClientMean:
         return noised(self._mean(size, sums), self.std, coins)
 
     def _mean(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
-        total, rows = torch.zeros(size, dtype=torch.float64), 0
+        total, rows = None, 0
         for part in sums:
             if part.clip > self.clip:
                 raise ValueError("a part was clipped to more than the sensitivity assumes")
-            total, rows = total + part.flat().to(total), rows + len(part.norms)
+            flat = part.flat()
+            total, rows = flat if total is None else total.add_(flat), rows + len(part.norms)
+        total = torch.zeros(size, dtype=torch.float64) if total is None else total
         # whatever was counted: what leaves is no longer than C
         return clip_rows(total[None] / max(rows, 1), self.clip)[0]
 

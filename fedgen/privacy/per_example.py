@@ -392,14 +392,14 @@ def _double(found: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _computing_in(precision: Precision, device: str) -> Iterator[None]:
     """Products of matrices at this precision, until it ends."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
     try:
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.files import as_json, check_no_links, read_json, read_yaml
+from fedgen.files import check_no_links, read_json, read_yaml
 from fedgen.reporting.figures import histogram_of_clients
 from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
 from fedgen.reporting.pages import (
@@ -198,7 +198,7 @@ def _server(path: Path) -> dict[str, Any]:
         )
         if len(bounded) > 1
         else None,
-        "failures": _failures(path),
+        "failures": run_dir.failure_lines(),
         "siblings": _siblings(path, config),
         "held_out": config.get("held_out", 0),
         "configuration": OmegaConf.to_yaml(config),
@@ -246,11 +246,6 @@ def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
         files = [files[i * (len(files) - 1) // (_MOST_GRIDS - 1)] for i in range(_MOST_GRIDS)]
     along = [(f"round {int(file.stem.rpartition('_')[2]):,}", picture_of(file)) for file in files]
     return [*along, ("published", picture_of(run_dir.public / "samples.png"))]
-
-
-def _failures(path: Path) -> list[dict[str, Any]]:
-    file = path / "failures.jsonl"
-    return [as_json(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _siblings(path: Path, config: DictConfig) -> int:

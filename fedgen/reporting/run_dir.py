@@ -143,6 +143,11 @@ class RunDir:
         """How many failures of each kind there were, also in rounds that are done again."""
         return Counter(kind for kind, _ in self._failed())
 
+    def failure_lines(self) -> list[dict[str, Any]]:
+        """All failures, as the server saw them."""
+        self._failed()
+        return _lines(self._failures)
+
     def unplanned(self) -> set[int]:
         """The clients that sent what was not of the plan: they have no bound any more."""
         return {client for kind, client in self._failed() if kind == "unplanned"}
