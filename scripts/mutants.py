@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "an-account-by-the-order-of-rows",
         "fedgen/data/datasets.py",
-        "digest(*sorted(digest(image.tobytes()).encode() for image in self.images))",
-        "digest(*(digest(image.tobytes()).encode() for image in self.images))",
+        "each.encode() for each in sorted([*self._digests, *test])",
+        "each.encode() for each in [*self._digests, *test]",
         f"{SPENT}::test_the_same_images_have_one_account",
     ),
     Mutant(
@@ -322,9 +322,52 @@ MUTANTS = [
     Mutant(
         "a-persons-rows-follow-from-where-they-lie",
         "fedgen/data/partition.py",
-        "told = [_keyed(key, images[row], int(labels[row])) for row in shard]",
-        "told = [_keyed(key, images[0], int(row)) for row in shard]",
+        "told = [keyed(key, content_of(images[row], int(labels[row]))) for row in shard]",
+        "told = [keyed(key, content_of(images[0], int(row))) for row in shard]",
         f"{PERSONS_TESTS}::test_without_a_person_everybody_elses_rows_are_the_same_ones",
+    ),
+    Mutant(
+        "a-row-less-gives-others-to-other-clients",
+        "fedgen/data/rows.py",
+        "        told = keyed(key, content)",
+        "        told = keyed(key, bytes(len(found)))",
+        "tests/data/test_partition.py::test_without_a_row_all_others_stay",
+    ),
+    Mutant(
+        "an-image-more-trains-on-others",
+        "fedgen/data/folders.py",
+        "replace(r, name=name) for r, name in zip(records, plain, strict=True)",
+        'replace(r, name=name if max(counts.values()) < 2 else f"{r.label}/{name}")'
+        " for r, name in zip(records, plain, strict=True)",
+        "tests/data/test_folders.py::test_an_image_more_moves_no_other",
+    ),
+    Mutant(
+        "an-account-of-what-is-trained-on-alone",
+        "fedgen/data/datasets.py",
+        "        test = [digest(image.tobytes()) for image in self.test_images]",
+        "        test: list[str] = []",
+        f"{SPENT}::test_a_folder_whose_files_have_other_names_has_one_account",
+    ),
+    Mutant(
+        "persons-are-not-told-apart-in-the-account",
+        "fedgen/privacy/spent.py",
+        '"" if self.unit is Unit.RECORD else self.shares',
+        'self.shares if self.unit is Unit.CLIENT else ""',
+        f"{SPENT}::test_other_persons_or_clients_have_no_sum",
+    ),
+    Mutant(
+        "clients-are-told-by-where-their-rows-lie",
+        "fedgen/experiments/settings.py",
+        "            return self.dataset.digest_of(self.shards)",
+        "            return self.shares",
+        f"{SPENT}::test_other_persons_or_clients_have_no_sum",
+    ),
+    Mutant(
+        "angles-that-follow-from-the-rows-beside",
+        "fedgen/methods/dp_merf.py",
+        "self._of(product(images.flatten(1), frequencies, (1.0, longest)))",
+        "self._of(images.flatten(1) @ frequencies)",
+        f"{DP_MERF_TESTS}::test_a_row_is_the_same_whatever_is_beside_it",
     ),
     Mutant(
         "a-persons-rows-at-two-clients",
@@ -1602,7 +1645,7 @@ MUTANTS = [
     Mutant(
         "clients-of-other-rows-add-up",
         "fedgen/privacy/spent.py",
-        'self.shares if self.unit is Unit.CLIENT else ""',
+        '"" if self.unit is Unit.RECORD else self.shares',
         '""',
         f"{SPENT}::test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows",
     ),

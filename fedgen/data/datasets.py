@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.data.labels import named
+from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
 from fedgen.files import cache, digest, read_arrays
 
@@ -123,8 +124,25 @@ class Dataset:
     @cached_property
     def account(self) -> str:
         """What the rows are accounted by over all runs: which images they are, in any order and
-        with any labels, whomever they show."""
-        return digest(*sorted(digest(image.tobytes()).encode() for image in self.images))
+        with any labels, whomever they show. The test split's too: where names decide what is in
+        it, other names leave other images to train on."""
+        test = [digest(image.tobytes()) for image in self.test_images]
+        return digest(*(each.encode() for each in sorted([*self._digests, *test])))
+
+    @property
+    def account_before(self) -> str:
+        """The same of the training rows alone: what accounts of versions before have."""
+        return digest(*(each.encode() for each in sorted(self._digests)))
+
+    def digest_of(self, groups: Iterable[Labels]) -> str:
+        """A digest of which images are together in groups of training rows, in any order."""
+        images = self._digests
+        told = [sorted(images[row] for row in group) for group in groups]
+        return digest(*(digest(*(i.encode() for i in each)).encode() for each in sorted(told)))
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        return [digest(image.tobytes()) for image in self.images]
 
     @property
     def _by_writer(self) -> bool:
@@ -262,8 +280,7 @@ def femnist(
     made of ``flwrlabs/femnist``, by flwr-datasets.
 
     A tenth of each writer's rows is the test split, by public coins keyed by the writer and the
-    row's place among the writer's: another writer's rows, or their number, move none of these.
-    Record-level privacy is that of the rows in the label set.
+    row: no other row moves it.
 
     Args:
         classes: 10 (digits), 36 (letters of either case merged) or 62.
@@ -283,8 +300,8 @@ def femnist(
     test = np.zeros(len(writers), dtype=bool)
     order = np.argsort(writers, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
-        generator = coins.public("femnist", "split", int(writers[rows[0]]))
-        test[rows] = torch.rand(len(rows), generator=generator).numpy() < 0.1
+        names = "femnist", "split", int(writers[rows[0]])
+        test[rows] = row_coins(images[rows], labels[rows], coins, *names) < 0.1
     if classes == 10:
         kept = labels < 10
         images, labels, writers, test = images[kept], labels[kept], writers[kept], test[kept]
@@ -294,8 +311,8 @@ def femnist(
         raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
     if least_rows < 1:
         raise FedgenError("data.least_rows", f"must be at least 1, got {least_rows}", "raise it")
-    names, rows = np.unique(writers[~test], return_counts=True)
-    there = np.isin(writers, names[rows >= least_rows])
+    there_are, counts = np.unique(writers[~test], return_counts=True)
+    there = np.isin(writers, there_are[counts >= least_rows])
     if disjoint_from_mnist:
         there &= ~np.isin(writers, _writers_of_mnist(file, arrays))
     if not there[~test].any():

@@ -12,10 +12,10 @@ a tenth of the images is one, by public coins that are keyed by each image's nam
 whose names begin with a dot are passed over, as is what file managers leave behind.
 
 A record is told by its client and its file name, whatever its label: rows are in the order of these
-names' digests, so that an image that changes, or changes its label, moves no other. Where a client
-has one file name under several labels, the label is part of the name (``Dataset.labels_in_names``):
-an image of another label is another place then, which methods that protect replaced records by
-their place refuse.
+names' digests, so that an image that changes, or changes its label, moves no other, nor does one
+more or less. Where a client has one file name under several labels, their order is that of the
+labels (``Dataset.labels_in_names``): an image of another label is another place then, which methods
+that protect replaced records by their place refuse.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def folder(
         return from_npz("folder", places[0], classes, "data.path")
     else:
         listed = _listed(places, labels)
-    records = sorted(listed.records, key=lambda record: digest(record.name.encode()))
+    records = sorted(listed.records, key=lambda r: (digest(r.name.encode()), r.label))
     sources = [(str(record.path), record.path) for record in records]
     images = read_images(records[0].path.parent, sources, size, channels)
     test = np.array([_is_test(record, coins) for record in records])
@@ -208,7 +208,7 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     if not records:
         where = ", ".join(map(str, homes[:_SHOWN]))
         raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
-    named_records, in_names = _named_apart(records, homes, labels)
+    named_records, in_names = _named_apart(records, homes)
     return Listed(named_records, labels, len(homes), in_names)
 
 
@@ -220,19 +220,16 @@ def _is_image(file: Path) -> bool:
     return Image.EXTENSION.get(file.suffix.lower()) in Image.OPEN
 
 
-def _named_apart(
-    records: Sequence[Record], homes: Sequence[Path], labels: Sequence[str]
-) -> tuple[list[Record], bool]:
-    """Records with what tells each, and whether labels are part of it."""
+def _named_apart(records: Sequence[Record], homes: Sequence[Path]) -> tuple[list[Record], bool]:
+    """Records with what tells each, and whether that takes their labels as well: these are no part
+    of the name, by which all others' place and split would be others as soon as it takes them."""
     of = [f"{homes[r.client].name}/" if len(homes) > 1 else "" for r in records]
     if len({home.name for home in homes}) < len(homes):  # paths of one name
         of = [f"{r.client}/" for r in records]
     plain = [f"{client}{r.name}" for client, r in zip(of, records, strict=True)]
     counts = Counter((name, r.test) for name, r in zip(plain, records, strict=True))
-    in_names = max(counts.values()) > 1
-    if in_names:
-        plain = [f"{c}{labels[r.label]}/{r.name}" for c, r in zip(of, records, strict=True)]
-    return [replace(r, name=name) for r, name in zip(records, plain, strict=True)], in_names
+    named_records = [replace(r, name=name) for r, name in zip(records, plain, strict=True)]
+    return named_records, max(counts.values()) > 1
 
 
 def _is_test(record: Record, coins: Coins) -> bool:

@@ -1,21 +1,23 @@
-"""Rows to clients, as pure functions of labels or writers, the number of clients and public coins.
+"""Rows to clients, as pure functions of images, labels or writers, the number of clients and public
+coins.
 
-Stable: whose row a row is depends on its own label or writer, on coins keyed by its position, and
-on who the writers are. Replacing one row by another, of a writer that is there, moves no other.
+Stable: whose row a row is depends on its own label or writer, on coins keyed by the row itself, and
+on who the writers are. One row more or less, or another in its place, of a writer that is there,
+moves no other.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedgen.coins import Coins
+from fedgen.data.rows import content_of, key_of, keyed, row_coins
 from fedgen.errors import FedgenError
 
 Index = NDArray[np.int64]
+Images = NDArray[np.uint8]
 
 
 def single(labels: Index, clients: int = 1, **_: object) -> list[Index]:
@@ -30,16 +32,18 @@ def single(labels: Index, clients: int = 1, **_: object) -> list[Index]:
     return [np.arange(len(labels))]
 
 
-def iid(labels: Index, clients: int, coins: Coins, **_: object) -> list[Index]:
-    """Equal shards (sizes differ by at most one) of a public permutation of the positions."""
-    order = torch.randperm(len(labels), generator=coins.public("partition", "iid")).numpy()
-    return [np.sort(order[client::clients]) for client in range(clients)]
+def iid(images: Images, labels: Index, clients: int, coins: Coins, **_: object) -> list[Index]:
+    """Each row goes to a client by a coin of its own: shards of about one size. Equal ones would
+    move a row of every client for each row more."""
+    place = row_coins(images, labels, coins, "partition", "iid")
+    return _by_owner((place * clients).astype(np.int64), clients)
 
 
 def by_writer(
     labels: Index, writers: Index | None, clients: int | None, coins: Coins, **_: object
 ) -> list[Index]:
-    """Natural users: one client per writer; of these, ``clients`` by public coins, or all."""
+    """Natural users: one client per writer; of these, ``clients`` by public coins that are keyed
+    by the writer, or all. Who takes part is public."""
     if writers is None:
         raise FedgenError(
             "partition",
@@ -54,8 +58,10 @@ def by_writer(
                 f"{clients} clients are more than {len(names)} writers",
                 "lower it, or leave it out for one client per writer",
             )
-        order = torch.randperm(len(names), generator=coins.public("partition", "by_writer"))
-        names = np.sort(names[order[:clients].numpy()])
+        key = key_of(coins, "partition", "by_writer")
+        names = np.sort(
+            sorted(names, key=lambda name: keyed(key, int(name).to_bytes(8, "little")))[:clients]
+        )
     order_by_writer = np.argsort(writers, kind="stable")
     starts = np.searchsorted(writers[order_by_writer], names, side="left")
     ends = np.searchsorted(writers[order_by_writer], names, side="right")
@@ -84,7 +90,13 @@ def nodes(clients: int, **_: object) -> list[Index]:
 
 
 def dirichlet(
-    labels: Index, classes: int, clients: int, alpha: float, coins: Coins, **_: object
+    images: Images,
+    labels: Index,
+    classes: int,
+    clients: int,
+    alpha: float,
+    coins: Coins,
+    **_: object,
 ) -> list[Index]:
     """Label skew (Hsu et al. 2019): each class is spread over the clients by Dirichlet(alpha)
     proportions, and each row takes its place in its class's proportions by a coin of its own."""
@@ -92,9 +104,7 @@ def dirichlet(
         raise FedgenError("partition.alpha", f"must be positive, got {alpha}", "e.g. 0.5")
     seed = int(torch.randint(2**62, (), generator=coins.public("partition", "dirichlet")))
     shares = np.random.default_rng(seed).dirichlet(np.full(clients, alpha), size=classes)
-    place = torch.rand(
-        len(labels), generator=coins.public("partition", "dirichlet", "rows"), dtype=torch.float64
-    ).numpy()
+    place = row_coins(images, labels, coins, "partition", "dirichlet", "rows")
     owner = np.empty(len(labels), np.int64)
     for label, edges in enumerate(np.cumsum(shares, axis=1)):
         mine = labels == label
@@ -109,7 +119,13 @@ def _by_owner(owner: Index, clients: int) -> list[Index]:
 
 
 def shards(
-    labels: Index, classes: int, clients: int, classes_per_client: int, coins: Coins, **_: object
+    images: Images,
+    labels: Index,
+    classes: int,
+    clients: int,
+    classes_per_client: int,
+    coins: Coins,
+    **_: object,
 ) -> list[Index]:
     """Pathological label skew (after McMahan et al. 2017): each client holds few classes, dealt in
     turn from a public order; each row goes to one of the holders of its class by its own coin."""
@@ -131,9 +147,7 @@ def shards(
             f"{len(empty)} classes to nobody",
             "raise it, or partition.classes_per_client",
         )
-    place = torch.rand(
-        len(labels), generator=coins.public("partition", "shards", "rows"), dtype=torch.float64
-    ).numpy()
+    place = row_coins(images, labels, coins, "partition", "shards", "rows")
     owner = np.array(
         [
             clients_of[label][int(coin * len(clients_of[label]))]
@@ -147,7 +161,7 @@ def of_persons(
     shards: list[Index],
     persons: Index | None,
     most: int,
-    images: NDArray[np.uint8],
+    images: Images,
     labels: Index,
     coins: Coins,
 ) -> list[Index]:
@@ -171,21 +185,14 @@ def of_persons(
             "gives several clients images of one person, whom no client could protect alone",
             "take single, by_writer or by_folder",
         )
-    bits = torch.randint(2**62, (), generator=coins.public("persons"))
-    key = int(bits).to_bytes(8, "little")
-    kept = []
+    key, kept = key_of(coins, "persons"), []
     for shard in shards:
-        told = [_keyed(key, images[row], int(labels[row])) for row in shard]
+        told = [keyed(key, content_of(images[row], int(labels[row]))) for row in shard]
         order = shard[sorted(range(len(shard)), key=lambda at: (persons[shard[at]], told[at]))]
         _, starts = np.unique(persons[order], return_index=True)
         place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
         kept.append(np.sort(order[place < most]))
     return kept
-
-
-def _keyed(key: bytes, image: NDArray[np.uint8], label: int) -> bytes:
-    whole = label.to_bytes(8, "little") + image.tobytes()
-    return hashlib.blake2b(whole, key=key, digest_size=16).digest()
 
 
 def check_clients(clients: int | None, rows: int) -> None:

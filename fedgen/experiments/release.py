@@ -98,7 +98,7 @@ def _pack(run: RunDir, out: Path) -> None:
     new = out.with_name(f"{out.name}.new")
     try:
         with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
-            for file in sorted(run.public.iterdir()):
+            for file in run.published:
                 opened_.write(file, f"{out.stem}/{file.name}")
         new.rename(out)
     except OSError as error:

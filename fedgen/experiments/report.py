@@ -30,6 +30,9 @@ def report(config: DictConfig) -> Path:
     out = Path(config.out)
     if out.suffix != ".html":
         raise FedgenError("out", f"{out} is no .html file", "give out=FILE.html")
+    if config.audience == "server" and out.absolute().parent.name == "public":
+        problem = f"{out} lies in a folder that is published, and a server's page is not"
+        raise FedgenError("out", problem, "choose another place, or audience=public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
     about = {str(key): value for key, value in config.about.items()}
     paths = [Path(str(run)) for run in runs]

@@ -76,8 +76,23 @@ class Setup(Decided):
 
     @property
     def shares(self) -> str:
-        """A digest of who has which rows."""
+        """A digest of who has which rows, by their places."""
         return digest(*(shard.tobytes() for shard in self.shards))
+
+    @property
+    def owners(self) -> str:
+        """A digest of which images are one's whom the unit protects as a whole, in any order: what
+        several images have cost together adds up over runs in which they are the same ones. Empty
+        where the unit is an image."""
+        unit, persons = self.method.plan.unit, self.dataset.persons
+        if unit is Unit.CLIENT:
+            return self.dataset.digest_of(self.shards)
+        if unit is Unit.PERSON:
+            assert persons is not None
+            return self.dataset.digest_of(
+                np.flatnonzero(persons == person) for person in np.unique(persons)
+            )
+        return ""
 
     def counting_gaps(self) -> Setup:
         """The same where a missing answer may have shown a draw: no draw amplifies, and a target
@@ -258,7 +273,11 @@ def shared_out(config: DictConfig) -> tuple[Dataset, list[Index]]:
     if not held.elsewhere:
         check_clients(config.partition.clients, len(held.labels))
     shards = build(config.partition, "partition")(
-        labels=held.labels, classes=held.classes, writers=held.writers, coins=coins
+        images=held.images,
+        labels=held.labels,
+        classes=held.classes,
+        writers=held.writers,
+        coins=coins,
     )
     if not held.elsewhere:
         check_shards(shards, config.partition.clients, len(held.labels))

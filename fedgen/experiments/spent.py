@@ -35,7 +35,9 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     most = canonical(plan.server(ready.privacy.budget.rows))
     folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
     gaps = _with_gaps(ready) if ready.gaps_show else None
-    entry = Entry(name, ready.dataset.account, ready.shares, folder, *kinds, most, gaps=gaps)
+    rows = ready.dataset
+    file.adopt(rows.account, rows.account_before)
+    entry = Entry(name, rows.account, ready.owners, folder, *kinds, most, gaps=gaps)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
     _count_deaths(file, file.entries(entry.data), entry)
     file.enter(entry, partial(check_budget, budget, delta, entry), anew)
@@ -85,17 +87,26 @@ def close(file: SpentFile | None, name: str, planned: Sequence[Spend]) -> None:
 
 
 def in_all(path: Path) -> list[str]:
-    """What a finished run and all others on its rows have cost together, in a line; none where it
-    is alone, or an experiment."""
+    """What a finished run and all others on its rows have cost together, and how many others no ε
+    counts; nothing where it is alone, or an experiment."""
     run_dir, config, identity = RunDir.open(path, "run")
     if config.privacy.noise != "secure" or not (file := SpentFile.at_home()).path.exists():
         return []
     _count_deaths(file, file.beside(identity["run"]))
     entries = file.beside(identity["run"])
-    if len(entries) < 2:
-        return []
-    cost = epsilon_in_words(spent_together(entries, run_dir.privacy()["delta"]).value)
-    return [f"together with other secure runs on these rows ({len(entries)} in all): ε = {cost}"]
+    kinds = {each.kind for each in entries if each.run == identity["run"]}
+    alike, lines = [each for each in entries if each.kind in kinds], []
+    if len(alike) > 1:
+        cost = epsilon_in_words(spent_together(alike, run_dir.privacy()["delta"]).value)
+        lines += [
+            f"together with other secure runs on these rows ({len(alike)} in all): ε = {cost}"
+        ]
+    if others := len(entries) - len(alike):
+        lines += [
+            f"no ε counts {others} more, which protect other neighbours, or others' rows "
+            "(fedgen account spent)"
+        ]
+    return lines
 
 
 def check_budget(budget: float | None, delta: float, entry: Entry, others: Sequence[Entry]) -> None:
@@ -125,6 +136,7 @@ def spent(config: DictConfig) -> str:
     """
     validation.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
+    file.adopt(rows.account, rows.account_before)
     _count_deaths(file, file.entries(rows.account))
     entries, delta = file.entries(rows.account), config.privacy.delta
     kinds = dict.fromkeys(entry.kind for entry in entries)

@@ -44,8 +44,11 @@ from fedgen.models.functional import (
     trainable,
 )
 from fedgen.parameters import Betas, Decay
+from fedgen.privacy.exact import product
 from fedgen.privacy.per_example import ClippedSum, of_rows
 from fedgen.sequence import Asked, Sums, SumSequence
+
+_LONGEST = 8.0  # of a frequency of bandwidth 1: of single precision no normal deviate is longer
 
 
 class Embedded(Protocol):
@@ -99,14 +102,30 @@ class Features:
         return (drawn / self.bandwidth).to(self.device)
 
     def __call__(self, frequencies: Tensor, images: Tensor) -> Tensor:
-        """phi of images (n, ...): (n, count)."""
-        angles = images.flatten(1) @ frequencies
-        return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
+        """phi of images (n, ...), numbers from -1 to 1: (n, count), in double precision. Angles are
+        exact: at a small bandwidth their last bits turn a row's features around, and bits that
+        followed from the rows beside it would move all of them."""
+        longest = _LONGEST / self.bandwidth
+        return self._of(product(images.flatten(1), frequencies, (1.0, longest)))
 
     def summed(self, frequencies: Tensor, images: Tensor, groups: int) -> Tensor:
-        """phi, summed for each of the groups of images that lie behind each other: (groups,
-        count)."""
-        return self(frequencies, images).view(groups, -1, self.count).sum(1)
+        """phi of images that are no private rows, summed for each of the groups that lie behind
+        each other: (groups, count)."""
+        found = self._of(images.flatten(1) @ frequencies)
+        return found.view(groups, -1, self.count).sum(1)
+
+    def _of(self, angles: Tensor) -> Tensor:
+        return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
+
+
+def check_features(features: int, bandwidth: float) -> None:
+    """Raises FedgenError for ``Features`` that cannot be."""
+    if features % 2:
+        problem = f"are half cosines and half sines, got {features}"
+        raise FedgenError("method.features", problem, "take an even number")
+    if not 1e-6 <= bandwidth <= 1e6:
+        problem = f"must lie between 1e-6 and 1e6, got {bandwidth:g}"
+        raise FedgenError("method.bandwidth", problem, "e.g. 5")
 
 
 def embedding(
@@ -254,11 +273,9 @@ def dp_merf(
         ema: decay of the average of the generator that is published; 0 publishes the last one.
 
     Raises:
-        FedgenError: for an odd number of features.
+        FedgenError: for an odd number of features, or a bandwidth out of all proportion.
     """
-    if features % 2:
-        problem = f"are half cosines and half sines, got {features}"
-        raise FedgenError("method.features", problem, "take an even number")
+    check_features(features, bandwidth)
     net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
     embed = Features(features, bandwidth, math.prod(facts.shape), device)
     sums = Sums(facts, noise_multiplier, rows)

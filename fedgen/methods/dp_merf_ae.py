@@ -27,7 +27,7 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
-from fedgen.methods.dp_merf import Features, embedding
+from fedgen.methods.dp_merf import Features, check_features, embedding
 from fedgen.methods.dp_merf import Server as EmbeddingServer
 from fedgen.models.functional import (
     Tensors,
@@ -162,8 +162,8 @@ def dp_merf_ae(
         generator: of codes.
 
     Raises:
-        FedgenError: for an odd number of features, a sampling rate that is none, or noise of the
-            embedding that is out of all proportion.
+        FedgenError: for an odd number of features, a sampling rate that is none, or a bandwidth or
+            noise of the embedding that are out of all proportion.
     """
     if sampling_rate > 1:
         problem = f"is a share, got {sampling_rate:g}"
@@ -171,9 +171,7 @@ def dp_merf_ae(
     if not 1e-3 <= embedding_noise <= 1e3:
         problem = f"must lie between 0.001 and 1000, got {embedding_noise:g}"
         raise FedgenError("method.embedding_noise", problem, "e.g. 5")
-    if features % 2:
-        problem = f"are half cosines and half sines, got {features}"
-        raise FedgenError("method.features", problem, "take an even number")
+    check_features(features, bandwidth)
     if facts.unit is Unit.CLIENT:
         raise FedgenError(
             "privacy.unit",

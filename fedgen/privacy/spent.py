@@ -8,10 +8,10 @@ fall: the file's own triggers refuse it.
 The bound. Runs on the same rows compose (adaptively: a later run may follow from what an earlier
 one showed). A row is of one client in each run, at most the one that spent most of each event, so
 the sum over the runs of these largest counts bounds what every row has cost, however each run
-shares the rows out. What every client has cost it bounds only over runs that share them out alike:
-elsewhere one client's rows are many clients'. A run that is not over counts with all that it may
-spend: it can be resumed. What that is where a missing answer shows a draw is entered beside it. The
-adversary is the one who sees what every client sends (``server``).
+shares the rows out. What every client, or person, has cost it bounds only over runs in which they
+have the same rows: elsewhere one client's rows are many clients'. A run that is not over counts
+with all that it may spend: it can be resumed. What that is where a missing answer shows a draw is
+entered beside it. The adversary is the one who sees what every client sends (``server``).
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ _READ = "SELECT run, data, shares, folder, unit, relation, most, over FROM runs 
 class Entry:
     """One run on a data set.
 
-    data: the digest of its rows. shares: a digest of whose they are. folder: where the run was
-    begun, or went on last. most: what a client spends at most, by the plan; of a run that is over,
-    for the rows that it was asked for. charged: client -> what it has spent, by its own ledger.
-    gaps: ``most`` where a missing answer may have shown a draw; None where no draw can be shown so.
+    data: the digest of its rows. shares: a digest of whose they are, by what they are. folder:
+    where the run was begun, or went on last. most: what a client spends at most, by the plan; of a
+    run that is over, for the rows that it was asked for. charged: client -> what it has spent, by
+    its own ledger. gaps: ``most`` where a missing answer may have shown a draw; None where no draw
+    can be shown so.
     """
 
     run: str
@@ -78,7 +79,7 @@ class Entry:
     @property
     def kind(self) -> tuple[Unit, Relation, str]:
         """What runs have in common whose costs add up."""
-        return self.unit, self.relation, self.shares if self.unit is Unit.CLIENT else ""
+        return self.unit, self.relation, "" if self.unit is Unit.RECORD else self.shares
 
     @property
     def cost(self) -> Spend:
@@ -177,12 +178,15 @@ class SpentFile:
             return _entries(file, data)
 
     def beside(self, run: str) -> list[Entry]:
-        """All runs of a run's kind on its data, itself too; none if it was not entered."""
+        """All runs on a run's data, itself too; none if it was not entered."""
         with self._open() as file:
             found = file.execute("SELECT data FROM runs WHERE run = ?", (run,)).fetchone()
-            entries = _entries(file, found[0]) if found else []
-        kinds = {each.kind for each in entries if each.run == run}
-        return [each for each in entries if each.kind in kinds]
+            return _entries(file, found[0]) if found else []
+
+    def adopt(self, data: str, before: str) -> None:
+        """Enters runs under the name that their data have now, in place of another."""
+        with self._open() as file:
+            file.execute("UPDATE runs SET data = ? WHERE data = ?", (data, before))
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -143,6 +143,11 @@ class RunDir:
         """How many failures of each kind there were, also in rounds that are done again."""
         return Counter(kind for kind, _ in self._failed())
 
+    @property
+    def published(self) -> list[Path]:
+        """What a finished run publishes, of all that may lie in ``public``."""
+        return [self.path / name for name in sorted(_SEALED) if name.startswith("public/")]
+
     def failure_lines(self) -> list[dict[str, Any]]:
         """All failures, as the server saw them."""
         self._failed()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from tiny import Train, tiny
 
@@ -103,6 +106,23 @@ def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: C
     moved += (before.test_labels != after.test_labels).sum()
     assert moved == 1
     assert not after.labels_in_names
+
+
+@given(st.data())
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_image_more_moves_no_other(tmp_path: Path, coins: Coins, data: st.DataObject) -> None:
+    """Whatever its name, also one that another label has already: the split of all others stays."""
+    place = Path(tempfile.mkdtemp(dir=tmp_path))
+    for label in "ab":
+        (place / label).mkdir()
+    for i in range(40):
+        Image.new("L", (8, 8), i).save(place / "ab"[i % 2] / f"{i}.png")
+    before = folder(coins, None, str(place))
+    name = data.draw(st.sampled_from([f"{i}.png" for i in range(1, 40, 2)] + ["new.png"]))
+    Image.new("L", (8, 8), 255).save(place / "a" / name)
+    after = folder(coins, None, str(place))
+    for was, now in ((before.images, after.images), (before.test_images, after.test_images)):
+        assert np.array_equal(was, now[now[:, 0, 0, 0] != 255])
 
 
 def test_a_folder_with_its_own_split(tmp_path: Path, coins: Coins) -> None:

@@ -41,11 +41,13 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
     assert {p.name for p in public.iterdir()} == {p.name for p in (run / "public").iterdir()}
     assert "not for release" not in (public / "PRIVACY.md").read_text()
     assert fedgen.load(public).samples(5).images.shape == (5, 1, 8, 8)
-    # what was released once is packed, and nothing is spent again
+    # what was released once is packed, and nothing is spent again; nor is what lies beside it
+    (run / "public" / "report.html").write_text("who has what")
     again = tmp_path / "again.zip"
     assert cli.run(["release", f"run={run}", f"out={again}"]) == 0
     assert records(run) == (after, results)
     with zipfile.ZipFile(again) as packed:
+        assert {Path(name).name for name in packed.namelist()} == {p.name for p in public.iterdir()}
         whole = packed.read("again/generator.safetensors")
     assert whole == (public / "generator.safetensors").read_bytes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from pathlib import Path
 
@@ -83,6 +84,29 @@ def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (place / "sweep.png").stat().st_size > 0
     assert cli.run([*command, "seed=7"]) == 2
     assert f"run_dir: {place}/0 was made with another seed" in capsys.readouterr().err
+
+
+def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
+    """Settings and figures that the first run lacks are columns as well."""
+    small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]
+    command = ["train", "-m", *small, "method=dp_merf_small", "evaluation=none,quick", "rounds=2"]
+    command += ["data.public_rows=1400,1500", f"run_dir={tmp_path}/sweep"]
+    assert cli.run(command) == 0
+    lines = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [bool(line["gen2real.cnn"]) for line in lines] == [False, False, True, True]
+    assert [line["evaluation.classifiers.cnn.epochs"] for line in lines] == ["", "", "10", "10"]
+
+
+def test_gradients_of_critics_and_of_discriminators_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By scripts/gradient_norms.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    observed = importlib.import_module("gradient_norms").observed
+    for method in ("gs_wgan_small", "dpgan_small"):
+        words = [f"method={method}", *tiny(method), "rounds=12", f"run_dir={tmp_path / method}"]
+        _, norms, clip = observed(words)
+        assert len(norms) >= 12 and clip == 1
 
 
 def test_a_sweep_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,10 +61,10 @@ def test_products_of_features_are_a_gaussian_kernel(seed: int, bandwidth: float)
     features = Features(count, bandwidth, 12, "cpu")
     images = torch.rand(3, 1, 3, 4, generator=torch.Generator().manual_seed(seed))
     found = features(features.drawn(torch.tensor(seed)), images)
-    assert torch.allclose(found.norm(dim=1), torch.ones(3), atol=1e-4)
+    assert torch.allclose(found.norm(dim=1), torch.ones(3).double(), atol=1e-4)
     distances = torch.cdist(images.flatten(1), images.flatten(1)).square()
     kernel = (-distances / (2 * bandwidth**2)).exp()
-    assert torch.allclose(found @ found.T, kernel, atol=0.05)
+    assert torch.allclose((found @ found.T).float(), kernel, atol=0.05)
 
 
 def test_the_embedding_is_the_sum_of_features_by_label() -> None:
@@ -75,7 +75,7 @@ def test_the_embedding_is_the_sum_of_features_by_label() -> None:
     images, labels = SHARD.rows(torch.arange(len(SHARD)))
     each = features(features.drawn(seed), images)
     expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / len(SHARD)
-    assert torch.allclose(embedding(method, SHARD), expected, atol=1e-5)
+    assert torch.allclose(embedding(method, SHARD), expected.float(), atol=1e-5)
 
 
 def test_clients_together_release_what_one_would() -> None:
@@ -182,6 +182,23 @@ def test_a_row_more_among_many_moves_the_sum_no_further() -> None:
     rows, labels = row.expand(count + 1, -1), torch.zeros(count + 1, dtype=torch.long)
     more, less = (of_rows(rows[:n], 1.0, labels[:n], 10).flat() for n in (count + 1, count))
     assert float((more - less).norm()) <= 1
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.floats(1e-6, 1e-3))
+def test_a_row_is_the_same_whatever_is_beside_it(count: int, bandwidth: float) -> None:
+    """At small bandwidths the last bit of an angle turns all features around."""
+    features = Features(FEATURES, bandwidth, 784, "cpu")
+    rows = torch.rand(1, 784, generator=torch.Generator().manual_seed(0)).expand(count + 1, -1)
+    drawn = features.drawn(torch.tensor(1))
+    more, less = (of_rows(features(drawn, rows[:n]), 1.0).flat() for n in (count + 1, count))
+    assert float((more - less).norm()) <= 1
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, 1e-9, math.nan, math.inf])
+def test_a_bandwidth_that_is_none(bandwidth: float) -> None:
+    with pytest.raises(FedgenError, match=r"method\.bandwidth"):
+        make(1.0, bandwidth=bandwidth)
 
 
 @pytest.mark.parametrize(

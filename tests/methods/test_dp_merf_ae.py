@@ -97,7 +97,7 @@ def test_the_embedding_is_of_codes() -> None:
     features = Features(FEATURES, 0.5, CODE, "cpu")
     each = features(features.drawn(method.server.init(COINS)["seed"]), codes)
     expected = torch.stack([each[labels == c].sum(0) for c in range(10)]) / 60
-    assert torch.allclose(answer(method, STEPS).view(10, -1), expected, atol=1e-5)
+    assert torch.allclose(answer(method, STEPS).view(10, -1), expected.float(), atol=1e-5)
 
 
 def test_training_an_autoencoder_and_then_codes() -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sqlite3
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,13 +15,14 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup
+from fedgen.experiments.settings import Setup, dataset
 from fedgen.federation.client_app import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
@@ -253,6 +254,72 @@ def test_the_same_images_have_one_account(
     assert cli.run(["account", "spent", *words, "output=json"]) == 0
     found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
     assert found == ["as they were", "shuffled", "renamed"]
+
+
+def test_a_folder_whose_files_have_other_names_has_one_account(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names decide what the test split is, so that other rows train."""
+    for place in ("before", "after"):
+        for i in range(40):
+            (tmp_path / place / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            name = f"{i}.png" if place == "before" else f"renamed{i}.png"
+            Image.new("L", (8, 8), 3 * i).save(tmp_path / place / "ab"[i % 2] / name)
+    shared = [*SECURE, "data=folder", "data.labels=[a,b]", "data.public_rows=30", "rounds=1"]
+    for place in ("before", "after"):
+        words = [*shared, f"data.path={tmp_path / place}", f"run_dir={tmp_path}/run-{place}"]
+        assert cli.run(["train", *words]) == 0
+    assert "on these rows (2 in all)" in capsys.readouterr().out
+    more = [*shared, f"data.path={tmp_path / 'after'}", "privacy.budget_epsilon=0.2"]
+    assert cli.run(["train", *more]) == 2
+    assert "other runs on these data (2)" in capsys.readouterr().err
+
+
+def test_an_account_of_a_version_before_counts(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It knows the training rows alone."""
+    assert cli.run(["train", *SECURE, f"run_dir={tmp_path / 'run'}"]) == 0
+    before = dataset(compose("config", SECURE)).account_before
+    with closing(sqlite3.connect(home / "spent.sqlite")) as file, file:
+        file.execute("UPDATE runs SET data = ?", (before,))
+    assert len(spent(capsys)["runs"]) == 1
+
+
+def test_other_persons_or_clients_have_no_sum(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who a row is of goes by what the row is, not where it lies; runs that no sum counts are said
+    to be there."""
+    rng = np.random.default_rng(0)
+    pixels, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), np.arange(40)[::-1]
+    persons = np.repeat([0, 1, 1, 1], 10)
+    files = {
+        "once": (pixels, persons),
+        "shuffled": (pixels[order], persons[order]),
+        "others": (pixels[order], persons),
+    }
+    tests = {
+        "test_images": pixels[:4],
+        "test_labels": np.zeros(4, int),
+        "train_labels": np.arange(40) % 4,
+    }
+    shared = [*SECURE, "data=folder", "data.classes=4", "rounds=1", "runtime=in_process"]
+    units = {
+        "person": ["privacy.unit=person", "privacy.images_per_person=2"],
+        "client": ["privacy.unit=client", "privacy.aggregation=secure", "partition=by_writer"],
+    }
+    for unit, words in units.items():
+        for name, (images, who) in files.items():
+            file = tmp_path / f"{name}.npz"
+            np.savez(file, train_images=images, train_writer=who, train_person=who, **tests)
+            run = f"run_dir={tmp_path}/{unit}-{name}"
+            assert cli.run(["train", *shared, *words, f"data.path={file}", run]) == 0
+            told = capsys.readouterr().out
+            assert ("(2 in all)" in told) == (name == "shuffled"), told
+            others = {"person": {"others": 2}, "client": {"once": 3, "shuffled": 3, "others": 5}}
+            more = others[unit].get(name)
+            assert (f"no ε counts {more} more" in told) == (more is not None), told
 
 
 def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     assert "http" not in re.sub(r"data:[^\"]*", "", html)
     assert html.count("data:image/svg+xml") >= 2
     assert '"round 1"' in html
+    # a run of which something failed, and that was killed while it said so
+    with (run / "failures.jsonl").open("a") as file:
+        file.write('{"round": 1, "cl')
+    assert page(str(run), tmp_path / "again.html")
+    # what is published is no place for it
+    out = run / "public" / "report.html"
+    assert cli.run(["report", f"runs={run}", f"out={out}"]) == 2
+    assert not out.exists()
 
 
 def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Path) -> None:
