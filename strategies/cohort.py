@@ -39,10 +39,11 @@ class CohortStrategy(Strategy):
 
     def mean(self, server_round: int, answers: Mapping[int, Answer], rows: int) -> Tensor | None:
         """The sum of the cohort's answers, each alike whatever rows a client has, over their
-        number: (rows, ...). None if nobody answered.
+        number: (rows, ...). None if nobody answered, unless an aggregator makes the noise: of
+        nobody there is noise alone then.
 
         Where how many answer must not show, or an aggregator makes the noise, it is over their
-        expected number: whoever did not answer counts as zero, and of nobody there is noise alone.
+        expected number: whoever did not answer counts as zero.
         """
         arrived = [answers[client].arrays for client in sorted(answers)]
         found = [each["answer"] for each in arrived if each]  # some come added up

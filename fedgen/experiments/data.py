@@ -39,7 +39,7 @@ def check(config: DictConfig) -> str:
         of = np.unique(found.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
-    words = [*_given(config), *_fitting(config, found)]
+    words = [*_given(config), *_fitting(found)]
     lines.append(f"fits: fedgen train {shlex.join(words)}")
     lines.append("(method.teacher=none: many times as fast, and with few images often better)")
     lines.append("these numbers are private: they are for whoever has the images alone")
@@ -109,7 +109,7 @@ def _given(config: DictConfig) -> list[str]:
     return words
 
 
-def _fitting(config: DictConfig, found: Dataset) -> list[str]:
+def _fitting(found: Dataset) -> list[str]:
     """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
     count = len(found.labels)
     by = "by_folder" if found.persons is None or found.shows_persons else "by_writer"

@@ -21,7 +21,10 @@ from fedgen.errors import FedgenError
 _SHOWN = 200  # letters of a value, in an error
 _HINTS = 3  # settings that a hint names
 _HOME = re.compile(r"(?<=[=,\[])~(?=/)")  # a shell leaves it as it is, within a word or quotes
-_FOREIGN = re.compile(r"[^\[\]{},:'\"$\x00-\x20]*[^\x00-\x7f][^\[\]{},:'\"$]*")
+# a name inside of a list with a letter that Hydra's grammar has no place for outside of quotes
+_FOREIGN = re.compile(
+    r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*", re.ASCII
+)
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
 
@@ -31,8 +34,8 @@ def key_of(word: str) -> str:
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """Words in Hydra's grammar. It reads no letters beyond ASCII, no parentheses and no second
-    ``=`` outside of quotes: names with these (``data.path=Hündin``) are quoted here. The ``~`` of a
+    """Words in Hydra's grammar. It reads no letters beyond ASCII, and none of ``=();&#`` and the
+    like, outside of quotes: names with these (``data.path=Hündin``) are quoted here. The ``~`` of a
     path is the home folder.
 
     Raises:

@@ -215,7 +215,7 @@ class Training:
         state = self._restore()
         if gaps and not self._over:  # which may be beyond the budget of its data now
             enter(self.ready, self.run_dir, self.name, anew=True)
-        self._announce(state)
+        self._announce()
         with self.progress, PeakMemory() as self.memory:
             try:
                 with self.interrupt:
@@ -470,7 +470,7 @@ class Training:
 
     # --- while it runs ----------------------------------------------------------------------------
 
-    def _announce(self, state: RunState) -> None:
+    def _announce(self) -> None:
         privacy, plan = self.ready.privacy, self.method.plan
         views = planned_views(self.ready)
         if self.accounts.begun or self.accounts.unanswered():  # it goes on

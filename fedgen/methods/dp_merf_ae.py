@@ -223,7 +223,7 @@ def dp_merf_ae(
             codes.alone,
         ),
         sequence.plan(
-            "poisson, then none",
+            f"Poisson draw of rows at rate {sampling_rate:.4g}; then none",
             "secret Poisson batches of the autoencoder's steps",
             ("RDP of Poisson subsampling, and of one Gaussian", "DP-MERF (2021)"),
         ),

@@ -52,6 +52,7 @@ from fedgen.models.functional import (
     likeness,
     part,
     template,
+    unflat,
 )
 from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
 from fedgen.privacy.accounting import claimed_by_rdp
@@ -161,9 +162,7 @@ class Server:
         weights = part(state, "generator")
         answers = answers.to(self.generator.device)
         if self.released == "weights":
-            names = sorted(weights)
-            pieces = torch.split(answers[0], [weights[name].numel() for name in names])
-            gradients = {n: p.view_as(weights[n]) for n, p in zip(names, pieces, strict=True)}
+            gradients = unflat(answers[0], weights)
         else:
             gradients = self._through(weights, answers, round_, coins)
         for name, value in weights.items():

@@ -45,7 +45,7 @@ from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Claim, Method, PublicFacts, Query
-from fedgen.models.functional import Tensors, part, split
+from fedgen.models.functional import Tensors, part, split, unflat
 from fedgen.parameters import ClipNorm, NonNegative
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.routing import Mode, Sampling
@@ -84,11 +84,7 @@ class GeneratorByWeights(Generator):
     ) -> Tensors:
         """The answer is the gradient."""
         weights, _ = split(part(state, "generator"))
-        names = sorted(weights)
-        pieces = torch.split(
-            answers[0].to(self.nets.device), [weights[name].numel() for name in names]
-        )
-        return {n: p.view_as(weights[n]) for n, p in zip(names, pieces, strict=True)}
+        return unflat(answers[0].to(self.nets.device), weights)
 
 
 def gs_wgan(

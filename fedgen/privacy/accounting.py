@@ -96,7 +96,8 @@ def epsilon(spend: Spend, delta: float, relation: Relation) -> Epsilon:
 
 
 def rough_epsilon(spend: Spend, delta: float, relation: Relation) -> Epsilon:
-    """As ``epsilon``, in milliseconds: a bound too, of draws by Renyi divergence alone."""
+    """As ``epsilon``, in milliseconds: a bound too, of draws by Renyi divergence alone. Draws of
+    several rows of a person take as long as there."""
     leaves = _leaves(spend)
     if {type(event) for event, _ in leaves} & {
         PoissonSampledDpEvent,

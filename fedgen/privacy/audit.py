@@ -33,7 +33,7 @@ def gaussian_lower_bound(first: Scores, second: Scores, delta: float, confidence
         first, second: scores of releases on two neighbours; larger speaks for ``first``.
         confidence: that the bound holds, e.g. 0.99.
     """
-    rates = _error_rates(first, second, confidence, lambda fpr, fnr: _mu(fpr, fnr))
+    rates = _error_rates(first, second, confidence, _mu)
     mu = _mu(*rates)
     return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
 
