@@ -367,7 +367,7 @@ MUTANTS = [
         "fedgen/methods/dp_merf.py",
         "self._of(product(images.flatten(1), frequencies, (1.0, longest)))",
         "self._of(images.flatten(1) @ frequencies)",
-        f"{DP_MERF_TESTS}::test_a_row_is_the_same_whatever_is_beside_it",
+        f"{DP_MERF_TESTS}::test_angles_are_the_same_in_whatever_order_they_are_added_up",
     ),
     Mutant(
         "a-persons-rows-at-two-clients",

@@ -196,6 +196,13 @@ def test_a_row_is_the_same_whatever_is_beside_it(count: int, bandwidth: float) -
     assert float((more - less).norm()) <= 1
 
 
+def test_angles_are_the_same_in_whatever_order_they_are_added_up() -> None:
+    features, order = Features(FEATURES, 1e-6, 784, "cpu"), torch.randperm(784)
+    drawn = features.drawn(torch.tensor(1))
+    rows = torch.rand(5, 784, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(features(drawn, rows), features(drawn[order], rows[:, order]))
+
+
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, 1e-9, math.nan, math.inf])
 def test_a_bandwidth_that_is_none(bandwidth: float) -> None:
     with pytest.raises(FedgenError, match=r"method\.bandwidth"):
