@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "an-account-by-the-order-of-rows",
         "fedgen/data/datasets.py",
-        "each.encode() for each in sorted([*self._digests, *test])",
-        "each.encode() for each in [*self._digests, *test]",
+        "each.encode() for each in sorted(self._digests)",
+        "each.encode() for each in self._digests",
         f"{SPENT}::test_the_same_images_have_one_account",
     ),
     Mutant(

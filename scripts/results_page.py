@@ -178,7 +178,7 @@ _COLUMNS = {
     "logistic regression": _figures("gen2real", "logistic_regression", "mean", scale=100),
     "its own classifier": _figures("classifier", "mean", scale=100),
     "real2gen CNN": _figures("real2gen", "cnn", "mean", scale=100),
-    "inception score": _figures("inception_score", "generated"),
+    "inception score": _figures("inception_score", "generated", "mean"),
     "FCD": _figures("fcd", "generated"),
     "precision": _figures("precision", scale=100),
     "recall": _figures("recall", scale=100),

@@ -124,15 +124,15 @@ class Dataset:
     @cached_property
     def account(self) -> str:
         """What the rows are accounted by over all runs: which images they are, in any order and
-        with any labels, whomever they show. The test split's too: where names decide what is in
-        it, other names leave other images to train on."""
-        test = [digest(image.tobytes()) for image in self.test_images]
-        return digest(*(each.encode() for each in sorted([*self._digests, *test])))
+        with any labels, whomever they show."""
+        return digest(*(each.encode() for each in sorted(self._digests)))
 
     @property
-    def account_before(self) -> str:
-        """The same of the training rows alone: what accounts of versions before have."""
-        return digest(*(each.encode() for each in sorted(self._digests)))
+    def account_of_all(self) -> str:
+        """The same of them and the test split's: where names decide which rows train, other names
+        leave others."""
+        test = [digest(image.tobytes()) for image in self.test_images]
+        return digest(*(each.encode() for each in sorted([*self._digests, *test])))
 
     def digest_of(self, groups: Iterable[Labels]) -> str:
         """A digest of which images are together in groups of training rows, in any order."""

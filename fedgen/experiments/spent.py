@@ -36,10 +36,10 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
     gaps = _with_gaps(ready) if ready.gaps_show else None
     rows = ready.dataset
-    file.adopt(rows.account, rows.account_before)
-    entry = Entry(name, rows.account, ready.owners, folder, *kinds, most, gaps=gaps)
+    own, whole = (rows.account, ready.owners, folder), rows.account_of_all
+    entry = Entry(name, *own, *kinds, most, gaps=gaps, whole=whole)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
-    _count_deaths(file, file.entries(entry.data), entry)
+    _count_deaths(file, file.entries(entry.data, entry.whole), entry)
     file.enter(entry, partial(check_budget, budget, delta, entry), anew)
     return file
 
@@ -136,9 +136,9 @@ def spent(config: DictConfig) -> str:
     """
     validation.check(config)
     file, rows = SpentFile.at_home(), settings.dataset(config)
-    file.adopt(rows.account, rows.account_before)
-    _count_deaths(file, file.entries(rows.account))
-    entries, delta = file.entries(rows.account), config.privacy.delta
+    names, delta = (rows.account, rows.account_of_all), config.privacy.delta
+    _count_deaths(file, file.entries(*names))
+    entries = file.entries(*names)
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {
         "data": config.names.data,

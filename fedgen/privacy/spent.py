@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS charges (
     run TEXT NOT NULL, client INTEGER NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL,
     PRIMARY KEY (run, client, event)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS wholes (run TEXT PRIMARY KEY, data TEXT NOT NULL);
 CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
     BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
 CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
@@ -62,7 +63,8 @@ class Entry:
     where the run was begun, or went on last. most: what a client spends at most, by the plan; of a
     run that is over, for the rows that it was asked for. charged: client -> what it has spent, by
     its own ledger. gaps: ``most`` where a missing answer may have shown a draw; None where no draw
-    can be shown so.
+    can be shown so. whole: the digest of its rows and of the test split's: where names decide which
+    rows train, other names leave others. Runs are on the same data where either digest is the same.
     """
 
     run: str
@@ -75,6 +77,7 @@ class Entry:
     over: bool = False
     charged: dict[int, Spend] = field(default_factory=dict)
     gaps: Spend | None = None
+    whole: str = ""
 
     @property
     def kind(self) -> tuple[Unit, Relation, str]:
@@ -117,12 +120,15 @@ class SpentFile:
             known = _most(file, entry.run)
             if known is not None:  # it goes on there now
                 file.execute("UPDATE runs SET folder = ? WHERE run = ?", (entry.folder, entry.run))
+            if entry.whole:
+                file.execute("INSERT OR IGNORE INTO wholes VALUES (?, ?)", (entry.run, entry.whole))
             if entry.gaps is not None:
                 gaps, kept = json.dumps(spend_to_json(entry.gaps)), "REPLACE" if anew else "IGNORE"
                 file.execute(f"INSERT OR {kept} INTO gaps VALUES (?, ?)", (entry.run, gaps))
             if known is not None and not anew:
                 return  # it counts since then, with all that it may spend
-            check([each for each in _entries(file, entry.data) if each.run != entry.run])
+            others = _entries(file, entry.data, entry.whole)
+            check([each for each in others if each.run != entry.run])
             most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
             if known is not None:
                 longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
@@ -172,21 +178,17 @@ class SpentFile:
         with self._open() as file:
             return _charged(file, run, client).get(client, {})
 
-    def entries(self, data: str) -> list[Entry]:
+    def entries(self, data: str, whole: str = "") -> list[Entry]:
         """All runs on a data set, in the order in which they were entered."""
         with self._open() as file:
-            return _entries(file, data)
+            return _entries(file, data, whole)
 
     def beside(self, run: str) -> list[Entry]:
         """All runs on a run's data, itself too; none if it was not entered."""
         with self._open() as file:
-            found = file.execute("SELECT data FROM runs WHERE run = ?", (run,)).fetchone()
-            return _entries(file, found[0]) if found else []
-
-    def adopt(self, data: str, before: str) -> None:
-        """Enters runs under the name that their data have now, in place of another."""
-        with self._open() as file:
-            file.execute("UPDATE runs SET data = ? WHERE data = ?", (data, before))
+            whole = "SELECT data, (SELECT data FROM wholes WHERE run = ?1) FROM runs WHERE run = ?1"
+            found = file.execute(whole, (run,)).fetchone()
+            return _entries(file, found[0], found[1] or "") if found else []
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -195,7 +197,7 @@ class SpentFile:
             opened = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
             with closing(opened) as file, file:
                 file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
-                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'gaps'").fetchone():
+                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'wholes'").fetchone():
                     file.executescript(_TABLES)
                 yield file
         except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
@@ -206,10 +208,11 @@ class SpentFile:
             raise FedgenError(str(self.path), problem, remedy) from error
 
 
-def _entries(file: sqlite3.Connection, data: str) -> list[Entry]:
+def _entries(file: sqlite3.Connection, data: str, whole: str) -> list[Entry]:
     found = []
     for run, rows, shares, folder, unit, relation, most, over in file.execute(
-        _READ + "WHERE data = ? ORDER BY rowid", (data,)
+        _READ + "WHERE data = ? OR run IN (SELECT run FROM wholes WHERE data = ?) ORDER BY rowid",
+        (data, whole),
     ).fetchall():
         spend = spend_from_json(as_json(most))
         kinds = Unit(unit), Relation(relation)

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from fedgen import cli
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments import training
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup, dataset
+from fedgen.experiments.settings import Setup
 from fedgen.federation.client_app import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
@@ -230,7 +231,7 @@ def test_runs_on_the_same_rows_add_up(
 def test_the_same_images_have_one_account(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order, or with other labels."""
+    """In another order, with other labels, or beside another test split."""
     rng = np.random.default_rng(0)
     images, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), rng.permutation(40)
     labels = np.arange(40) % 4
@@ -240,8 +241,8 @@ def test_the_same_images_have_one_account(
         "renamed": {"train_images": images, "train_labels": labels[::-1]},
         "others": {"train_images": 255 - images, "train_labels": labels},
     }
-    tests = {"test_images": images[:4], "test_labels": labels[:4]}
-    for name, arrays in files.items():
+    for place, (name, arrays) in enumerate(files.items()):
+        tests = {"test_images": images[place : place + 4], "test_labels": labels[:4]}
         np.savez(tmp_path / f"{name}.npz", **arrays, **tests)
         words = ["data=folder", f"data.path={tmp_path}/{name}.npz", "data.classes=4"]
         command = ["train", *SECURE, *words, "rounds=1", f"run_dir={tmp_path / name}"]
@@ -275,15 +276,19 @@ def test_a_folder_whose_files_have_other_names_has_one_account(
     assert "other runs on these data (2)" in capsys.readouterr().err
 
 
-def test_an_account_of_a_version_before_counts(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It knows the training rows alone."""
-    assert cli.run(["train", *SECURE, f"run_dir={tmp_path / 'run'}"]) == 0
-    before = dataset(compose("config", SECURE)).account_before
-    with closing(sqlite3.connect(home / "spent.sqlite")) as file, file:
-        file.execute("UPDATE runs SET data = ?", (before,))
-    assert len(spent(capsys)["runs"]) == 1
+def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> None:
+    """Or what else lies with them; also by a file of a version before, which knows no more."""
+    file, one = SpentFile(tmp_path / "spent.sqlite"), entry("a", data="rows")
+    file.enter(replace(one, whole="rows and test"), anything)
+    file.enter(replace(one, run="b", whole="rows and other test"), anything)
+    file.enter(replace(one, run="c", data="fewer rows", whole="rows and test"), anything)
+    file.enter(replace(one, run="d", data="others", whole="all others"), anything)
+    assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b", "c"]
+    assert [each.run for each in file.beside("b")] == ["a", "b"]
+    assert [each.run for each in file.beside("c")] == ["a", "c"]
+    with closing(sqlite3.connect(file.path)) as opened, opened:
+        opened.execute("DROP TABLE wholes")
+    assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b"]
 
 
 def test_other_persons_or_clients_have_no_sum(
