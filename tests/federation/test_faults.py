@@ -397,7 +397,7 @@ def test_a_run_is_looked_for_where_it_went_on(
     else:
         run.rename(other)
         with sqlite3.connect(tmp_path / "home" / "spent.sqlite") as file:
-            file.execute("DROP TABLE gaps")
+            file.executescript("DROP TABLE gaps; DROP TABLE wholes")
         assert charged(capsys) == quiet
     interrupted(4, f"resume={other}")
     assert charged(capsys) == quiet
