@@ -36,7 +36,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.federation.client_app import Homes, Site, client_app
+from fedgen.federation.client_app import Homes, Site, Terms, client_app
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.federation.messages import pack_arrays, unpack_arrays
 from fedgen.federation.ray_cluster import cluster
@@ -295,9 +295,8 @@ def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
             seed=0,
             branch="",
             noise="seeded",
-            run="bench",
             folder=Path(root) / "a",
-            rows=10**9,
+            terms=Terms(rows=10**9, run="bench"),
             in_memory=True,
             cache_bytes=0.0,
             threads=1,

@@ -237,8 +237,8 @@ MUTANTS = [
     ),
     Mutant(
         "votes-say-when-samples-are-drawn",
-        "fedgen/experiments/training.py",
-        "        if _due(state, facts, self.config.sample_every) or last:",
+        "fedgen/experiments/diary.py",
+        "        if is_due(state, facts, self._config.sample_every) or last:",
         "        if (facts.answer_norm or 0) % 1 > 0.5 or last:",
         f"{VOTES_TESTS}::test_votes_steer_no_rounds_and_name_no_files",
     ),
@@ -456,14 +456,14 @@ MUTANTS = [
     Mutant(
         "the-server-chooses-who-is-between-two-silent-ones",
         CLIENT,
-        "context, whole=home.signer is not None)",
+        "context, whole=terms.signer is not None)",
         "context)",
         f"{SIGNING_TESTS}::test_clients_that_sign_are_neighbours_of_all",
     ),
     Mutant(
         "training-tells-which-rows-there-are",
         CLIENT,
-        "if home.rehearsal is None:",
+        "if home.terms.rehearsal is None:",
         "if True:",
         f"{SITE_TESTS}::test_training_fails_in_silence",
     ),
@@ -793,8 +793,8 @@ MUTANTS = [
     Mutant(
         "a-share-leaves-without-masks",
         CLIENT,
-        "    if home.masks:\n        words",
-        "    if not home.masks:\n        words",
+        "    if home.terms.masks:\n        words",
+        "    if not home.terms.masks:\n        words",
         "tests/federation/test_equivalence.py::test_sums_under_masks_are_equal_to_the_bit",
     ),
     Mutant(
@@ -1299,15 +1299,15 @@ MUTANTS = [
     Mutant(
         "budget-checked-after-the-spend",
         CLIENT,
-        "home.ledger.rows + query.count > home.rows",
-        "home.ledger.rows > home.rows",
+        "home.ledger.rows + query.count > home.terms.rows",
+        "home.ledger.rows > home.terms.rows",
         f"{CLIENT_TESTS}::test_the_client_enforces_its_budget",
     ),
     Mutant(
         "no-limit-to-a-kind-of-release",
         CLIENT,
-        "if not repeat and home.limits is not None:",
-        "if home.limits is None:",
+        "if not repeat and home.terms.limits is not None:",
+        "if home.terms.limits is None:",
         f"{CLIENT_TESTS}::test_no_kind_of_release_is_charged_more_often_than_planned",
     ),
     Mutant(

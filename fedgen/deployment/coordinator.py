@@ -42,7 +42,7 @@ def run(
     del clients, timeout, rehearses  # by nodes; Flower's messages have a time to live; by the setup
     assert isinstance(again, SiteOf)
     _, config, identity = opened(Path(again.path), "run_dir")
-    request = Request.of(config, site.run, site.branch, identity["noise_multiplier"])
+    request = Request.of(config, site.terms.run, site.branch, identity["noise_multiplier"])
     link = link_at(superlink, ca)
     settle()
     with serving(link, metadata.version("fedgen"), request.text()) as grid:

@@ -16,7 +16,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
-from fedgen.federation.client_app import Homes, Site, died_answering
+from fedgen.federation.client_app import Homes, Site, Terms, died_answering
 from fedgen.federation.signing import Signer
 from fedgen.files import digest, write_whole
 from fedgen.privacy.events import Relation, canonical, with_draws_seen
@@ -121,18 +121,9 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
             entry, lambda others: check_budget(budget, privacy.delta, entry, others), anew=gaps
         )
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
-    made = Site(
-        program=found.program,
-        shard=lambda client: shard,
-        seed=asked.seed,
-        branch=request.branch if privacy.noise == "seeded" else "",
-        noise=privacy.noise,
-        run=request.run,
-        folder=place.folder(request.run),
-        rows=privacy.budget.rows,
-        in_memory=False,
-        cache_bytes=0.0,
-        threads=asked.runtime.threads,
+    terms = Terms(
+        privacy.budget.rows,
+        request.run,
         limits=most,
         aggregation=plan.aggregation,
         holds=privacy.noise == "secure" and plan.sends_again,
@@ -142,6 +133,18 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         about=request.text().encode(),
         rehearsal=_no_secret(public),
         marks=privacy.noise == "secure" and found.gaps_show,
+    )
+    made = Site(
+        program=found.program,
+        shard=lambda client: shard,
+        seed=asked.seed,
+        branch=request.branch if privacy.noise == "seeded" else "",
+        noise=privacy.noise,
+        folder=place.folder(request.run),
+        terms=terms,
+        in_memory=False,
+        cache_bytes=0.0,
+        threads=asked.runtime.threads,
         spent=account,
     )
     return made, plan.relation

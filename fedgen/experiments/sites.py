@@ -9,7 +9,7 @@ from fedgen.coins import Coins
 from fedgen.experiments import settings
 from fedgen.experiments.identity import check_same_noise, check_same_rows, opened
 from fedgen.experiments.settings import Setup
-from fedgen.federation.client_app import Site
+from fedgen.federation.client_app import Site, Terms
 from fedgen.federation.faults import FaultyClients
 from fedgen.privacy.events import canonical
 from fedgen.privacy.spent import SpentFile
@@ -39,19 +39,9 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
     faulty = FaultyClients(ready.faults, coins, runtime.timeout, folder)
     secure = ready.privacy.noise == "secure"
     most = canonical(ready.method.plan.server(ready.privacy.budget.rows))
-    return Site(
-        program=ready.program,
-        shard=lambda client: ready.dataset.shard(ready.shards[client]),
-        seed=ready.config.seed,
-        branch=ready.branch,
-        noise=ready.privacy.noise,
-        run=name,
-        folder=folder,
-        rows=ready.privacy.budget.rows,
-        in_memory=runtime.get("store") == "memory",
-        cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
-        threads=runtime.threads,
-        spent=SpentFile.at_home() if secure else None,
+    terms = Terms(
+        ready.privacy.budget.rows,
+        name,
         # of one kind, an honest server's rows are all there is to count
         limits=most if len(most) > 1 else None,
         aggregation=ready.method.plan.aggregation,
@@ -59,5 +49,18 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         half=runtime.transport == "float16",
         masks=runtime.masks,
         marks=secure and ready.gaps_show,
+    )
+    return Site(
+        program=ready.program,
+        shard=lambda client: ready.dataset.shard(ready.shards[client]),
+        seed=ready.config.seed,
+        branch=ready.branch,
+        noise=ready.privacy.noise,
+        folder=folder,
+        terms=terms,
+        in_memory=runtime.get("store") == "memory",
+        cache_bytes=runtime.get("cache_gb", 0.0) * 1e9,
+        threads=runtime.threads,
+        spent=SpentFile.at_home() if secure else None,
         mods=(faulty,) if ready.faults.total else (),
     )

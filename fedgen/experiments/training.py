@@ -23,12 +23,10 @@ from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence
 from fedgen.experiments import settings
-from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
-from fedgen.experiments.data import of_little_use
-from fedgen.experiments.evaluation import JUDGED, judge_run, utilities
-from fedgen.experiments.generation import judged_samples
+from fedgen.experiments.diary import Diary, Watch, is_due
+from fedgen.experiments.evaluation import JUDGED, judge_run
 from fedgen.experiments.identity import (
     ENDED,
     check_intact,
@@ -41,7 +39,7 @@ from fedgen.experiments.identity import (
 )
 from fedgen.experiments.interrupt import Interrupt
 from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
-from fedgen.experiments.outcome import Clock, epsilon_figure, publish, results_of, ten_of_each
+from fedgen.experiments.outcome import Clock, epsilon_figure, publish, results_of
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
 from fedgen.experiments.spent import close, enter, widen
@@ -52,14 +50,11 @@ from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
 from fedgen.files import digest
 from fedgen.method import Tensors
-from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.events import Unit
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
-from fedgen.reporting.figures import partition, sample_grid
-from fedgen.reporting.loggers import Logger
+from fedgen.reporting.figures import partition
 from fedgen.reporting.memory import PeakMemory
-from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
+from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
 from fedgen.warm_up import last_method
 
@@ -68,12 +63,6 @@ _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUN
 _WARM_START_CHECKPOINT_SECONDS = 30.0
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
-_HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
-
-
-Watch = Callable[[Setup, RunState, Epsilon], None]
-"""Called with each picture of samples: a run's set-up, its state, epsilon against whoever has what
-the server makes of the answers."""
 
 Play = Callable[[Callable[[Grid], None]], None]
 """Calls what it is given with a Grid to the run's clients."""
@@ -199,7 +188,6 @@ class Training:
         )
         self.clock = Clock()
         self.stopped: str | None = None
-        self._last_facts: RoundFacts | None = None
         self.begun = False  # clients were called
         self._over = False  # all rounds are done; only what a run leaves may be missing
         self._kept, self._kept_rounds = time.monotonic(), -1
@@ -215,7 +203,8 @@ class Training:
         state = self._restore()
         if gaps and not self._over:  # which may be beyond the budget of its data now
             enter(self.ready, self.run_dir, self.name, anew=True)
-        self._announce()
+        told = self.ready, self.run_dir, self.accounts, self.clock, self.progress
+        self._diary = Diary(*told, self.name, self._watch, state.rounds)
         with self.progress, PeakMemory() as self.memory:
             try:
                 with self.interrupt:
@@ -226,7 +215,7 @@ class Training:
             except KeyboardInterrupt:
                 raise Interrupted(self._how_to_go_on("before its end")) from None
             finally:
-                self._logger.close()
+                self._diary.close()
 
     def on_its_runtime(self, main: Callable[[Grid], None]) -> None:
         """Plays a run on the runtime that is configured for it."""
@@ -356,9 +345,9 @@ class Training:
             stop_if_asked()
 
         def finished(state: RunState, facts: RoundFacts) -> None:
-            self._finished(state, facts)
+            self._diary.after(state, facts)
             last = state.rounds == self.ready.privacy.budget.rounds
-            due = _due(state, facts, self.config.runtime.checkpoint_every)
+            due = is_due(state, facts, self.config.runtime.checkpoint_every)
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
             # what clients said once is not asked again; what follows from the seed can be
             once, secret = self.method.plan.once, self.ready.privacy.noise == "secure"
@@ -388,9 +377,8 @@ class Training:
             self.stopped = ENDED
             # when to end may have been chosen by what was seen: the ε of all rounds covers that
             state.rows = Counter(dict.fromkeys(range(self.clients), budget.rows))
-        if self.stopped and self._last_facts is not None:
-            self._log(state, self._last_facts)
-            self._draw_samples(state)
+        if self.stopped:
+            self._diary.at_its_end(state)
 
     def _how_to_go_on(self, where: str) -> str:
         return f"interrupted {where}; go on with: fedgen train resume={self.run_dir.path}"
@@ -428,8 +416,6 @@ class Training:
             self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":
             self._charge(state, ledgers)
-        log_to = build(self.config.logger, "logger")
-        self._logger: Logger = log_to(place=self.run_dir.path, name=self.name, rounds=state.rounds)
         return state
 
     def _check_no_answer_is_lost(self, kept: RunState, ledgers: Mapping[int, Account]) -> None:
@@ -467,107 +453,6 @@ class Training:
         }
         checkpoint.save(self.run_dir.checkpoints, state, extra)
         self._kept, self._kept_rounds = time.monotonic(), state.rounds
-
-    # --- while it runs ----------------------------------------------------------------------------
-
-    def _announce(self) -> None:
-        privacy, plan = self.ready.privacy, self.method.plan
-        views = planned_views(self.ready)
-        if self.accounts.begun or self.accounts.unanswered():  # it goes on
-            found = self.accounts.release_after(privacy.budget.rounds)
-            views["release"] = found or views["release"]
-        server, release = (epsilon_in_words(views[name].value) for name in ("server", "release"))
-        noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
-        self.progress.say(
-            f"{self.config.names.method} on {self.config.names.data}: "
-            f"{self.clients} client{'s' if self.clients > 1 else ''}, at most "
-            f"{privacy.budget.rounds} rounds, proven ε ≤ {server} (server), {release} "
-            f"(release) per {plan.unit.value} at δ = {privacy.delta:g}, noise multiplier {noise}"
-        )
-        if self.ready.dataset.shows_persons and plan.unit is Unit.RECORD:
-            self.progress.say(
-                "ε is about single images, and the data tell whom each shows: see "
-                "privacy.unit=person"
-            )
-        for warning in of_little_use(self.ready):
-            self.progress.say(warning)
-
-    def _finished(self, state: RunState, facts: RoundFacts) -> None:
-        """After each round: numbers and pictures as often as configured."""
-        self.clock.add(facts)
-        self._last_facts = facts
-        last = state.rounds == self.ready.privacy.budget.rounds
-        if self.config.evaluate_every and _due(state, facts, self.config.evaluate_every):
-            self._judge(state)
-        first = state.rounds == facts.rounds
-        if _due(state, facts, self.config.log_every) or last or first:
-            self._log(state, facts)
-        if _due(state, facts, self.config.sample_every) or last:
-            self._draw_samples(state)
-
-    def _log(self, state: RunState, facts: RoundFacts) -> None:
-        self._check_finite(state)
-        views = self.accounts.views(state, self.stopped is not None)
-        here = self.ready.coins.at("shown", state.rounds)
-        shown = self.method.server.shown(state.server, self.ready.held_out(_HELD_OUT_SHOWN), here)
-        down, up = sum(state.sent.values()), sum(state.received.values())
-        line = {
-            "round": state.rounds,
-            "epsilon": {name: found.value for name, found in views.items()},
-            "claimed_epsilon": self.accounts.claimed(state.rounds),
-            "answer_norm": facts.answer_norm,
-            **shown,
-            "clients": facts.clients,
-            "bytes": {"up": up, "down": down},
-            "failures": sum(state.failures.values()),
-        }
-        self.run_dir.add_metrics(line)
-        for name, found in views.items():
-            if found.value is not None:
-                self._logger.scalar(f"epsilon/{name}", found.value, state.rounds)
-        if facts.answer_norm is not None:
-            self._logger.scalar("answer_norm", facts.answer_norm, state.rounds)
-        for name, number in shown.items():
-            self._logger.scalar(name, number, state.rounds)
-        for name, seconds in facts.seconds.items():
-            self._logger.scalar(f"seconds/{name}", seconds, state.rounds)
-        self.progress.show(
-            "rounds",
-            state.rounds,
-            self.ready.privacy.budget.rounds,
-            f"ε {epsilon_in_words(views['server'].value)} server, "
-            f"{epsilon_in_words(views['release'].value)} release  "
-            f"{bytes_in_words(up)} up, {bytes_in_words(down)} down  "
-            f"{state.rounds / self.clock.rounds:.3g} rounds/s{_in_words(state.failures)}",
-        )
-
-    def _check_finite(self, state: RunState) -> None:
-        """Raises FedgenError for a generator that has diverged; its last checkpoint is kept."""
-        for value in self.method.server.generator(state.server).values():
-            if not value.isfinite().all():
-                problem = f"the generator has diverged by round {state.rounds}"
-                raise FedgenError("method", problem, "lower the learning rates")
-
-    def _judge(self, state: RunState) -> None:
-        """A line of metrics with gen2real."""
-        chosen, generator = self.config.evaluation, self.method.server.generator(state.server)
-        samples = judged_samples(self.ready, generator, chosen.samples, self.progress)
-        coins, data = self.ready.coins.at("evaluation"), self.ready.dataset
-        found = utilities(chosen, data, samples, coins, self.progress, real=False)["gen2real"]
-        self.run_dir.add_metrics({"round": state.rounds, "gen2real": found})
-        for name, scores in found.items():
-            if scores["mean"] is not None:
-                self._logger.scalar(f"gen2real/{name}", scores["mean"], state.rounds)
-
-    def _draw_samples(self, state: RunState) -> None:
-        images = ten_of_each(self.ready, self.method.server.generator(state.server))
-        name = f"round_{state.rounds:06d}.png"
-        sample_grid(images, 10, self.run_dir.samples / name)
-        self._logger.image("samples", _sheet(self.run_dir.samples / name), state.rounds)
-        if self._watch is not None:
-            # its state follows from what is published of the answers: their noised sums
-            views = self.accounts.views(state, self.stopped is not None)
-            self._watch(self.ready, state, views["release"])
 
     # --- what it leaves ---------------------------------------------------------------------------
 
@@ -633,22 +518,3 @@ def _label_counts(ready: Setup) -> NDArray[np.int64]:
     classes = ready.dataset.classes
     labels = (ready.dataset.labels[shard] for shard in ready.shards)
     return np.stack([np.bincount(each, minlength=classes) for each in labels])
-
-
-def _due(state: RunState, facts: RoundFacts, every: int) -> bool:
-    """Whether the last exchange came to, or past, a multiple of ``every`` rounds."""
-    return state.rounds // every > (state.rounds - facts.rounds) // every
-
-
-def _in_words(failures: Counter[str]) -> str:
-    if not failures:
-        return ""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(failures.items()))
-    return f"  failures: {kinds}"
-
-
-def _sheet(path: Path) -> NDArray[np.uint8]:
-    from PIL import Image
-
-    pixels = np.asarray(Image.open(path))
-    return pixels[..., None] if pixels.ndim == 2 else pixels

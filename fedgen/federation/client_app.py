@@ -69,16 +69,11 @@ class PastRoundError(Exception):
 
 
 @dataclass(frozen=True)
-class Site:
-    """What a process needs to be home to clients; it can be pickled.
+class Terms:
+    """What each client of a run holds itself to, whatever it is asked.
 
-    program: makes the client program.
-    shard: client -> its rows.
-    seed, noise: of the coins. In mode ``secure`` each process flips its own.
-    branch: what sets this run's coins apart from those of others under the same seed.
-    run: the run's name, which the ledgers carry.
-    folder: where clients keep their files, on a file system that all processes see.
-    rows: each client's budget for the run, which it enforces itself.
+    rows: its budget for the run, which it enforces itself.
+    run: the run's name.
     limits: how often each event of the plan may be charged; None: where rows say all of it.
     aggregation: who makes the noise of what clients answer.
     holds: whether an answer is written down before it is charged, and sent again by a run that
@@ -89,25 +84,12 @@ class Site:
     about: what all clients of the run must have been asked to take part in, if they sign.
     rehearsal: rows that are no secret. What a question makes of them is tried first, so that one
         that fails by what it is fails before it meets a private row; None: it is not tried.
-    in_memory, cache_bytes: see ``ClientStore``.
-    threads: of torch.
     marks: whether a client leaves a mark behind where its process dies over an answer: that one is
         missing, or late, may show what it drew.
-    spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
-    mods: Flower mods around the app.
     """
 
-    program: Callable[[], ClientProgram]
-    shard: Callable[[int], Shard]
-    seed: int
-    branch: str
-    noise: coins.Mode
-    run: str
-    folder: Path
     rows: int
-    in_memory: bool
-    cache_bytes: float
-    threads: int
+    run: str = ""
     limits: Spend | None = None
     aggregation: Aggregation = LOCAL
     holds: bool = False
@@ -117,6 +99,34 @@ class Site:
     about: bytes = b""
     rehearsal: Shard | None = None
     marks: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a process needs to be home to clients; it can be pickled.
+
+    program: makes the client program.
+    shard: client -> its rows.
+    seed, noise: of the coins. In mode ``secure`` each process flips its own.
+    branch: what sets this run's coins apart from those of others under the same seed.
+    folder: where clients keep their files, on a file system that all processes see.
+    terms: of all its clients.
+    in_memory, cache_bytes: see ``ClientStore``.
+    threads: of torch.
+    spent: where spend is written down outside of the run (``SpentFile``); None: nowhere.
+    mods: Flower mods around the app.
+    """
+
+    program: Callable[[], ClientProgram]
+    shard: Callable[[int], Shard]
+    seed: int
+    branch: str
+    noise: coins.Mode
+    folder: Path
+    terms: Terms
+    in_memory: bool
+    cache_bytes: float
+    threads: int
     spent: Outside | None = None
     mods: tuple[Mod, ...] = ()
 
@@ -133,22 +143,12 @@ class ClientHome:
     coins: Coins
     store: ClientStore
     ledger: Ledger
-    rows: int
-    limits: Spend | None = None
-    aggregation: Aggregation = LOCAL
-    holds: bool = False
-    half: bool = False
+    terms: Terms
     answered: int = -1
     masker: Masker | None = None
-    masks: bool = False
-    signer: Signer | None = None
-    about: bytes = b""
-    rehearsal: Shard | None = None
-    marks: bool = False
-    tried: set[str] = field(default_factory=set)
     keyed: int = -1
     agreed: tuple[int, bytes] = (-1, b"")
-    run: str = ""
+    tried: set[str] = field(default_factory=set)
 
 
 class Homes:
@@ -181,24 +181,15 @@ class Homes:
 
     def _make(self, client: int) -> ClientHome:
         site, folder = self._site, self._store.folder(client)
+        ledger = folder / LEDGER, site.terms.run, client, site.noise == "seeded", site.spent
         return ClientHome(
             client,
             self._program,
             site.shard(client),
             self._coins.at("client", client),
             self._store,
-            Ledger(folder / LEDGER, site.run, client, site.noise == "seeded", site.spent),
-            site.rows,
-            site.limits,
-            site.aggregation,
-            site.holds,
-            site.half,
-            masks=site.masks,
-            signer=site.signer,
-            about=site.about,
-            rehearsal=site.rehearsal,
-            marks=site.marks,
-            run=site.run,
+            Ledger(*ledger),
+            site.terms,
         )
 
 
@@ -321,7 +312,7 @@ def _no_bound(home: ClientHome, server_round: int) -> None:
 def _marked(home: ClientHome) -> Iterator[None]:
     """Leaves a mark behind, for good, where the process dies meanwhile."""
     folder = home.store.folder(home.number)
-    if home.marks:
+    if home.terms.marks:
         if (folder / _ANSWERING).exists():
             (folder / _DIED).touch()
         (folder / _ANSWERING).touch()
@@ -355,7 +346,7 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
         try:
             changed = home.program.train(state, arrays, home.shard, server_round, home.coins)
         except Exception as error:
-            if home.rehearsal is None:
+            if home.terms.rehearsal is None:
                 _no_bound(home, server_round)
                 raise
             # at a site of its own a client keeps what it had, which is as good a state of its rows
@@ -368,29 +359,29 @@ def _train(home: ClientHome, message: Message) -> RecordDict:
 
 
 def _keys(home: ClientHome, message: Message) -> RecordDict:
-    server_round = messages.read_place(message)
+    server_round, terms = messages.read_place(message), home.terms
     done = home.store.done(home.number, messages.ASK)
     if server_round <= max(home.answered, -1 if done is None else done):
         raise PastRoundError  # a second sum over others would show what this client sent
-    if not home.masks or not isinstance(home.aggregation, Secure):
+    if not terms.masks or not isinstance(terms.aggregation, Secure):
         raise MaskingError("nothing is masked here")
-    context = context_of(home.run, server_round, messages.read_keys_for(message))
-    masker = Masker(home.number, home.aggregation, context, whole=home.signer is not None)
+    context = context_of(terms.run, server_round, messages.read_keys_for(message))
+    masker = Masker(home.number, terms.aggregation, context, whole=terms.signer is not None)
     home.masker, home.keyed, keys = masker, server_round, masker.announce()
     home.agreed = -1, b""  # lists of other keys are other lists
-    if home.signer is not None:
-        said = announcement(context, masker.me, masker.sums, keys, home.about)
-        keys += home.signer.sign(said)
+    if terms.signer is not None:
+        said = announcement(context, masker.me, masker.sums, keys, terms.about)
+        keys += terms.signer.sign(said)
     return messages.pack_texts(server_round, {home.number: keys})
 
 
 def _shares(home: ClientHome, message: Message) -> RecordDict:
-    masker, signer = _masker(home, message), home.signer
+    masker, signer = _masker(home, message), home.terms.signer
     told = messages.read_texts(message, KEY_BYTES + (CREDENTIAL_BYTES if signer else 0))
     if signer is not None:
         for client, text in told.items():
             keys_ = text[:KEY_BYTES]
-            said = announcement(masker.context, client, masker.sums, keys_, home.about)
+            said = announcement(masker.context, client, masker.sums, keys_, home.terms.about)
             signer.check(client, said, text[KEY_BYTES:])
     keys = {client: text[:KEY_BYTES] for client, text in told.items()}
     return messages.pack_texts(messages.read_place(message), masker.deal(keys))
@@ -398,7 +389,11 @@ def _shares(home: ClientHome, message: Message) -> RecordDict:
 
 def _agree(home: ClientHome, message: Message) -> RecordDict:
     """Signs the lists of a round, and no others in that round."""
-    server_round, masker, signer = messages.read_place(message), _masker(home, message), home.signer
+    server_round, masker, signer = (
+        messages.read_place(message),
+        _masker(home, message),
+        home.terms.signer,
+    )
     text = agreement(masker.context, masker.book, *messages.read_lists(message))
     if signer is None:
         raise MaskingError("nothing is signed here")
@@ -410,7 +405,11 @@ def _agree(home: ClientHome, message: Message) -> RecordDict:
 
 
 def _reveal(home: ClientHome, message: Message) -> RecordDict:
-    server_round, masker, signer = messages.read_place(message), _masker(home, message), home.signer
+    server_round, masker, signer = (
+        messages.read_place(message),
+        _masker(home, message),
+        home.terms.signer,
+    )
     lists = messages.read_lists(message)
     if signer is not None:
         text = agreement(masker.context, masker.book, *lists)
@@ -434,7 +433,7 @@ def _masker(home: ClientHome, message: Message) -> Masker:
 def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
     """The reply that takes an answer to the server: a share leaves under masks where there are
     any, and without them only within a simulation."""
-    if home.masks:
+    if home.terms.masks:
         words, masker = answer.arrays["answer"], _masker(home, message)
         sealed = messages.read_texts(message, SEALED_BYTES)
         masked = masker.mask(words.reshape(-1).view(np.uint32), sealed)
@@ -444,12 +443,12 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
 
 def _check_question(home: ClientHome, server_round: int, query: Query, message: Message) -> None:
     """Raises an exception for a question that is none, whatever the client's rows are."""
-    if home.masks:
-        context = context_of(home.run, server_round, messages.framed_digest(message.content))
+    if home.terms.masks:
+        context = context_of(home.terms.run, server_round, messages.framed_digest(message.content))
         if _masker(home, message).context != context:
             raise MaskingError("keys were announced for another question")
     arrays = [*query.rows.items(), *query.shared.items()]
-    if query.count > home.rows:
+    if query.count > home.terms.rows:
         raise BudgetError
     if (
         not messages.is_question(message)
@@ -461,10 +460,10 @@ def _check_question(home: ClientHome, server_round: int, query: Query, message: 
         raise ValueError("a question that is not finite")
     kind = repr([(name, each.dtype, tuple(each.shape)) for name, each in arrays])
     whole = any(not each.is_floating_point() for _, each in arrays)  # numbers that may index
-    if home.rehearsal is not None and (whole or kind not in home.tried):
+    if home.terms.rehearsal is not None and (whole or kind not in home.tried):
         coins = home.coins.at("rehearsal")
         home.program.answer(
-            home.store.state(home.number), query, home.rehearsal, server_round, coins
+            home.store.state(home.number), query, home.terms.rehearsal, server_round, coins
         )
         home.tried.add(kind)
 
@@ -472,7 +471,7 @@ def _check_question(home: ClientHome, server_round: int, query: Query, message: 
 def _ask(home: ClientHome, message: Message) -> RecordDict:
     server_round = messages.read_place(message)
     done = home.store.done(home.number, messages.ASK)
-    if done == server_round and not home.masks:
+    if done == server_round and not home.terms.masks:
         return messages.pack_answer(home.store.answer(home.number))
     if done is not None and server_round <= done:
         raise PastRoundError
@@ -487,13 +486,13 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     # where the coins fall is a part of it too: an answer by others is another one, and charged
     place = str(home.coins.place)
     # and an answer that is held is this run's alone, and the same wherever it goes on
-    where = home.run if home.holds else _here()
+    where = home.terms.run if home.terms.holds else _here()
     told = _ANSWERS, where, place, history, messages.digest_of(message)
     asked = digest(*(each.encode() for each in told))
-    answer = home.store.held(home.number, asked) if home.holds else None
+    answer = home.store.held(home.number, asked) if home.terms.holds else None
     charged = answer is not None and home.ledger.last == asked
     repeat = charged or home.ledger.is_repeat(server_round, asked)
-    if not repeat and home.ledger.rows + query.count > home.rows:
+    if not repeat and home.ledger.rows + query.count > home.terms.rows:
         raise BudgetError
     if home.ledger.is_second(server_round, asked) and not home.program.draws_anew:
         raise PastRoundError
@@ -507,12 +506,12 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
                 server_round,
                 lambda: home.program.answer(state, query, home.shard, server_round, coins),
             )
-        answer = messages.answer_of(release, home.aggregation, home.half)
-    if not repeat and home.limits is not None:
+        answer = messages.answer_of(release, home.terms.aggregation, home.terms.half)
+    if not repeat and home.terms.limits is not None:
         after = total([home.ledger.account().spend, canonical(answer.event)])
-        if any(count > home.limits.get(event, 0) for event, count in after.items()):
+        if any(count > home.terms.limits.get(event, 0) for event, count in after.items()):
             raise BudgetError
-    if home.holds:
+    if home.terms.holds:
         home.store.hold(home.number, asked, answer)
     if not charged:  # before anything leaves
         home.ledger.charge(server_round, asked, query.count, answer.event)

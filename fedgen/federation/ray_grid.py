@@ -78,7 +78,7 @@ def run(
         shards = [ray.put(_plain(site.shard(client))) for client in range(clients)]
         app = partial(_app, replace(site, shard=_Fetched(shards)))
         most = min(actors or clients, clients)
-        sums = site.aggregation.adds_up and not site.masks
+        sums = site.terms.aggregation.adds_up and not site.terms.masks
         grid = RayGrid.of(app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
         start(server, grid)
 

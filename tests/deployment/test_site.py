@@ -80,7 +80,8 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
     here, wanted = place(tmp_path), request.read(asked().text())
     homes, _ = open_run(here, wanted)
     site = homes._site
-    assert (site.noise, site.run, site.masks, site.rows) == ("secure", RUN, True, 1)
+    assert site.noise == "secure"
+    assert (site.terms.run, site.terms.masks, site.terms.rows) == (RUN, True, 1)
     assert site.folder == tmp_path / "runs" / RUN
     [entry] = here.account.entries(_ROWS)
     assert entry.run == RUN and not entry.over
@@ -455,7 +456,7 @@ def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
     """Rounds beyond the plan; and questions that claim no rows."""
     sites, made = three(tmp_path, method="dpgan_small")
     home = sites[0].homes.of(0)
-    home.rows = 1000  # as if rows did not say how much an answer costs
+    home.terms = replace(home.terms, rows=1000)  # as if rows did not say how much an answer costs
     for server_round in range(6):
         asked = question(made, server_round)
         rows = messages.unpack_arrays(asked.array_records["rows"])
@@ -627,7 +628,7 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
         """Of a new process."""
         homes, _ = open_run(roomy, wanted)
         home = homes.of(0)
-        home.masks, whole = False, home.program.answer
+        home.terms, whole = replace(home.terms, masks=False), home.program.answer
 
         def killed(state: object, query: object, shard: object, *rest: object) -> object:
             if shard is home.shard and dies:
@@ -692,7 +693,7 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path)
     served, line = _Serving(free), Line(first)
     assert answered(served, line, messages.HELLO, messages.pack_hello()).has_content()
     home = served._homes[RUN].of(0)  # type: ignore[union-attr]
-    home.masks = False
+    home.terms = replace(home.terms, masks=False)
     assert answered(served, line, messages.ASK, question(made)).has_content()
     *_, last = map(json.loads, (tmp_path / "log.jsonl").open())
     spent = spend_from_json(last["spend"])

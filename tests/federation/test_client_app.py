@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.federation import client_app as app_module
 from fedgen.federation import messages
-from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, client_app
+from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, Terms, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.privacy.events import canonical
@@ -30,7 +31,7 @@ Ask = Callable[[int], Message]
 def home(tmp_path: Path) -> ClientHome:
     ledger = Ledger(tmp_path / "0" / "ledger.jsonl", "run", 0, seeded=False)
     store = ClientStore(tmp_path, in_memory=True)
-    return ClientHome(0, make(noise=1.0).client, SHARD, COINS, store, ledger, rows=18)
+    return ClientHome(0, make(noise=1.0).client, SHARD, COINS, store, ledger, Terms(18))
 
 
 @pytest.fixture
@@ -74,9 +75,9 @@ def test_the_client_enforces_its_budget(home: ClientHome, ask: Ask) -> None:
 
 def test_no_kind_of_release_is_charged_more_often_than_planned(home: ClientHome, ask: Ask) -> None:
     """Rows are left, but not for this."""
-    home.limits = canonical(make(noise=1.0).plan.server(6))
+    home.terms = replace(home.terms, limits=canonical(make(noise=1.0).plan.server(6)))
     assert [ask(server_round).has_error() for server_round in range(3)] == [False, True, True]
-    assert home.ledger.account().spend == home.limits
+    assert home.ledger.account().spend == home.terms.limits
 
 
 def test_a_charge_comes_before_the_reply(
@@ -94,7 +95,8 @@ def test_a_charge_comes_before_the_reply(
 
 def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, ask: Ask) -> None:
     """The same bits, once, for the same question alone; another one is a release of its own."""
-    home.holds, home.limits = True, canonical(make(noise=1.0).plan.server(12))
+    limits = canonical(make(noise=1.0).plan.server(12))
+    home.terms = replace(home.terms, holds=True, limits=limits)
     first = messages.read_answer(ask(0), LOCAL)
     # its process is gone, and its state is back at the last checkpoint
     home.answered = -1
@@ -114,7 +116,7 @@ def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, 
 def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
     home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home.holds = True
+    home.terms = replace(home.terms, holds=True)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
@@ -129,7 +131,7 @@ def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
 
 
 def test_a_held_answer_that_was_altered_is_not_sent(home: ClientHome, ask: Ask) -> None:
-    home.holds = True
+    home.terms = replace(home.terms, holds=True)
     assert not ask(0).has_error()
     path = home.store.folder(0) / "answer.held"
     data = bytearray(path.read_bytes())

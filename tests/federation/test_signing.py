@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedgen.coins import Coins
 from fedgen.federation import client_app, messages
-from fedgen.federation.client_app import ClientHome
+from fedgen.federation.client_app import ClientHome, Terms
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.masking import KEY_BYTES, SHARE_BYTES, MaskingError, context_of, graph
@@ -46,11 +46,7 @@ def homes(tmp_path: Path) -> list[ClientHome]:
             Coins.of(0, "secure"),
             ClientStore(tmp_path, in_memory=True),
             Ledger(tmp_path / f"{client}.jsonl", "run", client, False),
-            rows=1,
-            aggregation=SUMS,
-            masks=True,
-            signer=Signer(KEYS[client], PEERS),
-            run="run",
+            Terms(1, "run", aggregation=SUMS, masks=True, signer=Signer(KEYS[client], PEERS)),
         )
         for client in range(4)
     ]
@@ -133,7 +129,7 @@ def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientHome]) -> 
     for context, sums in (("other", SUMS), ("run", Secure(4, 3, 1)), ("run", Secure(5, 3, 0))):
         text = announcement(context_of(context, 0, "question"), 3, sums, keys)
         with pytest.raises(MaskingError, match="did not sign"):
-            homes[0].signer.check(3, text, now[3][KEY_BYTES:])  # type: ignore[union-attr]
+            homes[0].terms.signer.check(3, text, now[3][KEY_BYTES:])  # type: ignore[union-attr]
 
 
 def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientHome]) -> None:

@@ -19,7 +19,7 @@ from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.federation import client_app as client_app_module
 from fedgen.federation import messages
-from fedgen.federation.client_app import ClientHome, client_app
+from fedgen.federation.client_app import ClientHome, Terms, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.failures import UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
@@ -58,9 +58,8 @@ def test_another_cohort_finds_other_coins(tmp_path: Path) -> None:
     for cohort in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 3]):
         ledger = Ledger(tmp_path / f"{len(found)}.jsonl", "run", 0, seeded=True)
         store = ClientStore(tmp_path, in_memory=True)
-        home = ClientHome(
-            0, method.client, SHARD, COINS, store, ledger, 100, aggregation=Secure(4, 4, 0)
-        )
+        terms = Terms(100, aggregation=Secure(4, 4, 0))
+        home = ClientHome(0, method.client, SHARD, COINS, store, ledger, terms)
         grid = InProcessGrid(client_app(lambda _, home=home: home), 1, 60, serialize=False)
         content = messages.for_cohort(messages.pack_query(0, query), cohort)
         asked = Message(content, dst_node_id=2, message_type=messages.ASK)
@@ -232,9 +231,8 @@ def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: 
     method, sums = make(), Secure(4, 4, 0)
     ledger = Ledger(tmp_path / "l.jsonl", "run", 0, seeded=True)
     store = ClientStore(tmp_path, in_memory=True)
-    home = ClientHome(
-        0, method.client, SHARD, COINS, store, ledger, 100, aggregation=sums, masks=True, run="r"
-    )
+    terms = Terms(100, "r", aggregation=sums, masks=True)
+    home = ClientHome(0, method.client, SHARD, COINS, store, ledger, terms)
     grid = InProcessGrid(client_app(lambda _: home), 1, 60, serialize=False)
     query = method.server.query(method.server.init(COINS), 0, COINS)
     assert query is not None
