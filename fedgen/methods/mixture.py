@@ -36,13 +36,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
 from fedgen.methods.teacher import Space, Teacher, descent, ridge
+from fedgen.models.cosines import PLACES, CosineMixture, lowest_cosines
 from fedgen.models.functional import Tensors, join, part
 from fedgen.models.scattering import Scattering
 from fedgen.models.warps import Warps
@@ -59,7 +59,6 @@ _COUNT = 0.5  # what a row adds to a count, beside a vector of length 1
 _JOINT = math.hypot(1, _COUNT)
 _AT_ONCE = 2000  # images
 _NONE = 1e-9  # a share of rows
-_TABLE = 1024  # places in a table of grey levels
 
 
 # --- what a row contributes -----------------------------------------------------------------------
@@ -152,16 +151,6 @@ def _padded(rows: Tensor, width: int) -> Tensor:
     return rows if len(rows) else rows.new_zeros(0, width)
 
 
-def lowest_cosines(side: tuple[int, int], count: int) -> Tensor:
-    """The ``count`` lowest cosines along each side, orthonormal (h * w, count^2)."""
-    lines = []
-    for length in side:
-        place = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
-        wave = torch.cos(place[:, None] * torch.arange(count, dtype=torch.float64))
-        lines.append(F.normalize(wave, dim=0))
-    return torch.einsum("hi,wj->hwij", *lines).reshape(-1, count**2).float()
-
-
 # --- sizes ----------------------------------------------------------------------------------------
 
 
@@ -193,14 +182,14 @@ class Server:
     stds: Mapping[str, float]
     sequence: SumSequence
     contributions: Contributions
-    warps: Warps | None
+    images: CosineMixture
     teacher: Teacher | None
 
     def init(self, coins: Coins) -> Tensors:
         """Nothing is known; the seeds of what is drawn in public."""
         channels, labels = self.shape[0], self.classes
         waves, count = channels * self.sizes.cosines**2, self.sizes.coordinates
-        clusters, tables = self.sizes.clusters, (channels, _TABLE)
+        clusters, tables = self.sizes.clusters, (channels, PLACES)
         shapes: dict[str, tuple[int, ...]] = {
             "levels": (channels, LEVELS),
             "power": (),
@@ -355,30 +344,15 @@ class Server:
             values, vectors = torch.linalg.eigh(prior + weight * (mine - prior))
             roots.append(vectors * values.clamp(min=0).sqrt() @ vectors.T)
         told = {"roots": torch.stack(roots).float(), "step": torch.zeros(())}
-        told |= self._tables({**state, **told})
+        labels = torch.arange(_AT_ONCE) % self.classes
+        source = torch.Generator().manual_seed(int(state["samples.seed"]))
+        told |= self.images.tables({**state, **told}, labels, source)
         if self.teacher is not None:
             source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
             labels = torch.arange(self.teacher.space.samples) % self.classes
-            drawn = self._draw({**state, **told}, labels, source, warped=False)
+            drawn = self.images.draw({**state, **told}, labels, source, warped=False)
             told |= self.teacher.space.made(drawn, labels, source)
         return told
-
-    def _tables(self, state: Mapping[str, Tensor]) -> Tensors:
-        """From the values of pixels as they are drawn to the grey levels of the same rank."""
-        source = torch.Generator().manual_seed(int(state["samples.seed"]))
-        labels = torch.arange(_AT_ONCE) % self.classes
-        raw = self._raw(state, labels, source).transpose(0, 1).flatten(1)
-        ranks = (torch.arange(_TABLE) + 0.5) / _TABLE
-        inside = raw.sort(1).values
-        drawn = inside[:, (ranks * inside.shape[1]).long()]
-        meant = []
-        for shares in state["levels"]:
-            reached = shares.cumsum(0) / shares.sum()
-            at = torch.searchsorted(reached, ranks).clamp(max=LEVELS - 1)
-            before = torch.cat([reached.new_zeros(1), reached])[at]
-            within = ((ranks - before) / (reached[at] - before).clamp(min=1e-9)).clamp(0, 1)
-            meant.append(torch.where(at == 0, 0.0, (at + within) / LEVELS))
-        return {"drawn": drawn, "meant": torch.stack(meant)}
 
     # --- samples ----------------------------------------------------------------------------------
 
@@ -397,7 +371,7 @@ class Server:
         source = coins.public("samples")
         if self.teacher is None:
             parts = torch.split(labels, _AT_ONCE)
-            return torch.cat([self._draw(weights, some, source) for some in parts])
+            return torch.cat([self.images.draw(weights, some, source) for some in parts])
         return self._taught(self.teacher, weights, labels, source)
 
     def _taught(
@@ -418,7 +392,7 @@ class Server:
                 break
             ahead = min(1.0, _AT_ONCE / sum(left))
             tried = torch.cat([torch.full((math.ceil(n * ahead),), c) for c, n in enumerate(left)])
-            drawn = self._draw(weights, tried, source)
+            drawn = self.images.draw(weights, tried, source)
             given, all_drawn = teacher.labels(known, drawn), all_drawn + len(tried)
             for label in range(self.classes):
                 mine = drawn[given == label][: len(places[label]) - done[label]]
@@ -427,48 +401,13 @@ class Server:
         for label, (place, have) in enumerate(zip(places, done, strict=True)):
             rest = place[have:]
             if len(rest):
-                images[rest] = self._draw(weights, torch.full((len(rest),), label), source)
+                images[rest] = self.images.draw(weights, torch.full((len(rest),), label), source)
         return images
 
     def classify(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The teacher's labels (n,)."""
         assert self.teacher is not None
         return self.teacher.labels(part(weights, "teacher"), images)
-
-    def _raw(
-        self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
-    ) -> Tensor:
-        """Pixels (n, c, h, w) as the mixture has them, in any range."""
-        which = torch.multinomial(weights["shares"][labels], 1, generator=source).flatten()
-        noise = torch.randn(len(labels), weights["basis"].shape[1], generator=source)
-        place = weights["centres"][labels, which]
-        for label in range(self.classes):  # a matrix an image would be a hundred times the images
-            mine = labels == label
-            place[mine] += noise[mine] @ weights["roots"][label].T
-        waves = weights["means"][labels] + place @ weights["basis"].T
-        channels, *_ = self.shape
-        pixels = waves.view(len(labels), channels, -1) @ self.contributions.cosines.T
-        return pixels.view(len(labels), *self.shape)
-
-    def _draw(
-        self,
-        weights: Mapping[str, Tensor],
-        labels: Tensor,
-        source: torch.Generator,
-        warped: bool = True,
-    ) -> Tensor:
-        """Images in [0, 1], at their grey levels."""
-        raw = self._raw(weights, labels, source)
-        found = torch.stack(
-            [
-                _interpolated(raw[:, channel], drawn, meant)
-                for channel, (drawn, meant) in enumerate(
-                    zip(weights["drawn"], weights["meant"], strict=True)
-                )
-            ],
-            1,
-        )
-        return self.warps(found, source) if warped and self.warps else found
 
     def recognize(
         self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
@@ -485,14 +424,6 @@ def _counts_and_sums(found: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """What ``_counted`` rows were, summed: (blocks, 1 + d) -> counts (blocks,), sums."""
     found = found * _JOINT
     return found[:, 0] / _COUNT, found[:, 1:] * bound
-
-
-def _interpolated(values: Tensor, given: Tensor, meant: Tensor) -> Tensor:
-    """The piecewise linear function with these values (``given`` ascends)."""
-    at = torch.searchsorted(given, values.contiguous()).clamp(1, len(given) - 1)
-    low, high = given[at - 1], given[at]
-    share = ((values - low) / (high - low).clamp(min=1e-9)).clamp(0, 1)
-    return meant[at - 1] + share * (meant[at] - meant[at - 1])
 
 
 # --- the method -----------------------------------------------------------------------------------
@@ -610,7 +541,7 @@ def mixture(
         stds,
         sequence,
         made,
-        WARPS[warps],
+        CosineMixture(facts.shape, made.cosines, WARPS[warps]),
         who,
     )
     return sequence.method(
