@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedgen.coins import Coins
+from fedgen.data.datasets import as_images
 from fedgen.errors import FedgenError
 from fedgen.experiments import account as accounting
 from fedgen.experiments import audit as auditing
@@ -99,17 +100,21 @@ class Generator:
             return Samples(images, chosen.numpy())
 
     def classify(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Labels (n,) of images (n, channels, height, width) uint8, by the private classifier that
-        was published with the generator.
+        """Labels (n,) of images (n, channels, height, width), (n, height, width) or (n, height,
+        width, 3) uint8, by the private classifier that was published with the generator.
 
         Raises:
-            FedgenError: if there is none.
+            FedgenError: if there is none, or for images that are none of its size.
         """
         with _as_it_was():
             classify = self._loaded.method.server.classify
             if classify is None:
                 raise FedgenError("run", "has no classifier", "train one: method=mixture")
-            found = classify(self._loaded.weights, torch.from_numpy(images).float() / 255)
+            given, shape = as_images("what was given", np.asarray(images)), self._loaded.shape
+            if given.shape[1:] != shape:
+                problem = f"are of shape {list(given.shape[1:])}, and it knows {list(shape)}"
+                raise FedgenError("images", problem, "bring them to this size")
+            found = classify(self._loaded.weights, torch.from_numpy(given).float() / 255)
             return np.asarray(found.cpu().numpy())
 
 

@@ -74,6 +74,26 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
         there.samples(1, seed="a")  # type: ignore[arg-type]
 
 
+def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path: Path) -> None:
+    """With or without a channel, and none at all; what it cannot take is said."""
+    known = {"evaluation": "none", "runtime.threads": 1, "run_dir": tmp_path / "run"}
+    run = fedgen.train(known, method="mixture_small", data="digits", epsilon=10)
+    images, labels = run.samples(60)
+    found = run.classify(images)
+    assert (found == labels).mean() > 0.8
+    assert (run.classify(images[:, 0]) == found).all()
+    assert run.classify(images[:0]).shape == (0,)
+    for wrong, said in [
+        (images[:, :, 1:], r"images: are of shape \[1, 7, 8\], and it knows \[1, 8, 8\]"),
+        (images / 255, "type float64"),
+        ("a.png", "of type"),
+    ]:
+        with pytest.raises(fedgen.FedgenError, match=said):
+            run.classify(wrong)  # type: ignore[arg-type]
+    with pytest.raises(fedgen.FedgenError, match="has no classifier"):
+        fedgen.train(TINY, method="dp_merf_small", run_dir=tmp_path / "none").classify(images)
+
+
 def test_without_a_bound_epsilon_is_infinite(tmp_path: Path) -> None:
     known = {**TINY, "method": "dp_merf_small", "privacy": "none", "rounds": 2}
     assert fedgen.train(known, run_dir=tmp_path / "run").epsilon == math.inf

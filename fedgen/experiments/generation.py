@@ -46,12 +46,14 @@ _MOST = 10**7  # samples at once
 
 @dataclass(frozen=True)
 class Published:
-    """What a run published: the method that draws samples of ``weights``, the number of labels, and
-    their names, where the run was told them (``data.labels``: none is read off the rows)."""
+    """What a run published: the method that draws samples of ``weights``, the number of labels,
+    images' shape (c, h, w), and the labels' names, where the run was told them (``data.labels``:
+    none is read off the rows)."""
 
     method: Method
     weights: Tensors
     classes: int
+    shape: tuple[int, int, int]
     labels: list[str] | None
 
 
@@ -179,7 +181,7 @@ def load_generator(path: Path, device: str) -> Published:
     device = building.device(device)
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
     weights = {name: each.to(device) for name, each in weights.items()}
-    return Published(method, weights, facts.classes, names)
+    return Published(method, weights, facts.classes, facts.shape, names)
 
 
 _ROOMS = ("fedgen.methods.", "fedgen.models.", "fedgen.losses.")
@@ -296,7 +298,8 @@ def sample(config: DictConfig) -> str:
     if is_unfinished(path):
         made = unfinished(path)
         names = label_names(made.ready.config)
-        published = Published(made.ready.method, made.generator, made.ready.dataset.classes, names)
+        classes, shape = made.ready.dataset.classes, made.ready.dataset.shape
+        published = Published(made.ready.method, made.generator, classes, shape, names)
         told = f"{out}\n{made.note}"
     else:
         published = load_generator(path, config.device)
