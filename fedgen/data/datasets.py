@@ -88,6 +88,7 @@ class Dataset:
     classes: number of labels.
     labels_in_names: whether a record of another label has another place among the rows.
     persons: whom each training row shows, (n,) int64, or None: by one number, one person.
+    unread: names of what was told of rows beside that, and is not looked at.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Dataset:
     classes: int
     labels_in_names: bool = False
     persons: Labels | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -181,6 +183,7 @@ class Dataset:
             self.classes,
             self.labels_in_names,
             writers if self._by_writer else persons,
+            self.unread,
         )
 
     def shard(self, index: Labels) -> Shard:

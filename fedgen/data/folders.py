@@ -111,7 +111,7 @@ def folder(
         _check_labels(of[~test], listed.labels)
     clients = np.array([record.client for record in records], dtype=np.int64)
     persons = np.array([record.person for record in records], dtype=np.int64)
-    return checked(
+    found = checked(
         "folder",
         images[~test],
         of[~test],
@@ -122,6 +122,7 @@ def folder(
         listed.labels_in_names,
         persons[~test] if listed.persons else None,
     )
+    return replace(found, unread=listed.unread)
 
 
 def _place(path: str, root: str | None) -> Path:

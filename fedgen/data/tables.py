@@ -28,6 +28,7 @@ TABLES = (".csv", ".parquet")
 
 _SHOWN = 20  # names in a line
 _LONG = 100  # letters of a name in a line
+_COLUMNS = ("path", "label", "client", "person", "split")
 _SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
 _MOST_BYTES, _MOST_ROWS = 2**30, 10**7
 
@@ -48,13 +49,14 @@ class Record:
 @dataclass(frozen=True)
 class Listed:
     """All records, the labels' names, the number of clients, whether labels are part of records'
-    names, and whether it is known whom records show."""
+    names, whether it is known whom records show, and the names of columns that are not read."""
 
     records: list[Record]
     labels: list[str]
     clients: int
     labels_in_names: bool = False
     persons: bool = False
+    unread: tuple[str, ...] = ()
 
 
 def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
@@ -117,7 +119,8 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
                 persons.get(row.get("person", ""), -1),
             )
         )
-    return Listed(records, labels, max(len(clients), 1), persons=bool(persons))
+    unread = tuple(name[:_LONG] for name in rows[0] if name not in _COLUMNS)[:_SHOWN]
+    return Listed(records, labels, max(len(clients), 1), persons=bool(persons), unread=unread)
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:

@@ -67,6 +67,7 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "somebody has images at several clients, whom no client could protect alone: with "
             "privacy.unit=person take partition=single"
         )
+    said += _unread(found)
     if found.persons is None:
         said.append("ε is about single images: several of one person are not one record")
     return said
@@ -75,13 +76,19 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
 _FEW = 50
 
 
+def _unread(found: Dataset) -> list[str]:
+    """Whom an image shows may be told under a name that is not looked for."""
+    names = ", ".join(repr(each) for each in found.unread)
+    return [f"columns that are not read: {names} (see client, person, split)"] if names else []
+
+
 def of_little_use(ready: Setup) -> list[str]:
     """What makes a generator useless whatever the noise. Private, for whoever rehearses on rows of
     their own: a run for release looks at rows for nothing but its training."""
     config, plan = ready.config, ready.method.plan
     if ready.privacy.noise == "secure" or ready.dataset.elsewhere or config.group is not None:
         return []
-    said, rows = [], np.concatenate(ready.shards)
+    rows, said = np.concatenate(ready.shards), [f"warning: {t}" for t in _unread(ready.dataset)]
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:

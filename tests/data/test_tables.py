@@ -91,6 +91,20 @@ def test_data_check_says_whom_images_show(scans: Path, capsys: pytest.CaptureFix
     assert "privacy.unit=person privacy.images_per_person=2" in said
 
 
+def test_a_column_of_another_name_is_said_not_to_be_read(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who is told of as patient is not protected as a person."""
+    scans.write_text(scans.read_text("utf-8-sig").replace("client,person", "client,patient"))
+    words = ["data=folder", f"data.path={scans}", "data.labels=[ill,well]"]
+    said = "columns that are not read: 'patient' (see client, person, split)"
+    assert cli.run(["data", "check", *words]) == 0
+    assert f"warning: {said}" in capsys.readouterr().out
+    words += ["method=dp_merf_small", "data.public_rows=18", "rounds=2", "evaluation=none"]
+    assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert f"warning: {said}" in capsys.readouterr().out
+
+
 def test_images_of_people_are_said_to_be_single_ones(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
