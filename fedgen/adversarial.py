@@ -31,6 +31,7 @@ from fedgen.method import (
     WorstCase,
 )
 from fedgen.models.functional import (
+    Adam,
     Tensors,
     adam_start,
     adam_step,
@@ -48,9 +49,6 @@ from fedgen.models.functional import (
 from fedgen.privacy.mechanisms import GradientSum, descent
 from fedgen.privacy.per_example import ClippedSum, examples_at_once
 from fedgen.privacy.releases import Local, Release, Sent
-
-Adam = tuple[float, tuple[float, float]]
-"""Learning rate and betas."""
 
 _SHOWN_DECAY = 0.95  # of the accuracy that is logged: figure 4 of "Private GANs, revisited"
 

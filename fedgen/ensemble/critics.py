@@ -23,6 +23,7 @@ from fedgen.data.datasets import Shard
 from fedgen.losses.wgan_gp import generator_loss
 from fedgen.method import PublicFacts, Query, State, WorstCase
 from fedgen.models.functional import (
+    Adam,
     Tensors,
     adam_start,
     adam_step,
@@ -40,9 +41,6 @@ from fedgen.privacy.events import Relation
 from fedgen.privacy.mechanisms import Mechanism
 from fedgen.privacy.releases import Sent
 from fedgen.privacy.routing import Routing
-
-Adam = tuple[float, tuple[float, float]]
-"""Learning rate and betas."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """Images (k, n, ...) and labels (k, n) -> scores (k, n)."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.ensemble.critics import Adam, Networks, Settings
+from fedgen.ensemble.critics import Networks, Settings
 from fedgen.method import Query, ServerProgram
 from fedgen.models.functional import (
+    Adam,
     Tensors,
     generator_start,
     generator_step,

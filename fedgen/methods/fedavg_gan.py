@@ -27,7 +27,7 @@ import torch
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from torch import Tensor, nn
 
-from fedgen.adversarial import Adam, Networks, networks, sure_discriminator
+from fedgen.adversarial import Networks, networks, sure_discriminator
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
@@ -45,6 +45,7 @@ from fedgen.method import (
     WorstCase,
 )
 from fedgen.models.functional import (
+    Adam,
     Tensors,
     flat,
     generator_start,

@@ -30,11 +30,12 @@ from torch.nn import functional as F
 
 from fedgen.coins import Coins
 from fedgen.ensemble.answering import Answering, critics_of, method_of
-from fedgen.ensemble.critics import Adam, Ballot, Losses, Networks, Settings, networks
+from fedgen.ensemble.critics import Ballot, Losses, Networks, Settings, networks
 from fedgen.ensemble.server import Generator
 from fedgen.losses.bce import discriminator_loss, generator_loss
 from fedgen.method import Method, PublicFacts, Query
 from fedgen.models.functional import (
+    Adam,
     Tensors,
     adam_start,
     adam_step,

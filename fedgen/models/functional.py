@@ -17,6 +17,9 @@ from torch.optim.adam import adam
 
 Tensors = dict[str, Tensor]
 
+Adam = tuple[float, tuple[float, float]]
+"""Learning rate and betas."""
+
 
 def template(module: nn.Module) -> nn.Module:
     """The module without its numbers, to be called with ``torch.func.functional_call``."""
