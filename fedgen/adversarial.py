@@ -350,14 +350,13 @@ def method_of(
     server = server if local else replace(server, descent=descent_)
     size = 3 * nets.size() + 1 if local else nets.size()
     program = ServerProgram(
-        server.init,
-        lambda *_: {},
-        server.query,
-        server.update,
-        lambda state: part(state, "average"),
-        server.sample,
-        server.recognize,
-        server.shown,
+        init=server.init,
+        query=server.query,
+        update=server.update,
+        generator=lambda state: part(state, "average"),
+        sample=server.sample,
+        recognize=server.recognize,
+        shown=server.shown,
     )
     return of_sums(
         facts,

@@ -79,12 +79,12 @@ class ClientProgram:
         return self.train is not _nothing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerProgram:
     """Holds the generator; post-processing all the way.
 
     init: coins -> state.
-    broadcast: (state, round, coins) -> what clients train on.
+    broadcast: (state, round, coins) -> what clients train on, if they do.
     query: (state, round, coins) -> what clients answer. With the rows of several rounds it stands
         for them all; one that the run has no room for is cut to what is left. None: this round is
         the server's alone.
@@ -104,13 +104,13 @@ class ServerProgram:
     """
 
     init: Callable[[Coins], Tensors]
-    broadcast: Callable[[Tensors, int, Coins], Tensors]
+    broadcast: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: {}
     query: Callable[[Tensors, int, Coins], Query | None]
     update: Callable[[Tensors, Tensor, int, Coins], Tensors]
     generator: Callable[[Tensors], Tensors]
     sample: Callable[[Tensors, Tensor, Coins], Tensor]
     recognize: Callable[[Tensors, Tensor, Tensor, Coins], Tensor]
-    shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]]
+    shown: Callable[[Tensors, Shard | None, Coins], Mapping[str, float]] = lambda *_: {}
     alone: Callable[[Tensors, int, Coins], Tensors] = lambda state, round_, coins: state
     begin: Callable[[Tensors, Callable[[Tensor], Tensor]], Tensors] = lambda state, draw: state
     classify: Callable[[Tensors, Tensor], Tensor] | None = None

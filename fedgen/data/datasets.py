@@ -517,6 +517,7 @@ def checked(
     classes: int,
     labels_in_names: bool = False,
     persons: NDArray[np.generic] | None = None,
+    unread: tuple[str, ...] = (),
 ) -> Dataset:
     """A data set of these arrays.
 
@@ -560,4 +561,5 @@ def checked(
         classes,
         labels_in_names,
         of if persons is writers else shown,
+        unread,
     )

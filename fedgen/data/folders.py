@@ -111,7 +111,7 @@ def folder(
         _check_labels(of[~test], listed.labels)
     clients = np.array([record.client for record in records], dtype=np.int64)
     persons = np.array([record.person for record in records], dtype=np.int64)
-    found = checked(
+    return checked(
         "folder",
         images[~test],
         of[~test],
@@ -121,8 +121,8 @@ def folder(
         len(listed.labels),
         listed.labels_in_names,
         persons[~test] if listed.persons else None,
+        listed.unread,
     )
-    return replace(found, unread=listed.unread)
 
 
 def _place(path: str, root: str | None) -> Path:

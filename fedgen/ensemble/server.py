@@ -119,12 +119,11 @@ class Generator:
     def program(self) -> ServerProgram:
         """For the contract."""
         return ServerProgram(
-            self.init,
-            self.broadcast,
-            self.query,
-            self.update,
-            lambda state: part(state, "average"),
-            self.sample,
-            self.recognize,
-            lambda *_: {},
+            init=self.init,
+            broadcast=self.broadcast,
+            query=self.query,
+            update=self.update,
+            generator=lambda state: part(state, "average"),
+            sample=self.sample,
+            recognize=self.recognize,
         )

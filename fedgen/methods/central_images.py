@@ -157,14 +157,12 @@ def central_images(
     by = f"secret Poisson draw of rows at rate {sampling_rate:.4g}" if drawn < 1 else None
     return sequence.method(
         ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            lambda state: {"images": state["images"]},
-            server.sample,
-            server.recognize,
-            lambda *_: {},
+            init=server.init,
+            query=server.query,
+            update=server.update,
+            generator=lambda state: {"images": state["images"]},
+            sample=server.sample,
+            recognize=server.recognize,
         ),
         sequence.plan(
             "none" if by is None else f"Poisson draw of rows at rate {sampling_rate:.4g}",

@@ -165,15 +165,14 @@ class Server:
     def program(self) -> ServerProgram:
         """All of it."""
         return ServerProgram(
-            self.init,
-            lambda *_: {},
-            self.query,
-            self.update,
-            lambda state: part(state, "average"),
-            self.sample,
-            self.recognize,
-            self.shown,
-            self.alone,
+            init=self.init,
+            query=self.query,
+            update=self.update,
+            generator=lambda state: part(state, "average"),
+            sample=self.sample,
+            recognize=self.recognize,
+            shown=self.shown,
+            alone=self.alone,
         )
 
     def init(self, coins: Coins) -> Tensors:

@@ -212,15 +212,14 @@ def dp_merf_ae(
     server = Server(coder, codes, autoencoder_steps, (autoencoder_learning_rate, autoencoder_betas))
     return sequence.method(
         ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            server.generator,
-            server.sample,
-            server.recognize,
-            codes.shown,
-            codes.alone,
+            init=server.init,
+            query=server.query,
+            update=server.update,
+            generator=server.generator,
+            sample=server.sample,
+            recognize=server.recognize,
+            shown=codes.shown,
+            alone=codes.alone,
         ),
         sequence.plan(
             f"Poisson draw of rows at rate {sampling_rate:.4g}; then none",

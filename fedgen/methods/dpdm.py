@@ -238,14 +238,12 @@ def dpdm(
     size = sum(weights.numel() for weights in net.parameters())
     source = "DPDM (Dockhorn, Cao, Vahdat, Kreis 2023)"
     program = ServerProgram(
-        server.init,
-        lambda *_: {},
-        server.query,
-        server.update,
-        lambda state: part(state, "average"),
-        server.sample,
-        server.recognize,
-        lambda *_: {},
+        init=server.init,
+        query=server.query,
+        update=server.update,
+        generator=lambda state: part(state, "average"),
+        sample=server.sample,
+        recognize=server.recognize,
     )
     return method_of(
         facts,

@@ -546,14 +546,12 @@ def mixture(
     )
     return sequence.method(
         ServerProgram(
-            server.init,
-            lambda *_: {},
-            server.query,
-            server.update,
-            server.generator,
-            server.sample,
-            server.recognize,
-            lambda *_: {},
+            init=server.init,
+            query=server.query,
+            update=server.update,
+            generator=server.generator,
+            sample=server.sample,
+            recognize=server.recognize,
             classify=server.classify if who else None,
         ),
         sequence.plan("none", None, None, sequence.rounds),

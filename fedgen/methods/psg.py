@@ -274,14 +274,12 @@ def psg(
     size = sum(weights.numel() for weights in net.parameters())
     source = "Private set generation (Chen, Kerkouche, Fritz 2022)"
     program = ServerProgram(
-        server.init,
-        lambda *_: {},
-        server.query,
-        server.update,
-        published,
-        server.sample,
-        server.recognize,
-        lambda *_: {},
+        init=server.init,
+        query=server.query,
+        update=server.update,
+        generator=published,
+        sample=server.sample,
+        recognize=server.recognize,
         begin=server.begin,
         distinct=facts.classes * per_label,
     )
