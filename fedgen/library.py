@@ -109,7 +109,8 @@ class Generator:
         with _as_it_was():
             classify = self._loaded.method.server.classify
             if classify is None:
-                raise FedgenError("run", "has no classifier", "train one: method=mixture")
+                remedy = "train one: method=mixture, with a teacher (method.teacher=ridge)"
+                raise FedgenError("run", "published no classifier", remedy)
             given, shape = as_images("what was given", np.asarray(images)), self._loaded.shape
             if given.shape[1:] != shape:
                 problem = f"are of shape {list(given.shape[1:])}, and it knows {list(shape)}"

@@ -90,7 +90,7 @@ def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path:
     ]:
         with pytest.raises(fedgen.FedgenError, match=said):
             run.classify(wrong)  # type: ignore[arg-type]
-    with pytest.raises(fedgen.FedgenError, match="has no classifier"):
+    with pytest.raises(fedgen.FedgenError, match="published no classifier"):
         fedgen.train(TINY, method="dp_merf_small", run_dir=tmp_path / "none").classify(images)
 
 

@@ -207,8 +207,10 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
         problem = f"images beside the labels' folders belong to no label: {_named(beside)}"
         raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
-        where = ", ".join(map(str, homes[:_SHOWN]))
-        raise FedgenError("data.path", f"{where} has no images", "one sub-folder per label")
+        where, loose = ", ".join(map(str, homes[:_SHOWN])), f"{len(beside)} images and no folder"
+        problem = f"{where} has {f'{loose} of a label' if beside else 'no images'}"
+        remedy = "one sub-folder per label, or a table of them (path,label)"
+        raise FedgenError("data.path", problem, remedy)
     named_records, in_names = _named_apart(records, homes)
     return Listed(named_records, labels, len(homes), in_names)
 
@@ -290,6 +292,7 @@ def read_images(
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
     wrong: list[tuple[str, str]] = []  # problems and remedies
+    names = [name for name, _ in sources if name not in {*large, *deep, *bad}]
     if large:
         problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
         wrong.append((problem, "make them smaller"))
@@ -300,17 +303,25 @@ def read_images(
         problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
         wrong.append((problem, "remove them"))
     if len({image.ndim for image in found}) > 1:
-        grey_ones = sum(image.ndim == 2 for image in found)
-        problem = f"{grey_ones} images are grey and {len(found) - grey_ones} are in colour"
+        grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
+        colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
+        fewer = min(grey_ones, colour, key=len)
+        problem = (
+            f"{len(grey_ones)} images are grey and {len(colour)} are in colour, among the fewer "
+            f"of these {_named(fewer)}"
+        )
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in found})
     if len(shapes) > 1 or any(high != wide for high, wide in shapes):
         sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes[:_SHOWN])
         problem = f"images are to be square and of one size, and there are {sizes}"
-        wrong.append((problem, "set data.size=32 (or another) to crop and resize"))
+        remedy = "set data.size=32 (or another): the middle square is kept, and resized"
+        wrong.append((problem, remedy))
+    if len(wrong) == 1:
+        raise FedgenError("data.path", *wrong[0])
     if wrong:
-        problems, remedies = zip(*wrong, strict=True)
-        raise FedgenError("data.path", "; ".join(problems), "; ".join(remedies))
+        told = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
+        raise FedgenError("data.path", told, "correct these")
     return as_images(place, np.stack(found))
 
 

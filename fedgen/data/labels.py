@@ -35,8 +35,8 @@ def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
     labels = sorted(set(found)) if told is None else named(told)
     if unknown := set(found).difference(labels):
         some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
-        problem = f"{some} in the data are none of the labels"
-        raise FedgenError("data.labels", problem, "name them, or move them away")
+        problem = f"the data have labels that it does not name: {some}"
+        raise FedgenError("data.labels", problem, "add them, or move their images away")
     return labels
 
 

@@ -93,7 +93,7 @@ def show(config: DictConfig) -> str:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise FedgenError("home", f"{path} was altered", "restore it") from error
     sent = sum(int(line.get("bytes", 0)) for line in lines)
-    return "\n".join([*words, f"{len(lines)} lines, {bytes_in_words(sent)} left in all"])
+    return "\n".join([*words, f"{len(lines)} lines, {bytes_in_words(sent)} were sent in all"])
 
 
 def _words(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:

@@ -78,7 +78,7 @@ def node(config: DictConfig) -> str:
         if connection is not None:
             print(f"node {config.number} is connected to {config.superlink}", flush=True)
             served.until(over, connection)
-    return f"ended; {served.count} messages left, see fedgen node log home={config.home}"
+    return f"ended; {served.count} messages were sent, see fedgen node log home={config.home}"
 
 
 def _place(config: DictConfig, home: Path, signer: Signer, own: str) -> Place:

@@ -8,6 +8,7 @@ import shlex
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen import factories
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import check_clients
 from fedgen.experiments.configuration import compose
@@ -30,7 +31,8 @@ def check(config: DictConfig) -> str:
     counts = np.bincount(found.labels, minlength=found.classes)
     lines = [
         f"{found.name}: {rows:,} images to train on, {test:,} to test on, {width}x{height} {kind}",
-        f"{found.classes} labels, with {counts.min():,} to {counts.max():,} images each",
+        f"{found.classes} label{'s' if found.classes > 1 else ''}, with {counts.min():,} to "
+        f"{counts.max():,} images each",
     ]
     if found.writers is not None:
         of = np.unique(found.writers, return_counts=True)[1]
@@ -39,8 +41,9 @@ def check(config: DictConfig) -> str:
         of = np.unique(found.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
-    words = [*_given(config), *_fitting(found)]
-    lines.append(f"fits: fedgen train {shlex.join(words)}")
+    epsilon = f"privacy.target_epsilon={_EPSILON:g}"
+    lines.append(f"fits: fedgen train {shlex.join([*_given(config), *_fitting(found), epsilon])}")
+    lines.append("(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is 10)")
     lines.append("(method.teacher=none: many times as fast, and with few images often better)")
     lines.append("these numbers are private: they are for whoever has the images alone")
     return "\n".join(lines)
@@ -50,11 +53,7 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
     said = []
     if found.classes == 1:
         said.append("all images have one label: nothing tells how useful samples are")
-    if few := [str(label) for label in np.flatnonzero(counts < _FEW)]:
-        said.append(
-            f"fewer than {_FEW} images of label {', '.join(few)} (counted from 0): mostly noise at "
-            "a small ε"
-        )
+    said += _few(counts)
     if test < _FEW:
         said.append("there is hardly a test split to judge samples by")
     if found.labels_in_names:
@@ -74,12 +73,28 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
 
 
 _FEW = 50
+_EPSILON = 5  # what is proposed: no figure follows from it
+
+
+def _few(counts: np.ndarray) -> list[str]:
+    """``counts``: images of each label."""
+    few = ", ".join(str(label) for label in np.flatnonzero(counts < _FEW))
+    said = f"fewer than {_FEW} images of label {few} (counted from 0): mostly noise at a small ε"
+    return [said] if few else []
 
 
 def _unread(found: Dataset) -> list[str]:
     """Whom an image shows may be told under a name that is not looked for."""
     names = ", ".join(repr(each) for each in found.unread)
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
+
+
+def of_the_digits(config: DictConfig) -> list[str]:
+    """That a method was chosen with the settings of images of 8x8 pixels, for others."""
+    name, own = str(config.names.method), not factories.is_outside(config.method["_target_"])
+    if not own or not name.endswith("_small") or config.names.data == "digits":
+        return []
+    return [f"{name} has the digits' settings: for images of your own try method=mixture"]
 
 
 def of_little_use(ready: Setup) -> list[str]:
@@ -96,11 +111,8 @@ def of_little_use(ready: Setup) -> list[str]:
             f"warning: method.rows = {assumed:,} is far from the number of images there are, and "
             f"samples will be of little use: give a public number near it as {by}"
         )
-    if np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes).min() < _FEW:
-        said.append(
-            f"warning: a label has fewer than {_FEW} images, and will be mostly noise at a small "
-            "ε: see fedgen data check"
-        )
+    counts = np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes)
+    said += [f"warning: {each}" for each in _few(counts)]
     return said
 
 

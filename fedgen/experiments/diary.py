@@ -14,7 +14,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.building import build
-from fedgen.experiments.data import of_little_use
+from fedgen.experiments.data import of_little_use, of_the_digits
 from fedgen.experiments.evaluation import utilities
 from fedgen.experiments.generation import judged_samples
 from fedgen.experiments.outcome import Clock, ten_of_each
@@ -28,6 +28,7 @@ from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_wo
 from fedgen.reporting.run_dir import RunDir
 
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
+_LINES = 20  # of metrics, at least
 
 Watch = Callable[[Setup, RunState, Epsilon], None]
 """Called with each picture of samples: a run's set-up, its state, epsilon against whoever has what
@@ -72,7 +73,8 @@ class Diary:
         if self._config.evaluate_every and is_due(state, facts, self._config.evaluate_every):
             self._judge(state)
         first = state.rounds == facts.rounds
-        if is_due(state, facts, self._config.log_every) or last or first:
+        often = min(self._config.log_every, max(1, self._ready.privacy.budget.rounds // _LINES))
+        if is_due(state, facts, often) or last or first:
             self._log(state, facts, early=False)
         if is_due(state, facts, self._config.sample_every) or last:
             self._draw_samples(state, early=False)
@@ -103,7 +105,7 @@ class Diary:
                 "ε is about single images, and the data tell whom each shows: see "
                 "privacy.unit=person"
             )
-        for warning in of_little_use(self._ready):
+        for warning in [*of_the_digits(self._config), *of_little_use(self._ready)]:
             self._progress.say(warning)
 
     def _log(self, state: RunState, facts: RoundFacts, early: bool) -> None:

@@ -134,6 +134,8 @@ def described(folder: Path, key: str) -> dict[str, Any]:
             problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
             zipped = folder.exists() and folder.suffix == ".zip"
             remedy = "unpack it first" if zipped else remedy
+        elif within := sorted(each.parent for each in folder.glob("*/generator.json"))[:1]:
+            remedy = f"did you mean {within[0]}?"
         raise FedgenError(key, problem, remedy) from error
     if schema != SCHEMA:
         problem = f"{path} has schema {schema!r}, not {SCHEMA}"
@@ -253,7 +255,8 @@ def labels_of(published: Published, count: Any, chosen: Any, coins: Coins) -> Te
     classes, names = published.classes, published.labels or []
     listed = isinstance(chosen, Sequence) and len(chosen) > 0 and not isinstance(chosen, str)
     if chosen is not None and not listed:
-        problem = f"must be a list of numbers from 0 to {classes - 1}, got {chosen}"
+        known = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {chosen!r}"
         raise FedgenError("labels", problem, "e.g. labels=[0,1]")
     among = range(classes) if chosen is None else [_number(n, classes, names) for n in chosen]
     count = int(count)

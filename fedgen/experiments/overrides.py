@@ -192,6 +192,9 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
     if key:
         wrong = key[1] or key[2]
         group, _, last = wrong.rpartition(".")
+        if last == wrong and any(each.startswith(f"{last}.") for each in known()):
+            remedy = f"name one, and set {last}.KEY=VALUE for each of its settings"
+            return FedgenError(wrong, "is a group of settings", remedy)
         if last in known() and not any(each.startswith(f"{group}.") for each in known()):
             return FedgenError(wrong, "is no setting", f"did you mean {last}?")
         if theirs := _options_with(wrong):

@@ -249,6 +249,7 @@ class Training:
             signed=self.ready.dataset.elsewhere,
             run=self.name,
             opens=self._opens,
+            says=self.progress.say,
         )
         nodes = rounds.hello()
         if self.ready.dataset.elsewhere:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _AT_ONCE = 64  # calls to prepare between two looks at the clock: each may take minutes
 _START_SECONDS = 60.0  # until all nodes are there
+_SILENT_SECONDS = 5.0  # before it is said that somebody is waited for
 _POLL_SECONDS = 0.003  # between looks at a grid that has nothing yet
 
 
@@ -132,11 +133,13 @@ class Rounds:
         signed: bool = False,
         run: str = "",
         opens: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
+        says: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._causes = begins, failed, causes
         self._masks, self._signed, self._run, self._opens = masks, signed, run, opens
+        self._says = says
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -159,6 +162,7 @@ class Rounds:
             FedgenError: if there are not as many clients as the run has.
         """
         until = time.monotonic() + _START_SECONDS
+        silent = until - _START_SECONDS + _SILENT_SECONDS
         while len(nodes := sorted(self.grid.get_node_ids())) != self._count:
             if time.monotonic() > until or len(nodes) > self._count:
                 raise FedgenError(
@@ -166,6 +170,10 @@ class Rounds:
                     f"the run has {self._count} clients, the federation {len(nodes)} node(s)",
                     "start as many nodes as there are clients",
                 )
+            if time.monotonic() > silent:
+                silent = math.inf
+                here = f"waiting for clients: {len(nodes)} of {self._count} are here"
+                self._says(f"{here}, for {until - time.monotonic():.0f} seconds more")
             time.sleep(0.1)
         self._clients = {node: place for place, node in enumerate(nodes)}  # until they have spoken
         asked = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,11 +74,13 @@ def epsilon_against_rounds(
     figure = Figure(figsize=(6, 4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, values in curves.items():
-        known = [(r, v) for r, v in zip(rounds, values, strict=True) if v is not None]
-        if known:
-            style = "--" if name.startswith("claimed") else "-"
-            axes.plot(*zip(*known, strict=True), style, label=name)
+    lanes = {
+        name: [(r, v) for r, v in zip(rounds, values, strict=True) if v is not None]
+        for name, values in curves.items()
+    }
+    for name, known in _together(lanes).items():
+        style = "--" if name.startswith("claimed") else "-"
+        axes.plot(*zip(*known, strict=True), style, label=name)
     axes.set_xlabel("rounds")
     axes.set_ylabel(f"ε at δ = {delta:g}")
     axes.set_ylim(bottom=0)
@@ -85,6 +88,19 @@ def epsilon_against_rounds(
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _together(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Lanes with points; those with the same ones as one, by all their names: drawn apart, the
+    last would hide the others."""
+    found: dict[str, list[Any]] = {}
+    for name, points in lanes.items():
+        same = next((each for each, there in found.items() if there == points), None)
+        if same is not None:
+            found[f"{same}, {name}"] = found.pop(same)
+        elif points:
+            found[name] = points
+    return found
 
 
 def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Path) -> None:
@@ -95,9 +111,8 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in lanes.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=_plain(name))
+    for name, points in _together(lanes).items():
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=_plain(name))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)

@@ -29,6 +29,9 @@ ASKED = {
 }
 """What only people know, by the setting under ``about``."""
 
+_RULES_OUT = math.log(90)
+"""From here on a test with 1 % of false alarms may find nine in ten of those who were there."""
+
 _GROUPS = (2, 5, 10)  # images of one person
 _MOST_IN_WORDS = 300
 _MOST_DIGITS = 4
@@ -41,7 +44,8 @@ def tier(value: float | None) -> str:
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:
-        return "reasonable by convention (ε of at most 10)"
+        little = "; the guarantee alone rules little out" if value > _RULES_OUT else ""
+        return f"reasonable by convention (ε of at most 10){little}"
     return "weak: the guarantee alone rules little out (ε above 10)"
 
 

@@ -109,9 +109,10 @@ class RunDir:
             for name in ("run", "data", "settings", "device", "branch"):
                 identity[name]
         except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
-            raise FedgenError(
-                key, f"{path} is not a run directory", "give one that fedgen train made"
-            ) from error
+            remedy = "give one that fedgen train made"
+            if key == "runs" and (path / "generator.json").exists():
+                remedy = "of what was published alone a report is made by audience=public"
+            raise FedgenError(key, f"{path} is not a run directory", remedy) from error
         if not isinstance(config, DictConfig):
             raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
         return cls(path), config, identity

@@ -25,7 +25,7 @@ def statement(
     group that was picked, by whatever; ``outside``: code that the run used and that is not
     fedgen's."""
     release = record["views"]["release"]
-    parts = ["# What this generator tells about the private data"]
+    parts = ["# What this generator reveals about the private data"]
     if record["noise"] == "seeded":
         parts.append(
             "**An experiment, not for release.** The noise of this run follows from its seed: "
@@ -214,8 +214,8 @@ def strength(epsilon: float, delta: float) -> str:
         else "; by chance it would find 1."
     )
     return (
-        "In other words: a test of that question which raises a false alarm for 1 in 100 that were "
-        f"not there {finds}{rest}"
+        "In other words: an attacker who wrongly accuses 1 in 100 of those that were not there "
+        f"{finds}{rest}"
     )
 
 
@@ -228,7 +228,10 @@ def _amplification(view: dict[str, Any]) -> str:
 SERVER_SIDE = """\
 # Not for release
 
-What is here belongs to whoever runs the training, except `public/`, which may be handed out.
+What is here belongs to whoever runs the training. `public/` alone may be handed out, and only that
+of a run by secret noise: `fedgen release` makes one. Of an experiment, whose noise follows from its
+seed, nothing may: `public/PRIVACY.md` says which it is.
+
 Ledgers, bytes and failures tell who took part and when; checkpoints may tell more. An evaluation
 looks at private rows outside any mechanism, and `nearest.png` shows some; `partition.png` counts
 each client's labels.
@@ -252,7 +255,7 @@ def summary(path: Path) -> str:
         f"proven ε {eps['server']} (server), {eps['release']} (release) per {record['unit']} at "
         f"δ = {record['delta']:g}"
         + (
-            f"; its formula would claim {record['claimed']['epsilon']:.4g}"
+            f"; the formula of its paper would claim {record['claimed']['epsilon']:.4g}"
             if record["claimed"] and record["claimed"]["epsilon"] is not None
             else ""
         )
@@ -322,6 +325,12 @@ def quality(results: dict[str, Any]) -> list[str]:
 def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     """Those beside the classifiers', by name, with the units and what they are compared with."""
     rows = []
+    scores: dict[str, Any] = next(
+        (s for s in results["gen2real"].values() if s["mean"] is not None), {}
+    )
+    if none := [str(n) for n, found in enumerate(scores.get("per_class", [])) if found is None]:
+        said = f"{', '.join(none)} (counted from 0): nothing tells of what use their samples are"
+        rows.append(("labels without test images", said))
     average, calibrated = averages(results)
     if average is not None:
         rows.append(

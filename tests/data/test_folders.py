@@ -365,7 +365,10 @@ def test_a_rehearsal_warns_of_what_will_be_of_little_use(
     for label, count in (("a", 80), ("b", 12)):
         draw(tmp_path / "images" / label, count)
     data = ["data=folder", f"data.path={tmp_path / 'images'}", "method=mixture_small"]
-    warnings = ("method.rows = 1,400 is far from", "a label has fewer than 50 images")
+    warnings = (
+        "method.rows = 1,400 is far from",
+        "fewer than 50 images of label 1 (counted from 0)",
+    )
     train(*data, name="seeded")
     said = capsys.readouterr().out
     assert all(each in said for each in warnings)

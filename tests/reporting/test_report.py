@@ -82,7 +82,7 @@ def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Pat
 def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL)
     html = page(str(run), tmp_path / "public.html", "audience=public")
-    assert "What this generator tells about the private data" in html
+    assert "What this generator reveals about the private data" in html
     for private in ("ledger", "seed", "accountant", str(run), "real2real", "Clients"):
         assert private not in html.replace("follows from its seed", "").replace(
             "knows the seed", ""
