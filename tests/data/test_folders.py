@@ -336,7 +336,9 @@ def test_labels_that_others_have_too_keep_their_numbers(hospitals: Path) -> None
     data = read(north, labels=["healthy", "ill", "well"])
     assert data.classes == 3
     assert set(data.labels) == {1, 2}
-    with pytest.raises(FedgenError, match=r"data\.labels: well in the data"):
+    with pytest.raises(
+        FedgenError, match=r"data\.labels: the data have labels that it does not name: well"
+    ):
         read(north, labels=["ill"])
 
 
