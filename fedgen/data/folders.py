@@ -305,10 +305,10 @@ def read_images(
     if len({image.ndim for image in found}) > 1:
         grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
         colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
-        fewer = min(grey_ones, colour, key=len)
+        kind, fewer = ("grey", grey_ones) if len(grey_ones) <= len(colour) else ("colour", colour)
         problem = (
-            f"{len(grey_ones)} images are grey and {len(colour)} are in colour, among the fewer "
-            f"of these {_named(fewer)}"
+            f"{len(grey_ones)} images are grey and {len(colour)} are in colour; {kind}: "
+            f"{_named(fewer)}"
         )
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in found})

@@ -43,7 +43,10 @@ def check(config: DictConfig) -> str:
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     lines.append(f"fits: fedgen train {shlex.join([*_given(config), *_fitting(found), epsilon])}")
-    lines.append("(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is 10)")
+    usual = compose("account", []).privacy.target_epsilon
+    lines.append(
+        f"(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is {usual:g})"
+    )
     lines.append("(method.teacher=none: many times as fast, and with few images often better)")
     lines.append("these numbers are private: they are for whoever has the images alone")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_wo
 from fedgen.reporting.run_dir import RunDir
 
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
-_LINES = 20  # of metrics, at least
+_LINES = 20  # of metrics, at least, where there are as many rounds
 
 Watch = Callable[[Setup, RunState, Epsilon], None]
 """Called with each picture of samples: a run's set-up, its state, epsilon against whoever has what

@@ -389,11 +389,8 @@ def _shares(home: ClientHome, message: Message) -> RecordDict:
 
 def _agree(home: ClientHome, message: Message) -> RecordDict:
     """Signs the lists of a round, and no others in that round."""
-    server_round, masker, signer = (
-        messages.read_place(message),
-        _masker(home, message),
-        home.terms.signer,
-    )
+    server_round, signer = messages.read_place(message), home.terms.signer
+    masker = _masker(home, message)
     text = agreement(masker.context, masker.book, *messages.read_lists(message))
     if signer is None:
         raise MaskingError("nothing is signed here")
@@ -405,11 +402,8 @@ def _agree(home: ClientHome, message: Message) -> RecordDict:
 
 
 def _reveal(home: ClientHome, message: Message) -> RecordDict:
-    server_round, masker, signer = (
-        messages.read_place(message),
-        _masker(home, message),
-        home.terms.signer,
-    )
+    server_round, signer = messages.read_place(message), home.terms.signer
+    masker = _masker(home, message)
     lists = messages.read_lists(message)
     if signer is not None:
         text = agreement(masker.context, masker.book, *lists)
