@@ -1570,7 +1570,7 @@ MUTANTS = [
         "fedgen/federation/rounds.py",
         "not self._is_planned(spend) or not",
         "False and not",
-        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client[a million]",
     ),
     Mutant(
         "an-account-of-anything",
@@ -1584,7 +1584,7 @@ MUTANTS = [
         "fedgen/federation/rounds.py",
         "            self._note(client, NonPrivateDpEvent())  # it left",
         "            # it left",
-        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client[a million]",
     ),
     Mutant(
         "a-copy-of-a-run-goes-on",
@@ -1675,7 +1675,7 @@ MUTANTS = [
         "fedgen/federation/rounds.py",
         "if (norms > self.method.plan.longest).any():",
         "if False:",
-        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client",
+        f"{LYING_CLIENTS}::test_a_lie_is_a_failure_of_one_client[numbers of a million]",
     ),
     Mutant(
         "noise-of-a-client-without-a-bound-is-relied-on",
@@ -1834,8 +1834,8 @@ def copy_of(mutant: Mutant | None, folder: Path) -> Path:
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, folder / name, ignore=ignored)
+            # what is compiled fits as long as its source is not the mutant's
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*-pytest-*"))
         else:
             shutil.copy(source, folder / name)
     if mutant is not None:
