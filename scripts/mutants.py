@@ -93,6 +93,21 @@ MUTANTS = [
         "tests/privacy/test_exact.py::test_no_order_of_adding_up_is_another_sum",
     ),
     Mutant(
+        "what-rounding-leaves-of-a-row-is-made-one-long",
+        "fedgen/methods/teacher.py",
+        "product(apart, directions, (_APART, longest))",
+        # as processors' products of floats do, each in its own way
+        "apart @ directions + 1e-9 * (-1) ** len(apart)",
+        f"{MIXTURE_TESTS}::test_directions_of_a_hostile_server_do_not_move_other_rows",
+    ),
+    Mutant(
+        "two-runs-make-one-folder",
+        "fedgen/reporting/run_dir.py",
+        "if not _locked(held, fcntl.LOCK_EX) or not _is_free(path):",
+        "if False:",
+        "tests/reporting/test_reporting.py::test_of_many_that_begin_in_one_folder_at_once_one_does",
+    ),
+    Mutant(
         "the-nearest-cluster-depends-on-the-rows-beside-it",
         MIXTURE,
         "along = product(places[mine], own.T, (self.longest, self.longest))",

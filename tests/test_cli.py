@@ -146,6 +146,7 @@ MISTAKES = [
     ("clients", ["clients=5"], "did you mean partition.clients?"),
     ("=3", ["=3"], "write key=value"),
     ("privacy.colluders", ["privacy.colluders=1"], "there is none; set privacy.aggregation"),
+    ("method", ["method="], "there is no ''; choose"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
     ("resume", ["resume=/nowhere"], "keeps its settings"),

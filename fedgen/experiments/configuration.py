@@ -172,7 +172,8 @@ def check_restored(config: DictConfig) -> None:
         groups = (*_of_extensions(), *groups)
         check_kinds(config, _composed("config", groups, _edited())[0])
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
-        raise FedgenError("names", "do not fit the rest", "restore them") from error
+        remedy = "or set FEDGEN_EXTENSIONS, if it needs some"
+        raise FedgenError("names", "do not fit the rest", remedy) from error
 
 
 def _check_resume(config: DictConfig, others: list[str]) -> None:

@@ -167,9 +167,9 @@ def load_generator(path: Path, device: str) -> Published:
     except FedgenError:
         raise
     except Exception as error:  # whatever its settings make of themselves
-        raise FedgenError(
-            "run", f"{path} has no readable generator", f"finish it: fedgen train resume={path}"
-        ) from error
+        gone = isinstance(error, FileNotFoundError)
+        remedy = f"finish it: fedgen train resume={path}" if gone else "restore it"
+        raise FedgenError("run", f"{path} has no readable generator", remedy) from error
     sha256 = hashlib.sha256(data).hexdigest()
     of_run = RunDir(path).results()["generator_sha256"] if (path / "results.json").exists() else ""
     if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):

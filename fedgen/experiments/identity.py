@@ -26,7 +26,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.files import digest
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spent import SpentFile
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.run_dir import RunDir, unused_folder
 
 ENDED = "it was told to end, and counts as if it had gone on"
 """Why a run stopped that ended before the rounds that it was to have."""
@@ -90,9 +90,8 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
     config = ready.config
     settings = _settings_digest(config)
     name = secrets.token_hex(8) if ready.privacy.noise == "secure" else settings
-    place = config.run_dir or time.strftime(
-        f"runs/{config.names.method}-{config.names.data}-%Y%m%d-%H%M%S"
-    )
+    stem = f"runs/{config.names.method}-{config.names.data}-{time.strftime('%Y%m%d-%H%M%S')}"
+    place = Path(config.run_dir) if config.run_dir else unused_folder(stem)
     identity = {
         "run": name,
         "data": ready.dataset.digest,
@@ -108,7 +107,7 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
             "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         },
     }
-    return RunDir.create(Path(place), config, identity), name
+    return RunDir.create(place, config, identity), name
 
 
 def _settings_digest(config: DictConfig) -> str:

@@ -180,7 +180,7 @@ def _near(wrong: str, known: Sequence[str]) -> list[str]:
 def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
     """Hydra's error as key, problem, remedy. ``known``: the keys of the chosen groups."""
     text = str(error)
-    option = re.search(r"Could not find '([\w/]+)/([^'/]+)'", text)
+    option = re.search(r"Could not find '([\w/]+)/([^'/]*)'", text)
     if option:
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         near = difflib.get_close_matches(option[2], options, 1)

@@ -47,8 +47,8 @@ class Unfinished:
 
 def is_unfinished(path: Path) -> bool:
     """Whether a run directory has a checkpoint, and has published nothing yet."""
-    published = (path / "public" / "generator.json").exists()
-    return not published and (path / "checkpoints" / checkpoint.NAME).exists()
+    over = (path / "public" / "generator.json").exists() or (path / "results.json").exists()
+    return not over and (path / "checkpoints" / checkpoint.NAME).exists()
 
 
 def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:

@@ -22,7 +22,8 @@ noise multiplier sigma of it all, release i has sigma / sqrt(s_i), and k repeats
 the squared ratios of sensitivity to noise add up to 1 / sigma^2 (``fedgen.sequence.Sums``).
 
 Whatever the server asks by, a row's contribution is at most that long, and another row moves it
-nowhere: cosines, coordinates and what decides the nearest cluster are exact (``privacy/exact.py``).
+nowhere: cosines, coordinates, what decides the nearest cluster and a teacher's places are exact
+(``privacy/exact.py``).
 That the other rows' wavelet features, in single precision, stay the same to the last bit whatever
 row is beside them, is taken for granted.
 """

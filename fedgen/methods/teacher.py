@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from fedgen.models.functional import Tensors
 from fedgen.models.scattering import Scattering
+from fedgen.privacy.exact import product
 from fedgen.privacy.per_example import (
     ClippedSum,
     clip_rows,
@@ -39,6 +40,7 @@ _POWER = 0.4  # of the eigenvalues that directions are divided by
 # of descent: scale of scores, clip norm, learning rate, momentum
 _SCALE, _CLIP, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
 _LONGEST = 1e3  # of weights that a client takes in
+_APART = 1.0  # of a feature and of a mean of features, each in [0, 0.5], and so in any case
 _OF_CLIENT = 0.5  # what a client's mean contribution is clipped to, over a row's
 
 
@@ -162,9 +164,10 @@ def descent(sums: Sums, space: Space, share: float, steps: int, device: str) -> 
 
 def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     """Features (n, f) -> their places in the space, of length 1, and a constant (n, s + 1)."""
-    # in double precision: a row's place is to be the same whatever rows are beside it
-    apart = features.double() - space["mean"].double()
-    place = F.normalize(apart @ space["directions"].double(), dim=1)
+    # exact, since directions may cancel all but what rounding leaves, which is then made one long
+    apart, directions = features.double() - space["mean"].double(), space["directions"].double()
+    longest = max(float(directions.abs().max()), 1e-30)
+    place = F.normalize(product(apart, directions, (_APART, longest)), dim=1)
     return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
 
 

@@ -43,9 +43,32 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FedgenError(
-            "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
-        ) from error
+        raise _not_writable(path, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> FedgenError:
+    problem = f"{path} cannot be written ({error.strerror})"
+    return FedgenError("run_dir", problem, "choose another place")
+
+
+def unused_folder(stem: str) -> Path:
+    """A new folder of this name, or of one that counts on from it (``stem-2``): several runs may
+    begin in one second.
+
+    Raises:
+        FedgenError: if it cannot be made.
+    """
+    path, number = Path(stem), 1
+    make_folder(path.parent)
+    while True:
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+            path = Path(f"{stem}-{number}")
+        except OSError as error:
+            raise _not_writable(path, error) from error
 
 
 class RunDir:
@@ -66,26 +89,31 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
-        """A new run directory with its resolved configuration.
+        """A new run directory with its resolved configuration. Of several processes that make one
+        at once, one does.
 
         Raises:
             FedgenError: if there is something at ``path``.
         """
-        if path.exists() and not (path.is_dir() and all(map(_of_no_run, path.iterdir()))):
-            raise FedgenError(
-                "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
-            )
+        taken = FedgenError(
+            "run_dir", f"{path} exists", f"choose another, or go on with resume={path}"
+        )
+        if path.exists() and not _is_free(path):
+            raise taken
         run = cls(path)
-        for folder in (run.clients, run.samples, run.public):
-            make_folder(folder)
+        make_folder(path)
         try:
-            write_whole(path / "SERVER_SIDE.md", SERVER_SIDE.encode())
-            run.identify(identity)
-            write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
+            with (path / "SERVER_SIDE.md").open("a") as held:  # by whoever makes a run here
+                if not _locked(held, fcntl.LOCK_EX) or not _is_free(path):
+                    raise taken
+                held.truncate(0)
+                held.write(SERVER_SIDE)
+                for folder in (run.clients, run.samples, run.public):
+                    make_folder(folder)
+                run.identify(identity)
+                write_whole(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
         except OSError as error:
-            raise FedgenError(
-                "run_dir", f"{path} cannot be written ({error.strerror})", "choose another place"
-            ) from error
+            raise _not_writable(path, error) from error
         return run
 
     def identify(self, identity: dict[str, Any]) -> None:
@@ -347,8 +375,15 @@ def _lines(path: Path) -> list[Any]:
         raise FedgenError(str(path), "was altered", "restore it") from error
 
 
+def _is_free(path: Path) -> bool:
+    """Whether a folder has nothing but what a run left that was cut off before it began."""
+    return path.is_dir() and all(map(_of_no_run, path.iterdir()))
+
+
 def _of_no_run(path: Path) -> bool:
     """Whether a run that was cut off before it began left this: config.yaml is written last."""
+    if path.is_symlink():
+        return False
     if path.name in ("clients", "samples", "public"):
         return path.is_dir() and not any(path.iterdir())
     return path.name in ("SERVER_SIDE.md", "run.json") or path.suffix == ".new"

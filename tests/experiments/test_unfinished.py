@@ -79,6 +79,16 @@ def test_one_that_was_altered_is_a_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "x.npz").exists()
 
 
+def test_a_finished_run_that_lost_its_description_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = cut_off(tmp_path / "run")
+    assert cli.run(["train", f"resume={run}"]) == 0
+    (run / "public" / "generator.json").unlink()
+    assert cli.run(["sample", f"run={run}", "n=5", f"out={tmp_path}/x.npz"]) == 2
+    assert "generator.json cannot be read" in capsys.readouterr().err
+
+
 def test_the_public_page_is_of_runs_that_are_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

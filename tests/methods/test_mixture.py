@@ -297,6 +297,22 @@ def test_weights_of_a_hostile_server_do_not_move_other_rows() -> None:
     assert float((whole - fewer).norm()) <= 0.7
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6), st.integers(1, 130), st.sampled_from([0.0, 1e14]))
+def test_directions_of_a_hostile_server_do_not_move_other_rows(
+    seed: int, rows: int, mean: float
+) -> None:
+    """All that they leave of a row is rounding, which each place is long of. By products as
+    processors have them a row more moved what others contribute by half a clip norm in all."""
+    source = torch.Generator().manual_seed(seed)
+    features = F.normalize(torch.rand((rows + 1, 100), generator=source), dim=1).repeat(1, 2) / 2
+    half = torch.randn((100, 30), generator=source)
+    hostile = {"mean": torch.full((200,), mean), "directions": torch.cat([half, -half])}
+    whole, fewer = projected(hostile, features)[:rows], projected(hostile, features[:rows])
+    assert torch.allclose(whole, fewer, rtol=0, atol=1e-12)
+    assert (whole.norm(dim=1) <= math.sqrt(1.09) + 1e-9).all()
+
+
 def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
     """Of a hundred rows at epsilon 1 covariances stay what eigenvalues beyond the noise allow."""
     state = run(make(3.7, rows=100), [shard(100)])

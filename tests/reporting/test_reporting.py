@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import jsonschema
@@ -24,7 +27,7 @@ from fedgen.reporting import memory as memory_
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
 from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, schema
+from fedgen.reporting.run_dir import RunDir, schema, unused_folder
 from fedgen.reporting.words import card, statement, summary
 
 
@@ -196,6 +199,40 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     (left / "public" / "samples.png").touch()
     with pytest.raises(FedgenError, match="exists"):
         RunDir.create(left, config, {})
+
+
+def test_of_many_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
+    """And what tells which run it is, is of the one whose folder it is."""
+
+    def made(number: int) -> int | None:
+        with suppress(FedgenError):
+            RunDir.create(tmp_path / "run", OmegaConf.create({}), {"run": number})
+            return number
+        return None
+
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            [winner] = [found for found in pool.map(made, range(8)) if found is not None]
+        assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"run": winner}
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(unused_folder, [str(tmp_path / "runs" / "now")] * 40))
+    assert len(set(found)) == 40 and all(path.is_dir() for path in found)
+
+
+@pytest.mark.parametrize("name", ["SERVER_SIDE.md", "clients"])
+def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+    """A folder that has one is somebody's."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(mine)
+    with pytest.raises(FedgenError, match="exists"):
+        RunDir.create(tmp_path / "run", OmegaConf.create({}), {})
+    assert mine.read_text() == "mine"
 
 
 def test_what_takes_long_is_shown(
