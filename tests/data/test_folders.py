@@ -371,13 +371,13 @@ def test_a_rehearsal_warns_of_what_will_be_of_little_use(
         "method.rows = 1,400 is far from",
         "fewer than 50 images of label 1 (counted from 0)",
     )
-    train(*data, name="seeded")
+    train(*data, "data.public_rows=1400", name="seeded")
     said = capsys.readouterr().out
     assert all(each in said for each in warnings)
-    train(*data, "privacy.noise=secure", name="secure")
+    train(*data, "data.public_rows=1400", "privacy.noise=secure", name="secure")
     assert "warning" not in capsys.readouterr().out
     for label in ("a", "b"):
         draw(tmp_path / "more" / label, 80)
     more = ["data=folder", f"data.path={tmp_path / 'more'}", "method=mixture_small"]
-    train(*more, "method.rows=150", name="enough")
+    train(*more, "data.public_rows=150", name="enough")
     assert "warning" not in capsys.readouterr().out
