@@ -101,6 +101,13 @@ MUTANTS = [
         f"{MIXTURE_TESTS}::test_directions_of_a_hostile_server_do_not_move_other_rows",
     ),
     Mutant(
+        "a-run-is-begun-through-a-link",
+        "fedgen/reporting/run_dir.py",
+        "if path.is_symlink():",
+        "if False:",
+        "tests/reporting/test_reporting.py::test_nothing_is_written_through_a_link",
+    ),
+    Mutant(
         "two-runs-make-one-folder",
         "fedgen/reporting/run_dir.py",
         "if not _locked(held, fcntl.LOCK_EX) or not _is_free(path):",

@@ -172,7 +172,7 @@ def check_restored(config: DictConfig) -> None:
         groups = (*_of_extensions(), *groups)
         check_kinds(config, _composed("config", groups, _edited())[0])
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
-        remedy = "or set FEDGEN_EXTENSIONS, if it needs some"
+        remedy = "set FEDGEN_EXTENSIONS=PACKAGE, if the run needs one"
         raise FedgenError("names", "do not fit the rest", remedy) from error
 
 

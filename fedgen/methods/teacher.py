@@ -40,7 +40,7 @@ _POWER = 0.4  # of the eigenvalues that directions are divided by
 # of descent: scale of scores, clip norm, learning rate, momentum
 _SCALE, _CLIP, _RATE, _MOMENTUM = 15.0, 0.7, 8.0, 0.9
 _LONGEST = 1e3  # of weights that a client takes in
-_APART = 1.0  # of a feature and of a mean of features, each in [0, 0.5], and so in any case
+_APART = 0.5  # of a feature and a mean of features, at most: both are in [0, 0.5]
 _OF_CLIENT = 0.5  # what a client's mean contribution is clipped to, over a row's
 
 

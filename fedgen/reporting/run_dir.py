@@ -103,11 +103,11 @@ class RunDir:
         run = cls(path)
         make_folder(path)
         try:
-            with (path / "SERVER_SIDE.md").open("a") as held:  # by whoever makes a run here
+            with (path / "SERVER_SIDE.md").open("ab") as held:  # by whoever makes a run here
                 if not _locked(held, fcntl.LOCK_EX) or not _is_free(path):
                     raise taken
                 held.truncate(0)
-                held.write(SERVER_SIDE)
+                held.write(SERVER_SIDE.encode())
                 for folder in (run.clients, run.samples, run.public):
                     make_folder(folder)
                 run.identify(identity)
@@ -342,7 +342,7 @@ class RunDir:
         write_whole(self.path / f"{name}.json", text.encode())
 
 
-def _locked(held: IO[str], kind: int) -> bool:
+def _locked(held: IO[Any], kind: int) -> bool:
     try:
         fcntl.flock(held, kind | fcntl.LOCK_NB)
     except OSError:

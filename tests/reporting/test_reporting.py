@@ -223,16 +223,19 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path)
     assert len(set(found)) == 40 and all(path.is_dir() for path in found)
 
 
-@pytest.mark.parametrize("name", ["SERVER_SIDE.md", "clients"])
-def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     """A folder that has one is somebody's."""
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to(mine)
-    with pytest.raises(FedgenError, match="exists"):
-        RunDir.create(tmp_path / "run", OmegaConf.create({}), {})
-    assert mine.read_text() == "mine"
+    file, folder = tmp_path / "mine.md", tmp_path / "mine"
+    file.write_text("mine")
+    folder.mkdir()
+    for number, (name, mine) in enumerate((("SERVER_SIDE.md", file), ("clients", folder))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / name).symlink_to(mine)
+        with pytest.raises(FedgenError, match="exists"):
+            RunDir.create(run, OmegaConf.create({}), {})
+        assert [path.name for path in run.iterdir()] == [name]
+    assert file.read_text() == "mine"
 
 
 def test_what_takes_long_is_shown(
