@@ -76,7 +76,7 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
 
 def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path: Path) -> None:
     """With or without a channel, and none at all; what it cannot take is said."""
-    known = {"evaluation": "none", "runtime.threads": 1, "run_dir": tmp_path / "run"}
+    known = {"evaluation": "none", "run_dir": tmp_path / "run", "method.teacher": "ridge"}
     run = fedgen.train(known, method="mixture_small", data="digits", epsilon=10)
     images, labels = run.samples(60)
     found = run.classify(images)

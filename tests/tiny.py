@@ -95,6 +95,7 @@ OTHER_METHODS = [
     "method.autoencoder.width=2",
     "method.autoencoder_steps=1",
     "method.companion.begins=1",
+    "method.teacher=ridge",
     "method.teacher_steps=2",
     "method.space=8",
     "method.space_samples=40",

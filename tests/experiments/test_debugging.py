@@ -20,7 +20,6 @@ from fedgen.experiments.settings import setup
 
 SMALL = [
     "method=mixture_small",
-    "method.teacher=none",
     "method.shares={levels:0.4,means:0.3,second:0.1,clusters:0.15,spread:0.05}",
     "privacy.unit=client",
     "privacy.aggregation=secure",
