@@ -25,7 +25,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from fedgen.deployment.flower_link import KEY, Link
+from fedgen.deployment.flower_link import KEY, Link, pause
 from fedgen.deployment.flower_packing import packed, unpacked
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import set_message_id
@@ -34,7 +34,6 @@ from fedgen.federation.nodes import GridAround
 REQUEST = "request"
 """The setting of a Flower run that holds what fedgen asks."""
 
-_POLL_SECONDS = 0.02  # between looks at a SuperLink that has nothing yet
 _TASK_SECONDS = 30.0  # until a run that was started has its task
 _BUNDLE = """\
 [project]
@@ -110,7 +109,7 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
                 problem = "the run has no task: something else on this machine took it"
                 raise FedgenError(KEY, problem, "end other flower-superexec processes")
             if not found.token:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(pause(0.0))
     grid = HttpGrid(link.address, False, link.ca, token=found.token)
     runtime: Any = grid._runtime_client
     alive = HeartbeatSender(make_task_heartbeat_fn_http(runtime))
@@ -137,10 +136,15 @@ class _Packed(GridAround):
     """A grid whose messages travel in one piece, and which leaves its SuperLink time between two
     looks. Flower takes an array for an object, and asks for each by itself."""
 
+    def __init__(self, inner: Grid) -> None:
+        super().__init__(inner)
+        self._heard = time.monotonic()
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See Grid."""
         whole = list(messages)
         names = list(self._inner.push_messages(list(map(packed, whole))))
+        self._heard = time.monotonic()
         for message, name in zip(whole, names, strict=True):
             set_message_id(message, name or "")
         return names
@@ -148,6 +152,8 @@ class _Packed(GridAround):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """See Grid."""
         found = list(self._inner.pull_messages(message_ids))
-        if not found:
-            time.sleep(_POLL_SECONDS)
+        if found:
+            self._heard = time.monotonic()
+        else:
+            time.sleep(pause(time.monotonic() - self._heard))
         return list(map(unpacked, found))

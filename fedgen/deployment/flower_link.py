@@ -45,7 +45,14 @@ def settle() -> None:
     defaults["initial_backoff"] = _BACKOFF_SECONDS
 
 
+def pause(silent: float) -> float:
+    """Seconds until a link that had nothing for ``silent`` seconds is asked again: it works for
+    every question, and a wait becomes longer by a twentieth."""
+    return min(max(_POLL_SECONDS, 0.05 * silent), _SELDOM_SECONDS)
+
+
 _BACKOFF_SECONDS = 0.02
+_POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
 
 
 _OPEN = ("/v1/fleet/", "/health")

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from fedgen.deployment import policy as policies
 from fedgen.deployment import request
 from fedgen.deployment.flower_coordinator import bundle_hash
+from fedgen.deployment.flower_link import pause
 from fedgen.deployment.flower_node import (
     AGAIN_SECONDS,
     Connection,
@@ -43,9 +44,6 @@ from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, cli
 from fedgen.federation.signing import Signer, fingerprint
 from fedgen.privacy.events import Spend, with_draws_seen
 from fedgen.privacy.ledger import Ledger
-
-_POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
-_OF_THE_SILENCE = 0.05  # that a node waits before it asks again: a twentieth is added
 
 
 def node(config: DictConfig) -> str:
@@ -136,9 +134,7 @@ class _Serving:
                     message = connection.receive()
                     told.over()
                     if message is None:
-                        silent = time.monotonic() - heard
-                        pause = max(_POLL_SECONDS, _OF_THE_SILENCE * silent)
-                        over.wait(min(pause, _SELDOM_SECONDS))
+                        over.wait(pause(time.monotonic() - heard))
                         continue
                     unsent = message, self._answer(message, connection)
                 connection.reply(*unsent)
