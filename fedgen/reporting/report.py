@@ -113,12 +113,12 @@ def _public(path: Path) -> dict[str, Any]:
 def _server(path: Path) -> dict[str, Any]:
     """All that a run directory tells."""
     run_dir, config, identity = RunDir.open(path, "runs")
-    results = run_dir.results()
+    results = run_dir.results("runs")
     missing = [n for n in ("privacy.json", "public/samples.png") if not (path / n).exists()]
     if missing:
-        raise FedgenError("runs", f"{path} has no {missing[0]}", "finish it: fedgen train resume=")
+        raise FedgenError("runs", f"{path} has no {missing[0]}", "restore it")
     run_dir.check_digests("runs")
-    record = run_dir.privacy()
+    record = run_dir.privacy("runs")
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
     accuracies = _accuracies(lines, results)

@@ -253,13 +253,14 @@ class RunDir:
         except (OSError, ValueError):
             return None
 
-    def results(self) -> dict[str, Any]:
-        """The results of a finished run. Raises FedgenError if it is not finished."""
-        return self._read("results")
+    def results(self, key: str = "run") -> dict[str, Any]:
+        """The results of a finished run. Raises FedgenError, of ``key``, if it is not finished."""
+        return self._read("results", key)
 
-    def privacy(self) -> dict[str, Any]:
-        """The record of privacy of a finished run. Raises FedgenError if it is not finished."""
-        return self._read("privacy")
+    def privacy(self, key: str = "run") -> dict[str, Any]:
+        """The record of privacy of a finished run. Raises FedgenError, of ``key``, if it is not
+        finished."""
+        return self._read("privacy", key)
 
     def digests(self) -> dict[str, str]:
         """The SHA-256 of each file that says what was spent, or is published."""
@@ -269,25 +270,22 @@ class RunDir:
 
     def check_digests(self, key: str) -> None:
         """Raises FedgenError if one of them is not as it was when the run wrote its results."""
-        for name, told in self.results()["sha256"].items():
+        for name, told in self.results(key)["sha256"].items():
             path = self.path / name
             if name not in _SEALED or not path.is_file():
                 raise FedgenError(key, f"{self.path} has no {name}", "restore it")
             if hashlib.sha256(path.read_bytes()).hexdigest() != told:
                 raise FedgenError(key, f"{path} is not what the run wrote", "restore it")
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str, key: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = read_json(self.path / f"{name}.json")
             _validator(name).validate(found)
-        except jsonschema.ValidationError as error:
-            raise FedgenError(
-                "run", f"{self.path}/{name}.json was altered", "restore it"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise FedgenError(
-                "run", f"{self.path} has no {name}", f"finish it: fedgen train resume={self.path}"
-            ) from error
+        except (jsonschema.ValidationError, ValueError) as error:
+            raise FedgenError(key, f"{self.path}/{name}.json was altered", "restore it") from error
+        except OSError as error:
+            remedy = f"finish it: fedgen train resume={self.path}"
+            raise FedgenError(key, f"{self.path} has no {name}", remedy) from error
         return found
 
     @property

@@ -163,6 +163,34 @@ def test_settings_that_were_altered_are_not_told(
         assert "config.yaml was altered" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("results.json", None, "has no results; finish it: fedgen train resume="),
+        ("results.json", "{", "results.json was altered; restore it"),
+        ("privacy.json", "{}", "privacy.json is not what the run wrote; restore it"),
+        ("public/samples.png", None, "has no public/samples.png; restore it"),
+    ],
+)
+def test_a_run_whose_files_are_not_as_it_left_them(
+    file: str,
+    text: str | None,
+    said: str,
+    train: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = train()
+    if text is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_text(text)
+    capsys.readouterr()
+    assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'page.html'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fedgen: runs: ") and said in error
+
+
 @pytest.mark.parametrize("audience", ["server", "public"])
 def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audience: str) -> None:
     run = train("method=dpgan_small", "privacy=none", "evaluation=none")
