@@ -42,10 +42,12 @@ def check(config: DictConfig) -> str:
         lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
-    lines.append(f"fits: fedgen train {shlex.join([*_given(config), *_fitting(found), epsilon])}")
-    usual = compose("account", []).privacy.target_epsilon
+    usual = compose("account", [f"data={config.names.data}"])
+    fitting = _fitting(found, usual.data.get("public_rows") is not None)
+    lines.append(f"fits: fedgen train {shlex.join([*_given(config, usual), *fitting, epsilon])}")
     lines.append(
-        f"(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is {usual:g})"
+        f"(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is "
+        f"{usual.privacy.target_epsilon:g})"
     )
     lines.append("(method.teacher=none: many times as fast, and with few images often better)")
     lines.append("these numbers are private: they are for whoever has the images alone")
@@ -119,20 +121,19 @@ def of_little_use(ready: Setup) -> list[str]:
     return said
 
 
-def _given(config: DictConfig) -> list[str]:
-    """The words that say where the data are and how they are read."""
-    name = str(config.names.data)
-    usual = compose("account", [f"data={name}"]).data
-    words = [f"data={name}"]
+def _given(config: DictConfig, usual: DictConfig) -> list[str]:
+    """The words that say where the data are and how they are read; the others are as usual."""
+    words = [f"data={config.names.data}"]
     for key in config.data:
         value = OmegaConf.select(config.data, str(key))
-        if value != usual.get(key) and key != "public_rows":
+        if value != usual.data.get(key) and key != "public_rows":
             words.append(f"data.{key}={in_grammar(value)}")
     return words
 
 
-def _fitting(found: Dataset) -> list[str]:
-    """Overrides that suit these rows; numbers of rows are rounded, since settings are public."""
+def _fitting(found: Dataset, known: bool) -> list[str]:
+    """Overrides that suit these rows; numbers of rows are rounded, since settings are public, or
+    known to everybody."""
     count = len(found.labels)
     by = "by_folder" if found.persons is None or found.shows_persons else "by_writer"
     clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
@@ -144,7 +145,8 @@ def _fitting(found: Dataset) -> list[str]:
         persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
         clients = [] if _at_several_clients(found) else clients
     about = round(count, 1 - len(str(count)))  # one digit: it becomes public
-    return ["method=mixture", f"data.public_rows={about}", *clients, *persons]
+    rows = [] if known and not persons else [f"data.public_rows={about}"]
+    return ["method=mixture", *rows, *clients, *persons]
 
 
 def _at_several_clients(found: Dataset) -> bool:

@@ -299,6 +299,13 @@ def test_what_fits_can_be_pasted(
     assert cli.run(["account", *pasted, "method.teacher=none"]) == 0
 
 
+def test_what_fits_known_data_tells_no_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own is exact, and public."""
+    assert cli.run(["data", "check", "data=digits"]) == 0
+    said = capsys.readouterr().out
+    assert "fits: fedgen train data=digits method=mixture privacy.target_epsilon=" in said
+
+
 def test_by_folder_needs_folders_of_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
