@@ -71,8 +71,8 @@ from done so soon.
     "hour": """## In up to an hour
 
 The longer recipes of `configs/experiment` (`fedgen benchmark matrix=hour`), judged by a CNN of ten
-epochs in place of four; otherwise as above. The runs of DPGAN and G-PATE stood still for 27 of
-their minutes.
+epochs in place of four; otherwise as above. On MNIST, the runs of DPGAN and G-PATE stood still
+for 27 of their minutes.
 """,
 }
 
