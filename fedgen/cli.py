@@ -10,9 +10,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedgen.allocator import keep_freed_memory
 from fedgen.errors import INTERRUPTED, FedgenError, check_system, status_of
@@ -99,23 +100,6 @@ settings (defaults in brackets):
 
 _WIDE = 76  # letters of a line of options
 
-COMMANDS = {
-    "train": "config",
-    "account": "account",
-    "audit": "audit",
-    "check": "audit",
-    "data": "account",
-    "sample": "sample",
-    "evaluate": "evaluate",
-    "benchmark": "benchmark",
-    "debug": "debug",
-    "report": "report",
-    "release": "release",
-    "new": "new",
-    "node": "node",
-    "link": "link",
-}
-
 _OF_RUNS = ("config", "account", "audit", "debug")  # whose settings make a run
 
 
@@ -144,7 +128,8 @@ def run(arguments: list[str]) -> int:
     if arguments[:1] in (["completion"], ["--complete"]):
         from fedgen import completion
 
-        words = completion.candidates(arguments[-1], COMMANDS) if len(arguments) > 1 else []
+        names = {word: command.settings for word, command in COMMANDS.items()}
+        words = completion.candidates(arguments[-1], names) if len(arguments) > 1 else []
         text = completion.SCRIPT if arguments[0] == "completion" else "\n".join(words)
         return status_of(partial(print, text, flush=True))
     if not arguments or {"-h", "--help", "help"} & set(arguments):
@@ -165,7 +150,7 @@ def help_text(command: str = "") -> str:
         words = " ".join(itertools.takewhile(str.isalpha, own[0].split()))
         own.append(f"  {words} --cfg".ljust(42) + "its settings and their defaults")
         text = "\n".join(["usage:", *own, ""])
-        if COMMANDS[command] in _OF_RUNS:
+        if COMMANDS[command].settings in _OF_RUNS:
             text += f"\nsettings (defaults{options}"
     return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_listed(found[1])}", text)
 
@@ -210,7 +195,7 @@ def _command(command: str, *rest: str) -> None:
         _sweep(configs)
     else:
         for config in configs:
-            _execute(command, config, show="--cfg" in rest)
+            print(_resolved(config) if "--cfg" in rest else COMMANDS[command].run(config))
 
 
 def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
@@ -220,7 +205,7 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
 
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):
-        return [compose(COMMANDS[command], overrides)]
+        return [compose(COMMANDS[command].settings, overrides)]
     if command != "train" or any(word.startswith("resume=") for word in overrides):
         what = command if command != "train" else "a run that goes on"
         raise FedgenError("-m", f"{what} runs once", "leave it out")
@@ -243,85 +228,142 @@ def _sweep(configs: list[DictConfig]) -> None:
     print(sweep.table(configs))
 
 
-def _execute(command: str, config: DictConfig, show: bool) -> None:
-    if show:
-        from omegaconf import OmegaConf
+def _resolved(config: DictConfig) -> str:
+    from omegaconf import OmegaConf
 
-        print(OmegaConf.to_yaml(config, resolve=True), end="")
-        return
-    # each imports what it needs: torch and Flower alone take seconds
-    if command == "account" and config.spent:
+    return OmegaConf.to_yaml(config, resolve=True).rstrip("\n")
+
+
+# What each command prints. Each imports what it needs: torch and Flower alone take seconds.
+
+
+def _train(config: DictConfig) -> str:
+    from fedgen.experiments import training
+
+    return _made(training.train(config))
+
+
+def _made(run_dir: Path, *more: str) -> str:
+    from fedgen.experiments import spent
+    from fedgen.reporting.words import summary
+
+    return "\n".join([summary(run_dir), *spent.in_all(run_dir), *more])
+
+
+def _account(config: DictConfig) -> str:
+    if config.spent:
         from fedgen.experiments import spent
 
-        print(spent.spent(config))
-    elif command == "data":
-        from fedgen.experiments import data
-
-        print(data.check(config))
-    elif command == "account" and config.published is not None:
+        return spent.spent(config)
+    if config.published is not None:
         from fedgen.experiments import published
 
-        print(published.account(config))
-    elif command == "account":
-        from fedgen.experiments import account
+        return published.account(config)
+    from fedgen.experiments import account
 
-        print(account.account(config))
-    elif command == "audit":
-        from fedgen.experiments import audit
+    return account.account(config)
 
-        print(audit.audit(config).text)
-    elif command == "check":
-        from fedgen.experiments import check
 
-        print(check.check(config))
-    elif command == "sample":
-        from fedgen.experiments import generation
+def _audit(config: DictConfig) -> str:
+    from fedgen.experiments import audit
 
-        print(generation.sample(config))
-    elif command == "benchmark":
-        from fedgen.experiments import benchmark
+    return audit.audit(config).text
 
-        print(benchmark.benchmark(config), end="")
-    elif command == "debug":
-        from fedgen.experiments import debugging
 
-        print(debugging.debug(config))
-    elif command == "new":
-        from fedgen.experiments import new_method
+def _check(config: DictConfig) -> str:
+    from fedgen.experiments import check
 
-        print(new_method.new(config))
-    elif command == "link":
-        from fedgen.deployment import link
+    return check.check(config)
 
-        print(link.link(config))
-    elif command == "node" and config.log:
+
+def _data(config: DictConfig) -> str:
+    from fedgen.experiments import data
+
+    return data.check(config)
+
+
+def _sample(config: DictConfig) -> str:
+    from fedgen.experiments import generation
+
+    return str(generation.sample(config))
+
+
+def _evaluate(config: DictConfig) -> str:
+    from fedgen.experiments import evaluation
+
+    return evaluation.evaluate(config)
+
+
+def _benchmark(config: DictConfig) -> str:
+    from fedgen.experiments import benchmark
+
+    return benchmark.benchmark(config).rstrip("\n")
+
+
+def _debug(config: DictConfig) -> str:
+    from fedgen.experiments import debugging
+
+    return debugging.debug(config)
+
+
+def _report(config: DictConfig) -> str:
+    from fedgen.experiments import report
+
+    return str(report.report(config))
+
+
+def _release(config: DictConfig) -> str:
+    from fedgen.experiments import release
+
+    made, packed = release.release(config)
+    return _made(made, str(packed))
+
+
+def _new(config: DictConfig) -> str:
+    from fedgen.experiments import new_method
+
+    return new_method.new(config)
+
+
+def _node(config: DictConfig) -> str:
+    if config.log:
         from fedgen.deployment import log
 
-        print(log.show(config))
-    elif command == "node":
-        from fedgen.deployment import node
+        return log.show(config)
+    from fedgen.deployment import node
 
-        print(node.node(config))
-    elif command == "report":
-        from fedgen.experiments import report
+    return node.node(config)
 
-        print(report.report(config))
-    elif command == "release":
-        from fedgen.experiments import release, spent
-        from fedgen.reporting.words import summary
 
-        made, packed = release.release(config)
-        print(summary(made), *spent.in_all(made), packed, sep="\n")
-    elif command == "evaluate":
-        from fedgen.experiments import evaluation
+def _link(config: DictConfig) -> str:
+    from fedgen.deployment import link
 
-        print(evaluation.evaluate(config))
-    else:
-        from fedgen.experiments import spent, training
-        from fedgen.reporting.words import summary
+    return link.link(config)
 
-        made = training.train(config)
-        print(summary(made), *spent.in_all(made), sep="\n")
+
+class _Command(NamedTuple):
+    """The file in ``configs`` that has its settings, and what runs it and says what to print."""
+
+    settings: str
+    run: Callable[[DictConfig], str]
+
+
+COMMANDS = {
+    "train": _Command("config", _train),
+    "account": _Command("account", _account),
+    "audit": _Command("audit", _audit),
+    "check": _Command("audit", _check),
+    "data": _Command("account", _data),
+    "sample": _Command("sample", _sample),
+    "evaluate": _Command("evaluate", _evaluate),
+    "benchmark": _Command("benchmark", _benchmark),
+    "debug": _Command("debug", _debug),
+    "report": _Command("report", _report),
+    "release": _Command("release", _release),
+    "new": _Command("new", _new),
+    "node": _Command("node", _node),
+    "link": _Command("link", _link),
+}
 
 
 if __name__ == "__main__":

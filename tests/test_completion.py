@@ -19,7 +19,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def after(line: str) -> list[str]:
-    return completion.candidates(line, cli.COMMANDS)
+    names = {word: command.settings for word, command in cli.COMMANDS.items()}
+    return completion.candidates(line, names)
 
 
 @pytest.mark.parametrize(
