@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -23,7 +23,7 @@ from fedgen.privacy.accounting import (
 )
 from fedgen.privacy.calibration import least_noise
 from fedgen.privacy.events import Relation, canonical, from_json
-from fedgen.reporting.progress import epsilon_in_words
+from fedgen.reporting.progress import RunProgress, epsilon_in_words
 from fedgen.reporting.run_dir import or_null
 
 
@@ -105,8 +105,12 @@ def table(which: str) -> list[dict[str, Any]]:
     if which != "all":
         return [row(which)]
     longest_first = sorted(names(), key=lambda name: -(Recipe.of(name).config.steps or 0))
-    with ProcessPoolExecutor() as pool:
-        rows = dict(zip(longest_first, pool.map(row, longest_first), strict=True))
+    rows: dict[str, dict[str, Any]] = {}
+    with ProcessPoolExecutor() as pool, RunProgress(stderr=True) as progress:
+        for done in as_completed([pool.submit(row, name) for name in longest_first]):
+            found = done.result()
+            rows[found["name"]] = found
+            progress.show("recipes", len(rows), len(longest_first), found["name"], end=False)
     return [rows[name] for name in names()]
 
 
