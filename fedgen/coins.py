@@ -76,6 +76,12 @@ class Coins:
         """The same public coins, and other secret and noise coins for every other salt."""
         return replace(self, salt=salt)
 
+    def of_release(self, question: str) -> Coins:
+        """The coins of one answer. In mode ``seeded`` they follow from the question, by a digest of
+        it. In mode ``secure`` a salt from the operating system is theirs alone: no two answers
+        share noise, whatever is asked, and however often."""
+        return self.salted(secrets.token_hex(16) if self.mode == "secure" else question)
+
     def drawing_by(self, secret_key: bytes) -> Coins:
         """The same coins but for the secret draws, which follow from a key that was kept."""
         return replace(self, secret_key=secret_key)

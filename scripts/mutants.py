@@ -349,6 +349,27 @@ MUTANTS = [
         f"{PERSONS_TESTS}::test_without_a_person_everybody_elses_rows_are_the_same_ones",
     ),
     Mutant(
+        "two-answers-to-one-question-share-their-noise",
+        "fedgen/coins.py",
+        'return self.salted(secrets.token_hex(16) if self.mode == "secure" else question)',
+        "return self.salted(question)",
+        "tests/test_coins.py::test_answers_share_no_noise_and_no_draws",
+    ),
+    Mutant(
+        "a-node-flips-the-same-coins-when-a-run-goes-on",
+        "fedgen/deployment/node.py",
+        "            if name not in self._homes or self._homes[name] is not None:",
+        "            if name not in self._homes:",
+        f"{SITE_TESTS}::test_a_round_that_is_done_again_is_charged_again",
+    ),
+    Mutant(
+        "critics-by-place-where-an-image-moves-others",
+        "fedgen/experiments/settings.py",
+        "    if held.places_move and by_place:",
+        "    if held.places_move and not by_place:",
+        "tests/data/test_datasets.py::test_methods_that_count_on_places_refuse_rows_without_one",
+    ),
+    Mutant(
         "a-row-less-gives-others-to-other-clients",
         "fedgen/data/rows.py",
         "        told = keyed(key, content)",

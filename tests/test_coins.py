@@ -59,6 +59,17 @@ def test_a_stream_is_aes_in_counter_mode_and_its_bits_are_fair() -> None:
     assert all(low <= count <= high for count in ones)
 
 
+def test_answers_share_no_noise_and_no_draws() -> None:
+    """In mode ``secure``, whatever they answer; in mode ``seeded`` the same question has the same,
+    so that a run repeats."""
+    for mode, distinct in (("secure", 4), ("seeded", 2)):
+        place = Coins.of(0, mode).at("client", 0)  # type: ignore[arg-type]
+        coins = [place.of_release(asked) for asked in ("a", "a", "b", "b")]
+        assert len({int(each.noise_bits(1, "x")[0]) for each in coins}) == distinct
+        assert len({int(each.secret_bits(1, "x")[0]) for each in coins}) == distinct
+        assert len({each.public("x").initial_seed() for each in coins}) == 1
+
+
 def test_kinds_do_not_share_a_stream(coins: Coins) -> None:
     assert len({coins.public_key, coins.secret_key, coins.noise_key}) == 3
 

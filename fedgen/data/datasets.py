@@ -86,7 +86,8 @@ class Dataset:
     test_images, test_labels: the real test split.
     writers: who made each training row, (n,) int64, or None.
     classes: number of labels.
-    labels_in_names: whether a record of another label has another place among the rows.
+    places_move: why a record that is replaced by another may give others another place among the
+        rows, in words; none where it does not.
     persons: whom each training row shows, (n,) int64, or None: by one number, one person.
     unread: names of what was told of rows beside that, and is not looked at.
     """
@@ -98,7 +99,7 @@ class Dataset:
     test_labels: Labels
     writers: Labels | None
     classes: int
-    labels_in_names: bool = False
+    places_move: str = ""
     persons: Labels | None = None
     unread: tuple[str, ...] = ()
 
@@ -181,7 +182,7 @@ class Dataset:
             self.labels[out],
             writers,
             self.classes,
-            self.labels_in_names,
+            self.places_move,
             writers if self._by_writer else persons,
             self.unread,
         )
@@ -330,7 +331,8 @@ def femnist(
         labels[test],
         of,
         classes,
-        persons=of,
+        "which rows train follows from what is in them (partition=by_writer protects writers)",
+        of,
     )
 
 
@@ -515,7 +517,7 @@ def checked(
     test_labels: NDArray[np.generic],
     writers: NDArray[np.generic] | None,
     classes: int,
-    labels_in_names: bool = False,
+    places_move: str = "",
     persons: NDArray[np.generic] | None = None,
     unread: tuple[str, ...] = (),
 ) -> Dataset:
@@ -559,7 +561,7 @@ def checked(
         test_labels.astype(np.int64),
         of,
         classes,
-        labels_in_names,
+        places_move,
         of if persons is writers else shown,
         unread,
     )

@@ -14,7 +14,7 @@ whose names begin with a dot are passed over, as is what file managers leave beh
 A record is told by its client and its file name, whatever its label: rows are in the order of these
 names' digests, so that an image that changes, or changes its label, moves no other, nor does one
 more or less. Where a client has one file name under several labels, their order is that of the
-labels (``Dataset.labels_in_names``): an image of another label is another place then, which methods
+labels (``Dataset.places_move``): an image of another label is another place then, which methods
 that protect replaced records by their place refuse.
 """
 
@@ -119,10 +119,13 @@ def folder(
         of[test],
         clients[~test] if listed.clients > 1 else None,
         len(listed.labels),
-        listed.labels_in_names,
+        _UNDER_SEVERAL if listed.labels_in_names else "",
         persons[~test] if listed.persons else None,
         listed.unread,
     )
+
+
+_UNDER_SEVERAL = "file names occur under several labels (rename the files)"
 
 
 def _place(path: str, root: str | None) -> Path:

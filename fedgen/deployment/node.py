@@ -220,12 +220,11 @@ class _Serving:
             if self._asked.setdefault(asked.run, asked) != asked:
                 raise RefusedError(f"run {asked.run} was asked for with other settings before")
             name = asked.run
-            homes = self._homes.get(name)
-            if name not in self._homes:
+            # one that goes on too, as in a process of its own: a round that is done again is
+            # charged again, and meets none of the noise and draws of the first time
+            if name not in self._homes or self._homes[name] is not None:
                 self._homes[name], relation = open_run(self._place, asked)
                 self._log.opened(name, asked.names, asked.settings, relation)
-            elif homes is not None:  # it goes on: a round that is done again is charged again
-                homes.of(self._place.number).answered = -1
         except RefusedError as error:
             self._homes[name] = None
             self._refuse(name, str(error))

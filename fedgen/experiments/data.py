@@ -61,10 +61,10 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
     said += _few(counts)
     if test < _FEW:
         said.append("there is hardly a test split to judge samples by")
-    if found.labels_in_names:
+    if found.places_move:
         said.append(
-            "file names occur under several labels: methods of sums take them, and those that "
-            "protect replaced records do not (rename the files for these)"
+            f"{found.places_move}: methods of sums take these images, and those that protect "
+            "replaced records do not"
         )
     if found.shows_persons and _at_several_clients(found):
         said.append(

@@ -144,7 +144,7 @@ def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:
     """Raises FedgenError if a run cannot end after so many rounds, before those that it was to
     have."""
     found = checkpoint.load(run_dir.checkpoints)
-    if found is not None and found[1]["over"]:
+    if found is not None and found[1].over:
         problem = f"the run is over, after {found[0].rounds}"
         raise FedgenError("rounds", problem, "give more, or resume=DIR alone")
     done = 0 if found is None else found[0].rounds
@@ -174,7 +174,7 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
     if ready.dataset.elsewhere:
         raise FedgenError("rounds", "are what the nodes were told", "start a new run")
     found, seeded = checkpoint.load(run_dir.checkpoints), ready.privacy.noise == "seeded"
-    if found is not None and found[1]["stopped"] == ENDED:
+    if found is not None and found[1].stopped == ENDED:
         raise FedgenError("rounds", "the run is over, as it was told to end", "start a new run")
     kept = found[0].asks if found is not None else {}
     for client in _whose_files_are_here(ready) if seeded else ():
@@ -186,7 +186,7 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
             problem = "it was killed after its last checkpoint, which has less than was asked"
             remedy = f"fedgen train resume={run_dir.path}, and then with more rounds"
             raise FedgenError("rounds", problem, remedy)
-    if found is not None and found[1]["over"] and ready.method.client.keeps_state:
+    if found is not None and found[1].over and ready.method.client.keeps_state:
         problem = "the run is over, and what its clients had learnt is deleted"
         raise FedgenError("rounds", problem, "start a new run")
 
@@ -234,11 +234,11 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
     begun = run_dir.begun().total()
     found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
     if found is not None:
-        state, extra = found
-        run_dir.check_extent(*extra["metrics"])
-        if begun < extra["begun"]:
+        state, beside = found
+        run_dir.check_extent(*beside.metrics)
+        if begun < beside.begun:
             raise FedgenError("resume", f"{run_dir.path}/rounds_begun.txt was cut", "restore it")
-        spends, kept = state.spends, {} if extra["over"] else state.kept
+        spends, kept = state.spends, {} if beside.over else state.kept
     store = ClientStore(run_dir.clients, in_memory=True)
     for client in _whose_files_are_here(ready):
         path = run_dir.clients / str(client) / LEDGER

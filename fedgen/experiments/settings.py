@@ -220,14 +220,13 @@ def decided(
 
 
 def check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
-    """Raises FedgenError where a record that is replaced by one of another label moves others."""
+    """Raises FedgenError where a record that is replaced by another moves others."""
     by_place = plan.relation is Relation.REPLACE_ONE and plan.unit is Unit.RECORD
-    if held.labels_in_names and by_place:
+    if held.places_move and by_place:
         raise FedgenError(
-            "data.path",
-            "has file names that occur under several labels, and "
-            f"{config.names.method} protects records by their place among all names",
-            "rename the files, or take a method of sums, e.g. mixture, dp_merf or dpgan",
+            "data",
+            f"{held.places_move}, and {config.names.method} protects records by their place",
+            "take a method of sums, e.g. mixture, dp_merf or dpgan",
         )
 
 

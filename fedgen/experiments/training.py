@@ -403,13 +403,12 @@ class Training:
             self.run_dir.cut()
             state = RunState(_started(fresh, self.config.start))
         else:
-            state, extra = found
-            state.server = {n: each.to(fresh[n].device) for n, each in state.server.items()}
-            self.run_dir.cut(extra["metrics"][0])
-            self.clock = Clock(extra["seconds"], extra["parts"])
-            of = self.ready.privacy.budget.rounds
-            self._over, self.stopped = extra["over"], extra["stopped"]
-            if self._over and of > extra.get("of", state.rounds):  # it has more rounds now
+            state, beside = found
+            state.server = checkpoint.server_of(state, fresh, self.run_dir.checkpoints)
+            self.run_dir.cut(beside.metrics[0])
+            self.clock = Clock(beside.seconds, beside.parts)
+            self._over, self.stopped = beside.over, beside.stopped
+            if self._over and self.ready.privacy.budget.rounds > beside.of:  # it has more now
                 self._over, self.stopped, state.kept = False, None, {}
         state.failures = self.run_dir.failures()
         count_unplanned(state, self.run_dir)
@@ -443,16 +442,16 @@ class Training:
         return own_ledgers(self.run_dir, self.name, self.clients, seeded)
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
-        extra = {
-            "metrics": self.run_dir.extent(),
-            "begun": self.accounts.begun.total(),
-            "seconds": self.clock.rounds,
-            "parts": self.clock.parts,
-            "over": last,
-            "of": self.ready.privacy.budget.rounds,
-            "stopped": self.stopped,
-        }
-        checkpoint.save(self.run_dir.checkpoints, state, extra)
+        beside = checkpoint.Beside(
+            metrics=self.run_dir.extent(),
+            begun=self.accounts.begun.total(),
+            seconds=self.clock.rounds,
+            parts=self.clock.parts,
+            over=last,
+            of=self.ready.privacy.budget.rounds,
+            stopped=self.stopped,
+        )
+        checkpoint.save(self.run_dir.checkpoints, state, beside)
         self._kept, self._kept_rounds = time.monotonic(), state.rounds
 
     # --- what it leaves ---------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
     assert found is not None
     state, method, clients = found[0], ready.method, len(ready.shards)
     fresh = method.server.init(ready.coins.at("server"))
-    server = {name: each.to(fresh[name].device) for name, each in state.server.items()}
+    server = checkpoint.server_of(state, fresh, run_dir.checkpoints)
     of, generator = ready.privacy.budget.rounds, method.server.generator(server)
     seeded = ready.privacy.noise == "seeded"
     count_unplanned(state, run_dir)

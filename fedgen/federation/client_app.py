@@ -475,7 +475,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     _check_question(home, server_round, query, message)
     # a run that goes on, or is done again, otherwise than the first (a client was late, the machine
     # is another) comes to the same round with another question, which must not share the noise of
-    # the first: coins follow from the question
+    # the first: seeded coins follow from the question, and secret ones are new each time
     history = home.store.history(home.number)
     # where the coins fall is a part of it too: an answer by others is another one, and charged
     place = str(home.coins.place)
@@ -493,7 +493,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
     home.answered = server_round
     if answer is None:
         state = home.store.state(home.number)
-        coins = home.coins.salted(asked)
+        coins = home.coins.of_release(asked)
         with _marked(home):
             release = _privately(
                 home,

@@ -249,26 +249,35 @@ def to_json(event: DpEvent) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> DpEvent:
     """The inverse of ``to_json``; raises ValueError for data that is no event."""
     match data:
-        case {"event": "gaussian", "noise_multiplier": float() | int() as sigma}:
+        case {"event": "gaussian", "noise_multiplier": float() | int() as sigma} if (
+            0 < sigma < math.inf
+        ):
             return GaussianDpEvent(float(sigma))
         case {"event": "repeat", "count": int() as count, "of": dict() as inner}:
             return SelfComposedDpEvent(from_json(inner), count)
-        case {"event": "draw", "of": int() as population, "take": int() as taken, "gates": inner}:
+        case {
+            "event": "draw",
+            "of": int() as population,
+            "take": int() as taken,
+            "gates": inner,
+        } if 0 < taken <= population:
             return SampledWithoutReplacementDpEvent(population, taken, from_json(inner))
-        case {"event": "poisson", "rate": float() | int() as rate, "gates": inner}:
+        case {"event": "poisson", "rate": float() | int() as rate, "gates": inner} if (
+            0 <= rate <= 1
+        ):
             return PoissonSampledDpEvent(float(rate), from_json(inner))
         case {
             "event": "poisson_group",
             "rate": float() | int() as rate,
             "size": int() as size,
             "gates": inner,
-        } if 1 <= size <= _MOST_OF_A_GROUP:
+        } if 0 <= rate <= 1 and 1 <= size <= _MOST_OF_A_GROUP:
             return PoissonSampledGroup(float(rate), size, from_json(inner))
         case {
             "event": "revealed_draw",
             "probability": float() | int() as probability,
             "gates": inner,
-        }:
+        } if 0 <= probability <= 1:
             return RevealedDraw(float(probability), from_json(inner))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()

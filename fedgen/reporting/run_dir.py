@@ -238,8 +238,14 @@ class RunDir:
             os.truncate(self._metrics, metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics."""
-        return list(_lines(self._metrics))
+        """All lines of metrics. Raises FedgenError for what is none."""
+        lines = _lines(self._metrics)
+        try:
+            for line in lines:
+                _validator("metrics").validate(line)
+        except jsonschema.ValidationError as error:
+            raise FedgenError(str(self._metrics), "was altered", "restore it") from error
+        return lines
 
     def last_spend(self) -> dict[str, Any] | None:
         """The last whole line of metrics with an epsilon, also while another process writes, if

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.data import datasets
 from fedgen.data.folders import folder
@@ -56,6 +57,26 @@ def test_mnist_from_torchvisions_files(tmp_path: Path) -> None:
     data = datasets.torchvision_set("mnist", str(tmp_path), "MNIST")
     assert data.images.shape == (6, 1, 28, 28)
     assert list(data.test_labels) == [0, 1, 2, 3]
+
+
+def test_methods_that_count_on_places_refuse_rows_without_one(
+    data_root: Path, coins: Coins, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which of femnist's rows train follows from what is in them: an image that another replaces
+    may leave fewer, and then all critics have other rows. Writers stay where they are."""
+    with np.load(data_root / "femnist.npz") as file:
+        arrays = dict(file)
+    counts = set()
+    for value in range(30):
+        arrays["images"][7] = value
+        np.savez(data_root / "femnist.npz", **arrays)
+        counts.add(len(datasets.femnist(coins, str(data_root)).labels))
+    assert len(counts) == 2
+    words = ["data=femnist", f"data.root={data_root}", "method.critics=4"]
+    assert cli.run(["account", "method=gs_wgan_small", *words]) == 2
+    assert "follows from what is in them" in capsys.readouterr().err
+    for fits in (["method=gs_wgan_small", "partition=by_writer"], ["method=dpgan_small"]):
+        assert cli.run(["account", *fits, *words[:2]]) == 0, capsys.readouterr().err
 
 
 def test_femnist_label_sets_and_polarity(data_root: Path, coins: Coins) -> None:

@@ -105,7 +105,7 @@ def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: C
     moved = (before.labels != after.labels).sum()
     moved += (before.test_labels != after.test_labels).sum()
     assert moved == 1
-    assert not after.labels_in_names
+    assert not after.places_move
 
 
 @given(st.data())
@@ -180,7 +180,7 @@ def test_one_name_under_several_labels_is_two_records(
 ) -> None:
     """Methods of sums take them. One that protects replaced records by their place says no: another
     label would be another place."""
-    assert read(str(hospitals)).labels_in_names
+    assert read(str(hospitals)).places_move
     words = ["data=folder", f"data.path={hospitals}", "data.public_rows=100", "rounds=2"]
     words.append("runtime=in_process")
     one = [*words, f"run_dir={tmp_path}/run"]

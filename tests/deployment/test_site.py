@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
 from dp_accounting import NonPrivateDpEvent
@@ -39,6 +40,7 @@ from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
 from fedgen.method import Method
 from fedgen.privacy.events import Spend, canonical, with_draws_seen
 from fedgen.privacy.ledger import Account, spend_from_json
+from fedgen.privacy.releases import LOCAL
 
 PUBLIC = [
     "data=public_facts",
@@ -564,24 +566,32 @@ def test_no_message_ends_a_node(tmp_path: Path) -> None:
 
 
 def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
-    """After the coordinator died: a new run of Flower's, with the same name."""
+    """After the coordinator died: a new run of Flower's, with the same name. It meets other noise
+    and other draws: what two answers have in common would be known twice, and charged once."""
     served = _Serving(place(tmp_path, aggregations=("local",)))
     words = ["privacy.aggregation=local", "rounds=12"]
     wanted, made = prepared(*words, method="dpgan_small")
-    line, coins = Line(wanted), Coins.of(0, "seeded")
-    weights = messages.pack_arrays(made.server.broadcast(made.server.init(coins), 0, coins))
+    line, public = Line(wanted), Coins.of(0, "seeded")
+    weights = messages.pack_arrays(made.server.broadcast(made.server.init(public), 0, public))
 
-    def round_0() -> bool:
+    def round_0() -> Message:
         answered(served, line, messages.TRAIN, messages.pack_broadcast(0, weights))
-        return not answered(served, line, messages.ASK, question(made)).has_error()
+        return answered(served, line, messages.ASK, question(made))
 
-    assert round_0()
+    def coins() -> Coins:
+        return served._homes[RUN].of(0).coins  # type: ignore[union-attr]
+
+    first, flipped = round_0(), coins()
     assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
-    assert not round_0()
+    assert round_0().has_error()
     served._names.clear()  # as for another number of Flower's
     assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
-    assert round_0()
+    second = round_0()
     assert served._ledger(RUN).account().releases == 2
+    one, two = (messages.read_answer(each, LOCAL).arrays["answer"] for each in (first, second))
+    assert np.mean(one == two) < 0.01
+    places = [each.secret("routing", 0).random() for each in (flipped, coins())]
+    assert places[0] != places[1]
 
 
 def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(

@@ -178,10 +178,10 @@ def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
     words = ["method=dp_merf_small", "privacy.noise=secure", "evaluation=none"]
     words += ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
 
-    def full(folder: Path, state: RunState, extra: dict[str, Any]) -> None:
+    def full(folder: Path, state: RunState, beside: checkpoint.Beside) -> None:
         if state.rounds:
             raise OSError(28, "No space left on device")
-        save(folder, state, extra)
+        save(folder, state, beside)
 
     save = checkpoint.save
     with monkeypatch.context() as disk:

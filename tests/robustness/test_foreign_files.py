@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import operator
 import shutil
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,8 @@ from tiny import TINY, tiny
 from fedgen import cli
 from fedgen.errors import FedgenError
 from fedgen.evaluation.utility import scikit
-from fedgen.files import read_yaml
+from fedgen.federation import checkpoint
+from fedgen.files import digest, read_yaml
 
 Captured = pytest.CaptureFixture[str]
 CALL = {"_target_": "torch.utils.collect_env.run"}
@@ -356,3 +361,69 @@ def test_json_that_is_nested_deep(name: str, run: Path, capsys: Captured) -> Non
     (run / name).write_text("[" * 100_000)
     command = ["evaluate", f"run={run}"] if name == "results.json" else ["train", f"resume={run}"]
     refused(capsys, *command)
+
+
+JUNK = [True, None, "x", [], {}, [["x", 1]], {"0": []}, {"0": [[5, 5]]}, float("nan"), float("inf")]
+
+
+def places_in(found: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where values stand, at any depth."""
+    if isinstance(found, dict):
+        keys: list[Any] = list(found)
+    else:
+        keys = list(range(len(found))) if isinstance(found, list) else []
+    inner = [place for key in keys for place in places_in(found[key], (*above, key))]
+    return [(*above, key) for key in keys] + inner
+
+
+def test_a_checkpoint_is_read_whole_or_refused(run: Path) -> None:
+    """With a digest that fits: each of its values in turn is left out, or is something else."""
+    file = run / "checkpoints" / checkpoint.NAME
+    whole = json.loads(file.read_text())["record"]
+    for place in places_in(whole):
+        for junk in ("left out", *JUNK):
+            record = copy.deepcopy(whole)
+            *above, last = place
+            parent = reduce(operator.getitem, above, record)
+            if junk == "left out":
+                del parent[last]
+            else:
+                parent[last] = junk
+            body = json.dumps(record, sort_keys=True)
+            file.write_text(json.dumps({"digest": digest(body.encode()), "record": record}))
+            with contextlib.suppress(FedgenError):
+                checkpoint.load(file.parent)
+
+
+@pytest.mark.parametrize(
+    "name, edit",
+    [
+        ("metrics.jsonl", lambda line: line.pop("claimed_epsilon")),
+        ("metrics.jsonl", lambda line: line.update(round={})),
+        ("results.json", lambda found: found.pop("stopped")),
+    ],
+)
+def test_a_page_is_made_of_whole_lines(
+    name: str, edit: Callable[[Any], None], run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    path = run / name
+    first, *rest = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    found = json.loads(first)
+    edit(found)
+    path.write_text("\n".join([json.dumps(found), *rest, ""]))
+    assert "was altered" in refused(capsys, "report", f"runs={run}", f"out={tmp_path}/page.html")
+
+
+def test_another_methods_state_is_no_checkpoint(run: Path, capsys: Captured) -> None:
+    """One whose digests fit."""
+    folder = run / "checkpoints"
+    sealed = json.loads((folder / checkpoint.NAME).read_text())
+    record = sealed["record"]
+    data = safetensors.torch.save({"other": torch.zeros(2)})
+    (folder / record["server"][0]).write_bytes(data)
+    record["server"][1] = digest(data)
+    body = json.dumps(record, sort_keys=True)
+    sealed["digest"] = digest(body.encode())
+    (folder / checkpoint.NAME).write_text(json.dumps(sealed))
+    (run / "results.json").unlink()
+    assert "another method's state" in refused(capsys, "train", f"resume={run}")
