@@ -20,13 +20,14 @@ that protect replaced records by their place refuse.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,11 +48,15 @@ from fedgen.data.tables import TABLES, Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
 _MOST_PIXELS = 2**26  # of an image
 _LARGEST = 1024  # side that images are resized to
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # of 16 or 32 bits, by how the names of Pillow's modes begin
+_DEEPER = re.compile(r";(16|32)[BLNF]")  # the same of colour, by what Pillow decodes
 _SHOWN = 20  # files that one line names
 
 
@@ -212,7 +217,8 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     if not records:
         where, loose = ", ".join(map(str, homes[:_SHOWN])), f"{len(beside)} images and no folder"
         problem = f"{where} has {f'{loose} of a label' if beside else 'no images'}"
-        remedy = "one sub-folder per label, or a table of them (path,label)"
+        remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
+        remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
         raise FedgenError("data.path", problem, remedy)
     named_records, in_names = _named_apart(records, homes)
     return Listed(named_records, labels, len(homes), in_names)
@@ -259,7 +265,8 @@ def read_images(
     size: int | None,
     channels: int | None,
 ) -> Images:
-    """All images (n, channels, h, w), in this order.
+    """All images (n, channels, h, w), in this order, as viewers show them: turned by what a camera
+    noted (EXIF), on white where they are transparent.
 
     Args:
         place: where they are, for errors.
@@ -271,6 +278,7 @@ def read_images(
     from PIL import Image, UnidentifiedImageError
 
     bad: list[str] = []
+    several: list[str] = []
     large: list[str] = []
     deep: list[str] = []
     found = []
@@ -282,11 +290,15 @@ def read_images(
                 if raw.width * raw.height > _MOST_PIXELS:
                     large.append(name)
                     continue
-                if raw.mode.startswith(_DEEP):
+                if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
                     deep.append(name)  # its range is not told, and cut off it would be lost
                     continue
+                # a camera's MPO has a picture, and others of it beside
+                if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
+                    several.append(name)
+                    continue
                 grey = channels == 1 or (channels is None and raw.mode in _GREY)
-                image = raw.convert("L" if grey else "RGB")
+                image = _on_white(_upright(raw)).convert("L" if grey else "RGB")
         except Image.DecompressionBombError:
             large.append(name)
             continue
@@ -295,13 +307,16 @@ def read_images(
             continue
         found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
     wrong: list[tuple[str, str]] = []  # problems and remedies
-    names = [name for name, _ in sources if name not in {*large, *deep, *bad}]
+    names = [name for name, _ in sources if name not in {*large, *deep, *several, *bad}]
     if large:
         problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
         wrong.append((problem, "make them smaller"))
     if deep:
         problem = f"more than 8 bits a pixel: {_named(deep)}"
         wrong.append((problem, "scale them to 0..255 first, all by the same range"))
+    if several:
+        problem = f"several images in a file: {_named(several)}"
+        wrong.append((problem, "save each page as a file of its own"))
     if bad:
         problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
         wrong.append((problem, "remove them"))
@@ -316,7 +331,10 @@ def read_images(
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in found})
     if len(shapes) > 1 or any(high != wide for high, wide in shapes):
-        sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes[:_SHOWN])
+        sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes)
+        if len(shapes) > _SHOWN:
+            (low, high), (narrow, wide) = ((min(s), max(s)) for s in zip(*shapes, strict=True))
+            sizes = f"{len(shapes)} sizes, {narrow} to {wide} wide and {low} to {high} high"
         problem = f"images are to be square and of one size, and there are {sizes}"
         remedy = "set data.size=32 (or another): the middle square is kept, and resized"
         wrong.append((problem, remedy))
@@ -326,6 +344,26 @@ def read_images(
         told = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
         raise FedgenError("data.path", told, "correct these")
     return as_images(place, np.stack(found))
+
+
+def _upright(raw: PillowImage) -> PillowImage:
+    """Turned as its camera was held. Notes that cannot be read say nothing, as to viewers."""
+    from PIL import ImageOps
+
+    with suppress(Exception):  # whatever reading of what somebody made up ends in
+        return ImageOps.exif_transpose(raw)
+    return raw
+
+
+def _on_white(image: PillowImage) -> PillowImage:
+    """Without what transparent pixels hide."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white
 
 
 def _stream(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:

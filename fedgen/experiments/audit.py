@@ -88,8 +88,14 @@ def audit(config: DictConfig) -> Audited:
         trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
         with RunProgress() as progress:
 
-            def told(done: int, of: int = 2 * trials, progress: RunProgress = progress) -> None:
-                progress.show("releases", done, of, "")
+            def told(
+                done: int,
+                of: int = 2 * trials,
+                progress: RunProgress = progress,
+                sight: Sight = sight,
+                number: int = number,
+            ) -> None:
+                progress.show("releases", done, of, f"{sight.name}, {number + 1}/{len(attacks)}")
 
             points = attack(
                 method,
@@ -149,7 +155,13 @@ def audit(config: DictConfig) -> Audited:
     if any(point.broken for point in (*found, *guessed)):
         print(text)
         raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
-    return Audited(found, guessed, text)
+    head = []
+    if noises and not chosen.noise_multiplier:
+        head = [
+            f"client programs at noise of their own: one release costs ε = {_TELLING:g}, where an "
+            "attack can see something (audit.noise_multiplier=... sets another)"
+        ]
+    return Audited(found, guessed, "\n".join([*head, text, "no attack refutes what is proven"]))
 
 
 def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:

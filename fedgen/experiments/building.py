@@ -115,7 +115,7 @@ def check_parameters(key: str, settings: DictConfig) -> None:
         raise FedgenError(
             "data.public_rows",
             f"is not set, and {key}.rows divides by a public number of rows",
-            "give one near yours, e.g. data.public_rows=14000: it is no secret then",
+            "give a round one near yours, as fedgen data check proposes: it is no secret then",
         )
     target = settings.get("_target_")
     made = _loaded(target, key) if target is not None else None

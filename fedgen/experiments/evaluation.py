@@ -268,6 +268,8 @@ def utilities(
             fits.append(fit(name, seed, rows, real2real=test))
     fits = [each for each in fits if len(np.unique(each.rows[1])) > 1]  # one label teaches nothing
     jobs = min(chosen.jobs or os.cpu_count() or 1, max(len(fits), 1))
+    if fits:
+        progress.show("evaluation", 0, len(fits), f"{fits[0].name}, of {len(samples[0]):,} samples")
     scores: dict[tuple[str, str], list[Scores]] = {}
     for done, (number, found) in enumerate(all_scores(fits, jobs), 1):
         for kind, values in found.items():

@@ -191,7 +191,7 @@ def _check_declared(name: str, value: Any, declared: Any) -> None:
         remedy = f"""quote it: {name}="'{value}'" """.strip() if _is_number(value) else "e.g. name"
         raise FedgenError(name, f"must be text, got {value!r}", remedy)
     kind = "a number" if float in kinds else "a whole number"
-    raise FedgenError(name, f"must be {kind} or null, got {value!r}", "e.g. 10")
+    raise FedgenError(name, f"must be {kind} or null, got {value!r}", "e.g. 32")
 
 
 def _is(value: Any, kind: Any) -> bool:

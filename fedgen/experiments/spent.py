@@ -146,6 +146,7 @@ def spent(config: DictConfig) -> str:
         "delta": delta,
         "runs": [_row(entry, delta) for entry in entries],
         "together": [_together([e for e in entries if e.kind == k], *k[:2], delta) for k in kinds],
+        "on_other_data": file.elsewhere(entries),
     }
     return json.dumps(record) if config.output == "json" else _words(record, file)
 
@@ -188,4 +189,6 @@ def _words(record: dict[str, Any], file: SpentFile) -> str:
         lines.append(
             "runs have no ε together that protect other neighbours, or clients of other rows"
         )
+    if record["on_other_data"]:
+        lines.append(f"secure runs on other data: {', '.join(record['on_other_data'])}")
     return "\n".join(lines)

@@ -190,7 +190,8 @@ def _check_release(config: DictConfig) -> None:
 def check_evaluation(config: DictConfig) -> None:
     """Raises FedgenError unless there is something to judge by, or no judge."""
     chosen = config.evaluation
-    _whole(config, "evaluation.samples", least_samples(chosen), 10**7)
+    without = "to have none judged take evaluation=none"
+    _whole(config, "evaluation.samples", least_samples(chosen), 10**7, without)
     _whole(config, "evaluation.seeds", 1 if chosen.classifiers else 0, 1000)
     if chosen.jobs is not None:
         _whole(config, "evaluation.jobs", 1, 1024)
@@ -231,9 +232,9 @@ def _check_persons(config: DictConfig) -> None:
         raise FedgenError(key, "is of privacy.unit=person alone", "leave it out")
 
 
-def _whole(config: DictConfig, key: str, least: int, most: int) -> None:
+def _whole(config: DictConfig, key: str, least: int, most: int, remedy: str = "correct it") -> None:
     value = OmegaConf.select(config, key)
     if not isinstance(value, int) or not least <= value <= most:
         raise FedgenError(
-            key, f"must be a whole number from {least} to {most}, got {value!r}", "correct it"
+            key, f"must be a whole number from {least} to {most}, got {value!r}", remedy
         )

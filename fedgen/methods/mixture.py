@@ -463,7 +463,8 @@ def mixture(
         shares: of levels, means, second, clusters and spread, of what the mixture may spend.
         steps: of k-means; one, where a label has but one cluster.
         cosines, coordinates, clusters: m, d and k; None: by a rule (``_sizes``), from the noise.
-        teacher: who labels samples: nobody, ridge regression, or softmax regression by descent.
+        teacher: who labels samples: nobody, ridge regression, or softmax regression by descent; of
+            one label always nobody.
         teacher_share: of the whole budget, where there is a teacher. teacher_steps: of descent.
         space: dimensions of the teacher's space; space_samples: that it is computed from.
         warps: how samples are warped, a prior that no row is asked for.
@@ -480,6 +481,8 @@ def mixture(
     if not 0 < teacher_share < 1:
         problem = f"is a share, got {teacher_share:g}"
         raise FedgenError("method.teacher_share", problem, "take one between 0 and 1")
+    if facts.classes == 1:  # there is nothing to tell apart
+        teacher = "none"
     left = 1.0 if teacher == "none" else 1 - teacher_share
     sums = Sums(facts, noise_multiplier, rows)
     # a client's rows lie in many blocks and point to many sides, so that their mean is shorter

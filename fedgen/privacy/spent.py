@@ -183,6 +183,13 @@ class SpentFile:
         with self._open() as file:
             return _entries(file, data, whole)
 
+    def elsewhere(self, known: Sequence[Entry]) -> list[str]:
+        """The folders of all runs but those that are ``known``: on other data."""
+        with self._open() as file:
+            found = file.execute("SELECT run, folder FROM runs ORDER BY rowid").fetchall()
+        runs = {entry.run for entry in known}
+        return [folder for run, folder in found if run not in runs]
+
     def beside(self, run: str) -> list[Entry]:
         """All runs on a run's data, itself too; none if it was not entered."""
         with self._open() as file:

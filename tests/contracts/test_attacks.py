@@ -228,6 +228,8 @@ def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> Non
     words = [f"method={method}", *tiny(method), *warm, *noise, *own]
     found = audit.audit(compose("audit", words))
     assert "central, 400 releases of each of two neighbours at the warm-up's noise" in found.text
+    first, *_, last = found.text.splitlines()
+    assert "one release costs ε = 4" in first and last == "no attack refutes what is proven"
     for phase in ("client program, central", "client program, step"):
         points = [point for point in found.program if point.of == phase]
         assert [point.after for point in points] == [1, 2, 4]

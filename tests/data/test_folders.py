@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import struct
 import tempfile
 from pathlib import Path
+from zlib import compress, crc32
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
-from fedgen.data.folders import folder
+from fedgen.data.folders import folder, read_images
 from fedgen.data.partition import by_folder
 from fedgen.errors import FedgenError
 
@@ -70,6 +72,62 @@ def test_images_of_more_than_eight_bits_are_refused(
     Image.new(mode, (8, 8), value).save(tmp_path / "a" / f"deep.{suffix}")
     with pytest.raises(FedgenError, match=r"more than 8 bits a pixel: .*deep"):
         read(str(tmp_path), channels=channels)
+
+
+def png_of_16_bits(pixels: np.ndarray) -> bytes:
+    """RGB (h, w, 3), which Pillow reads as 8 bits."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc32(kind + data))
+
+    high, wide = pixels.shape[:2]
+    lines = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", wide, high, 16, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", head), chunk(b"IDAT", compress(lines)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_colours_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
+    """Of 12 bits in 16 their upper halves would be nearly black."""
+    draw(tmp_path / "a", 30)
+    (tmp_path / "a" / "deep.png").write_bytes(png_of_16_bits(np.full((8, 8, 3), 4000)))
+    with pytest.raises(FedgenError, match=r"more than 8 bits a pixel: .*deep"):
+        read(str(tmp_path), channels=3)
+
+
+def test_images_are_as_viewers_show_them(tmp_path: Path) -> None:
+    """Turned as the camera was held, and white where they are transparent."""
+    red, blue = (255, 0, 0), (0, 0, 255)
+    photo = Image.new("RGB", (8, 8), red)
+    photo.paste(blue, (0, 4, 8, 8))
+    noted = Image.Exif()
+    noted[0x0112] = 6  # to be turned by a quarter, clockwise
+    photo.save(tmp_path / "turned.png", exif=noted)
+    glass = Image.new("RGBA", (8, 8), (*red, 0))
+    glass.paste((*blue, 255), (0, 0, 4, 8))
+    glass.save(tmp_path / "glass.png")
+    names = ("turned.png", "glass.png")
+    turned, glass_ = read_images("here", [(n, tmp_path / n) for n in names], None, 3)
+    assert tuple(turned[:, 0, 0]) == tuple(turned[:, 7, 0]) == blue
+    assert tuple(turned[:, 0, 7]) == tuple(turned[:, 7, 7]) == red
+    assert tuple(glass_[:, 0, 0]) == blue
+    assert tuple(glass_[:, 0, 7]) == (255, 255, 255)
+
+
+def test_pages_of_a_file_are_not_lost(tmp_path: Path) -> None:
+    draw(tmp_path / "a", 30)
+    pages = [Image.new("L", (8, 8), grey) for grey in (1, 2, 3)]
+    pages[0].save(tmp_path / "a" / "stack.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(FedgenError, match=r"several images in a file: .*stack\.tif"):
+        read(str(tmp_path))
+
+
+def test_many_sizes_are_told_by_the_least_and_the_largest(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for side in range(10, 50):
+        Image.new("L", (side, 2 * side)).save(tmp_path / "a" / f"{side}.png")
+    with pytest.raises(FedgenError, match=r"40 sizes, 10 to 49 wide and 20 to 98 high"):
+        read(str(tmp_path))
 
 
 def test_images_that_lie_too_deep_are_not_lost(tmp_path: Path) -> None:
@@ -296,14 +354,20 @@ def test_what_fits_can_be_pasted(
     assert cli.run(["data", "check", *words]) == 0
     [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("fits: ")]
     pasted = shlex.split(line.removeprefix("fits: fedgen train "))
-    assert cli.run(["account", *pasted, "method.teacher=none"]) == 0
+    assert cli.run(["account", *pasted]) == 0
+    assert "settings" not in capsys.readouterr().out
+    assert cli.run(["account", *words, "method=dpgan_small"]) == 0
+    assert "dpgan_small has the digits' settings" in capsys.readouterr().out
 
 
 def test_what_fits_known_data_tells_no_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own is exact, and public."""
     assert cli.run(["data", "check", "data=digits"]) == 0
     said = capsys.readouterr().out
-    assert "fits: fedgen train data=digits method=mixture privacy.target_epsilon=" in said
+    fits = (
+        "fits: fedgen train data=digits method=mixture method.teacher=none privacy.target_epsilon="
+    )
+    assert fits in said
 
 
 def test_by_folder_needs_folders_of_clients(

@@ -254,6 +254,13 @@ def test_the_teacher_tells_labels_apart_and_labels_samples(teacher: str) -> None
     assert float((method.server.classify(weights, images) == labels).float().mean()) > 0.95
 
 
+def test_of_one_label_nobody_is_a_teacher() -> None:
+    """All is spent on what samples are drawn from."""
+    taught, without = make(2.0, classes=1), make(2.0, classes=1, teacher="none")
+    assert taught.server.classify is None
+    assert canonical(taught.plan.server(100)) == canonical(without.plan.server(100))
+
+
 def test_descent_is_softmax_regression() -> None:
     """Steps with momentum along the gradient of the mean cross entropy, each row's clipped; the
     mean of the second half."""

@@ -226,6 +226,14 @@ def test_runs_on_the_same_rows_add_up(
     assert "protect others than this" in capsys.readouterr().err
     assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
     assert "a seeded run is an experiment" in capsys.readouterr().err
+    (tmp_path / "photos" / "all").mkdir(parents=True)
+    for grey in range(30):
+        Image.new("L", (8, 8), grey).save(tmp_path / "photos" / "all" / f"{grey}.png")
+    assert cli.run(["account", "spent", "data=folder", f"data.path={tmp_path}/photos"]) == 0
+    said = capsys.readouterr().out
+    assert "secure runs: 0" in said
+    places = ", ".join(str(tmp_path / name) for name in ("one", "three", "third"))
+    assert f"secure runs on other data: {places}" in said
 
 
 def test_the_same_images_have_one_account(

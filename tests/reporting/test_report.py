@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scipy.optimize import brentq
 from scipy.stats import norm
 from tiny import Train
@@ -62,6 +63,17 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     out = run / "public" / "report.html"
     assert cli.run(["report", f"runs={run}", f"out={out}"]) == 2
     assert not out.exists()
+
+
+def test_of_one_label_no_classifier_is_shown(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "photos" / "all").mkdir(parents=True)
+    for grey in range(80):
+        Image.new("L", (8, 8), 3 * grey).save(tmp_path / "photos" / "all" / f"{grey}.png")
+    words = ["method=mixture_small", "data=folder", f"data.path={tmp_path}/photos"]
+    words += ["data.public_rows=70", "evaluation=quick", "evaluation.samples=60"]
+    html = page(str(train(*words, "partition=single")), tmp_path / "report.html")
+    assert "No classifier judged them: there is one label only." in html
+    assert "real2gen" not in html.split("<h2>How good they are</h2>")[1].split("<h2>")[0]
 
 
 def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Path) -> None:
