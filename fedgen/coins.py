@@ -7,9 +7,10 @@
 A coin is named by where it falls (round, client, critic, purpose) and never taken from a running
 stream, so a client that answers more or less often than another flips the same coins for the rest.
 Mode ``seeded`` derives the three keys from one root seed: a run repeats bit for bit, and is an
-experiment. Mode ``secure`` takes the secret and the noise key from the operating system when the
-process starts; they live in memory alone and end with it, but for the key of the server's draws of
-clients, which the run keeps beside its checkpoints: a round that is done again asks whom it asked.
+experiment. Mode ``secure`` takes the secret and the noise key from the operating system whenever a
+run begins or goes on, and a salt for each answer; they live in memory alone, but for the key of the
+server's draws of clients, which the run keeps beside its checkpoints: a round that is done again
+asks whom it asked.
 Each place has a stream of its own, AES-256 in counter mode under a key that SHAKE-256 derives from
 the kind's key and the place, the same code in both modes. That such streams cannot be told from
 fair coins is what every epsilon here assumes.
