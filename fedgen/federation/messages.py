@@ -164,8 +164,9 @@ def _digest(content: RecordDict) -> str:
 
 
 def digest_of(message: Message) -> str:
-    """A digest of a message's arrays, of its place, and of the cohort that it is for: the question
-    itself."""
+    """A digest of a message's arrays, of its place, and of the cohort that it is for: what a seeded
+    run knows a question by. Somebody can make up two questions that share it: no secret coin
+    follows from it."""
     return _digest(message.content)
 
 
