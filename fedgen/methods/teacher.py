@@ -35,6 +35,7 @@ from fedgen.privacy.per_example import (
 from fedgen.sequence import Asked, Prepared, Sums, std_of_mean
 
 _AT_ONCE = 2000  # images
+_PROJECTED = 250  # of them, in double precision
 _CONSTANT = 0.3  # beside a row's place, of length 1
 _POWER = 0.4  # of the eigenvalues that directions are divided by
 # of descent: scale of scores, clip norm, learning rate, momentum
@@ -164,10 +165,14 @@ def descent(sums: Sums, space: Space, share: float, steps: int, device: str) -> 
 
 def projected(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     """Features (n, f) -> their places in the space, of length 1, and a constant (n, s + 1)."""
-    # exact, since directions may cancel all but what rounding leaves, which is then made one long
-    apart, directions = features.double() - space["mean"].double(), space["directions"].double()
+    mean, directions = space["mean"].double(), space["directions"].double()
     longest = max(float(directions.abs().max()), 1e-30)
-    place = F.normalize(product(apart, directions, (_APART, longest)), dim=1)
+    # exact, since directions may cancel all but what rounding leaves, which is then made one long
+    parts = [
+        F.normalize(product(some.double() - mean, directions, (_APART, longest)), dim=1)
+        for some in torch.split(features, _PROJECTED)  # of a photograph 16,000 features
+    ]
+    place = torch.cat(parts)
     return torch.cat([place, torch.full_like(place[:, :1], _CONSTANT)], 1)
 
 
