@@ -279,6 +279,11 @@ def summary(path: Path) -> str:
         )
     elif of_real is not None and of_real < _LITTLE:
         lines.append(f"the samples teach little of what real rows do; {more}")
+    if "classifier" in results and _seen_by_real(results) < _LITTLE:
+        lines.append(
+            "the samples seldom look like the labels that the private classifier gave them: try "
+            "method.teacher=none"
+        )
     lines += quality(results)
     taken = results["seconds_per_round"]
     parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in PARTS.items() if n in taken)
@@ -296,6 +301,17 @@ def summary(path: Path) -> str:
     )
     lines.extend(str(path / name) for name in made)
     return "\n".join(lines)
+
+
+def _seen_by_real(results: dict[str, Any]) -> float:
+    """How often classifiers of real rows see the label that was asked for, over how often they are
+    right about real rows; 1 where none was asked."""
+    told = {kind: results[kind] for kind in ("real2gen", "real2real")}
+    means = [
+        tuple(told[kind].get(name, {}).get("mean") for kind in told) for name in told["real2gen"]
+    ]
+    shares = [seen / right for seen, right in means if seen is not None and right]
+    return sum(shares) / len(shares) if shares else 1.0
 
 
 def quality(results: dict[str, Any]) -> list[str]:

@@ -84,6 +84,19 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
     assert "proven ε" in summary(run)
 
 
+@pytest.mark.parametrize(("seen", "said"), [(0.3, True), (0.6, False), (None, False)])
+def test_a_teacher_whose_labels_nobody_sees_is_said(
+    train: Train, seen: float | None, said: bool
+) -> None:
+    run = train("method=mixture_small", "method.teacher=ridge", "evaluation=none")
+    results = json.loads((run / "results.json").read_text())
+    results["real2gen"] = {"cnn": {"mean": seen}}
+    results["real2real"] = {"cnn": {"mean": 0.9}}
+    results["classifier"] = {"mean": 0.9, "n": 100}
+    (run / "results.json").write_text(json.dumps(results))
+    assert ("method.teacher=none" in summary(run)) is said
+
+
 def test_the_card_is_one_that_hubs_read(train: Train) -> None:
     """Metadata first; its lines of Python draw samples from the folder."""
     run = train("rounds=1")
