@@ -95,9 +95,9 @@ MUTANTS = [
     Mutant(
         "what-rounding-leaves-of-a-row-is-made-one-long",
         "fedgen/methods/teacher.py",
-        "product(apart, directions, (_APART, longest))",
+        "product(some.double() - mean, directions, (_APART, longest))",
         # as processors' products of floats do, each in its own way
-        "apart @ directions + 1e-9 * (-1) ** len(apart)",
+        "(some.double() - mean) @ directions + 1e-9 * (-1) ** len(some)",
         f"{MIXTURE_TESTS}::test_directions_of_a_hostile_server_do_not_move_other_rows",
     ),
     Mutant(
@@ -1140,7 +1140,7 @@ MUTANTS = [
     Mutant(
         "noise-by-round-alone",
         CLIENT,
-        "coins = home.coins.salted(asked)",
+        "coins = home.coins.of_release(asked)",
         "coins = home.coins",
         f"{CLIENT_TESTS}::test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions"
         "_alone",

@@ -111,6 +111,8 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
             for part in parts:
                 spend.update(canonical(part, count))
             return spend
+        case GaussianDpEvent(noise_multiplier=sigma) if not 0 < sigma < math.inf:
+            return {NonPrivateDpEvent(): count}  # whoever says so, of a number that is none too
         case GaussianDpEvent() | NonPrivateDpEvent() | Contribution():
             return {event: count}
         case SampledWithoutReplacementDpEvent(
@@ -249,9 +251,7 @@ def to_json(event: DpEvent) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> DpEvent:
     """The inverse of ``to_json``; raises ValueError for data that is no event."""
     match data:
-        case {"event": "gaussian", "noise_multiplier": float() | int() as sigma} if (
-            0 < sigma < math.inf
-        ):
+        case {"event": "gaussian", "noise_multiplier": float() | int() as sigma}:
             return GaussianDpEvent(float(sigma))
         case {"event": "repeat", "count": int() as count, "of": dict() as inner}:
             return SelfComposedDpEvent(from_json(inner), count)
