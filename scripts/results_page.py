@@ -285,9 +285,9 @@ def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _told(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> bool:
-    """A column is shown if most commands have its figure."""
+    """A column is shown if half of the commands have its figure, or more."""
     has = [bool(_COLUMNS[name]([run["results"] for run in runs])) for runs in commands.values()]
-    return 2 * sum(has) > len(has)
+    return 2 * sum(has) >= len(has)
 
 
 def _line(settings: str, runs: list[dict[str, Any]], columns: list[str]) -> str:
