@@ -20,14 +20,10 @@ that protect replaced records by their place refuse.
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,29 +31,18 @@ import torch
 from fedgen.coins import Coins
 from fedgen.data.datasets import (
     Dataset,
-    Images,
     Labels,
-    as_images,
-    centre_square,
     checked,
     from_npz,
     root_of,
 )
+from fedgen.data.images import SHOWN, check_conversion, read_images, some_of
 from fedgen.data.labels import known, named
 from fedgen.data.tables import TABLES, Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
 
-if TYPE_CHECKING:
-    from PIL.Image import Image as PillowImage
-
-_MOST_PIXELS = 2**26  # of an image
-_LARGEST = 1024  # side that images are resized to
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
-_GREY = ("1", "L", "LA")
-_DEEP = ("I", "F")  # of 16 or 32 bits, by how the names of Pillow's modes begin
-_DEEPER = re.compile(r";(16|32)[BLNF]")  # the same of colour, by what Pillow decodes
-_SHOWN = 20  # files that one line names
 
 
 def folder(
@@ -202,7 +187,7 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
     ]
     within = [str(each) for *_, label in labelled for each in _folders(label) if _files(each)]
     if within:
-        problem = f"folders within a label's folder are not looked into: {_named(within)}"
+        problem = f"folders within a label's folder are not looked into: {some_of(within)}"
         raise FedgenError("data.path", problem, "move their images up, or remove them")
     beside = [
         str(each)
@@ -212,10 +197,10 @@ def _listed(places: Sequence[Path], told: Sequence[str] | None) -> Listed:
         if _is_image(each)
     ]
     if beside and labelled:
-        problem = f"images beside the labels' folders belong to no label: {_named(beside)}"
+        problem = f"images beside the labels' folders belong to no label: {some_of(beside)}"
         raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
-        where, loose = ", ".join(map(str, homes[:_SHOWN])), f"{len(beside)} images and no folder"
+        where, loose = ", ".join(map(str, homes[:SHOWN])), f"{len(beside)} images and no folder"
         problem = f"{where} has {f'{loose} of a label' if beside else 'no images'}"
         remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
         remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
@@ -250,135 +235,9 @@ def _is_test(record: Record, coins: Coins) -> bool:
     return float(torch.rand((), generator=coins.public("folder", "split", record.name))) < 0.1
 
 
-def check_conversion(size: int | None, channels: int | None) -> None:
-    """Raises FedgenError for a size or a number of channels that images cannot be made to have."""
-    if size is not None and not 8 <= size <= _LARGEST:
-        raise FedgenError("data.size", f"must lie in 8..{_LARGEST}, got {size}", "e.g. 32")
-    if channels not in (None, 1, 3):
-        problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
-        raise FedgenError("data.channels", problem, "or null, to leave images as they are")
-
-
-def read_images(
-    place: Path | str,
-    sources: Sequence[tuple[str, Path | IO[bytes]]],
-    size: int | None,
-    channels: int | None,
-) -> Images:
-    """All images (n, channels, h, w), in this order, as viewers show them: turned by what a camera
-    noted (EXIF), on white where they are transparent.
-
-    Args:
-        place: where they are, for errors.
-        sources: what each is called in errors, and its file.
-
-    Raises:
-        FedgenError: for files that are no images, and images that do not fit together.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    bad: list[str] = []
-    several: list[str] = []
-    large: list[str] = []
-    deep: list[str] = []
-    found = []
-    for name, file in sources:
-        try:
-            with _stream(file) as stream, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow's limits are not ours
-                raw = Image.open(stream)
-                if raw.width * raw.height > _MOST_PIXELS:
-                    large.append(name)
-                    continue
-                if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
-                    deep.append(name)  # its range is not told, and cut off it would be lost
-                    continue
-                # a camera's MPO has a picture, and others of it beside
-                if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
-                    several.append(name)
-                    continue
-                grey = channels == 1 or (channels is None and raw.mode in _GREY)
-                image = _on_white(_upright(raw)).convert("L" if grey else "RGB")
-        except Image.DecompressionBombError:
-            large.append(name)
-            continue
-        except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
-            bad.append(name)
-            continue
-        found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
-    wrong: list[tuple[str, str]] = []  # problems and remedies
-    names = [name for name, _ in sources if name not in {*large, *deep, *several, *bad}]
-    if large:
-        problem = f"more than {_MOST_PIXELS:,} pixels: {_named(large)}"
-        wrong.append((problem, "make them smaller"))
-    if deep:
-        problem = f"more than 8 bits a pixel: {_named(deep)}"
-        wrong.append((problem, "scale them to 0..255 first, all by the same range"))
-    if several:
-        problem = f"several images in a file: {_named(several)}"
-        wrong.append((problem, "save each page as a file of its own"))
-    if bad:
-        problem = f"{len(bad)} of {len(sources)} files are no readable images: {_named(bad)}"
-        wrong.append((problem, "remove them"))
-    if len({image.ndim for image in found}) > 1:
-        grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
-        colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
-        kind, fewer = ("grey", grey_ones) if len(grey_ones) <= len(colour) else ("colour", colour)
-        problem = (
-            f"{len(grey_ones)} images are grey and {len(colour)} are in colour; {kind}: "
-            f"{_named(fewer)}"
-        )
-        wrong.append((problem, "set data.channels=1 or data.channels=3"))
-    shapes = sorted({image.shape[:2] for image in found})
-    if len(shapes) > 1 or any(high != wide for high, wide in shapes):
-        sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes)
-        if len(shapes) > _SHOWN:
-            (low, high), (narrow, wide) = ((min(s), max(s)) for s in zip(*shapes, strict=True))
-            sizes = f"{len(shapes)} sizes, {narrow} to {wide} wide and {low} to {high} high"
-        problem = f"images are to be square and of one size, and there are {sizes}"
-        remedy = "set data.size=32 (or another): the middle square is kept, and resized"
-        wrong.append((problem, remedy))
-    if len(wrong) == 1:
-        raise FedgenError("data.path", *wrong[0])
-    if wrong:
-        told = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
-        raise FedgenError("data.path", told, "correct these")
-    return as_images(place, np.stack(found))
-
-
-def _upright(raw: PillowImage) -> PillowImage:
-    """Turned as its camera was held. Notes that cannot be read say nothing, as to viewers."""
-    from PIL import ImageOps
-
-    with suppress(Exception):  # whatever reading of what somebody made up ends in
-        return ImageOps.exif_transpose(raw)
-    return raw
-
-
-def _on_white(image: PillowImage) -> PillowImage:
-    """Without what transparent pixels hide."""
-    from PIL import Image
-
-    if not image.has_transparency_data:
-        return image
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image.convert("RGBA"))
-    return white
-
-
-def _stream(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
-    """Closes what it opens."""
-    return file.open("rb") if isinstance(file, Path) else nullcontext(file)
-
-
 def _check_labels(of: Labels, labels: Sequence[str]) -> None:
     """Raises FedgenError for a label that nobody could learn."""
     empty = [name for label, name in enumerate(labels) if not (of == label).any()]
     if empty:
-        problem = f"no image to train on under {', '.join(empty[:_SHOWN])}"
+        problem = f"no image to train on under {', '.join(empty[:SHOWN])}"
         raise FedgenError("data.path", problem, "add some, or remove the folder")
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(sorted(names)[:_SHOWN]) + more

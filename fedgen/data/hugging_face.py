@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Dataset, checked
-from fedgen.data.folders import check_conversion, read_images
+from fedgen.data.images import check_conversion, read_images
 from fedgen.data.labels import named
 from fedgen.errors import FedgenError
 

@@ -86,17 +86,8 @@ def audit(config: DictConfig) -> Audited:
         if len(kinds) > 1:
             sight = replace(sight, name=f"{sight.name}, {next(iter(worst.query.rows))}")
         trials = max(2 * _LEAST_TRIALS, chosen.releases // sight.together)
+        stage = f"{sight.name}, {number + 1}/{len(attacks)}"
         with RunProgress() as progress:
-
-            def told(
-                done: int,
-                of: int = 2 * trials,
-                progress: RunProgress = progress,
-                sight: Sight = sight,
-                number: int = number,
-            ) -> None:
-                progress.show("releases", done, of, f"{sight.name}, {number + 1}/{len(attacks)}")
-
             points = attack(
                 method,
                 method.plan,
@@ -106,7 +97,7 @@ def audit(config: DictConfig) -> Audited:
                 confidence=chosen.confidence,
                 delta=config.privacy.delta,
                 coins=ready.coins.at("audit", number),
-                told=told,
+                told=partial(_told, progress, 2 * trials, stage),
             )
         found, noises[sight.name] = found + points, None if fixed else noise
         of = "the warm-up's noise" if fixed else f"noise multiplier {noise:.4g}"
@@ -162,6 +153,10 @@ def audit(config: DictConfig) -> Audited:
             "attack can see something (audit.noise_multiplier=... sets another)"
         ]
     return Audited(found, guessed, "\n".join([*head, text, "no attack refutes what is proven"]))
+
+
+def _told(progress: RunProgress, of: int, stage: str, done: int) -> None:
+    progress.show("releases", done, of, stage)
 
 
 def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:

@@ -279,7 +279,8 @@ def summary(path: Path) -> str:
         )
     elif of_real is not None and of_real < _LITTLE:
         lines.append(f"the samples teach little of what real rows do; {more}")
-    if "classifier" in results and _seen_by_real(results) < _LITTLE:
+    _, seen = averages(results, "real2gen")
+    if "classifier" in results and seen is not None and seen < _LITTLE:
         lines.append(
             "the samples seldom look like the labels that the private classifier gave them: try "
             "method.teacher=none"
@@ -301,17 +302,6 @@ def summary(path: Path) -> str:
     )
     lines.extend(str(path / name) for name in made)
     return "\n".join(lines)
-
-
-def _seen_by_real(results: dict[str, Any]) -> float:
-    """How often classifiers of real rows see the label that was asked for, over how often they are
-    right about real rows; 1 where none was asked."""
-    told = {kind: results[kind] for kind in ("real2gen", "real2real")}
-    means = [
-        tuple(told[kind].get(name, {}).get("mean") for kind in told) for name in told["real2gen"]
-    ]
-    shares = [seen / right for seen, right in means if seen is not None and right]
-    return sum(shares) / len(shares) if shares else 1.0
 
 
 def quality(results: dict[str, Any]) -> list[str]:
@@ -400,13 +390,13 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def averages(results: dict[str, Any]) -> tuple[float | None, float | None]:
-    """gen2real averaged over the classifiers, and the average of each over what it has on real rows
-    ("GS-WGAN", section 5.1, calibrated accuracy); None for fewer than two classifiers, or where one
-    has no figure."""
+def averages(results: dict[str, Any], kind: str = "gen2real") -> tuple[float | None, float | None]:
+    """gen2real (or real2gen) averaged over the classifiers, and the average of each over what it
+    has on real rows ("GS-WGAN", section 5.1, calibrated accuracy); None for fewer than two
+    classifiers, or where one has no figure."""
     pairs = [
         (found["mean"], results["real2real"].get(name, {}).get("mean"))
-        for name, found in results["gen2real"].items()
+        for name, found in results[kind].items()
     ]
     if len(pairs) < 2 or any(made is None or not real for made, real in pairs):
         return None, None

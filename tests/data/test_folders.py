@@ -18,7 +18,8 @@ from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.coins import Coins
-from fedgen.data.folders import folder, read_images
+from fedgen.data.folders import folder
+from fedgen.data.images import read_images
 from fedgen.data.partition import by_folder
 from fedgen.errors import FedgenError
 
