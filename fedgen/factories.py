@@ -2,11 +2,12 @@
 in a package that the environment declares.
 
 Hydra calls whatever ``_target_`` names. Files that somebody hands over, run directories, published
-generators, matrices, are data: nothing in them may name what is called but out of this list. It is
-checked before anything is imported. The user's own packages are added by the environment: by the
-variable ``FEDGEN_EXTENSIONS`` (names with commas in between; they may lie in the working
-directory), or by being installed with an entry point in the group ``fedgen.extensions``. No file
-can. What such a package has in ``configs/`` is found as fedgen's own settings are.
+generators, matrices, are data: nothing in them may name what is called but out of this list, and
+each name where a setting of its group stands: a method's settings name no runtime. It is checked
+before anything is imported. The user's own packages are added by the environment: by the variable
+``FEDGEN_EXTENSIONS`` (names with commas in between; they may lie in the working directory), or by
+being installed with an entry point in the group ``fedgen.extensions``. No file can. What such a
+package has in ``configs/`` is found as fedgen's own settings are.
 """
 
 from __future__ import annotations
@@ -24,13 +25,24 @@ import configs
 from fedgen.errors import FedgenError
 
 _NAMED = re.compile(r"^\s*(?:_target_|model): *([\w.]+) *$", re.MULTILINE)
+_OF_PARTS = ("method", "evaluation")
+"""Groups whose settings have settings inside that are built, too."""
+
+
+def own() -> frozenset[str]:
+    """The full names of all that fedgen's own configurations have called."""
+    return frozenset().union(*_by_group().values())
 
 
 @functools.cache
-def own() -> frozenset[str]:
-    """The full names of all that fedgen's own configurations have called."""
-    files = Path(configs.__path__[0]).rglob("*.yaml")
-    return frozenset(name for file in files for name in _NAMED.findall(file.read_text()))
+def _by_group() -> dict[str, frozenset[str]]:
+    found = {}
+    for folder in Path(configs.__path__[0]).iterdir():
+        files = folder.rglob("*.yaml")
+        found[folder.name] = frozenset(
+            n for file in files for n in _NAMED.findall(file.read_text())
+        )
+    return found
 
 
 def extensions() -> tuple[str, ...]:
@@ -69,9 +81,12 @@ def places() -> list[Path]:
     return found
 
 
-def may_call(name: object) -> bool:
-    """Whether a configuration may name this."""
-    return isinstance(name, str) and (name in own() or is_outside(name))
+def may_call(name: object, place: str) -> bool:
+    """Whether a configuration may name this at a place, e.g. ``method.loss._target_``."""
+    group, *inside = place.split(".")
+    group = "method" if group == "warm_up" else group  # which has methods, too
+    known = _by_group().get(group, frozenset()) if len(inside) == 1 or group in _OF_PARTS else ()
+    return isinstance(name, str) and (name in known or is_outside(name))
 
 
 def is_outside(name: object) -> bool:
@@ -89,44 +104,30 @@ def check(settings: object, key: str) -> None:
 
     Args:
         settings: plain dictionaries and lists.
-        key: their place in the configuration, for the error.
+        key: their place in the configuration; empty for a whole one.
 
     Raises:
-        FedgenError: for a name that is not on it.
+        FedgenError: for a name that is not on it, or not at that place.
     """
     for place, name in _named(settings, key):
-        if not may_call(name):
-            raise FedgenError(
-                place,
-                f"{name!r} is not fedgen's",
-                "if it is yours, declare its package: FEDGEN_EXTENSIONS=PACKAGE fedgen ...",
-            )
-
-
-def check_parts(settings: object, key: str) -> None:
-    """As ``check``, against what methods are made of alone: for settings of which nothing may read
-    a file.
-
-    Raises:
-        FedgenError: for a name that is not on the list.
-    """
-    for place, name in _named(settings, key):
-        if name not in _of_methods() and not is_outside(name):
-            raise FedgenError(place, f"{name!r} is no part of a method", "it is no run of fedgen")
-
-
-@functools.cache
-def _of_methods() -> frozenset[str]:
-    files = Path(configs.__path__[0], "method").rglob("*.yaml")
-    return frozenset(name for file in files for name in _NAMED.findall(file.read_text()))
+        if may_call(name, place):
+            continue
+        if isinstance(name, str) and name in own():
+            raise FedgenError(place, f"{name!r} does not belong there", "leave it out")
+        raise FedgenError(
+            place,
+            f"{name!r} is not fedgen's",
+            "if it is yours, declare its package: FEDGEN_EXTENSIONS=PACKAGE fedgen ...",
+        )
 
 
 def _named(settings: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(settings, dict):
+        inside = f"{key}." if key else ""
         if "_target_" in settings:
-            yield f"{key}._target_", settings["_target_"]
+            yield f"{inside}_target_", settings["_target_"]
         for name, each in settings.items():
-            yield from _named(each, f"{key}.{name}")
+            yield from _named(each, f"{inside}{name}")
     elif isinstance(settings, list):
         for number, each in enumerate(settings):
             yield from _named(each, f"{key}[{number}]")

@@ -78,7 +78,7 @@ MISTAKES = [
     ("privacy.aggregation", ["privacy.aggregation=???"], "is not given"),
     ("privacy.aggregation", ["privacy.aggregation=${nothing}"], "not found"),
     ("runtime.threads", ["runtime.threads=${nothing}"], "not found"),
-    ("config.method._target_", ["method._target_=[1,2]"], "is not fedgen's"),
+    ("method._target_", ["method._target_=[1,2]"], "is not fedgen's"),
     ("evaluation.inception_weights", ["evaluation.inception_weights=[1]"], "must be text"),
     ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),
     (

@@ -97,6 +97,7 @@ def benchmark(config: DictConfig) -> str:
     known = {point.name: point for point in [*points_of(whole, place), *points]}
     for point in points:
         validation.check(point.config)
+        _check_here(point)
     for point in known.values():  # what is not asked for now may be in the table all the same
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)
@@ -117,6 +118,15 @@ def benchmark(config: DictConfig) -> str:
             "matrix", f"{len(failed)} of {len(points)} runs failed", f"see {failed[0]}"
         )
     return words
+
+
+def _check_here(point: Point) -> None:
+    """Raises FedgenError for a point that sends rows, or what is logged, to another machine: a
+    matrix is data, and may be somebody else's."""
+    for key in ("runtime.address", "logger.uri", "logger.online"):
+        if OmegaConf.select(point.config, key):
+            problem = f"{point.name} names {key}, which is no word of a matrix"
+            raise FedgenError("matrix", problem, "leave it out, or run it by fedgen train")
 
 
 def _check_judged_alike(point: Point, place: Path) -> None:

@@ -160,7 +160,7 @@ def load_generator(path: Path, device: str) -> Published:
         # how many clients there were is not told; more than a draw could be of
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
         names = _names(found.get("labels"), facts.classes)
-        make = build(_in_targets(found["method"]), "run", without=("strategy",))
+        make = build(_in_targets(found["method"]), "method", without=("strategy",))
         with torch.device("meta"):  # sizes alone: they may be anything
             server = make(facts=facts, noise_multiplier=None, device="meta").server
             expected = server.generator(server.init(Coins.of(0, "seeded")))

@@ -42,7 +42,7 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     """
     run_dir, config, identity = RunDir.open(path, key)
     try:
-        factories.check(OmegaConf.to_container(config, resolve=True), "config")
+        factories.check(OmegaConf.to_container(config, resolve=True), "")
         check_restored(config)
     except FedgenError as error:
         problem = f"{path}/config.yaml was altered ({error.key}: {error.problem})"
@@ -73,11 +73,22 @@ def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], ke
 
 def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
     """A run's settings, with the rounds, if these are more, the logger and the runtime that it is
-    asked to go on with."""
+    asked to go on with.
+
+    Raises:
+        FedgenError: if none is named, and its own is a cluster elsewhere: whose machines see rows
+            is no word of a directory's.
+    """
     there = config.copy()
     there.logger, there.names.logger = asked.logger, asked.names.logger
     there.rounds = max(asked.rounds or 0, config.rounds)
     if asked.names.runtime is None:
+        if (address := config.runtime.get("address")) is not None:
+            problem = (
+                f"the run was on the cluster at {address}, and whether to trust it is not said"
+            )
+            remedy = f"add runtime=ray runtime.address={address}; or runtime=ray, for this machine"
+            raise FedgenError("runtime.address", problem, remedy)
         return there
     kept = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
     there.runtime = OmegaConf.merge(asked.runtime, kept)

@@ -29,7 +29,8 @@ def run(config: DictConfig) -> str:
         return f"{place} is finished"
     if (place / "config.yaml").exists():
         again = compose("config", [f"resume={place}"])
-        again.logger, again.names.logger = config.logger, config.names.logger
+        for group in ("logger", "runtime"):
+            again[group], again.names[group] = config[group], config.names[group]
         return summary(train(again))
     return summary(train(config))
 

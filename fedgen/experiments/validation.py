@@ -36,9 +36,7 @@ def check(config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         key, problem = error.full_key or "config", str(error).splitlines()[0]
         raise FedgenError(key, problem, "correct it") from error
-    factories.check(whole, "config")
-    for part in ("method", "warm_up"):  # nothing of these reads a file, or calls a server
-        factories.check_parts(OmegaConf.to_container(config[part], resolve=True), part)
+    factories.check(whole, "")
     for key in ("rounds", "sample_every", "log_every", "runtime.checkpoint_every"):
         _whole(config, key, 1, 10**9)
     _whole(config, "privacy.colluders", 0, 10**9)
@@ -199,7 +197,7 @@ def check_evaluation(config: DictConfig) -> None:
         key = f"evaluation.classifiers.{name}"
         if "epochs" in each:
             _whole(config, f"{key}.epochs", 1, 10**6)
-        if "model" in each and not factories.may_call(each.model):
+        if "model" in each and not factories.may_call(each.model, f"{key}.model"):
             problem = f"{each.model!r} is none of the models that fedgen's settings name"
             remedy = "declare its package, e.g. FEDGEN_EXTENSIONS=sklearn fedgen ..."
             raise FedgenError(f"{key}.model", problem, remedy)

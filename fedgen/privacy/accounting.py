@@ -61,6 +61,7 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 _LEAST_SIGMA = 0.02
 _MOST_CELLS = 1e6  # of the grid of one release's loss
 _MOST_RELEASES = 1e7  # and five times as many cells, of a composed loss
+_MOST_EPSILON = 1e100  # beyond, a bound's own rounding is above delta
 _FEW = 8  # one in so many orders of Renyi divergence is looked at first
 _MOST_DIFFERENT = 128  # spends of which each is accounted by itself
 
@@ -231,12 +232,15 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _smallest_epsilon(delta_at: Callable[[float], float], delta: float, to: float = 1e-10) -> float:
-    """The least epsilon with ``delta_at(epsilon) <= delta``, found to ``to`` and rounded up."""
+    """The least epsilon with ``delta_at(epsilon) <= delta``, found to ``to`` and rounded up;
+    infinity if there is none."""
     if delta_at(0.0) <= delta:
         return 0.0
     high = 1.0
     while delta_at(high) > delta:
         high *= 2
+        if high > _MOST_EPSILON:
+            return math.inf
     return float(brentq(lambda eps: delta_at(eps) - delta, 0.0, high, xtol=to)) + 10 * to
 
 
@@ -400,18 +404,18 @@ def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float)
     delta_G(eps; sqrt(N) / sigma); the draws do not depend on the data, and the hockey-stick
     divergence of a mixture over a common public coin is the mean of the divergences.
     """
-    low, high = binom.interval(1 - 1e-3 * delta, draws, probability)
+    few = 5e-4 * delta  # beside what is counted, on either side
+    low = binom.ppf(few, draws, probability)
+    high = draws - binom.ppf(few, draws, 1 - probability)  # isf loses tails below 1e-16
     visits = np.arange(max(1, int(low)), int(high) + 2)
     weights = binom.pmf(visits, draws, probability)
-    beyond = float(
-        binom.sf(visits[-1], draws, probability)
-        + binom.cdf(visits[0] - 1, draws, probability)
-        - binom.pmf(0, draws, probability)
-    )
+    beyond = float(binom.sf(visits[-1], draws, probability))
+    if visits[0] > 1:
+        beyond += float(binom.cdf(visits[0] - 1, draws, probability))
     mus = np.sqrt(visits) / sigma
 
     def delta_at(eps: float) -> float:
-        return float(weights @ gaussian_delta(mus, eps)) + max(beyond, 0.0)
+        return float(weights @ gaussian_delta(mus, eps)) + beyond
 
     return _smallest_epsilon(delta_at, delta)
 

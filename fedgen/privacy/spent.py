@@ -112,12 +112,14 @@ class SpentFile:
     def enter(
         self, entry: Entry, check: Callable[[Sequence[Entry]], None], anew: bool = False
     ) -> None:
-        """Enters a run, unless it was before. ``check`` gets all other runs on its data and raises
-        to refuse; no other run is entered meanwhile. ``anew``: a run that was entered may spend
-        more than it was to."""
+        """Enters a run, unless it was before and counts with all that it may spend. ``check`` gets
+        all other runs on its data and raises to refuse; no other run is entered meanwhile.
+        ``anew``: a run that was over, or was checked for less, goes on."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
-            known = _most(file, entry.run)
+            known, over = _most(file, entry.run)
+            more = known is not None and not over and with_told(known, [entry.most]) != known
+            anew = anew or more
             if known is not None:  # it goes on there now
                 file.execute("UPDATE runs SET folder = ? WHERE run = ?", (entry.folder, entry.run))
             if entry.whole:
@@ -126,7 +128,7 @@ class SpentFile:
                 gaps, kept = json.dumps(spend_to_json(entry.gaps)), "REPLACE" if anew else "IGNORE"
                 file.execute(f"INSERT OR {kept} INTO gaps VALUES (?, ?)", (entry.run, gaps))
             if known is not None and not anew:
-                return  # it counts since then, with all that it may spend
+                return
             others = _entries(file, entry.data, entry.whole)
             check([each for each in others if each.run != entry.run])
             most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
@@ -145,7 +147,7 @@ class SpentFile:
         over."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
-            words = json.dumps(spend_to_json(with_told(most, [_most(file, run) or {}])))
+            words = json.dumps(spend_to_json(with_told(most, [_most(file, run)[0] or {}])))
             file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (words, run))
 
     def close(self, run: str, most: Spend) -> None:
@@ -230,9 +232,10 @@ def _entries(file: sqlite3.Connection, data: str, whole: str) -> list[Entry]:
     return found
 
 
-def _most(file: sqlite3.Connection, run: str) -> Spend | None:
-    found = file.execute("SELECT most FROM runs WHERE run = ?", (run,)).fetchone()
-    return spend_from_json(as_json(found[0])) if found else None
+def _most(file: sqlite3.Connection, run: str) -> tuple[Spend | None, bool]:
+    """What a run may spend, None if it was not entered, and whether it is over."""
+    found = file.execute("SELECT most, over FROM runs WHERE run = ?", (run,)).fetchone()
+    return (spend_from_json(as_json(found[0])), bool(found[1])) if found else (None, False)
 
 
 def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dict[int, Spend]:

@@ -13,6 +13,7 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -31,6 +32,7 @@ class RunProgress:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),  # ticks: a sign of life where one step takes minutes
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,

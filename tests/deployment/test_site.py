@@ -230,7 +230,7 @@ def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
         open_run(place(tmp_path), named)
     part = {"_target_": "fedgen.data.folders.folder", "path": str(tmp_path), "root": None}
     method = {**wanted.settings["method"], "generator": part}
-    with pytest.raises(RefusedError, match="is no part of a method"):
+    with pytest.raises(RefusedError, match="does not belong there"):
         open_run(place(tmp_path), replace(wanted, settings={**wanted.settings, "method": method}))
 
 

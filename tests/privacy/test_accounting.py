@@ -183,10 +183,11 @@ def test_small_deltas_do_not_drown_in_rounding(
         assert epsilon(spend, delta, relation).or_infinity >= exact * (1 - 1e-7)
 
 
-@pytest.mark.parametrize("delta", [1e-10, 1e-5, 1e-2])
+@pytest.mark.parametrize("delta", [1e-17, 3e-16, 1e-10, 1e-5, 1e-2])
 def test_extremes_are_bounded_or_not_at_all(delta: float) -> None:
     """Very many steps with little noise: no memory is asked for that is not there."""
-    for spend in (poisson(0.0445, 0.1, 10**9), poisson(1e-6, 1e3, 10**9), poisson(0.5, 30, 1)):
+    several = poisson(1e-9, 2.0, 13), poisson(1e-3, 2.0, 1000), poisson(0.5, 30, 1)
+    for spend in (poisson(0.0445, 0.1, 10**9), poisson(1e-6, 1e3, 10**9), *several):
         found = epsilon(spend, delta, ADD_OR_REMOVE)
         assert found.value is not None
         assert found.value >= 0

@@ -130,6 +130,25 @@ def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path
     assert spent_together(both, 1e-5) == expected
 
 
+def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Path) -> None:
+    """Whoever made it longer: the rounds in a run's directory are under no lock."""
+    file, checked = SpentFile(tmp_path / "spent.sqlite"), []
+    for most in (10, 10, 5, 20):
+        file.enter(replace(entry("a", most), gaps={EVENT: 2 * most}), checked.append)
+    assert len(checked) == 2
+    [found] = file.entries("rows")
+    assert (found.most, found.gaps) == ({EVENT: 20}, {EVENT: 40})
+
+    def refuse(others: object) -> None:
+        raise FedgenError("privacy.budget_epsilon", "it is too much", "spend less")
+
+    with pytest.raises(FedgenError, match="too much"):
+        file.enter(entry("a", 30), refuse)
+    file.close("a", {EVENT: 7})
+    file.enter(entry("a", 20), refuse)  # it is over, and its results are written once more
+    assert [each.most for each in file.entries("rows")] == [{EVENT: 7}]
+
+
 def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,7 @@ def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixtu
     (run / "run.json").write_text(json.dumps(identity))
     before = content(run)
     assert cli.run(["train", f"resume={run}", "rounds=6"]) == 2
-    assert "is no part of a method" in capsys.readouterr().err
+    assert "does not belong there" in capsys.readouterr().err
     assert content(run) == before
 
 

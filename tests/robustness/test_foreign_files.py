@@ -21,11 +21,13 @@ import safetensors.torch
 import torch
 import yaml
 from hostile import content
+from omegaconf import DictConfig, OmegaConf
 from tiny import TINY, tiny
 
 from fedgen import cli
 from fedgen.errors import FedgenError
 from fedgen.evaluation.utility import scikit
+from fedgen.experiments.identity import _settings_digest
 from fedgen.federation import checkpoint
 from fedgen.files import digest, read_yaml
 
@@ -92,8 +94,87 @@ def test_a_runs_settings_call_nothing_that_is_not_fedgens(
     change(run / "config.yaml", lambda told: told[group].update(extra=call))
     before = content(run)
     said = refused(capsys, command[0], f"{command[1]}{run}")
-    assert f"config.{group}.extra._target_" in said and "FEDGEN_EXTENSIONS" in said
+    assert f"({group}.extra._target_" in said and "FEDGEN_EXTENSIONS" in said
     assert not owned.exists()
+    assert content(run) == before
+
+
+OUT_OF_PLACE = {
+    "data.extra": {"_target_": "fedgen.reporting.loggers.tensorboard", "name": "x", "rounds": 0},
+    "partition.extra": {"_target_": "fedgen.data.hugging_face.hugging_face", "path": "a/b"},
+    "runtime.extra": {"_target_": "fedgen.federation.ray_grid.run", "address": "127.0.0.1:1"},
+    "runtime": {"_target_": "fedgen.data.folders.folder"},
+    "data": {"_target_": "fedgen.federation.ray_grid.run", "address": "127.0.0.1:1"},
+    "method.generator": {"_target_": "fedgen.data.hugging_face.hugging_face", "path": "a/b"},
+}
+
+
+def signed(run: Path) -> None:
+    """Gives a run's settings the digest that they have: it is no signature."""
+    config = OmegaConf.load(run / "config.yaml")
+    assert isinstance(config, DictConfig)
+    change(run / "run.json", lambda told: told.update(settings=_settings_digest(config)))
+
+
+@pytest.mark.parametrize(
+    "command", [["sample", "run="], ["evaluate", "run="], ["train", "resume="]]
+)
+@pytest.mark.parametrize("key", OUT_OF_PLACE)
+def test_nor_what_is_fedgens_where_it_does_not_belong(
+    command: list[str], key: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    call = {**OUT_OF_PLACE[key], "place": str(tmp_path / "owned")}
+
+    def edit(told: Any) -> None:
+        *inside, last = key.split(".")
+        reduce(operator.getitem, inside, told)[last] = call
+
+    change(run / "config.yaml", edit)
+    signed(run)
+    shutil.rmtree(run / "public")  # a run that is not over is sampled by its settings
+    (run / "results.json").unlink()
+    before = content(run)
+    words = ["n=10", f"out={tmp_path}/s.npz"] if command[0] == "sample" else []
+    said = refused(capsys, command[0], f"{command[1]}{run}", *words)
+    assert "does not belong there" in said or "altered" in said
+    assert not (tmp_path / "owned").exists()
+    assert content(run) == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "fedgen.federation.ray_grid.run", "address": "127.0.0.1:1", "server": 1},
+        {"name": "fedgen.data.datasets.celeba", "root": "/"},
+        {"name": "fedgen.data.hugging_face.hugging_face", "path": "a/b"},
+    ],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_nor_does_a_generator_name_what_is_no_part_of_a_method(
+    call: dict[str, Any], inside: bool, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    def edit(told: Any) -> None:
+        told["method"] = {**told["method"], "generator": call} if inside else call
+
+    change(run / "public" / "generator.json", edit)
+    said = refused(capsys, "sample", f"run={run}", "n=10", f"out={tmp_path}/s.npz")
+    assert f"'{call['name']}' does not belong there" in said
+
+
+def test_a_directory_does_not_say_whose_machines_see_rows(run: Path, capsys: Captured) -> None:
+    """A cluster's machines run what they like in this process: Ray's messages are pickles."""
+
+    def edit(told: Any) -> None:
+        told["names"]["runtime"] = "ray"
+        told["runtime"] |= {"_target_": "fedgen.federation.ray_grid.run", "num_cpus": 1.0}
+        told["runtime"] |= {"address": "127.0.0.1:1", "num_gpus": 0.0, "actors": None}
+        told["runtime"] |= {"cache_gb": 2.0}
+        told["runtime"].pop("serialize"), told["runtime"].pop("store")
+
+    change(run / "config.yaml", edit)
+    before = content(run)
+    said = refused(capsys, "train", f"resume={run}", "rounds=4")
+    assert "runtime=ray runtime.address=127.0.0.1:1; or runtime=ray" in said
     assert content(run) == before
 
 
@@ -109,6 +190,26 @@ def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
     matrix.write_text(yaml.safe_dump(known))
     refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
     assert not owned.exists() and not place.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["partition=iid", "runtime=ray", "runtime.address=127.0.0.1:1"],
+        ["logger=mlflow", "logger.uri=http://127.0.0.1:1"],
+        ["logger=wandb", "logger.online=true"],
+    ],
+)
+def test_a_matrix_does_not_say_where_rows_or_figures_go(
+    words: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    matrix, place = tmp_path / "matrix.yaml", tmp_path / "run"
+    methods = {"DP-MERF": {"settings": ["method=dp_merf_small", *tiny("dp_merf_small")]}}
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "methods": methods}
+    matrix.write_text(yaml.safe_dump({**known, "settings": words}))
+    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
+    assert words[-1].partition("=")[0] in said
+    assert not place.exists()
 
 
 def test_a_classifier_is_one_of_those_that_are_named(tmp_path: Path, capsys: Captured) -> None:
