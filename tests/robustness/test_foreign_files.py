@@ -204,11 +204,13 @@ def test_a_matrix_does_not_say_where_rows_or_figures_go(
     words: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     matrix, place = tmp_path / "matrix.yaml", tmp_path / "run"
-    methods = {"DP-MERF": {"settings": ["method=dp_merf_small", *tiny("dp_merf_small")]}}
-    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "methods": methods}
-    matrix.write_text(yaml.safe_dump({**known, "settings": words}))
+    groups = {word.partition("=")[0] for word in words}
+    own = [word for word in tiny("dp_merf_small") if word.partition("=")[0] not in groups]
+    methods = {"DP-MERF": {"settings": ["method=dp_merf_small", *own, *words]}}
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
+    matrix.write_text(yaml.safe_dump(known))
     said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
-    assert words[-1].partition("=")[0] in said
+    assert f"{words[-1].partition('=')[0]}, which is no word of a matrix" in said
     assert not place.exists()
 
 
