@@ -51,7 +51,8 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train once more as a rehearsal did, with secret noise and
                                           nothing else that looks at the rows; pack what to hand out
-  fedgen new method name=NAME [out=DIR]   a package with a method of your own, that runs as it is
+  fedgen new method name=NAME [kind=sums|dp_sgd] [out=DIR]
+                                          a package with a method of your own, that runs as it is
   fedgen check method=NAME [overrides]    does a method keep what each promises? runs that are
                                           repeated, moved, cut off, shared out; attacks
   fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -97,6 +98,16 @@ def is_outside(name: object) -> bool:
 def outside(settings: object) -> list[str]:
     """What of extensions is to be called, however deep inside of ``settings``."""
     return sorted({str(name) for _, name in _named(settings, "") if is_outside(name)})
+
+
+def raised_in(error: Exception) -> str | None:
+    """The last of an extension's lines that an error came through; None if it came through none."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_outside(frame.f_globals.get("__name__")):
+            code = frame.f_code
+            found = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+    return found
 
 
 def check(settings: object, key: str) -> None:

@@ -90,6 +90,7 @@ class Settings(TypedDict):
     samples: str | None
     out: str
     home: str
+    kind: Literal["sums", "dp_sgd"]
     superlink: str | None
     accept: str | None
     ca: str

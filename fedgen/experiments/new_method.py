@@ -15,14 +15,15 @@ from fedgen.errors import FedgenError
 from fedgen.reporting.run_dir import make_folder
 
 _FILES = {
-    "method.py.txt": "{name}/{name}.py",
-    "method.yaml.txt": "{name}/configs/method/{name}.yaml",
+    "{kind}.py.txt": "{name}/{name}.py",
+    "{kind}.yaml.txt": "{name}/configs/method/{name}.yaml",
     "test_method.py.txt": "test_{name}.py",
 }
 
 
 def new(config: DictConfig) -> str:
-    """Writes the files of a method ``config.name`` into the folder ``config.out``; what to do next.
+    """Writes the files of a method ``config.name`` into the folder ``config.out``, of the kind
+    ``config.kind``; what to do next.
 
     Raises:
         FedgenError: for a name that is none or is taken, or a folder that has such files.
@@ -44,7 +45,8 @@ def new(config: DictConfig) -> str:
     templates = resources.files("fedgen.experiments") / "templates"
     (out / name / "__init__.py").touch()
     for path, source in wanted.items():
-        path.write_text((templates / source).read_text().replace("NAME", name))
+        text = (templates / source.format(kind=config.kind)).read_text()
+        path.write_text(text.replace("NAME", name))
     wrote = [f"wrote {path}" for path in sorted(wanted)]
     told = [f"cd {out}", f"export FEDGEN_EXTENSIONS={name}"]
     told += [f"fedgen train method={name}", f"fedgen check method={name}", "pytest"]

@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedgen import coins
+from fedgen import coins, factories
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import lacks
@@ -245,6 +245,8 @@ def write_down(folder: Path, kind: str, error: Exception) -> None:
     """Keeps what went wrong where the client keeps its files."""
     trace = traceback.format_exception(error)
     line = {"kind": kind, "error": type(error).__name__, "problem": str(error), "trace": trace}
+    if (own := factories.raised_in(error)) is not None:
+        line["at"] = own
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ERRORS).open("a") as file:
         file.write(json.dumps(line) + "\n")

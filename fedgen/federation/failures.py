@@ -92,6 +92,8 @@ class Causes:
         if (line := last_error(path)) is None:
             return ""
         text = f"{line['error']}: {line['problem']}" if self.told else str(line["error"])
+        if self.told and "at" in line:
+            text = f"{line['at']}: {text}"
         words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
         return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
 
@@ -113,6 +115,8 @@ def too_few(
         of_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
     remedy = "mend it and try resume=, or start anew with a lower runtime.min_success"
+    if set(of_kind) == {"failed"} and missing == asked:
+        remedy = "mend it and go on with resume="
     if set(of_kind) == {"refused"}:
         remedy = "fedgen node log at a site says why; then resume=, or start anew"
     return UnansweredError(

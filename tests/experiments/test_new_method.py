@@ -26,6 +26,13 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def networks(tmp_path: Path) -> Path:
+    """A folder with a package ``vae`` in it, whose networks learn by noised gradients."""
+    assert cli.run(["new", "method", "name=vae", "kind=dp_sgd", f"out={tmp_path}"]) == 0
+    return tmp_path
+
+
 def fedgen(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
     return subprocess.run(
@@ -130,7 +137,10 @@ def test_a_mistake_in_it_is_told(own: Path) -> None:
     file.write_text(text.replace(line, f"{line.partition('return')[0]}raise KeyError('nowhere')"))
     done = fedgen(own, "train", "method=blur", "rounds=2", "evaluation=none", "run_dir=run")
     assert done.returncode == 2
-    assert "KeyError: 'nowhere' (see run/clients/0/errors.jsonl)" in done.stderr
+    number = text.splitlines().index(line) + 1
+    place = f"blur.py, line {number}, in contribution"
+    assert f"{place}: KeyError: 'nowhere' (see run/clients/0/errors.jsonl); mend it" in done.stderr
+    assert "min_success=" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -156,6 +166,26 @@ def test_its_own_tests_pass(own: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "not 10.0", str(own)]
     done = subprocess.run(command, cwd=own, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout.decode()
+
+
+@pytest.mark.slow
+def test_a_network_learns_the_digits_and_keeps_what_it_promises(
+    networks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from several clients, under secure sums."""
+    monkeypatch.chdir(networks)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "vae")
+    shared = ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
+    words = ["method=vae", *shared, "runtime=in_process", "evaluation=none", "logger=none"]
+    train = Command(["train", *words, "run_dir=shared"])
+    assert train.wait() == 0, train.errors
+    judged = Command(["evaluate", "run=shared"])
+    assert judged.wait() == 0, judged.errors
+    found = json.loads((networks / "shared" / "results.json").read_text())
+    assert found["gen2real"]["logistic_regression"]["mean"] > 0.7, "0.88 of one client"
+    assert "its paper" not in train.output
+    check = Command(["check", "method=vae", "rounds=4"])
+    assert check.wait() == 0, check.output + check.errors
 
 
 @pytest.mark.slow
