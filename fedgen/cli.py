@@ -174,7 +174,7 @@ def _command(command: str, *rest: str) -> None:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(COMMANDS)}"
-        raise FedgenError(command, "is no command", f"{hint} (fedgen --help)")
+        raise FedgenError(command, "is not a command", f"{hint} (fedgen --help)")
     if command == "data":
         if rest[:1] != ("check",):
             raise FedgenError("data", "has one command", "write fedgen data check data=...")
@@ -186,7 +186,7 @@ def _command(command: str, *rest: str) -> None:
     inner = {"account": "spent", "node": "log"}.get(command, "")
     first = rest[0] if rest and "=" not in rest[0] else ""
     if first != inner and difflib.get_close_matches(first, [inner]):
-        raise FedgenError(f"{command} {first}", "is no command", f"did you mean {inner}?")
+        raise FedgenError(f"{command} {first}", "is not a command", f"did you mean {inner}?")
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
     if command == "node" and rest[:1] == ("log",):

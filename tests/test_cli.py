@@ -135,12 +135,12 @@ MISTAKES = [
     ("runtime.address", ["runtime=ray", "runtime.address=127.0.0.1:1"], "no Ray cluster answers"),
     ("runtime.store", ["runtime=ray", "runtime.store=disk"], "a setting of runtime=in_process"),
     ("warm_up.rounds", ["warm_up.rounds=3"], "a setting of warm_up=central_images|mixture"),
-    ("warm_up.no_such", ["warm_up.no_such=3"], "is no setting"),
-    ("no_such", ["+no_such=3"], "is no setting"),
-    ("privacy.epsilon", ["+privacy.epsilon=1"], "is no setting"),
-    ("partition.no_such", ["+partition.no_such=1"], "is no setting"),
-    ("names", ["+names.method=gone"], "is no setting"),
-    ("method.no_such", ["+method.no_such=1"], "is no setting"),
+    ("warm_up.no_such", ["warm_up.no_such=3"], "is not a setting"),
+    ("no_such", ["+no_such=3"], "is not a setting"),
+    ("privacy.epsilon", ["+privacy.epsilon=1"], "is not a setting"),
+    ("partition.no_such", ["+partition.no_such=1"], "is not a setting"),
+    ("names", ["+names.method=gone"], "is not a setting"),
+    ("method.no_such", ["+method.no_such=1"], "is not a setting"),
     ("epsilon", ["epsilon=1"], "did you mean privacy.target_epsilon or privacy.budget_epsilon?"),
     ("noise", ["noise=secure"], "did you mean privacy.noise?"),
     ("clients", ["clients=5"], "did you mean partition.clients?"),
@@ -180,8 +180,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["account", "spend"], "account spend: is no command; did you mean spent?"),
-        (["node", "lo"], "node lo: is no command; did you mean log?"),
+        (["account", "spend"], "account spend: is not a command; did you mean spent?"),
+        (["node", "lo"], "node lo: is not a command; did you mean log?"),
         (["node", "log=2"], "log"),
         (["release", "run=a", "privacy.budget_epsilon=5"], "did you mean budget_epsilon?"),
         (["sample", "run=no-such-place", "out=a.npz"], "run: there is no no-such-place; give a"),
@@ -428,7 +428,7 @@ def invert(file: Path) -> None:
 
 def test_a_mistyped_command_is_told_which_is_near(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["trian"]) == 2
-    assert one_line(capsys).startswith("fedgen: trian: is no command; did you mean train?")
+    assert one_line(capsys).startswith("fedgen: trian: is not a command; did you mean train?")
 
 
 def test_other_data_does_not_resume(
@@ -889,12 +889,14 @@ def test_a_group_of_other_commands_is_no_setting(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     assert cli.run(words.split()) == 2
-    assert "is no setting" in one_line(capsys)
+    assert "is not a setting" in one_line(capsys)
 
 
 def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", "method=mixture_small", "method.techer=none"]) == 2
-    assert "method.techer: is no setting; did you mean method.teacher?" in capsys.readouterr().err
+    assert (
+        "method.techer: is not a setting; did you mean method.teacher?" in capsys.readouterr().err
+    )
 
 
 def test_where_ledgers_cannot_be_locked_nothing_runs(

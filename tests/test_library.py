@@ -130,7 +130,7 @@ def test_mistakes_are_errors_in_the_same_words(tmp_path: Path) -> None:
         ({"method": "dp_murf"}, "did you mean dp_merf"),
         ({"privacy.delta": 2}, "privacy.delta: must lie strictly"),
         ({"epsilon": "much"}, "privacy.target_epsilon: must be a number"),
-        ({"no.such": 1}, "no.such: is no setting"),
+        ({"no.such": 1}, "no.such: is not a setting"),
     ]:
         with pytest.raises(fedgen.FedgenError, match=said):
             fedgen.train(settings, run_dir=tmp_path / "run")

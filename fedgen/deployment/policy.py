@@ -75,7 +75,9 @@ def read(path: Path) -> Policy:
     known = [each.name for each in fields(Policy)]
     for name in found:
         if name not in known:
-            raise FedgenError(f"{_KEY}.{name}", "is no setting", f"choose of: {', '.join(known)}")
+            raise FedgenError(
+                f"{_KEY}.{name}", "is not a setting", f"choose of: {', '.join(known)}"
+            )
     for name in ("epsilon", "delta"):
         if name not in found:
             raise FedgenError(f"{_KEY}.{name}", "is not given", _REMEDY)

@@ -38,8 +38,8 @@ from fedgen.reporting.words import averages
 
 _SEE = "see configs/matrix/digits.yaml"
 _BELOW = (
-    "Shares in percent, mean ± standard deviation over n seeds. ε: the largest, of one run alone. "
-    "Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
+    "Shares in percent, mean ± standard deviation over n seeds. ε is the largest of any single "
+    "run. Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
 )
 _Row = dict[str, Any]
 
@@ -225,12 +225,12 @@ def write_table(
         ("json", json.dumps(rows, indent=2) + "\n"),
     ):
         write_whole(place / f"benchmark.{suffix}", written.encode())
-    panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
+    panels: dict[str, dict[str, list[list[tuple[float, float, float]]]]] = {}
     for (data, method, _), cell in cells.items():
         panels.setdefault(data, {}).setdefault(method, []).append(_curve(cell, place))
-    privacy_against_utility(
-        panels, "proven ε (server)", "gen2real accuracy", place / "benchmark.png"
-    )
+    judges = list(RunDir(place / points[0].name).results()["gen2real"])
+    accuracy = f"gen2real accuracy, {judges[0].replace('_', ' ')}" if judges else "gen2real"
+    privacy_against_utility(panels, "proven ε (server)", accuracy, place / "benchmark.png")
     return text
 
 
@@ -360,8 +360,9 @@ def _plus_minus(row: _Row, name: str, scale: float, digits: int) -> str:
     return text if spread is None else f"{text} ± {scale * spread:.{digits}f}"
 
 
-def _curve(cell: Sequence[Point], place: Path) -> list[tuple[float, float]]:
-    """(epsilon spent, gen2real by the first classifier) along training, the mean over seeds."""
+def _curve(cell: Sequence[Point], place: Path) -> list[tuple[float, float, float]]:
+    """(epsilon spent, gen2real by the first classifier, its standard deviation) along training,
+    over seeds."""
     along: dict[int, list[tuple[float, float]]] = {}
     for point in cell:
         run_dir = RunDir(place / point.name)
@@ -373,4 +374,8 @@ def _curve(cell: Sequence[Point], place: Path) -> list[tuple[float, float]]:
             by = [value for at, value in spent.items() if at >= round_]  # what a later line says
             if score is not None and by and by[0] is not None:
                 along.setdefault(round_, []).append((by[0], score))
-    return [tuple(map(mean, zip(*found, strict=True))) for _, found in sorted(along.items())]
+    curve = []
+    for _, points in sorted(along.items()):
+        costs, scores = zip(*points, strict=True)
+        curve.append((mean(costs), mean(scores), stdev(scores) if len(scores) > 1 else 0.0))
+    return curve

@@ -61,7 +61,7 @@ def _check_names(settings: dict[str, Any], key: str) -> None:
         for name in settings:
             if name not in names and name not in ("_target_", "_partial_"):
                 remedy = f"choose of: {', '.join(names)}"
-                raise FedgenError(f"{key}.{name}", "is no setting", remedy)
+                raise FedgenError(f"{key}.{name}", "is not a setting", remedy)
 
 
 def _loaded(name: str, key: str) -> Any:

@@ -53,7 +53,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     """
     for word in overrides:
         if "=" not in word.lstrip("="):
-            raise FedgenError(word, "is no setting", "write key=value, see fedgen --help")
+            raise FedgenError(word, "has no value", "write key=value, see fedgen --help")
     plain = [word for word in overrides if key_of(word) in _NO_GROUPS.get(name, ())]
     texts = [word for word in overrides if name == "report" and word.startswith("about.")]
     apart = {*plain, *texts}

@@ -279,7 +279,7 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     if not whole or not 0 <= int(label) < classes:
         known = f", or {', '.join(names)}" if names else ""
         problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
-        remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; its run named none"
+        remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; this run has no label names"
         raise FedgenError("labels", problem, remedy)
     return int(label)
 
@@ -294,7 +294,7 @@ def sample(config: DictConfig) -> str:
     if not out.suffix and out.exists():
         raise FedgenError("out", f"{out} exists", "give a folder that does not")
     if out.suffix not in ("", ".npz", ".png", ".parquet"):
-        problem = f"{out} is no .npz, no .png, no .parquet and no folder"
+        problem = f"{out} is neither .npz, .png, .parquet nor a folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
     path, told = Path(config.run), str(out)

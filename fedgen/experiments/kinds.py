@@ -125,7 +125,7 @@ def check_known(config: DictConfig, default: DictConfig) -> None:
         for key, value in new.items():
             name = f"{prefix}{key}"
             if key not in old:
-                raise FedgenError(name, "is no setting", "see fedgen --help, or --cfg for all")
+                raise FedgenError(name, "is not a setting", "see fedgen --help, or --cfg for all")
             known = old[key]
             same = isinstance(value, dict) and isinstance(known, dict)
             if same and name not in _OPEN and value.get("_target_") == known.get("_target_"):

@@ -196,14 +196,14 @@ def in_one_line(error: Exception, known: Callable[[], list[str]] = list) -> Fedg
             remedy = f"name one, and set {last}.KEY=VALUE for each of its settings"
             return FedgenError(wrong, "is a group of settings", remedy)
         if last in known() and not any(each.startswith(f"{group}.") for each in known()):
-            return FedgenError(wrong, "is no setting", f"did you mean {last}?")
+            return FedgenError(wrong, "is not a setting", f"did you mean {last}?")
         if theirs := _options_with(wrong):
             problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
             return FedgenError(wrong, problem, "choose that, or leave it out")
         near = _near(wrong, [each for each in known() if each != wrong])
         hint = f"did you mean {' or '.join(near)}?"
         remedy = hint if near else "see fedgen --help, or --cfg for all"
-        return FedgenError(wrong, "is no setting", remedy)
+        return FedgenError(wrong, "is not a setting", remedy)
     several = re.search(r"Ambiguous value for argument '([^=]+)=", text)
     if several:
         remedy = "a list is in brackets: [a,b]; a text in quotes; fedgen train -m runs each"

@@ -99,7 +99,7 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
                             progress.say(f"{name} failed: see {failed[-1]}")
                 _show(progress, stage, lanes, running, over)
         except KeyboardInterrupt:  # the lanes were told as well
-            progress.say("waiting for the runs to keep what they have; once more to end at once")
+            progress.say("waiting for the runs to save what they have; once more to end at once")
             for process in running.values():
                 process.join()
             raise Interrupted(f"interrupted; go on with {go_on}") from None
@@ -137,7 +137,8 @@ def _how_far(config: DictConfig) -> str:
     if line is None:
         return place.name
     spent = epsilon_in_words(line["epsilon"][config.privacy.adversary])
-    return f"{place.name} {line['round']}/{_rounds(place)} ε {spent}"
+    judging = " judging" if line["round"] == _rounds(place) and config.evaluation.samples else ""
+    return f"{place.name} {line['round']}/{_rounds(place)} ε {spent}{judging}"
 
 
 @functools.cache

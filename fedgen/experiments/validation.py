@@ -129,7 +129,7 @@ def _check_runtime(config: DictConfig) -> None:
         if fault == "server_dies":
             continue
         if fault not in known:
-            problem = "is no setting"
+            problem = "is not a setting"
             raise FedgenError(
                 f"runtime.faults.{fault!s}", problem, f"choose of: {', '.join(known)}"
             )

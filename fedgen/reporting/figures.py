@@ -122,10 +122,14 @@ def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Pa
 
 
 def privacy_against_utility(
-    panels: dict[str, dict[str, list[list[tuple[float, float]]]]], x: str, y: str, path: Path
+    panels: dict[str, dict[str, list[list[tuple[float, float, float]]]]],
+    x: str,
+    y: str,
+    path: Path,
 ) -> None:
     """Writes a figure with a panel for each data set and a colour for each method: panel -> method
-    -> its runs, each a list of points along it. Lines are runs; dashes join their ends."""
+    -> its runs, each a list of points (x, mean, standard deviation) along it. Lines are runs;
+    dashes join their ends, which have error bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -139,13 +143,18 @@ def privacy_against_utility(
         for method, runs in methods.items():
             known = [points for points in runs if points]
             for points in known:
-                axes.plot(*zip(*points, strict=True), "-", linewidth=1, color=colours[method])
+                along, means, _ = zip(*points, strict=True)
+                axes.plot(along, means, "-", linewidth=1, color=colours[method])
             if known:
                 ends = sorted(points[-1] for points in known)
-                line = axes.plot(*zip(*ends, strict=True), "o--", color=colours[method])
+                at, means, bars = zip(*ends, strict=True)
+                axes.errorbar(at, means, bars, fmt="none", capsize=3, color=colours[method])
+                line = axes.plot(at, means, "o--", color=colours[method])
                 shown[_plain(method)] = line[0]
         axes.set_title(_plain(panel) or "")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
         axes.set_xlabel(x)
         axes.grid(alpha=0.3)
         if place == 0:

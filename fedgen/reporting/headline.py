@@ -63,6 +63,13 @@ def beliefs(value: float | None, delta: float) -> list[tuple[float, float]]:
     return [(prior, prior * odds / (prior * odds + 1 - prior)) for prior in PRIORS]
 
 
+_NOISE = {
+    "secure": "From the operating system, and kept nowhere.",
+    "seeded": "From a seed: whoever knows it can remove the noise.",
+    "none": "None.",
+}
+
+
 def headline(
     views: Mapping[str, float | None], record: Mapping[str, Any], but_for: str
 ) -> dict[str, Any]:
@@ -76,6 +83,7 @@ def headline(
         "unit": record["unit"],
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",
+        "noise": _NOISE[record["noise"]],
         "found": FOUND,
         "priors": PRIORS,
         "rows": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -18,11 +19,12 @@ from rich.progress import (
 )
 
 _QUIET_SECONDS = 10.0
+_SILENT_SECONDS = 60.0  # after which a step that goes on says so
 
 
 class RunProgress:
-    """A progress bar on a terminal; elsewhere a line every ten seconds. ``stderr``: beside what a
-    program prints for others to read."""
+    """A progress bar on a terminal; elsewhere a line every ten seconds, or where one step takes
+    longer, every minute. ``stderr``: beside what a program prints for others to read."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._console = Console(stderr=stderr, highlight=False, soft_wrap=True)
@@ -40,9 +42,13 @@ class RunProgress:
         self._tasks: dict[str, TaskID] = {}
         self._spoke = time.monotonic()
         self._ended: tuple[str, int] | None = None  # a stage whose end was said
+        self._at, self._moved = "", time.monotonic()  # the last step, and when it was
+        self._over = threading.Event()
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
+        if not self._live:
+            threading.Thread(target=self._say_that_it_goes_on, daemon=True).start()
         return self
 
     def __exit__(
@@ -51,7 +57,15 @@ class RunProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._over.set()
         self._progress.stop()
+
+    def _say_that_it_goes_on(self) -> None:
+        while not self._over.wait(_SILENT_SECONDS / 4):
+            if self._at and time.monotonic() - self._spoke >= _SILENT_SECONDS:
+                self._spoke = time.monotonic()
+                minutes = (self._spoke - self._moved) / 60
+                self.say(f"still at {self._at}, for {minutes:.0f} min")
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
@@ -61,10 +75,12 @@ class RunProgress:
         """Moves a stage's bar. ``end``: whether its end is worth a line."""
         if not self._live:
             now = time.monotonic()
+            if self._at != (step := f"{stage} {done}/{of}"):
+                self._at, self._moved = step, now
             ended = end and done == of and self._ended != (stage, of)
             if now - self._spoke >= _QUIET_SECONDS or ended:
                 self._spoke = now
-                self.say(f"{stage} {done}/{of}  {facts}")
+                self.say(f"{step}  {facts}")
             self._ended = (stage, of) if done == of else None
             return
         if stage not in self._tasks:

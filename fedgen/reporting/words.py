@@ -56,8 +56,8 @@ def statement(
         "- Choices made by looking at private data, among runs or settings.\n"
         + (_PICKED if picked else "")
         + f"- {NOT_IN_THE_FOLDER}\n"
-        "- The settings that `generator.json` lists: they count as public, also a number of rows "
-        "that one of them names.\n"
+        "- The settings that `generator.json` lists: they count as public, including a number of "
+        "rows that one of them names.\n"
         "- Timing. The noise is exact to the last bit if AES-256 in counter mode cannot be told "
         "from random bits. Rounding errors of sums before the noise are part of ε: by a proven "
         "bound for gradients of rows that are added in double precision, by measurement for all "
@@ -275,7 +275,7 @@ def summary(path: Path) -> str:
     if results.get("coherence", 1.0) < NOISE:
         lines.append(
             "the samples look like noise: neighbouring pixels hardly agree (correlation "
-            f"{results['coherence']:.2f}, of images of things 0.3 to 0.9); {more}"
+            f"{results['coherence']:.2f}, 0.3 to 0.9 for photographs and digits); {more}"
         )
     elif of_real is not None and of_real < _LITTLE:
         lines.append(f"the samples teach little of what real rows do; {more}")

@@ -251,7 +251,7 @@ def test_a_runs_name_is_no_path(run: str) -> None:
         ("epsilon: .inf\ndelta: 1e-5", "policy.epsilon"),
         ("epsilon: true\ndelta: 1e-5", "policy.epsilon"),
         ("epsilon: 5\ndelta: 1", "policy.delta"),
-        ("epsilon: 5\ndelta: 1e-5\nmethod: [x]", "policy.method: is no setting"),
+        ("epsilon: 5\ndelta: 1e-5\nmethod: [x]", "policy.method: is not a setting"),
         ("epsilon: 5\ndelta: 1e-5\nunits: [person]", "policy.units"),
         ("epsilon: 5\ndelta: 1e-5\naggregations: [trusted]", "policy.aggregations"),
         ("epsilon: 5\ndelta: 1e-5\npeers: [a]", "policy.peers"),

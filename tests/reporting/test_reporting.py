@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -261,3 +262,16 @@ def test_what_takes_long_is_shown(
         monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
         progress.show("samples", 1000, 2000, "", end=False)
         assert capsys.readouterr().out.split() == ["samples", "1000/2000"]
+
+
+def test_a_step_that_takes_minutes_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fedgen.reporting.progress._SILENT_SECONDS", 0.01)
+    with RunProgress() as progress:
+        progress.show("rounds", 4, 47, "")
+        said, ends = "", time.monotonic() + 60
+        while "still at rounds 4/47, for 0 min" not in said:
+            assert time.monotonic() < ends, said
+            said += capsys.readouterr().out
+            time.sleep(0.01)
