@@ -69,6 +69,8 @@ def node(config: DictConfig) -> str:
     except OSError as error:
         problem = f"{config.ca} cannot be read ({error.strerror})"
         raise FedgenError("ca", problem, "take the ca.crt of the coordinator") from error
+    shape = ",".join(map(str, place.rows.shape))
+    print(f"node {config.number}: {place.rows.classes} labels, data.shape=[{shape}]", flush=True)
     served, over = _Serving(place), threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: over.set())

@@ -90,6 +90,7 @@ def test_three_parties_follow_the_page(
         monkeypatch.chdir(places["coordinator"])
         asked = [*words(train), "data.shape=[3,8,8]", *small, "run_dir=run"]
         assert cli.run(asked) == 0, capsys.readouterr().err
+        assert "node 1: 2 labels, data.shape=[3,8,8]" in running[2].output
         record = json.loads((places["coordinator"] / "run" / "privacy.json").read_text())
         assert record["views"]["server"]["epsilon"] <= 5 and record["noise"] == "secure"
         for name in ("north", "south"):
