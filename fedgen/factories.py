@@ -113,12 +113,16 @@ def raised_in(error: Exception) -> str | None:
 def check(settings: object, key: str) -> None:
     """Holds all that is to be called, however deep inside of ``settings``, against the list.
 
+    Hydra resolves what it calls once more: text that has ``${`` could become a name after it was
+    looked at, and so is refused.
+
     Args:
-        settings: plain dictionaries and lists.
+        settings: plain dictionaries and lists, resolved.
         key: their place in the configuration; empty for a whole one.
 
     Raises:
-        FedgenError: for a name that is not on it, or not at that place.
+        FedgenError: for a name that is not on it, or not at that place; for ``${``; for a key that
+            tells Hydra how to call.
     """
     for place, name in _named(settings, key):
         if may_call(name, place):
@@ -130,6 +134,22 @@ def check(settings: object, key: str) -> None:
             f"{name!r} is not fedgen's",
             "if it is yours, declare its package: FEDGEN_EXTENSIONS=PACKAGE fedgen ...",
         )
+    for place, value in _leaves(settings, key):
+        if isinstance(value, str) and "${" in value:
+            raise FedgenError(place, "has ${ in it", "leave it out")
+        if "._" in f".{place}" and place.rpartition(".")[2] not in ("_target_", "_partial_"):
+            raise FedgenError(place, "is not a setting", "leave it out")
+
+
+def _leaves(settings: object, key: str) -> Iterator[tuple[str, object]]:
+    if isinstance(settings, dict):
+        for name, each in settings.items():
+            yield from _leaves(each, f"{key}.{name}" if key else str(name))
+    elif isinstance(settings, list):
+        for number, each in enumerate(settings):
+            yield from _leaves(each, f"{key}[{number}]")
+    else:
+        yield key, settings
 
 
 def _named(settings: object, key: str) -> Iterator[tuple[str, object]]:

@@ -89,11 +89,12 @@ def as_json(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> str:
-    """A file of YAML, as text that may be parsed: aliases could make a few lines into gigabytes.
+    """A file of YAML, as text that may be parsed: aliases could make a few lines into gigabytes,
+    and what stands in ``${}`` is looked up, in the environment too, wherever settings are resolved.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: for one that is too large, nested too deep, or has aliases.
+        ValueError: for one that is too large, nested too deep, or has aliases or ``${``.
         yaml.YAMLError: for one that is none.
     """
     text = _text(path, _MOST_YAML)
@@ -103,6 +104,8 @@ def read_yaml(path: Path) -> str:
         for event in events:
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has aliases")
+            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+                raise ValueError("it has ${")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:

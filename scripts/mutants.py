@@ -449,9 +449,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-request-names-a-folder-that-is-read",
-        "fedgen/experiments/validation.py",
-        'for part in ("method", "warm_up"):',
-        "for part in ():",
+        "fedgen/factories.py",
+        "known = _by_group().get(group, frozenset())",
+        "known = own()",
         f"{SITE_TESTS}::test_a_method_is_what_it_is_called",
     ),
     Mutant(
@@ -547,9 +547,9 @@ MUTANTS = [
     ),
     Mutant(
         "runs-on-a-sites-rows-do-not-add-up",
-        SITE,
-        "check_budget(budget, privacy.delta, entry, others)",
-        "check_budget(budget, privacy.delta, entry, [])",
+        "fedgen/deployment/site.py",
+        "account.enter(entry, partial(check_budget, budget, privacy.delta), anew=gaps)",
+        "account.enter(entry, lambda one, _: check_budget(budget, privacy.delta, one, []), gaps)",
         f"{SITE_TESTS}::test_all_runs_together_stay_within_a_budget",
     ),
     Mutant(
@@ -1306,8 +1306,8 @@ MUTANTS = [
     Mutant(
         "rare-numbers-of-visits-forgotten",
         "fedgen/privacy/accounting.py",
-        "max(beyond, 0.0)",
-        "0.0",
+        "gaussian_delta(mus, eps)) + beyond",
+        "gaussian_delta(mus, eps))",
         "tests/privacy/test_accounting.py::test_revealed_draws_count_all_visits",
     ),
     Mutant(
@@ -1604,9 +1604,51 @@ MUTANTS = [
     Mutant(
         "a-longer-run-counts-as-it-was-entered",
         "fedgen/privacy/spent.py",
-        "            anew = anew or more\n",
-        "",
+        "anew = anew or over or entry.most != known",
+        "anew = anew or over or known is None",
         f"{SPENT}::test_a_run_that_may_spend_more_than_it_was_to_is_checked_again",
+    ),
+    Mutant(
+        "a-run-that-was-over-goes-on-unchecked",
+        "fedgen/privacy/spent.py",
+        "anew = anew or over or entry.most != known",
+        "anew = anew or entry.most != known and not over",
+        f"{SPENT}::test_a_run_that_may_spend_more_than_it_was_to_is_checked_again",
+    ),
+    Mutant(
+        "settings-are-looked-up-once-more",
+        "fedgen/factories.py",
+        """        if isinstance(value, str) and "${" in value:""",
+        "        if False:",
+        f"{FOREIGN_FILES}::test_settings_are_not_resolved_once_more",
+    ),
+    Mutant(
+        "a-file-looks-settings-up",
+        "fedgen/files.py",
+        """            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:""",
+        "            if False:",
+        f"{FOREIGN_FILES}::test_a_file_looks_nothing_up",
+    ),
+    Mutant(
+        "names-are-hydras-words",
+        "fedgen/experiments/configuration.py",
+        """            if group not in group_folders() or""",
+        "            if",
+        f"{FOREIGN_FILES}::test_names_are_options_and_no_words_of_hydras",
+    ),
+    Mutant(
+        "a-matrix-has-hydras-words",
+        "fedgen/experiments/benchmark.py",
+        """        if not _KEY.match(word) or "$" in word or (group and not named):""",
+        "        if False:",
+        f"{FOREIGN_FILES}::test_a_matrix_has_no_words_of_hydras",
+    ),
+    Mutant(
+        "what-was-left-open-is-any-setting",
+        "fedgen/experiments/identity.py",
+        """    if not _are_open(identity.get("left_open", {})):""",
+        "    if False:",
+        f"{FOREIGN_FILES}::test_what_was_left_open_are_numbers",
     ),
     Mutant(
         "a-classifier-is-whatever-is-named",
@@ -1708,9 +1750,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-part-of-a-method-calls-a-server",
-        "fedgen/experiments/validation.py",
-        'for part in ("method", "warm_up"):',
-        "for part in ():",
+        "fedgen/factories.py",
+        "known = _by_group().get(group, frozenset())",
+        "known = own()",
         "tests/reporting/test_loggers.py::test_nor_does_a_part_of_its_method",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,9 +118,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         cost = with_draws_seen(most) if gaps else most
         entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, cost)
         budget = place.policy.budget_epsilon
-        account.enter(
-            entry, lambda others: check_budget(budget, privacy.delta, entry, others), anew=gaps
-        )
+        account.enter(entry, partial(check_budget, budget, privacy.delta), anew=gaps)
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     terms = Terms(
         privacy.budget.rows,

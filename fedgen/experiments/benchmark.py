@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from yaml import YAMLError
 from fedgen.errors import FedgenError
 from fedgen.experiments import validation
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.overrides import named
+from fedgen.experiments.overrides import group_folders, key_of, named
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
 from fedgen.files import read_yaml, write_whole
@@ -42,6 +43,8 @@ _BELOW = (
     "run. Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
 )
 _Row = dict[str, Any]
+_KEY = re.compile(r"\+{0,2}(?!hydra)[A-Za-z_][\w./]*=")
+"""A setting's, none of Hydra's own: these have it import and read what they name."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def benchmark(config: DictConfig) -> str:
 def _check_here(point: Point) -> None:
     """Raises FedgenError for a point that sends rows, or what is logged, to another machine: a
     matrix is data, and may be somebody else's."""
-    for key in ("runtime.address", "logger.uri", "logger.online"):
+    for key in ("runtime.address", "runtime.superlink", "logger.uri", "logger.online"):
         if OmegaConf.select(point.config, key):
             problem = f"{point.name} names {key}, which is no word of a matrix"
             raise FedgenError("matrix", problem, "leave it out, or run it by fedgen train")
@@ -166,7 +169,21 @@ def _checked(matrix: Any, where: str, prefix: str) -> DictConfig:
         key = prefix + ".".join(map(str, error.absolute_path))
         raise FedgenError(key.rstrip("."), f"{where}{error.message}", _SEE) from error
     assert isinstance(matrix, DictConfig)
+    for word in _words(matrix):
+        group = key_of(word) in group_folders() or "/" in key_of(word)
+        named = re.fullmatch(r"[\w-]+", word.partition("=")[2])
+        if not _KEY.match(word) or "$" in word or (group and not named):
+            problem = f"{where}{word!r} is no word of a matrix"
+            raise FedgenError(f"{prefix}settings", problem, _SEE)
     return matrix
+
+
+def _words(matrix: DictConfig) -> Iterator[str]:
+    yield from matrix.settings
+    for method in matrix.methods.values():
+        for name, words in method.items():
+            if name == "settings" or str(name).startswith("on_"):
+                yield from words
 
 
 def _cut(matrix: DictConfig, config: DictConfig) -> DictConfig:

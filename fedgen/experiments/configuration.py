@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -168,8 +169,11 @@ def check_restored(config: DictConfig) -> None:
         FedgenError: for the first that is missing, or of another kind.
     """
     try:
-        groups = tuple(f"{group!s}={choice}" for group, choice in config.names.items() if choice)
-        groups = (*_of_extensions(), *groups)
+        chosen = {str(group): choice for group, choice in config.names.items() if choice}
+        for group, choice in chosen.items():  # Hydra's own words would have it import and read
+            if group not in group_folders() or not re.fullmatch(r"[\w-]+", str(choice)):
+                raise FedgenError(f"names.{group}", f"cannot be {choice!r}", "restore it")
+        groups = (*_of_extensions(), *(f"{group}={choice}" for group, choice in chosen.items()))
         check_kinds(config, _composed("config", groups, _edited())[0])
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
         remedy = "set FEDGEN_EXTENSIONS=PACKAGE, if the run needs one"

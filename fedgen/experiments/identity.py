@@ -55,10 +55,20 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
     if type(identity.get("environment", {})) is not dict:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
+    if not _are_open(identity.get("left_open", {})):
+        raise FedgenError(key, f"{path}/run.json was altered", "restore it")
     config.rounds = rounds
     # where a run logs to is no word of its directory's: somebody may have handed that over
     config.logger, config.names.logger = _NO_LOGGER, "none"
     return run_dir, config, identity
+
+
+def _are_open(told: object) -> bool:
+    """Whether these are what a method settled for itself: its rounds, and numbers of its own."""
+    return isinstance(told, dict) and all(
+        (key == "rounds" or key.startswith("method.")) and (value is None or type(value) is int)
+        for key, value in told.items()
+    )
 
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
@@ -83,17 +93,19 @@ def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
     there.logger, there.names.logger = asked.logger, asked.names.logger
     there.rounds = max(asked.rounds or 0, config.rounds)
     if asked.names.runtime is None:
-        if (address := config.runtime.get("address")) is not None:
-            problem = (
-                f"the run was on the cluster at {address}, and whether to trust it is not said"
-            )
-            remedy = f"add runtime=ray runtime.address={address}; or runtime=ray, for this machine"
-            raise FedgenError("runtime.address", problem, remedy)
+        check_here(config, "add runtime=ray runtime.address={}; or runtime=ray, for this machine")
         return there
     kept = OmegaConf.masked_copy(config.runtime, list(SAME_ON_EVERY_RUNTIME))
     there.runtime = OmegaConf.merge(asked.runtime, kept)
     there.names.runtime = asked.names.runtime
     return there
+
+
+def check_here(config: DictConfig, remedy: str) -> None:
+    """Raises FedgenError if a run directory's own runtime is a cluster elsewhere."""
+    if (address := config.runtime.get("address")) is not None:
+        problem = f"the run was on the cluster at {address}, and whether to trust it is not said"
+        raise FedgenError("runtime.address", problem, remedy.format(address))
 
 
 def new_run(ready: Setup) -> tuple[RunDir, str]:

@@ -22,9 +22,11 @@ from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import RunDir, or_null
 
 
-def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> SpentFile | None:
+def enter(
+    ready: Setup, run_dir: RunDir, name: str, anew: bool = False, over: bool = False
+) -> SpentFile | None:
     """Enters a secure run before it asks anybody; None for a seeded one, an experiment. ``anew``:
-    it was entered, and is longer now.
+    it was entered, and may cost more now. ``over``: it asks nobody any more.
 
     Raises:
         FedgenError: if the budget of its data does not allow it.
@@ -37,10 +39,13 @@ def enter(ready: Setup, run_dir: RunDir, name: str, anew: bool = False) -> Spent
     gaps = _with_gaps(ready) if ready.gaps_show else None
     rows = ready.dataset
     own, whole = (rows.account, ready.owners, folder), rows.account_of_all
+    if over:
+        file.moved(name, folder)
+        return file
     entry = Entry(name, *own, *kinds, most, gaps=gaps, whole=whole)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
     _count_deaths(file, file.entries(entry.data, entry.whole), entry)
-    file.enter(entry, partial(check_budget, budget, delta, entry), anew)
+    file.enter(entry, partial(check_budget, budget, delta), anew)
     return file
 
 

@@ -196,7 +196,7 @@ class Training:
 
     def go(self, play: Play) -> Path:
         """Trains, then writes everything that a run leaves."""
-        self.spent = enter(self.ready, self.run_dir, self.name)
+        self.spent = enter(self.ready, self.run_dir, self.name, over=self._is_over())
         gaps = self.run_dir.unanswered.exists()
         if gaps:
             widen(self.spent, self.ready, self.name)
@@ -391,6 +391,12 @@ class Training:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _is_over(self) -> bool:
+        """Whether nobody is left to be asked: of a run that was made longer somebody is."""
+        found = checkpoint.load(self.run_dir.checkpoints)
+        rounds = self.ready.privacy.budget.rounds
+        return found is not None and found[1].over and rounds <= found[1].of
+
     def _restore(self) -> RunState:
         """The state of the last checkpoint, or a fresh one. In ``secure`` mode, what was released
         after it stays spent: done again, it is released anew, or where a plan says so is sent
@@ -407,9 +413,9 @@ class Training:
             state.server = checkpoint.server_of(state, fresh, self.run_dir.checkpoints)
             self.run_dir.cut(beside.metrics[0])
             self.clock = Clock(beside.seconds, beside.parts)
-            self._over, self.stopped = beside.over, beside.stopped
-            if self._over and self.ready.privacy.budget.rounds > beside.of:  # it has more now
-                self._over, self.stopped, state.kept = False, None, {}
+            self._over, self.stopped = self._is_over(), beside.stopped
+            if beside.over and not self._over:  # it has more now
+                self.stopped, state.kept = None, {}
         state.failures = self.run_dir.failures()
         count_unplanned(state, self.run_dir)
         if self._over:

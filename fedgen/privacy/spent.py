@@ -21,7 +21,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dp_accounting import DpEvent
@@ -52,6 +52,7 @@ CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
         OR NEW.event != OLD.event
     BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
 """
+_MOVE = "UPDATE runs SET folder = ? WHERE run = ?"
 _READ = "SELECT run, data, shares, folder, unit, relation, most, over FROM runs "
 
 
@@ -110,18 +111,18 @@ class SpentFile:
             raise FedgenError("FEDGEN_HOME", str(error), "name another place") from error
 
     def enter(
-        self, entry: Entry, check: Callable[[Sequence[Entry]], None], anew: bool = False
+        self, entry: Entry, check: Callable[[Entry, Sequence[Entry]], None], anew: bool = False
     ) -> None:
-        """Enters a run, unless it was before and counts with all that it may spend. ``check`` gets
-        all other runs on its data and raises to refuse; no other run is entered meanwhile.
-        ``anew``: a run that was over, or was checked for less, goes on."""
+        """Enters a run that is about to ask, unless it counts already with all that it may spend.
+        ``check`` gets the run as it is to count, and all others on its data, and raises to refuse;
+        no other run is entered meanwhile. ``anew``: it was checked for less."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
             known, over = _most(file, entry.run)
-            more = known is not None and not over and with_told(known, [entry.most]) != known
-            anew = anew or more
-            if known is not None:  # it goes on there now
-                file.execute("UPDATE runs SET folder = ? WHERE run = ?", (entry.folder, entry.run))
+            charged = _charged(file, entry.run)
+            entry = replace(entry, most=with_told(entry.most, [known or {}]), charged=charged)
+            anew = anew or over or entry.most != known
+            file.execute(_MOVE, (entry.folder, entry.run))  # it goes on there now
             if entry.whole:
                 file.execute("INSERT OR IGNORE INTO wholes VALUES (?, ?)", (entry.run, entry.whole))
             if entry.gaps is not None:
@@ -130,8 +131,8 @@ class SpentFile:
             if known is not None and not anew:
                 return
             others = _entries(file, entry.data, entry.whole)
-            check([each for each in others if each.run != entry.run])
-            most = json.dumps(spend_to_json(with_told(entry.most, [known or {}])))
+            check(entry, [each for each in others if each.run != entry.run])
+            most = json.dumps(spend_to_json(entry.most))
             if known is not None:
                 longer = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
                 file.execute(longer, (most, entry.run))
@@ -141,6 +142,11 @@ class SpentFile:
                 "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
                 (entry.run, entry.data, entry.shares, entry.folder, *kinds, most),
             )
+
+    def moved(self, run: str, folder: str) -> None:
+        """Notes where a run is now that is over, and asks for nothing more."""
+        with self._open() as file:
+            file.execute(_MOVE, (folder, run))
 
     def widen(self, run: str, most: Spend) -> None:
         """Notes that a run may spend so much, and no less than was said before, unless it is

@@ -47,8 +47,9 @@ class RunProgress:
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
+        self._watch = threading.Thread(target=self._say_that_it_goes_on, daemon=True)
         if not self._live:
-            threading.Thread(target=self._say_that_it_goes_on, daemon=True).start()
+            self._watch.start()
         return self
 
     def __exit__(
@@ -58,6 +59,8 @@ class RunProgress:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
+        if not self._live:
+            self._watch.join()  # nothing is said after the end
         self._progress.stop()
 
     def _say_that_it_goes_on(self) -> None:
@@ -76,7 +79,7 @@ class RunProgress:
         if not self._live:
             now = time.monotonic()
             if self._at != (step := f"{stage} {done}/{of}"):
-                self._at, self._moved = step, now
+                self._at, self._moved = step if done < of else "", now
             ended = end and done == of and self._ended != (stage, of)
             if now - self._spoke >= _QUIET_SECONDS or ended:
                 self._spoke = now

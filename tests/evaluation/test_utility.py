@@ -40,7 +40,7 @@ def test_shuffled_labels_teach_nothing() -> None:
 def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
     if name == "xgboost":
         pytest.importorskip("xgboost")
-    classifier = build(FULL[name], name)
+    classifier = build(FULL[name], f"evaluation.classifiers.{name}")
     assert right(classifier(*REAL, 10, 3)) > LEAST.get(name, 0.85)
     few = DATA.images[:150], DATA.labels[:150]
     first, again = (classifier(*few, 10, 3)(DATA.test_images) for _ in range(2))

@@ -46,7 +46,7 @@ def entry(run: str, most: int = 10, data: str = "rows") -> Entry:
     return Entry(run, data, "shares", f"runs/{run}", *kinds, {EVENT: most})
 
 
-def anything(others: object) -> None:
+def anything(entry: Entry, others: object) -> None:
     """A check that every run passes."""
 
 
@@ -132,21 +132,30 @@ def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path
 
 def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Path) -> None:
     """Whoever made it longer: the rounds in a run's directory are under no lock."""
-    file, checked = SpentFile(tmp_path / "spent.sqlite"), []
+    file, checked = SpentFile(tmp_path / "spent.sqlite"), list[Entry]()
+
+    def note(entry: Entry, others: object) -> None:
+        checked.append(entry)
+
     for most in (10, 10, 5, 20):
-        file.enter(replace(entry("a", most), gaps={EVENT: 2 * most}), checked.append)
-    assert len(checked) == 2
+        file.enter(replace(entry("a", most), gaps={EVENT: 2 * most}), note)
+    assert [each.cost for each in checked] == [{EVENT: 10}, {EVENT: 20}]
     [found] = file.entries("rows")
     assert (found.most, found.gaps) == ({EVENT: 20}, {EVENT: 40})
 
-    def refuse(others: object) -> None:
+    def refuse(entry: Entry, others: object) -> None:
         raise FedgenError("privacy.budget_epsilon", "it is too much", "spend less")
 
     with pytest.raises(FedgenError, match="too much"):
         file.enter(entry("a", 30), refuse)
+    # one that was over counted with less, and others may have taken the rest
+    file.charge("a", 0, {}, {EVENT: 7})
     file.close("a", {EVENT: 7})
-    file.enter(entry("a", 20), refuse)  # it is over, and its results are written once more
-    assert [each.most for each in file.entries("rows")] == [{EVENT: 7}]
+    with pytest.raises(FedgenError, match="too much"):
+        file.enter(entry("a", 20), refuse)
+    assert [each.cost for each in file.entries("rows")] == [{EVENT: 7}]
+    file.enter(entry("a", 5), note)
+    assert checked[-1].cost == {EVENT: 7}, "what was spent stays spent"
 
 
 def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(

@@ -8,6 +8,7 @@ import json
 import operator
 import shutil
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tiny import TINY, tiny
 from fedgen import cli
 from fedgen.errors import FedgenError
 from fedgen.evaluation.utility import scikit
+from fedgen.experiments.building import build
 from fedgen.experiments.identity import _settings_digest
 from fedgen.federation import checkpoint
 from fedgen.files import digest, read_yaml
@@ -141,6 +143,93 @@ def test_nor_what_is_fedgens_where_it_does_not_belong(
     assert content(run) == before
 
 
+ESCAPED = "\\${oc.create:{_target_: torch.utils.collect_env.run, command: 'touch OWNED'}}"
+
+
+@pytest.mark.parametrize(
+    "command", [["sample", "run="], ["evaluate", "run="], ["train", "resume="]]
+)
+@pytest.mark.parametrize("text", [ESCAPED, "x\\${oc.env:HOME}", "${oc.env:HOME}", ESCAPED[1:]])
+def test_a_file_looks_nothing_up(
+    command: list[str], text: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Hydra resolves what it calls, so that a backslash would keep it from being looked at."""
+    owned = tmp_path / "owned"
+    shown = text.replace("OWNED", str(owned))
+    change(run / "config.yaml", lambda told: told["data"].update(root=shown))
+    if text.startswith("\\") or "x" in text[:1]:
+        signed(run)
+    shutil.rmtree(run / "public")
+    (run / "results.json").unlink()
+    before = content(run)
+    words = ["n=10", f"out={tmp_path}/s.npz"] if command[0] == "sample" else []
+    refused(capsys, command[0], f"{command[1]}{run}", *words)
+    assert not owned.exists()
+    assert content(run) == before
+
+
+@pytest.mark.parametrize("text", [ESCAPED, "x\\${oc.env:HOME}", "${oc.env:HOME}"])
+def test_settings_are_not_resolved_once_more(text: str, tmp_path: Path) -> None:
+    settings = {"_target_": "fedgen.data.datasets.digits", "root": text.replace("OWNED", "owned")}
+    with pytest.raises(FedgenError, match=r"data.root: has \$\{ in it"):
+        build(settings, "data")
+    with pytest.raises(FedgenError, match="_args_"):
+        build({"_target_": "fedgen.data.datasets.digits", "_args_": [1]}, "data")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"hydra.searchpath": "[pkg://this]"}, {"data": "../../x"}, {"data": "[digits]"}, {"x": "y"}],
+)
+@pytest.mark.parametrize("command", [["evaluate", "run="], ["train", "resume="]])
+def test_names_are_options_and_no_words_of_hydras(
+    command: list[str], names: dict[str, str], run: Path, capsys: Captured
+) -> None:
+    sys.modules.pop("this", None)
+    change(run / "config.yaml", lambda told: told["names"].update(names))
+    signed(run)
+    before = content(run)
+    assert "altered (names." in refused(capsys, command[0], f"{command[1]}{run}")
+    assert "this" not in sys.modules
+    assert content(run) == before
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"logger": {"uri": "http://127.0.0.1:1"}}, {"names.logger": "mlflow"}, {"rounds": "1"}, []],
+)
+def test_what_was_left_open_are_numbers(told: Any, run: Path, capsys: Captured) -> None:
+    change(run / "run.json", lambda found: found.update(left_open=told))
+    out = run.parent / "out.zip"
+    assert "run.json was altered" in refused(capsys, "release", f"run={run}", f"out={out}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hydra.searchpath=[pkg://this]",
+        "+hydra.searchpath=[pkg://this]",
+        "data.path=${oc.env:HOME}",
+        "data.path=$\\{oc.env:HOME\\}",
+        "method=../../x",
+        "method/generator={_target_: x}",
+        "method@data=x",
+        "~logger=1",
+    ],
+)
+def test_a_matrix_has_no_words_of_hydras(word: str, tmp_path: Path, capsys: Captured) -> None:
+    sys.modules.pop("this", None)
+    matrix, place = tmp_path / "matrix.yaml", tmp_path / "run"
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": []}
+    for where in ("settings", "on_digits"):
+        methods = {"A": {"settings": ["method=dp_merf_small"], where: [word]}}
+        matrix.write_text(yaml.safe_dump({**known, "methods": methods}))
+        said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
+        assert "is no word of a matrix" in said or "it has ${" in said
+    assert "this" not in sys.modules and not place.exists()
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -175,6 +264,10 @@ def test_a_directory_does_not_say_whose_machines_see_rows(run: Path, capsys: Cap
     before = content(run)
     said = refused(capsys, "train", f"resume={run}", "rounds=4")
     assert "runtime=ray runtime.address=127.0.0.1:1; or runtime=ray" in said
+    out = run.parent / "out.zip"
+    assert "runtime.address=127.0.0.1:1; pack" in refused(
+        capsys, "release", f"run={run}", f"out={out}", f"run_dir={run.parent}/released"
+    )
     assert content(run) == before
 
 
