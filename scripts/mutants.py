@@ -1627,7 +1627,7 @@ MUTANTS = [
         "fedgen/files.py",
         """            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:""",
         "            if False:",
-        f"{FOREIGN_FILES}::test_a_file_looks_nothing_up",
+        f"{FOREIGN_FILES}::test_yaml_has_nothing_that_is_looked_up",
     ),
     Mutant(
         "names-are-hydras-words",

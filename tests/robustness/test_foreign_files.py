@@ -534,6 +534,15 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
+@pytest.mark.parametrize(
+    "text", ["a: ${b}", 'a: "\\x24{b}"', "a:\n- c: x${oc.env:HOME}", "${a}: 1", "a: '\\${b}'"]
+)
+def test_yaml_has_nothing_that_is_looked_up(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"it has \$\{"):
+        read_yaml(tmp_path / "a.yaml")
+
+
 def test_yaml_has_no_aliases(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text("a: &a [x]\nb: *a\n")
     with pytest.raises(ValueError, match="aliases"):
