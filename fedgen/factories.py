@@ -26,6 +26,7 @@ import configs
 from fedgen.errors import FedgenError
 
 _NAMED = re.compile(r"^\s*(?:_target_|model): *([\w.]+) *$", re.MULTILINE)
+_PARTS, _CALLS = re.compile(r"[.\[\]]+"), ("_target_", "_partial_")
 _OF_PARTS = ("method", "evaluation")
 """Groups whose settings have settings inside that are built, too."""
 
@@ -137,15 +138,15 @@ def check(settings: object, key: str) -> None:
     for place, value in _leaves(settings, key):
         if isinstance(value, str) and "${" in value:
             raise FedgenError(place, "has ${ in it", "leave it out")
-        if "._" in f".{place}" and place.rpartition(".")[2] not in ("_target_", "_partial_"):
+        if any(part.startswith("_") and part not in _CALLS for part in _PARTS.split(place)):
             raise FedgenError(place, "is not a setting", "leave it out")
 
 
 def _leaves(settings: object, key: str) -> Iterator[tuple[str, object]]:
-    if isinstance(settings, dict):
+    if isinstance(settings, dict) and settings:
         for name, each in settings.items():
             yield from _leaves(each, f"{key}.{name}" if key else str(name))
-    elif isinstance(settings, list):
+    elif isinstance(settings, list) and settings:
         for number, each in enumerate(settings):
             yield from _leaves(each, f"{key}[{number}]")
     else:

@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> str:
     """
     text = _text(path, _MOST_YAML)
     try:
-        events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        events = yaml.parse(text, Loader=yaml.SafeLoader)  # as OmegaConf: libyaml reads other texts
         depth = 0
         for event in events:
             if isinstance(event, yaml.AliasEvent):

@@ -1630,6 +1630,20 @@ MUTANTS = [
         f"{FOREIGN_FILES}::test_yaml_has_nothing_that_is_looked_up",
     ),
     Mutant(
+        "yaml-is-looked-at-by-another-parser",
+        "fedgen/files.py",
+        "Loader=yaml.SafeLoader)",
+        "Loader=yaml.CSafeLoader)",
+        f"{FOREIGN_FILES}::test_yaml_is_read_as_it_was_looked_at",
+    ),
+    Mutant(
+        "a-directory-names-its-link",
+        "fedgen/experiments/identity.py",
+        'if link is not None and not _is_here(str(link).rpartition(":")[0].strip("[]")):',
+        "if False:",
+        f"{FOREIGN_FILES}::test_nor_whose_link_a_coordinator_asks",
+    ),
+    Mutant(
         "names-are-hydras-words",
         "fedgen/experiments/configuration.py",
         """            if group not in group_folders() or""",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import secrets
@@ -102,10 +103,23 @@ def going_on(config: DictConfig, asked: DictConfig) -> DictConfig:
 
 
 def check_here(config: DictConfig, remedy: str) -> None:
-    """Raises FedgenError if a run directory's own runtime is a cluster elsewhere."""
+    """Raises FedgenError if a run directory's own runtime is on another machine. ``remedy``: for a
+    cluster."""
     if (address := config.runtime.get("address")) is not None:
         problem = f"the run was on the cluster at {address}, and whether to trust it is not said"
         raise FedgenError("runtime.address", problem, remedy.format(address))
+    link = config.runtime.get("superlink")
+    if link is not None and not _is_here(str(link).rpartition(":")[0].strip("[]")):
+        problem = f"the run's link was at {link}, and whether to trust it is not said"
+        remedy = f"add runtime=deployed runtime.superlink={link} runtime.ca=FILE"
+        raise FedgenError("runtime.superlink", problem, remedy)
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def new_run(ready: Setup) -> tuple[RunDir, str]:

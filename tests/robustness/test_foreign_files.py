@@ -175,6 +175,9 @@ def test_settings_are_not_resolved_once_more(text: str, tmp_path: Path) -> None:
         build(settings, "data")
     with pytest.raises(FedgenError, match="_args_"):
         build({"_target_": "fedgen.data.datasets.digits", "_args_": [1]}, "data")
+    for call in ({"_args_": []}, {"_args_": {"_partial_": 1}}, {"_recursive_": {}}):
+        with pytest.raises(FedgenError, match="is not a setting"):
+            build({"_target_": "fedgen.data.datasets.digits", **call}, "data")
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,13 @@ def test_a_directory_does_not_say_whose_machines_see_rows(run: Path, capsys: Cap
         capsys, "release", f"run={run}", f"out={out}", f"run_dir={run.parent}/released"
     )
     assert content(run) == before
+
+
+def test_nor_whose_link_a_coordinator_asks(run: Path, capsys: Captured) -> None:
+    for link in ("a.example:1", "[2001:db8::1]:1", "10.0.0.1:1"):
+        change(run / "config.yaml", lambda told, at=link: told["runtime"].update(superlink=at))
+        said = refused(capsys, "train", f"resume={run}", "rounds=4")
+        assert f"runtime=deployed runtime.superlink={link} runtime.ca=FILE" in said
 
 
 def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
@@ -539,6 +549,13 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 def test_yaml_has_nothing_that_is_looked_up(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"it has \$\{"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
+    """A mark of byte order begins a comment to libyaml, and text to others."""
+    (tmp_path / "a.yaml").write_text('{a:\n\ufeff#, b: "${oc.env:HOME}"\n, c: 1}')
     with pytest.raises(ValueError, match=r"it has \$\{"):
         read_yaml(tmp_path / "a.yaml")
 
