@@ -1646,8 +1646,8 @@ MUTANTS = [
     Mutant(
         "names-are-hydras-words",
         "fedgen/experiments/configuration.py",
-        """            if group not in group_folders() or""",
-        "            if",
+        "            if not own or not re",
+        "            if not re",
         f"{FOREIGN_FILES}::test_names_are_options_and_no_words_of_hydras",
     ),
     Mutant(

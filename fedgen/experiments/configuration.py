@@ -171,7 +171,10 @@ def check_restored(config: DictConfig) -> None:
     try:
         chosen = {str(group): choice for group, choice in config.names.items() if choice}
         for group, choice in chosen.items():  # Hydra's own words would have it import and read
-            if group not in group_folders() or not re.fullmatch(r"[\w-]+", str(choice)):
+            own = (
+                re.fullmatch(r"\w+(@[\w.]+)?", group) and group.partition("@")[0] in group_folders()
+            )
+            if not own or not re.fullmatch(r"[\w-]+", str(choice)):
                 raise FedgenError(f"names.{group}", f"cannot be {choice!r}", "restore it")
         groups = (*_of_extensions(), *(f"{group}={choice}" for group, choice in chosen.items()))
         check_kinds(config, _composed("config", groups, _edited())[0])
