@@ -1596,7 +1596,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-matrix-says-where-rows-go",
-        "fedgen/experiments/benchmark.py",
+        "fedgen/experiments/matrix.py",
         "        if OmegaConf.select(point.config, key):",
         "        if False:",
         f"{FOREIGN_FILES}::test_a_matrix_does_not_say_where_rows_or_figures_go",
@@ -1646,13 +1646,13 @@ MUTANTS = [
     Mutant(
         "names-are-hydras-words",
         "fedgen/experiments/configuration.py",
-        "            if not own or not re",
+        "            if not known or not re",
         "            if not re",
         f"{FOREIGN_FILES}::test_names_are_options_and_no_words_of_hydras",
     ),
     Mutant(
         "a-matrix-has-hydras-words",
-        "fedgen/experiments/benchmark.py",
+        "fedgen/experiments/matrix.py",
         """        if not _KEY.match(word) or "$" in word or (group and not named):""",
         "        if False:",
         f"{FOREIGN_FILES}::test_a_matrix_has_no_words_of_hydras",

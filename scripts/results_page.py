@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from fedgen.errors import FedgenError
-from fedgen.experiments.benchmark import points_of, read_matrix
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import opened
+from fedgen.experiments.matrix import points_of, read_matrix
 from fedgen.files import digest
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir

@@ -1,4 +1,4 @@
-"""A matrix of runs, methods x data x epsilon x seeds, and the table that they come to.
+"""The runs of a matrix, and the table that they come to.
 
 Each run is a process of its own. Those that are finished are left alone, those that were cut off go
 on: a benchmark that is called again with its ``run_dir`` ends where it would have ended.
@@ -11,78 +11,37 @@ import io
 import itertools
 import json
 import math
-import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import jsonschema
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
 from fedgen.experiments import validation
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.overrides import group_folders, key_of, named
+from fedgen.experiments.matrix import (
+    Point,
+    check_here,
+    cut,
+    points_of,
+    read_matrix,
+    target_name,
+)
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.files import read_yaml, write_whole
+from fedgen.files import write_whole
 from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, schema
+from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import averages
 
-_SEE = "see configs/matrix/digits.yaml"
 _BELOW = (
     "Shares in percent, mean ± standard deviation over n seeds. ε is the largest of any single "
     "run. Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
 )
 _Row = dict[str, Any]
-_KEY = re.compile(r"\+{0,2}(?!hydra)[A-Za-z_][\w./]*=")
-"""A setting's, none of Hydra's own: these have it import and read what they name."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run: where it is in the matrix, its directory, and the words of its settings, but for
-    the seed."""
-
-    method: str
-    data: str
-    epsilon: float | None
-    seed: int
-    run_dir: Path
-    words: list[str]
-
-    @property
-    def name(self) -> str:
-        """Its run directory's."""
-        return self.run_dir.name
-
-    @cached_property
-    def config(self) -> DictConfig:
-        """Its configuration, composed when it is asked for: a matrix has many points."""
-        config = _composed(*self.words).copy()
-        config.seed = self.seed
-        config.run_dir = str(self.run_dir)  # no word: a path may have what Hydra takes for its own
-        return config
-
-
-@cache
-def _composed(*words: str) -> DictConfig:
-    return compose("config", list(words))
-
-
-def _target(epsilon: float | None) -> str:
-    """As it stands in a run's name: 10 and 10.0 are the same."""
-    if epsilon is None:
-        return "inf"
-    return f"{epsilon:g}" if float(f"{epsilon:g}") == epsilon else str(epsilon)
 
 
 def benchmark(config: DictConfig) -> str:
@@ -94,13 +53,13 @@ def benchmark(config: DictConfig) -> str:
         Interrupted: if it was asked to end; the runs have kept what they had.
     """
     whole = read_matrix(str(config.matrix))
-    matrix = _cut(whole, config)
+    matrix = cut(whole, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     points = list(points_of(matrix, place))
     known = {point.name: point for point in [*points_of(whole, place), *points]}
     for point in points:
         validation.check(point.config)
-        _check_here(point)
+        check_here(point)
     for point in known.values():  # what is not asked for now may be in the table all the same
         if (place / point.name / "config.yaml").exists():
             check_same(point.config, place / point.name)
@@ -123,15 +82,6 @@ def benchmark(config: DictConfig) -> str:
     return words
 
 
-def _check_here(point: Point) -> None:
-    """Raises FedgenError for a point that sends rows, or what is logged, to another machine: a
-    matrix is data, and may be somebody else's."""
-    for key in ("runtime.address", "runtime.superlink", "logger.uri", "logger.online"):
-        if OmegaConf.select(point.config, key):
-            problem = f"{point.name} names {key}, which is no word of a matrix"
-            raise FedgenError("matrix", problem, "leave it out, or run it by fedgen train")
-
-
 def _check_judged_alike(point: Point, place: Path) -> None:
     """Raises FedgenError for a run that was evaluated again in another way."""
     run = place / point.name
@@ -141,81 +91,6 @@ def _check_judged_alike(point: Point, place: Path) -> None:
     if RunDir(run).results().get("judged_by") != chosen:
         problem = f"{run} was judged in another way since"
         raise FedgenError("run_dir", problem, "judge it again as the matrix does, or remove it")
-
-
-def read_matrix(name: str) -> DictConfig:
-    """A matrix by its name in ``configs/matrix``, or by its file.
-
-    Raises:
-        FedgenError: if there is none.
-    """
-    path = Path(name) if name.endswith(".yaml") else named("matrix", name)
-    try:
-        matrix = OmegaConf.create(read_yaml(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        problem = f"{path} cannot be read: {str(error).splitlines()[0]}"
-        raise FedgenError("matrix", problem, _SEE) from error
-    return _checked(matrix, f"{path}: ", "matrix.")
-
-
-def _checked(matrix: Any, where: str, prefix: str) -> DictConfig:
-    """A matrix as it should be. Raises FedgenError for another."""
-    try:
-        jsonschema.validate(OmegaConf.to_container(matrix, resolve=True), schema("matrix"))
-    except OmegaConfBaseException as error:
-        problem = f"{where}{str(error).splitlines()[0]}"
-        raise FedgenError("matrix", problem, _SEE) from error
-    except jsonschema.ValidationError as error:
-        key = prefix + ".".join(map(str, error.absolute_path))
-        raise FedgenError(key.rstrip("."), f"{where}{error.message}", _SEE) from error
-    assert isinstance(matrix, DictConfig)
-    for word in _words(matrix):
-        group = key_of(word) in group_folders() or "/" in key_of(word)
-        named = re.fullmatch(r"[\w-]+", word.partition("=")[2])
-        if not _KEY.match(word) or "$" in word or (group and not named):
-            problem = f"{where}{word!r} is no word of a matrix"
-            raise FedgenError(f"{prefix}settings", problem, _SEE)
-    return matrix
-
-
-def _words(matrix: DictConfig) -> Iterator[str]:
-    yield from matrix.settings
-    for method in matrix.methods.values():
-        for name, words in method.items():
-            if name == "settings" or str(name).startswith("on_"):
-                yield from words
-
-
-def _cut(matrix: DictConfig, config: DictConfig) -> DictConfig:
-    """The part of a matrix that the command asks for."""
-    matrix = matrix.copy()
-    for axis in ("data", "epsilons", "seeds", "methods"):
-        chosen = config[axis]
-        if chosen is None:
-            continue
-        if not isinstance(chosen, ListConfig) or not chosen or len(set(chosen)) < len(chosen):
-            problem = f"must be a list of different values, got {chosen!r}"
-            raise FedgenError(axis, problem, f"e.g. {axis}=[...]")
-        if axis == "methods":
-            unknown = [each for each in chosen if each not in matrix.methods]
-            if unknown:
-                known = ", ".join(matrix.methods)
-                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {known}")
-            matrix.methods = {each: matrix.methods[each] for each in chosen}
-        else:
-            matrix[axis] = chosen
-    return _checked(matrix, "", "")
-
-
-def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
-    """All points of a matrix, seeds last: a first table of all methods is there soon."""
-    axes = matrix.seeds, matrix.data, matrix.epsilons, matrix.methods.items()
-    for seed, data, epsilon, (method, chosen) in itertools.product(*axes):
-        words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
-        none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
-        name = f"{method}-{data}-{_target(epsilon)}-{seed}"
-        words += [f"data={data}", none]
-        yield Point(str(method), data, epsilon, seed, place / name, words)
 
 
 def write_table(
@@ -246,7 +121,7 @@ def write_table(
     for (data, method, _), cell in cells.items():
         panels.setdefault(data, {}).setdefault(method, []).append(_curve(cell, place))
     judges = list(RunDir(place / points[0].name).results()["gen2real"])
-    accuracy = f"gen2real accuracy, {judges[0].replace('_', ' ')}" if judges else "gen2real"
+    accuracy = f"gen2real accuracy, {judges[0]}" if judges else "gen2real accuracy"
     privacy_against_utility(panels, "proven ε (server)", accuracy, place / "benchmark.png")
     return text
 
@@ -294,7 +169,7 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
         whole = len(known) == len(cell)  # a mean is of all runs, or there is none
         row[name] = mean(known) if whole else None
         row[f"{name}_std"] = stdev(known) if whole and len(known) > 1 else None
-    row["paper_gen2real_cnn"] = paper.get(_target(first.epsilon))
+    row["paper_gen2real_cnn"] = paper.get(target_name(first.epsilon))
     row["training_seconds"] = mean(r["seconds"] for r in results)
     row["peak_rss_bytes"] = max(r["peak_rss_bytes"] for r in results)
     row["bytes_up"] = mean(r["bytes"]["up"] for r in results)

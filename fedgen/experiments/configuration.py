@@ -170,12 +170,11 @@ def check_restored(config: DictConfig) -> None:
     """
     try:
         chosen = {str(group): choice for group, choice in config.names.items() if choice}
-        for group, choice in chosen.items():  # Hydra's own words would have it import and read
-            own = (
-                re.fullmatch(r"\w+(@[\w.]+)?", group) and group.partition("@")[0] in group_folders()
-            )
-            if not own or not re.fullmatch(r"[\w-]+", str(choice)):
-                raise FedgenError(f"names.{group}", f"cannot be {choice!r}", "restore it")
+        for name, choice in chosen.items():  # Hydra's own words would have it import and read
+            group, _, inside = name.partition("@")
+            known = group in group_folders() and re.fullmatch(r"[\w.]*", inside)
+            if not known or not re.fullmatch(r"[\w-]+", str(choice)):
+                raise FedgenError(f"names.{name}", f"cannot be {choice!r}", "restore it")
         groups = (*_of_extensions(), *(f"{group}={choice}" for group, choice in chosen.items()))
         check_kinds(config, _composed("config", groups, _edited())[0])
     except (HydraException, OmegaConfBaseException, AttributeError) as error:

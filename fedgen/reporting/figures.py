@@ -158,7 +158,7 @@ def privacy_against_utility(
         axes.set_xlabel(x)
         axes.grid(alpha=0.3)
         if place == 0:
-            axes.set_ylabel(y)
+            axes.set_ylabel(_plain(y) or "")
     if shown:
         names = [name or "" for name in shown]
         figure.legend(shown.values(), names, loc="outside right upper", fontsize=8)

@@ -64,7 +64,7 @@ def beliefs(value: float | None, delta: float) -> list[tuple[float, float]]:
 
 
 _NOISE = {
-    "secure": "From the operating system, and kept nowhere.",
+    "secure": "From the operating system: it follows from no seed.",
     "seeded": "From a seed: whoever knows it can remove the noise.",
     "none": "None.",
 }

@@ -20,7 +20,7 @@ from tiny import tiny
 
 import configs
 from fedgen import cli
-from fedgen.experiments.benchmark import points_of, read_matrix
+from fedgen.experiments.matrix import points_of, read_matrix
 from fedgen.experiments.validation import check
 from fedgen.reporting.run_dir import RunDir
 
