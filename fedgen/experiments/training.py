@@ -106,7 +106,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 problem = f"{run_dir.path} was changed by another process just now"
                 raise FedgenError("resume", problem, "try again")
             if longer is not None:
-                enter(ready, run_dir, name, anew=True)
+                enter(ready, run_dir, name)  # which may cost more now
                 run_dir.set_aside(before.rounds)
                 run_dir.identify({**identity, "rounds": longer})
         if ready.privacy.noise == "secure":
