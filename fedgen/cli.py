@@ -7,6 +7,7 @@ import difflib
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedgen.allocator import keep_freed_memory
-from fedgen.errors import INTERRUPTED, FedgenError, check_system, status_of
+from fedgen.errors import INTERRUPTED, FedgenError, Interrupted, check_system, status_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -192,11 +193,20 @@ def _command(command: str, *rest: str) -> None:
     if command == "node" and rest[:1] == ("log",):
         rest = ("log=true", *rest[1:])
     configs = _configurations(command, rest)
-    if "--cfg" not in rest and {"-m", "--multirun"} & set(rest):
-        _sweep(configs)
-    else:
-        for config in configs:
-            print(_resolved(config) if "--cfg" in rest else COMMANDS[command].run(config))
+    if "--cfg" in rest:
+        print("\n".join(map(_resolved, configs)))
+        return
+    try:
+        if {"-m", "--multirun"} & set(rest):
+            _sweep(configs)
+        else:
+            print(COMMANDS[command].run(configs[0]))
+    except Interrupted as error:
+        if error.place is None:
+            raise
+        words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
+        again = shlex.join(["fedgen", command, *words])
+        raise Interrupted(f"{error}; go on with: {again}") from error
 
 
 def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
@@ -225,7 +235,10 @@ def _sweep(configs: list[DictConfig]) -> None:
     for config in configs:
         validation.check(config)
     for config in configs:
-        print(sweep.run(config))
+        try:
+            print(sweep.run(config))
+        except Interrupted as error:
+            raise Interrupted("interrupted", Path(config.run_dir).parent) from error
     print(sweep.table(configs))
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended
 MACHINE_FAILED = 3
@@ -46,7 +47,12 @@ def check_system() -> None:
 
 
 class Interrupted(Exception):  # noqa: N818 (it is no error)
-    """A run that was asked to end before it was done."""
+    """A run that was asked to end before it was done. ``place``: where the same command, with this
+    ``run_dir``, goes on; None where the text says how."""
+
+    def __init__(self, text: str, place: Path | None = None) -> None:
+        self.place = place
+        super().__init__(text)
 
 
 _held: list[BaseException] = []

@@ -30,16 +30,22 @@ def write_whole(path: Path, data: bytes, durable: bool = True, mode: int = 0o666
 
     durable: waits for the disk, so that the new one outlives a power cut as well.
     mode: who may read and write it, less what the process masks.
+
+    Raises:
+        OSError: if it cannot be written, with the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError as error:  # of a full disk Python does not say where it is
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def digest(*parts: bytes) -> str:

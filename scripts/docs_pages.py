@@ -62,7 +62,9 @@ def settings(configs: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Adds to a method's page what its file says, and its settings."""
+    """Keeps a figure and its spread on one line; adds to a method's page what its file says, and
+    its settings."""
+    markdown = markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     place = Path(page.file.src_uri)
     if place.parent.name != "methods":
         return markdown

@@ -67,8 +67,7 @@ def benchmark(config: DictConfig) -> str:
     jobs = jobs_at_a_time(config.jobs, [point.config for point in points])
     missing = [point for point in points if not RunDir(place / point.name).finished]
     lanes = {point.name: [point.config] for point in missing}
-    go_on = f"fedgen benchmark ... run_dir={place}"
-    failed = train_beside(lanes, place / "logs", jobs, "runs", go_on)
+    failed = train_beside(lanes, place / "logs", jobs, "runs", place)
     done = [point for point in known.values() if RunDir(place / point.name).finished]
     asked = {point.name for point in points}
     begun = [name for name in known if name in asked or (place / name).exists()]

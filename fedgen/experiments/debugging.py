@@ -99,14 +99,13 @@ def debug(config: DictConfig) -> str:
     missing = [chosen for name, chosen in runs.items() if not RunDir(place / name).finished]
     # a lane trains several: to begin a process takes as long as a short run
     lanes = {f"lane-{number}": missing[number::jobs] for number in range(min(jobs, len(missing)))}
-    go_on = f"fedgen debug ... run_dir={place}"
-    failed = train_beside(lanes, place / "logs", jobs, "generators", go_on)
+    failed = train_beside(lanes, place / "logs", jobs, "generators", place)
     if failed:
         raise FedgenError("debug", "a generator's run failed", f"see {failed[0]}")
     try:
         return _compare(config, split, held, clients, place)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; go on with {go_on}") from None
+        raise Interrupted("interrupted", place) from None
 
 
 def _check(config: DictConfig) -> None:

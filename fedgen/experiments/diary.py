@@ -24,7 +24,12 @@ from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.loggers import Logger
-from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
+from fedgen.reporting.progress import (
+    RunProgress,
+    bytes_in_words,
+    epsilon_in_words,
+    pace_in_words,
+)
 from fedgen.reporting.run_dir import RunDir
 
 _HELD_OUT_SHOWN = 1000  # rows that each line of metrics looks at
@@ -138,7 +143,7 @@ class Diary:
             f"ε {epsilon_in_words(views['server'].value)} server, "
             f"{epsilon_in_words(views['release'].value)} release  "
             f"{bytes_in_words(up)} up, {bytes_in_words(down)} down  "
-            f"{state.rounds / self._clock.rounds:.3g} rounds/s{_in_words(state.failures)}",
+            f"{pace_in_words(state.rounds, self._clock.rounds)}{_in_words(state.failures)}",
         )
 
     def _judge(self, state: RunState) -> None:

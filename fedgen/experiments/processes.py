@@ -58,13 +58,13 @@ def jobs_at_a_time(asked: object, configs: Sequence[DictConfig]) -> int:
     return asked
 
 
-def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) -> list[Path]:
+def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, place: Path) -> list[Path]:
     """Trains all runs, or goes on with those that were begun, ``jobs`` lanes at a time.
 
     Args:
         logs: the folder of what lanes say, ``NAME.log``.
         stage: what runs are called while it goes on.
-        go_on: the command that goes on, for whoever interrupts it.
+        place: where the same command goes on, for whoever interrupts it.
 
     Returns:
         The logs of lanes in which a run failed; its later runs were left.
@@ -102,7 +102,7 @@ def train_beside(lanes: Lanes, logs: Path, jobs: int, stage: str, go_on: str) ->
             progress.say("waiting for the runs to save what they have; once more to end at once")
             for process in running.values():
                 process.join()
-            raise Interrupted(f"interrupted; go on with {go_on}") from None
+            raise Interrupted("interrupted", place) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

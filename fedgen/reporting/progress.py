@@ -98,6 +98,13 @@ def epsilon_in_words(value: float | None) -> str:
     return f"{-(-value * 100 // 1) / 100:.2f}"
 
 
+def pace_in_words(rounds: int, seconds: float) -> str:
+    """How fast a run goes, for people: rounds a second, or the seconds that a round takes."""
+    if rounds >= seconds:
+        return f"{rounds / seconds:.3g} rounds/s"
+    return f"{seconds / rounds:.3g} s a round"
+
+
 def bytes_in_words(count: int) -> str:
     """A number of bytes for people."""
     size = float(count)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgen.evaluation.coherence import NOISE
-from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.progress import bytes_in_words, epsilon_in_words, pace_in_words
 
 NOT_IN_THE_FOLDER = (
     "Whoever runs the training, takes part or sees its messages: bounds of their own, not in this "
@@ -289,10 +289,9 @@ def summary(path: Path) -> str:
     taken = results["seconds_per_round"]
     parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in PARTS.items() if n in taken)
     if results["rounds_per_second"]:
-        lines.append(
-            f"{results['rounds_per_second']:.3g} rounds/s ({parts} a round), peak memory "
-            f"{bytes_in_words(results['peak_rss_bytes'])}"
-        )
+        pace = pace_in_words(results["rounds"], results["seconds"])
+        peak = bytes_in_words(results["peak_rss_bytes"])
+        lines.append(f"{pace} ({parts} a round), peak memory {peak}")
     made = (
         "public/samples.png",
         "public/generator.safetensors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ def test_told_to_end_it_says_how_to_go_on(sign: str, tmp_path: Path) -> None:
     begun = len(list(place.glob("*-*/config.yaml")))
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 130
-    assert f"go on with fedgen debug ... run_dir={place}" in process.errors
+    said = process.errors.partition("go on with: fedgen ")[2]
+    assert shlex.split(said) == ["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
     assert len(list(place.glob("*-*/config.yaml"))) <= begun + 1
 
 

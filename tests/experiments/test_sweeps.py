@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
+from forked import Command, until
 from tiny import tiny
 
 import configs
@@ -84,6 +87,18 @@ def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (place / "sweep.png").stat().st_size > 0
     assert cli.run([*command, "seed=7"]) == 2
     assert f"run_dir: {place}/0 was made with another seed" in capsys.readouterr().err
+
+
+def test_told_to_end_it_says_how_all_of_it_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "sweep"
+    command = ["train", "-m", *tiny("dp_merf_small"), "method=dp_merf_small", "seed=0,1"]
+    process = Command([*command, "rounds=100000", "runtime.threads=1", f"run_dir={place}"])
+    until(process, place / "0" / "metrics.jsonl")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130
+    again = shlex.split(process.errors.partition("go on with: ")[2])
+    assert again == ["fedgen", *command, "rounds=100000", "runtime.threads=1", f"run_dir={place}"]
+    assert not (place / "1").exists()
 
 
 def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:

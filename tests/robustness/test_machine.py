@@ -64,7 +64,8 @@ def test_a_machine_that_is_full(limit: str, train: Train, tmp_path: Path) -> Non
     done = subprocess.run(limited, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("fedgen: ")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"fedgen: {run}" if limit.startswith("-f") else "fedgen: ")
     if (run / "config.yaml").exists():
         assert cli.run(["train", f"resume={run}"]) == 0
         assert fingerprint(run) == fingerprint(whole)
