@@ -231,7 +231,9 @@ def _sweep(configs: list[DictConfig]) -> None:
     """Runs what is missing, goes on with what was cut off, and writes down how all of it came out.
     No combination runs if the settings of one are wrong by themselves, without its data."""
     from fedgen.experiments import sweep, validation
+    from fedgen.files import check_no_links
 
+    check_no_links(Path(configs[0].run_dir).parent, "run_dir")
     for config in configs:
         validation.check(config)
     for config in configs:

@@ -18,7 +18,12 @@ _OF_THE_MACHINE = {
 
 _OF_MEMORY = (
     *("allocate memory", "out of memory"),
-    *("failed to map segment", "can't start new thread", "Resource temporarily unavailable"),
+    *(
+        "failed to map segment",
+        "can't start new thread",
+        "size calculation overflowed",
+        "Resource temporarily unavailable",
+    ),
 )
 
 
@@ -33,7 +38,9 @@ class FedgenError(Exception):
 
     def __init__(self, key: str, problem: str, remedy: str) -> None:
         self.key, self.problem, self.remedy = key, problem, remedy
-        super().__init__(" ".join(f"{key}: {problem}; {remedy}".split()))
+        line = " ".join(f"{key}: {problem}; {remedy}".split())
+        # a file that somebody handed over may be quoted in it, and a terminal obeys control codes
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
 
     def __reduce__(self) -> tuple[type[FedgenError], tuple[str, str, str]]:
         return type(self), (self.key, self.problem, self.remedy)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedgen.errors import FedgenError
 _MOST_YAML = 2**20  # bytes: a hundred times what a run's settings have
 _MOST_TEXT = 2**28
 _DEEPEST = 50  # levels of YAML
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter that JSON writes as two
 _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
 
 
@@ -87,20 +89,26 @@ def read_json(path: Path) -> Any:
 
 
 def as_json(text: str) -> Any:
-    """What a text holds. Raises ValueError if it is no JSON, or nested too deep."""
+    """What a text holds. Raises ValueError if it is no JSON, is nested too deep, or has halves of
+    letters, which cannot be written again."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
 
 def read_yaml(path: Path) -> str:
-    """A file of YAML, as text that may be parsed: aliases could make a few lines into gigabytes,
-    and what stands in ``${}`` is looked up, in the environment too, wherever settings are resolved.
+    """A file of YAML, as text that may be parsed, and says what its reader sees: aliases could make
+    a few lines into gigabytes, what stands in ``${}`` is looked up, in the environment too,
+    wherever settings are resolved, tags make other things than text and numbers, and of a key that
+    stands twice the last one counts.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: for one that is too large, nested too deep, or has aliases or ``${``.
+        ValueError: for one that is too large, nested too deep, or has any of these.
         yaml.YAMLError: for one that is none.
     """
     text = _text(path, _MOST_YAML)
@@ -112,13 +120,32 @@ def read_yaml(path: Path) -> str:
                 raise ValueError("it has aliases")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
                 raise ValueError("it has ${")
+            if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
+                raise ValueError(f"it has a tag ({event.tag})")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise ValueError("nested too deep")
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     return text
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    """Raises ValueError for a key that stands twice, or takes over what another mapping has."""
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            _check_keys(each)
+    if isinstance(node, yaml.MappingNode):
+        known = set[str]()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                raise ValueError("it has a key that is no name")
+            if key.value in known:
+                raise ValueError(f"it has {key.value!r} twice")
+            known.add(key.value)
+            _check_keys(value)
 
 
 def _text(path: Path, most: int) -> str:
@@ -129,16 +156,18 @@ def _text(path: Path, most: int) -> str:
 
 def check_no_links(folder: Path, key: str) -> None:
     """A folder that somebody handed over holds all that is in it: a link would have fedgen read,
-    or overwrite, what lies elsewhere.
+    or overwrite, what lies elsewhere. A folder that is not there has none.
 
     Raises:
-        FedgenError: for a link in it, named by the setting ``key``.
+        FedgenError: for a link or a device in it, named by the setting ``key``.
     """
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(place, name)
             if path.is_symlink():
                 raise FedgenError(key, f"{path} is a link", "put what it leads to in its place")
+            if not path.is_file() and not path.is_dir():  # to read a pipe is to wait
+                raise FedgenError(key, f"{path} is no file", "remove it")
 
 
 def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:

@@ -132,6 +132,7 @@ class Run(Generator):
     def privacy(self) -> dict[str, Any]:
         """``privacy.json``: what is proven for each client and adversary, beside what a paper's
         formula would claim."""
+        self.results  # noqa: B018 (which repeat its ε)
         return RunDir(self.path).privacy()
 
     @property

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import check_restored, compose
+from fedgen.experiments.configuration import check_restored, compose, target
 from fedgen.experiments.validation import check as check_settings
 from fedgen.files import as_json
 
@@ -84,7 +84,7 @@ class Request:
             ],
         )
         for place in ("method", "warm_up.method"):
-            here, there = (_target(OmegaConf.create(each), place) for each in (own, asked))
+            here, there = (target(OmegaConf.create(each), place) for each in (own, asked))
             if here != there:
                 problem = f"{there} is not what {self.names[place.partition('.')[0]]} is"
                 raise FedgenError(f"{place}._target_", problem, "it is no run of fedgen")
@@ -100,11 +100,6 @@ class Request:
             problem = str(error).splitlines()[0]
             raise FedgenError("request", problem, "it is no run of fedgen") from error
         return own
-
-
-def _target(config: DictConfig, place: str) -> object:
-    found = OmegaConf.select(config, place)
-    return found.get("_target_") if isinstance(found, DictConfig) else None
 
 
 def read(text: str) -> Request:

@@ -31,7 +31,7 @@ from fedgen.experiments.matrix import (
 )
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.files import write_whole
+from fedgen.files import check_no_links, write_whole
 from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 from fedgen.reporting.run_dir import RunDir
@@ -55,6 +55,7 @@ def benchmark(config: DictConfig) -> str:
     whole = read_matrix(str(config.matrix))
     matrix = cut(whole, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
+    check_no_links(place, "run_dir")
     points = list(points_of(matrix, place))
     known = {point.name: point for point in [*points_of(whole, place), *points]}
     for point in points:
@@ -130,7 +131,7 @@ def _row(matrix: DictConfig, cell: Sequence[Point], place: Path) -> _Row:
     first, results, records = cell[0], [], []
     for point in cell:
         results.append(RunDir(place / point.name).results())
-        records.append(json.loads((place / point.name / "privacy.json").read_text()))
+        records.append(RunDir(place / point.name).privacy())
     claimed = [record["claimed"] and record["claimed"]["epsilon"] for record in records]
     paper = OmegaConf.select(
         matrix.methods[first.method], f"paper.{first.data}", default=DictConfig({})

@@ -161,6 +161,16 @@ def _of(key: str) -> str:
     return key.partition(".")[0]
 
 
+_BUILT = ("data", "partition", "method", "warm_up.method", "runtime")
+"""What groups have called for them; what is called inside of it may be another's."""
+
+
+def target(config: DictConfig, place: str) -> object:
+    """What is called at a place of the settings; None if nothing is."""
+    found = OmegaConf.select(config, place)
+    return found.get("_target_") if isinstance(found, DictConfig) else None
+
+
 def check_restored(config: DictConfig) -> None:
     """Holds the settings that a run was made with against those that there are: what an editor, or
     a bad disk, made of them is no mistake of a program's.
@@ -169,14 +179,22 @@ def check_restored(config: DictConfig) -> None:
         FedgenError: for the first that is missing, or of another kind.
     """
     try:
-        chosen = {str(group): choice for group, choice in config.names.items() if choice}
+        chosen = {str(group): choice for group, choice in config.names.items()}
         for name, choice in chosen.items():  # Hydra's own words would have it import and read
             group, _, inside = name.partition("@")
             known = group in group_folders() and re.fullmatch(r"[\w.]*", inside)
-            if not known or not re.fullmatch(r"[\w-]+", str(choice)):
+            if not known or not isinstance(choice, str) or not re.fullmatch(r"[\w-]+", choice):
                 raise FedgenError(f"names.{name}", f"cannot be {choice!r}", "restore it")
         groups = (*_of_extensions(), *(f"{group}={choice}" for group, choice in chosen.items()))
-        check_kinds(config, _composed("config", groups, _edited())[0])
+        default = _composed("config", groups, _edited())[0]
+        for place in _BUILT:
+            found = target(config, place)
+            if found != target(default, place) and not factories.is_outside(found):
+                group = place.partition(".")[0]
+                problem = f"{found} is not what {group}={chosen.get(group)} is"
+                raise FedgenError(f"{place}._target_", problem, "restore it")
+        check_kinds(config, default)
+        check_whole(config)
     except (HydraException, OmegaConfBaseException, AttributeError) as error:
         remedy = "set FEDGEN_EXTENSIONS=PACKAGE, if the run needs one"
         raise FedgenError("names", "do not fit the rest", remedy) from error

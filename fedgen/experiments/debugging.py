@@ -35,7 +35,7 @@ from fedgen.experiments import settings, validation
 from fedgen.experiments.generation import draw_samples, load_generator
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.files import cache, write_whole
+from fedgen.files import cache, check_no_links, write_whole
 from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.progress import epsilon_in_words
@@ -70,6 +70,7 @@ def debug(config: DictConfig) -> str:
     """
     _check(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
+    check_no_links(place, "run_dir")
     _check_place(config, place)
     validation.check(_of_part(config, None, place))
     jobs = jobs_at_a_time(config.jobs, [config])

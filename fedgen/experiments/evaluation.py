@@ -37,7 +37,14 @@ from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import cache, digest, read_arrays, write_shared, write_whole
+from fedgen.files import (
+    cache,
+    check_no_links,
+    digest,
+    read_arrays,
+    write_shared,
+    write_whole,
+)
 from fedgen.method import Tensors
 from fedgen.reporting import words
 from fedgen.reporting.figures import histograms, sample_grid
@@ -136,6 +143,9 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
     order = torch.randperm(given, generator=coins.public("order")).numpy()[:most]
     samples = samples[0][order], samples[1][order]  # files may come sorted by label
     out = path.with_name(f"{path.stem}_evaluation")
+    if out.is_symlink():
+        raise FedgenError("samples", f"{out} is a link", "remove it")
+    check_no_links(out, "samples")
     coins = coins.at("evaluation")
     with RunProgress() as progress:
         found = suite(config.evaluation, data, data.images, samples, coins, progress, out)

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import platform
 import secrets
+import shlex
 import time
 from importlib import metadata
 from pathlib import Path
@@ -56,20 +57,31 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
     if type(identity.get("environment", {})) is not dict:
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
-    if not _are_open(identity.get("left_open", {})):
-        raise FedgenError(key, f"{path}/run.json was altered", "restore it")
+    left_open(path, config, identity, key)
+    if config.get("resume") is not None:  # it would have what follows go on with another run
+        raise FedgenError(key, f"{path}/config.yaml was altered (resume)", "restore it")
     config.rounds = rounds
     # where a run logs to is no word of its directory's: somebody may have handed that over
     config.logger, config.names.logger = _NO_LOGGER, "none"
     return run_dir, config, identity
 
 
-def _are_open(told: object) -> bool:
-    """Whether these are what a method settled for itself: its rounds, and numbers of its own."""
-    return isinstance(told, dict) and all(
-        (key == "rounds" or key.startswith("method.")) and (value is None or type(value) is int)
-        for key, value in told.items()
-    )
+def left_open(
+    path: Path, config: DictConfig, identity: dict[str, Any], key: str
+) -> dict[str, int | None]:
+    """What a method settled for itself, as it was before: its rounds, and settings of its own.
+
+    Raises:
+        FedgenError: if ``run.json`` has others there.
+    """
+    told = identity.get("left_open", {})
+    own = {f"method.{n}" for n in config.method if not OmegaConf.is_config(config.method[n])}
+    if not isinstance(told, dict) or not all(
+        type(value) is int if name == "rounds" else name in own and value is None
+        for name, value in told.items()
+    ):
+        raise FedgenError(key, f"{path}/run.json was altered", "restore it")
+    return told
 
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
@@ -107,11 +119,12 @@ def check_here(config: DictConfig, remedy: str) -> None:
     cluster."""
     if (address := config.runtime.get("address")) is not None:
         problem = f"the run was on the cluster at {address}, and whether to trust it is not said"
-        raise FedgenError("runtime.address", problem, remedy.format(address))
+        raise FedgenError("runtime.address", problem, remedy.format(shlex.quote(str(address))))
     link = config.runtime.get("superlink")
     if link is not None and not _is_here(str(link).rpartition(":")[0].strip("[]")):
         problem = f"the run's link was at {link}, and whether to trust it is not said"
-        remedy = f"add runtime=deployed runtime.superlink={link} runtime.ca=FILE"
+        words = shlex.join(["runtime=deployed", f"runtime.superlink={link}"])
+        remedy = f"add {words} runtime.ca=FILE"
         raise FedgenError("runtime.superlink", problem, remedy)
 
 

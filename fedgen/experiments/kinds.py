@@ -70,12 +70,19 @@ class ByFunction:
     """Settings whose types the functions declare that they are for."""
 
 
+class WarmUp(TypedDict):
+    """Of ``configs/warm_up/``."""
+
+    method: ByFunction
+    noise_multiplier: float
+
+
 class Settings(TypedDict):
     """Of all commands."""
 
     device: Literal["auto", "cpu", "cuda"]
     method: ByFunction
-    warm_up: ByFunction
+    warm_up: WarmUp
     data: Data
     privacy: Privacy
     runtime: Runtime
@@ -163,6 +170,8 @@ def check_kinds(
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
             if "_target_" in old and "_target_" not in new:
                 raise FedgenError(f"{name}._target_", "is missing", "restore it")
+            if new.get("_partial_") != old.get("_partial_"):
+                raise FedgenError(f"{name}._partial_", "is not the default", "leave it as it is")
             if new.get("_target_") == old.get("_target_"):  # else with settings of its own
                 inside = declared if by_function else types.get(str(key))
                 check_kinds(new, old, inside, f"{name}.")

@@ -83,7 +83,9 @@ def _checked(matrix: Any, where: str, prefix: str) -> DictConfig:
     """A matrix as it should be, of settings alone: Hydra's other words, and options that are paths,
     have it import and read what they name. Raises FedgenError for another."""
     try:
-        jsonschema.validate(OmegaConf.to_container(matrix, resolve=True), schema("matrix"))
+        plain = OmegaConf.to_container(matrix, resolve=True)
+        _check_names(plain, where)
+        jsonschema.validate(plain, schema("matrix"))
     except OmegaConfBaseException as error:
         problem = f"{where}{str(error).splitlines()[0]}"
         raise FedgenError("matrix", problem, _SEE) from error
@@ -94,10 +96,19 @@ def _checked(matrix: Any, where: str, prefix: str) -> DictConfig:
     for word in _words(matrix):
         group = key_of(word) in group_folders() or "/" in key_of(word)
         named = re.fullmatch(r"[\w-]+", word.partition("=")[2])
-        if not _KEY.match(word) or "$" in word or (group and not named):
+        called = "._" in key_of(word)
+        if not _KEY.match(word) or "$" in word or called or (group and not named):
             problem = f"{where}{word!r} is no word of a matrix"
             raise FedgenError(f"{prefix}settings", problem, _SEE)
     return matrix
+
+
+def _check_names(plain: object, where: str) -> None:
+    """Raises FedgenError for a key that is no text: a schema looks at no other."""
+    for key, value in plain.items() if isinstance(plain, dict) else ():
+        if not isinstance(key, str):
+            raise FedgenError("matrix", f"{where}{key!r} is no name", f"quote it; {_SEE}")
+        _check_names(value, where)
 
 
 def _words(matrix: DictConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.identity import check_here, opened
+from fedgen.experiments.identity import check_here, left_open, opened
 from fedgen.experiments.training import train
 from fedgen.files import check_no_links
 from fedgen.reporting.run_dir import RunDir
@@ -78,7 +78,7 @@ def _for_release(was: DictConfig, identity: dict[str, Any], asked: DictConfig) -
     again = "train by fedgen train privacy.noise=secure evaluation=none runtime.address={}; pack it"
     check_here(was, again)
     now = was.copy()
-    for key, value in identity.get("left_open", {}).items():  # solved for anew
+    for key, value in left_open(Path(asked.run), was, identity, "run").items():  # solved for anew
         OmegaConf.update(now, key, value)
     quiet = compose("config", ["evaluation=none"])
     now.evaluation, now.names.evaluation = quiet.evaluation, "none"

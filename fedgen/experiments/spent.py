@@ -49,10 +49,17 @@ def enter(
     return file
 
 
-def widen(file: SpentFile | None, ready: Setup, name: str) -> None:
+def show(file: SpentFile | None, ready: Setup, name: str) -> None:
     """Notes that nothing hides a run's draws any longer: a missing answer may have shown one."""
     if file is not None:
-        file.widen(name, _with_gaps(ready))
+        file.show(name, _with_gaps(ready))
+
+
+def showed_draws(ready: Setup, run_dir: RunDir, name: str) -> bool:
+    """Whether draws of a run count as seen: by its directory, or where that is a copy from before,
+    by what its data have cost."""
+    outside = ready.privacy.noise == "secure" and not ready.dataset.elsewhere
+    return run_dir.unanswered.exists() or (outside and SpentFile.at_home().showed(name))
 
 
 def _with_gaps(ready: Setup) -> Spend:
@@ -69,7 +76,9 @@ def _count_deaths(file: SpentFile, entries: Sequence[Entry], own: Entry | None =
         died = _died(Path(entry.folder), entry.run)
         if own is not None and own.run == entry.run:
             died = bool(died) and own.folder != entry.folder
-        if died is not False:
+        if died:
+            file.show(entry.run, entry.gaps)
+        elif died is None:
             file.widen(entry.run, entry.gaps)
 
 

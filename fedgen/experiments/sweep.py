@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
+from fedgen.experiments.identity import left_open
 from fedgen.experiments.training import train
-from fedgen.files import read_json, read_yaml
 from fedgen.reporting.figures import curves
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import summary
@@ -45,7 +45,7 @@ def table(configs: list[DictConfig]) -> Path:
     lines, lanes = [], {}
     for config, settings in zip(configs, flat, strict=True):
         place = Path(config.run_dir)
-        results = json.loads((place / "results.json").read_text())
+        results = RunDir(place).results("run_dir")
         scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
         varied = {key: settings.get(key) for key in keys}
         spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
@@ -66,12 +66,14 @@ def table(configs: list[DictConfig]) -> Path:
 
 
 def check_same(config: DictConfig, place: Path) -> None:
-    """Raises FedgenError if a run was made with other settings than these."""
-    was, now = (
-        _flat(OmegaConf.to_container(each, resolve=True))
-        for each in (OmegaConf.create(read_yaml(place / "config.yaml")), config)
-    )
-    was |= read_json(place / "run.json").get("left_open", {})
+    """Raises FedgenError if a run was made with other settings than these, or was altered."""
+    _, made, identity = RunDir.open(place, "run_dir")
+    try:
+        was = _flat(OmegaConf.to_container(made, resolve=True))
+        was |= left_open(place, made, identity, "run_dir")
+    except (OmegaConfBaseException, AttributeError, TypeError) as error:
+        raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
+    now = _flat(OmegaConf.to_container(config, resolve=True))
     other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     other = [key for key in other if key not in ("run_dir", "resume")]
     if other:
@@ -82,8 +84,7 @@ def check_same(config: DictConfig, place: Path) -> None:
 
 def _along(place: Path) -> list[tuple[float, float]]:
     """(rounds, gen2real by the first classifier) along a run."""
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    judged = [line for line in lines if line.get("gen2real")]
+    judged = [line for line in RunDir(place).metrics() if line.get("gen2real")]
     means = [(line["round"], next(iter(line["gen2real"].values()))["mean"]) for line in judged]
     return [(float(rounds), float(mean)) for rounds, mean in means if mean is not None]
 

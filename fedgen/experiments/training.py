@@ -42,7 +42,7 @@ from fedgen.experiments.kinds import SAME_ON_EVERY_RUNTIME
 from fedgen.experiments.outcome import Clock, epsilon_figure, publish, results_of
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.sites import SiteOf, site
-from fedgen.experiments.spent import close, enter, widen
+from fedgen.experiments.spent import close, enter, show, showed_draws
 from fedgen.federation import checkpoint
 from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
@@ -116,7 +116,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
                 run_dir.unanswered.touch()
             if not new and ready.gaps_show and a_client_died(run_dir):
                 run_dir.unanswered.touch()
-        if run_dir.unanswered.exists():
+        if not new and showed_draws(ready, run_dir, name):
+            run_dir.unanswered.touch()
             ready = ready.counting_gaps()
         training = Training(ready, run_dir, name, watch, until)
         try:
@@ -199,7 +200,7 @@ class Training:
         self.spent = enter(self.ready, self.run_dir, self.name, over=self._is_over())
         gaps = self.run_dir.unanswered.exists()
         if gaps:
-            widen(self.spent, self.ready, self.name)
+            show(self.spent, self.ready, self.name)
         state = self._restore()
         if gaps and not self._over:  # which may be beyond the budget of its data now
             enter(self.ready, self.run_dir, self.name, anew=True)
@@ -326,7 +327,7 @@ class Training:
         then in what the data have cost."""
         if not self.run_dir.unanswered.exists():
             self.run_dir.unanswered.touch()
-            widen(self.spent, self.ready, self.name)
+            show(self.spent, self.ready, self.name)
 
     def _train(self, rounds: Rounds, state: RunState) -> None:
         def keep() -> None:

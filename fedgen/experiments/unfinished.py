@@ -19,6 +19,7 @@ from fedgen.experiments.accounts import (
 )
 from fedgen.experiments.identity import check_same_rows, opened
 from fedgen.experiments.settings import Setup
+from fedgen.experiments.spent import showed_draws
 from fedgen.federation import checkpoint
 from fedgen.method import Tensors
 from fedgen.privacy.accounting import Epsilon
@@ -62,7 +63,7 @@ def unfinished(path: Path, evaluation: DictConfig | None = None) -> Unfinished:
         config.evaluation = evaluation
     ready = settings.setup(config, identity["branch"])
     check_same_rows(ready, run_dir, identity, "run")
-    unanswered = run_dir.unanswered.exists() or _died(ready, run_dir)
+    unanswered = showed_draws(ready, run_dir, identity["run"]) or _died(ready, run_dir)
     if unanswered:
         try:
             ready = ready.counting_gaps()

@@ -78,6 +78,8 @@ def check(config: DictConfig) -> None:
             "a run that begins with another's weights has no ε of its own",
             "set privacy.target_epsilon=null and privacy.noise_multiplier, or take privacy=none",
         )
+    if OmegaConf.select(config, "audit.canaries") is not None:
+        _whole(config, "audit.canaries", 0, 10**9)
     check_parameters("method", config.method)
     _check_warm_up(config)
 
@@ -87,7 +89,7 @@ def _check_warm_up(config: DictConfig) -> None:
     chosen = config.warm_up
     if chosen.method is None:
         return
-    if not isinstance(chosen.method, DictConfig):
+    if not isinstance(chosen.method, DictConfig) or "_target_" not in chosen.method:
         raise FedgenError("warm_up.method", f"cannot be {chosen.method!r}", "see configs/warm_up")
     if config.start is not None:
         problem = "cannot go before networks that another run trained"

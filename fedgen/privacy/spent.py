@@ -43,6 +43,9 @@ CREATE TABLE IF NOT EXISTS charges (
     PRIMARY KEY (run, client, event)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS wholes (run TEXT PRIMARY KEY, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS shown (run TEXT PRIMARY KEY);
+CREATE TRIGGER IF NOT EXISTS shown_stay BEFORE DELETE ON shown
+    BEGIN SELECT RAISE(ABORT, 'what was seen stays seen'); END;
 CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
     BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
 CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
@@ -156,10 +159,27 @@ class SpentFile:
             words = json.dumps(spend_to_json(with_told(most, [_most(file, run)[0] or {}])))
             file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (words, run))
 
-    def close(self, run: str, most: Spend) -> None:
-        """Notes that a run is over, and spends no more than that."""
+    def show(self, run: str, most: Spend) -> None:
+        """Notes for good that a missing answer may have shown a draw of a run, which counts with so
+        much then."""
         with self._open() as file:
-            words = json.dumps(spend_to_json(most))
+            file.execute("INSERT OR IGNORE INTO shown VALUES (?)", (run,))
+        self.widen(run, most)
+
+    def showed(self, run: str) -> bool:
+        """Whether that was noted: a directory that is a copy from before it does not tell."""
+        if not self.path.exists():  # looking makes nothing
+            return False
+        with self._open() as file:
+            return file.execute("SELECT 1 FROM shown WHERE run = ?", (run,)).fetchone() is not None
+
+    def close(self, run: str, most: Spend) -> None:
+        """Notes that a run is over, and spends no more than that; if it was over, no less than was
+        noted then."""
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            before, over = _most(file, run)
+            words = json.dumps(spend_to_json(with_told(most, [(before or {}) if over else {}])))
             file.execute("UPDATE runs SET over = 1, most = ? WHERE run = ?", (words, run))
 
     def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None:
@@ -212,7 +232,7 @@ class SpentFile:
             opened = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
             with closing(opened) as file, file:
                 file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
-                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'wholes'").fetchone():
+                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'shown'").fetchone():
                     file.executescript(_TABLES)
                 yield file
         except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:

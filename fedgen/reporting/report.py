@@ -78,6 +78,8 @@ def _public(path: Path) -> dict[str, Any]:
     """What is in the folder that may be handed out."""
     folder = path / "public" if (path / "public").is_dir() else path
     check_no_links(folder, "runs")
+    if (path / "results.json").exists():
+        RunDir(path).check_digests("runs")
     try:
         described = read_json(folder / "generator.json")
         title = str(described["method"]["name"]).rpartition(".")[2]

@@ -260,8 +260,18 @@ class RunDir:
             return None
 
     def results(self, key: str = "run") -> dict[str, Any]:
-        """The results of a finished run. Raises FedgenError, of ``key``, if it is not finished."""
-        return self._read("results", key)
+        """The results of a finished run.
+
+        Raises:
+            FedgenError: of ``key``, if it is not finished, or they repeat another ε than its record
+                of privacy has.
+        """
+        found = self._read("results", key)
+        views = self.privacy(key)["views"]
+        if found["epsilon"] != {name: view["epsilon"] for name, view in views.items()}:
+            problem = f"{self.path}/results.json and privacy.json have different ε"
+            raise FedgenError(key, problem, "restore them")
+        return found
 
     def privacy(self, key: str = "run") -> dict[str, Any]:
         """The record of privacy of a finished run. Raises FedgenError, of ``key``, if it is not

@@ -302,6 +302,36 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     assert views["server"]["epsilon"] > so_far["server"].or_infinity
 
 
+@pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
+def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
+    back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entered = partial(charged, capsys)
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run, before = tmp_path / "run", tmp_path / "before"
+    interrupted(4, *EIGHT, f"run_dir={run}")
+    shutil.copytree(run, before)
+    # all who are asked, so that nobody is charged: a ledger that is behind would be refused
+    fail = {messages.ASK: "returns_error"}
+    monkeypatch.setattr(Faults, "of", lambda self, coins, client, kind, place: fail.get(kind))
+    assert cli.run(["train", f"resume={run}"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    failed = entered()
+    assert failed > 10
+    if back == "over, without it":
+        assert cli.run(["train", f"resume={run}"]) == 0
+    if back == "a copy from before":
+        shutil.rmtree(run)
+        before.rename(run)
+        assert unfinished(run).spent["server"].or_infinity > 8
+    else:
+        (run / "unanswered").unlink()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    views = json.loads((run / "privacy.json").read_text())["views"]
+    assert views["server"]["epsilon"] == pytest.approx(entered())
+    assert entered() == pytest.approx(failed)
+
+
 def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,7 +427,7 @@ def test_a_run_is_looked_for_where_it_went_on(
     else:
         run.rename(other)
         with sqlite3.connect(tmp_path / "home" / "spent.sqlite") as file:
-            file.executescript("DROP TABLE gaps; DROP TABLE wholes")
+            file.executescript("DROP TABLE gaps; DROP TABLE wholes; DROP TABLE shown")
         assert charged(capsys) == quiet
     interrupted(4, f"resume={other}")
     assert charged(capsys) == quiet

@@ -77,11 +77,13 @@ def test_nothing_is_taken_back(tmp_path: Path) -> None:
     file = SpentFile(tmp_path / "spent.sqlite")
     file.enter(entry("a"), anything)
     file.charge("a", 0, {}, {EVENT: 3})
+    file.show("a", {EVENT: 3})
     for words in (
         "DELETE FROM runs",
         "DELETE FROM charges",
         "UPDATE charges SET count = count - 1",
         "UPDATE charges SET run = 'b'",
+        "DELETE FROM shown",
     ):
         opened = sqlite3.connect(file.path)
         with pytest.raises(sqlite3.IntegrityError):
@@ -323,7 +325,7 @@ def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> No
     assert [each.run for each in file.beside("b")] == ["a", "b"]
     assert [each.run for each in file.beside("c")] == ["a", "c"]
     with closing(sqlite3.connect(file.path)) as opened, opened:
-        opened.execute("DROP TABLE wholes")
+        opened.executescript("DROP TABLE wholes; DROP TABLE shown")
     assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b"]
 
 
@@ -377,6 +379,11 @@ def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
     file.close("a", {RevealedDraw(0.5, EVENT): 3})
     file.widen("a", {RevealedDraw(0.5, EVENT): 10})
     assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 4}, "it is over"
+    file.close("a", {drawn: 1})
+    assert file.entries("rows")[0].cost == {RevealedDraw(0.5, EVENT): 4}, "and stays at that"
+    assert not file.showed("a")
+    file.show("a", {RevealedDraw(0.5, EVENT): 10})
+    assert file.showed("a") and not file.showed("b")
 
 
 def files_of(run: Path) -> dict[str, bytes]:

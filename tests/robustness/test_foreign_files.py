@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import operator
+import os
+import shlex
 import shutil
 import struct
 import sys
@@ -25,13 +27,14 @@ from hostile import content
 from omegaconf import DictConfig, OmegaConf
 from tiny import TINY, tiny
 
+import fedgen
 from fedgen import cli
 from fedgen.errors import FedgenError
 from fedgen.evaluation.utility import scikit
 from fedgen.experiments.building import build
 from fedgen.experiments.identity import _settings_digest
 from fedgen.federation import checkpoint
-from fedgen.files import digest, read_yaml
+from fedgen.files import as_json, digest, read_yaml
 
 Captured = pytest.CaptureFixture[str]
 CALL = {"_target_": "torch.utils.collect_env.run"}
@@ -199,13 +202,124 @@ def test_names_are_options_and_no_words_of_hydras(
 
 @pytest.mark.parametrize(
     "told",
-    [{"logger": {"uri": "http://127.0.0.1:1"}}, {"names.logger": "mlflow"}, {"rounds": "1"}, []],
+    [
+        {"logger": {"uri": "http://127.0.0.1:1"}},
+        {"names.logger": "mlflow"},
+        {"rounds": "1"},
+        {"rounds": None},
+        {"method.latent": 1},
+        {"method.strategy": None},
+        {"method.generator.width": None},
+        {"method.betas.9": None},
+        [],
+    ],
 )
 def test_what_was_left_open_are_numbers(told: Any, run: Path, capsys: Captured) -> None:
     change(run / "run.json", lambda found: found.update(left_open=told))
     out = run.parent / "out.zip"
     assert "run.json was altered" in refused(capsys, "release", f"run={run}", f"out={out}")
     assert not out.exists()
+
+
+def test_a_directory_does_not_name_another_run(run: Path, finished: Path, capsys: Captured) -> None:
+    """It would go on, and be packed, in the place of the one that was looked at."""
+    change(run / "config.yaml", lambda told: told.update(resume=str(finished), rounds=5))
+    signed(run)
+    before, out = content(finished), run.parent / "out.zip"
+    for words in (["release", f"run={run}", f"out={out}"], ["train", f"resume={run}"]):
+        assert "config.yaml was altered (resume)" in refused(capsys, *words)
+    assert content(finished) == before and not out.exists()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "data": {"_target_": "fedgen.data.folders.folder", "path": "x"},
+    "partition": {"_target_": "fedgen.data.partition.dirichlet", "clients": 2},
+    "method": {"_target_": "fedgen.methods.dp_merf.dp_merf"},
+    "runtime": {"_target_": "fedgen.federation.ray_grid.run"},
+    "warm_up": {"method": {"_target_": "fedgen.methods.dp_merf.dp_merf"}},
+    "method.loss": {"_partial_": False},
+    "method.generator": {"width": "???"},
+    "names": {"method": 1},
+    "audit": {"canaries": "x"},
+}
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_settings_are_of_what_their_names_say(place: str, run: Path, capsys: Captured) -> None:
+    def edit(told: Any) -> None:
+        group, _, inside = place.partition(".")
+        settings = told.setdefault(group, {})
+        (settings.setdefault(inside, {}) if inside else settings).update(OTHERS[place])
+
+    change(run / "config.yaml", edit)
+    signed(run)
+    for words in (["evaluate", f"run={run}"], ["train", f"resume={run}"]):
+        assert place.partition(".")[0] in refused(capsys, *words)
+
+
+def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    change(run / "run.json", lambda told: told.update(run="\ud800"))
+    words = ["report", f"runs=[{run}]", f"out={tmp_path}/page.html"]
+    assert "is not a run directory" in refused(capsys, *words)
+    assert as_json('["\\ud83d\\ude00"]') == ["\N{GRINNING FACE}"]
+
+
+@pytest.mark.parametrize("name", ["privacy", "results"])
+def test_a_lower_epsilon_is_noticed(name: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+    def edit(told: Any) -> None:
+        if name == "results":
+            told["epsilon"]["server"] = 0.1
+        else:
+            told["views"]["server"]["epsilon"] = 0.1
+
+    change(run / f"{name}.json", edit)
+    for words in (
+        ["evaluate", f"run={run}"],
+        ["report", f"runs=[{run}]", f"out={tmp_path}/p.html"],
+    ):
+        assert "different ε" in refused(capsys, *words)
+    with pytest.raises(FedgenError, match="different ε"):
+        fedgen.load(run)
+
+
+def test_a_public_page_of_a_whole_run_is_of_what_it_wrote(
+    run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    change(run / "public" / "generator.json", lambda told: told["privacy"].update(epsilon=0.1))
+    words = ["report", f"runs=[{run}]", "audience=public", f"out={tmp_path}/p.html"]
+    assert "generator.json is not what the run wrote" in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {b"/../../out": {"settings": ["method=dp_merf_small"]}},
+        {1: {"settings": ["method=dp_merf_small"]}},
+        {"A": {"settings": ["method=dp_merf_small"], "paper": {1: {"a": 1}}}},
+        {"A": {"settings": ["method=dp_merf_small", "data._target_=fedgen.data.folders.folder"]}},
+    ],
+)
+def test_names_in_a_matrix_are_text_and_of_settings(
+    methods: dict[Any, Any], tmp_path: Path, capsys: Captured
+) -> None:
+    matrix, place = tmp_path / "matrix.yaml", tmp_path / "inside" / "run"
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
+    matrix.write_text(yaml.safe_dump(known))
+    words = [f"matrix={matrix}", f"run_dir={place}", "jobs=0"]  # a mistake that is found later
+    assert "matrix" in refused(capsys, "benchmark", *words)
+    assert not place.parent.exists()
+
+
+@pytest.mark.parametrize("axis", ["epsilons", "seeds"])
+def test_numbers_in_a_matrix_can_stand_in_a_name(
+    axis: str, tmp_path: Path, capsys: Captured
+) -> None:
+    methods = {"A": {"settings": ["method=dp_merf_small"]}}
+    known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
+    matrix = tmp_path / "matrix.yaml"
+    matrix.write_text(yaml.safe_dump({**known, axis: [10**400]}))
+    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={tmp_path}/run")
+    assert f"matrix.{axis}" in said
 
 
 @pytest.mark.parametrize(
@@ -278,7 +392,15 @@ def test_nor_whose_link_a_coordinator_asks(run: Path, capsys: Captured) -> None:
     for link in ("a.example:1", "[2001:db8::1]:1", "10.0.0.1:1"):
         change(run / "config.yaml", lambda told, at=link: told["runtime"].update(superlink=at))
         said = refused(capsys, "train", f"resume={run}", "rounds=4")
-        assert f"runtime=deployed runtime.superlink={link} runtime.ca=FILE" in said
+        assert shlex.join(["runtime=deployed", f"runtime.superlink={link}"]) in said
+
+
+def test_what_is_quoted_steers_neither_a_terminal_nor_a_shell(run: Path, capsys: Captured) -> None:
+    link = "x:1; touch owned \x1b]0;title\x07"
+    change(run / "config.yaml", lambda told: told["runtime"].update(superlink=link))
+    said = refused(capsys, "train", f"resume={run}", "rounds=4")
+    assert said.isprintable()
+    assert r"'runtime.superlink=x:1; touch owned \x1b]0;title\x07' runtime.ca=FILE" in said
 
 
 def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
@@ -362,6 +484,49 @@ def test_a_link_is_not_followed(name: str, run: Path, tmp_path: Path, capsys: Ca
     assert (content(run), content(elsewhere.parent)) == before
 
 
+COMPARING = {  # each with a mistake that is found later, lest anything runs
+    "benchmark": ["matrix=digits", "jobs=0"],
+    "train": ["-m", *TINY, "seed=0,1", "rounds=-1"],
+    "debug": ["experiment=femnist_debug_small", "jobs=0"],
+}
+
+
+@pytest.mark.parametrize("command", COMPARING)
+@pytest.mark.parametrize("name", ["logs/lane-0.log", "0", "sweep.csv"])
+def test_nor_is_one_in_a_folder_of_many_runs(
+    command: str, name: str, tmp_path: Path, capsys: Captured
+) -> None:
+    place, elsewhere = tmp_path / "handed", tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    (place / name).parent.mkdir(parents=True)
+    (place / name).symlink_to(elsewhere)
+    said = refused(capsys, command, *COMPARING[command], f"run_dir={place}")
+    assert f"run_dir: {place / name} is a link" in said
+    assert elsewhere.read_text() == "mine" and [p.name for p in place.rglob("*")] != []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_nor_is_one_beside_samples(inside: bool, tmp_path: Path, capsys: Captured) -> None:
+    place, elsewhere = tmp_path / "handed", tmp_path / "elsewhere"
+    place.mkdir(), elsewhere.mkdir()
+    images = np.zeros((200, 8, 8), np.uint8)
+    np.savez(place / "s.npz", images=images, labels=np.arange(200) % 10)
+    link = place / "s_evaluation"
+    if inside:
+        link.mkdir()
+        link /= "evaluation.json"
+    link.symlink_to(elsewhere)
+    words = ["evaluate", f"samples={place}/s.npz", "data=digits"]
+    assert f"{link} is a link" in refused(capsys, *words)
+    assert not any(elsewhere.iterdir())
+
+
+def test_a_pipe_is_not_waited_for(run: Path, capsys: Captured) -> None:
+    os.mkfifo(run / "samples" / "round_000001.png.txt")
+    for words in (["train", f"resume={run}"], ["report", f"runs=[{run}]"]):
+        assert "round_000001.png.txt is no file" in refused(capsys, *words)
+
+
 def test_no_secret_comes_into_a_page_by_a_link(run: Path, tmp_path: Path, capsys: Captured) -> None:
     secret = tmp_path / "secret.png"
     secret.write_bytes(b"secret")
@@ -439,21 +604,11 @@ def test_a_description_that_is_none_is_refused(
     refused(capsys, "sample", f"run={run / 'public'}", "n=10", f"out={tmp_path}/s.npz")
 
 
-@pytest.mark.parametrize(
-    ("file", "edit"),
-    [
-        ("privacy.json", lambda told: told["views"]["server"].update(epsilon=0.1)),
-        ("public/PRIVACY.md", None),
-        ("public/samples.png", None),
-    ],
-)
-def test_a_hand_lowered_epsilon_is_seen(
-    file: str, edit: Callable[[Any], None] | None, run: Path, capsys: Captured
+@pytest.mark.parametrize("file", ["privacy.json", "public/PRIVACY.md", "public/samples.png"])
+def test_what_says_or_shows_something_else_is_noticed(
+    file: str, run: Path, capsys: Captured
 ) -> None:
-    if edit is None:
-        (run / file).write_bytes((run / file).read_bytes() + b"\n")
-    else:
-        change(run / file, edit)
+    (run / file).write_bytes((run / file).read_bytes() + b"\n")
     for command in (["evaluate", "run="], ["report", "runs="]):
         assert f"{run / file} is not what the run wrote" in refused(
             capsys, command[0], f"{command[1]}{run}"
@@ -557,6 +712,25 @@ def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
     """A mark of byte order begins a comment to libyaml, and text to others."""
     (tmp_path / "a.yaml").write_text('{a:\n\ufeff#, b: "${oc.env:HOME}"\n, c: 1}')
     with pytest.raises(ValueError, match=r"it has \$\{"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: !!binary YQ==", "a tag"),
+        ('a: !!int ""', "a tag"),
+        ("!!set {a, b}", "a tag"),
+        ("a: ! b", "a tag"),
+        ("epsilon: 1\nepsilon: 1000", "'epsilon' twice"),
+        ("a: [{b: 1, c: 2, 'b': 3}]", "'b' twice"),
+        ("a: 1\n<<: {a: 2}", "no name"),
+        ("? [a]\n: 1", "no name"),
+    ],
+)
+def test_yaml_says_what_its_reader_sees(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=problem):
         read_yaml(tmp_path / "a.yaml")
 
 
