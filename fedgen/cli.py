@@ -236,12 +236,14 @@ def _sweep(configs: list[DictConfig]) -> None:
     check_no_links(Path(configs[0].run_dir).parent, "run_dir")
     for config in configs:
         validation.check(config)
-    for config in configs:
+    settings = sweep.varied(configs)
+    for number, (config, label) in enumerate(zip(configs, sweep.labels(settings), strict=True), 1):
+        print(f"{number}/{len(configs)}  {label}", flush=True)
         try:
             print(sweep.run(config))
         except Interrupted as error:
             raise Interrupted("interrupted", Path(config.run_dir).parent) from error
-    print(sweep.table(configs))
+    print("\n".join(map(str, sweep.table(configs, settings))))
 
 
 def _resolved(config: DictConfig) -> str:
@@ -332,7 +334,7 @@ def _release(config: DictConfig) -> str:
     from fedgen.experiments import release
 
     made, packed = release.release(config)
-    return _made(made, str(packed))
+    return _made(made, f"{packed} may be handed out; all else is the server's")
 
 
 def _new(config: DictConfig) -> str:

@@ -211,5 +211,7 @@ def _check_array(name: str, array: IO[bytes], size: int) -> None:
         raise ValueError(f"{name} is of another format")
     shape, _, dtype = reads[version](array)
     claimed = int(np.prod([int(side) for side in shape], dtype=object)) * dtype.itemsize
-    if dtype.hasobject or min(shape, default=0) < 0 or array.tell() + claimed != size:
+    if dtype.hasobject:
+        raise ValueError(f"{name} has Python objects in place of numbers: use astype")
+    if min(shape, default=0) < 0 or array.tell() + claimed != size:
         raise ValueError(f"{name} is not as long as it says")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.files import digest
 from fedgen.method import (
     TRUSTING,
@@ -237,10 +238,22 @@ class SumSequence:
             plan,
             Routing("mean", clients),
             0,
-            worst_cases,
+            lambda: self._whole(worst_cases()),
             self.total,
             settled or {},
         )
+
+    def _whole(self, found: Sequence[WorstCase]) -> Sequence[WorstCase]:
+        """Raises FedgenError for a sum that no attack would try."""
+        tried = {name for worst in found for name in worst.query.rows}
+        for each in self.asked:
+            if each.name not in tried:
+                problem = (
+                    f"no worst case asks for the sum {each.name!r}, and no attack would try it"
+                )
+                remedy = f"add sequence.worst_case({each.name!r}, ...) to its worst cases"
+                raise FedgenError("method", problem, remedy)
+        return found
 
     def worst_case(
         self,

@@ -1728,6 +1728,13 @@ MUTANTS = [
         f"{FOREIGN_FILES}::test_nor_is_one_beside_samples",
     ),
     Mutant(
+        "a-sum-that-no-attack-tries-holds",
+        "fedgen/sequence.py",
+        "            if each.name not in tried:",
+        "            if False:",
+        f"{SUM_TESTS}::test_a_sum_that_no_attack_would_try_is_named",
+    ),
+    Mutant(
         "a-copy-from-before-a-gap-forgets-it",
         "fedgen/experiments/spent.py",
         "    return run_dir.unanswered.exists() or (outside and SpentFile.at_home().showed(name))",

@@ -233,6 +233,12 @@ def test_a_name_is_read_as_it_is_typed(name: str) -> None:
     assert list(both) == [name.replace(":", ""), "b"]
 
 
+def test_what_is_quoted_in_a_list_stays_as_it_is() -> None:
+    words = ["data=folder", """data.labels=[Übung,日本,"a b",'k=v',"p,q","br[1]","Größe"]"""]
+    found = compose("config", words).data.labels
+    assert list(found) == ["Übung", "日本", "a b", "k=v", "p,q", "br[1]", "Größe"]
+
+
 @pytest.mark.parametrize("change", ["is left out", "???"])
 @pytest.mark.parametrize("key", ["runtime.timeout", "runtime._target_", "privacy.delta", "rounds"])
 def test_settings_of_a_run_are_whole(

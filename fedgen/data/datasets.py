@@ -467,7 +467,7 @@ def _whole_numbers(file: Path, values: NDArray[np.generic]) -> Labels:
         raise FedgenError(
             "data",
             f"{file} holds labels or writers of type {values.dtype} and shape {values.shape}",
-            "they must be whole numbers, (n,)",
+            "they must be whole numbers, (n,): of one-hot labels labels.argmax(1)",
         )
     return values.astype(np.int64)
 
@@ -483,7 +483,7 @@ def _arrays(
         raise FedgenError(key, f"{file}: {error}", "take part of it") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FedgenError(
-            key, f"{file} is not a readable npz file ({error})", "copy it again"
+            key, f"{file} is not a readable npz file ({error})", "write it anew"
         ) from error
     missing = [name for name in needed if name not in found]
     if missing:
@@ -501,7 +501,7 @@ def as_images(file: Path | str, images: NDArray[np.generic]) -> Images:
         raise FedgenError(
             "data",
             f"{file} holds images of type {images.dtype} and shape {images.shape}",
-            "they must be uint8, (n, height, width), with 3 last or with channels second",
+            "they must be uint8, 0 to 255, (n, height, width), with 3 last or with channels second",
         )
     if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
         return np.ascontiguousarray(images.astype(np.uint8, copy=False))
@@ -543,14 +543,19 @@ def checked(
             f"{test_images.shape[1:]} to test on",
             "they must be square, with one or three channels, and the same in both splits",
         )
-    sizes = {len(each) for each in (images, labels, writers, persons) if each is not None}
-    if len(sizes) > 1 or len(test_images) != len(test_labels):
-        raise FedgenError(
-            "data", f"{name} has not one label (and writer, and person) per image", "correct it"
-        )
-    for split in (labels, test_labels):
-        if len(split) and (split.min() < 0 or split.max() >= classes):
-            raise FedgenError("data", f"{name} has labels outside 0..{classes - 1}", "mend them")
+    given = {"images": images, "labels": labels, "clients": writers, "persons": persons}
+    sizes = {what: len(each) for what, each in given.items() if each is not None}
+    tests = {"images": len(test_images), "labels": len(test_labels)}
+    for split, found in (("to train on", sizes), ("to test on", tests)):
+        if len(set(found.values())) > 1:
+            counted = ", ".join(f"{count:,} {what}" for what, count in found.items())
+            problem = f"{name} has {counted} {split}"
+            raise FedgenError("data", problem, "give one of each for every image")
+    for split_labels in (labels, test_labels):
+        if len(split_labels) and (split_labels.min() < 0 or split_labels.max() >= classes):
+            least, most = int(split_labels.min()), int(split_labels.max())
+            problem = f"{name} has labels from {least} to {most}, outside 0..{classes - 1}"
+            raise FedgenError("data", problem, "count from 0, or correct data.classes")
     of = None if writers is None else writers.astype(np.int64)
     shown = None if persons is None else persons.astype(np.int64)
     return Dataset(

@@ -94,15 +94,14 @@ def read_images(
         problem = f"several images in a file: {some_of(several)}"
         wrong.append((problem, "save each page as a file of its own"))
     if bad:
-        problem = f"{len(bad)} of {len(sources)} files are no readable images: {some_of(bad)}"
+        problem = f"{len(bad)} of {len(sources)} files cannot be read as images: {some_of(bad)}"
         wrong.append((problem, "remove them"))
     if len({image.ndim for image in found}) > 1:
         grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
         colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
         kind, fewer = ("grey", grey_ones) if len(grey_ones) <= len(colour) else ("colour", colour)
         problem = (
-            f"{len(grey_ones)} images are grey and {len(colour)} are in colour; {kind}: "
-            f"{some_of(fewer)}"
+            f"grey images: {len(grey_ones)}, in colour: {len(colour)}; {kind}: {some_of(fewer)}"
         )
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in found})

@@ -104,7 +104,7 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
             raise FedgenError("data.path", problem, "name each image once")
         seen.add(really)
         if split not in _SPLITS:
-            problem = f"{table}, line {number}: the split {split[:_LONG]!r} is none"
+            problem = f"{table}, line {number}: there is no split {split[:_LONG]!r}"
             raise FedgenError("data.path", problem, "write train or test, or leave it out")
         if persons and not row["person"]:
             problem = f"{table}, line {number}: nobody is named as person"

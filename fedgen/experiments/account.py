@@ -72,10 +72,10 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
     noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
     lines = [
         f"{ready.config.names.method} on {ready.config.names.data}, "
-        f"{clients} client{'s' if clients > 1 else ''}, at most {privacy.budget.rounds} rounds"
+        f"{clients} client{'s' if clients > 1 else ''}: at most {privacy.budget.rounds} rounds"
         f"{_asking(plan, privacy.budget.rounds)} of {plan.rows_per_round} "
-        f"question{'s' if plan.rows_per_round > 1 else ''}, "
-        f"{_of_a_client(privacy.budget.rows)} answers of a client",
+        f"question{'s' if plan.rows_per_round > 1 else ''}; each client answers "
+        f"{_of_a_client(privacy.budget.rows)}",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
         f"draws: {plan.sampler}; noise multiplier: {noise}",
@@ -139,13 +139,15 @@ _MADE: dict[Kind, str] = {
 
 
 def _of_a_client(rows: int) -> str:
-    return "any number of" if rows >= UNLIMITED else f"at most {rows}"
+    if rows >= UNLIMITED:
+        return "any number of times"
+    return "once at most" if rows == 1 else f"{rows} times at most"
 
 
 def _asking(plan: Plan, rounds: int) -> str:
     """Where not all rounds ask clients."""
     asking = plan.asked(rounds)
-    return "" if asking == rounds else f", {asking} of which ask clients,"
+    return "" if asking == rounds else f" ({asking} ask clients)"
 
 
 def _third_opinion(ready: Setup) -> str:

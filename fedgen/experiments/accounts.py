@@ -201,9 +201,11 @@ class Accounts:
             )
         return smaller(release_epsilon(plan.release(rounds), delta, plan.relation, stop), cap)
 
-    def claimed(self, rounds: int) -> float | None:
-        """epsilon by the paper's formula, None where it gives none."""
+    def claimed(self, state: RunState, stopped: bool = False) -> float | None:
+        """epsilon by the paper's formula, None where it gives none; of a run that stopped, for as
+        many rounds as what is proven counts."""
         claim = self.method.plan.claim
+        rounds = self.privacy.budget.rounds if stopped else state.rounds
         if claim is None:
             return None
         return or_null(claim.epsilon(rounds, self.privacy.delta)) if rounds else 0.0
@@ -255,7 +257,7 @@ class Accounts:
             "claimed": None
             if claim is None
             else {
-                "epsilon": self.claimed(state.rounds),
+                "epsilon": self.claimed(state, stopped is not None),
                 "formula": claim.formula,
                 "source": claim.source,
             },

@@ -156,7 +156,7 @@ def audit(config: DictConfig) -> Audited:
 
 
 def _told(progress: RunProgress, of: int, stage: str, done: int) -> None:
-    progress.show("releases", done, of, stage)
+    progress.show("simulated releases", done, of, stage)
 
 
 def telling_noise(ready: Setup, sight: Sight, kind: int) -> float:

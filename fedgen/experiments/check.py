@@ -28,6 +28,7 @@ from fedgen.experiments.generation import draw_samples, labels_of, load_generato
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
 from fedgen.federation.client_app import ERRORS, last_error
+from fedgen.federation.failures import UnansweredError
 from fedgen.method import Method
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
@@ -76,14 +77,18 @@ def check(config: DictConfig) -> str:
         del own.audit  # no canaries among the rows
     with tempfile.TemporaryDirectory() as folder:
         try:
+            settings.setup(own).method.worst_cases()  # before minutes of runs
             found = [*_runs(_few(own), Path(folder)), *_attacks(own, config.audit)]
         except Interrupted:
             raise Interrupted("interrupted; a check keeps nothing, begin it again") from None
-        except FedgenError:
+        except FedgenError as error:
             for file in Path(folder).glob(f"*/clients/*/{ERRORS}"):  # they go with the folder
                 if (last := last_error(file)) is not None:
                     print("".join(last["trace"]), end="")
-            raise
+            if not isinstance(error, UnansweredError):
+                raise
+            cause = error.remedy.partition("(see ")[0].strip()  # the rest names what is gone now
+            raise FedgenError("method", error.problem, f"{cause}; mend it") from error
     signs = {True: "holds ", False: "BROKEN", None: "open  "}
     lines = [f"{signs[each.held]}  {each.promise}: {each.said}" for each in found]
     broken = [each for each in found if each.held is False]
@@ -240,7 +245,7 @@ def _attacks(config: DictConfig, audit: DictConfig) -> list[Finding]:
             if worst.fixed:  # whatever the run's is
                 continue
             caught, less = _attacked(ready, sight, kind, (noise, noise / 2), audit)
-            # where a draw hides what a client does, an attack may be too weak to tell
+            less += "" if caught else ": too weak an attack to tell, as where a draw hides much"
             found.append(Finding(f"half of the noise is noticed ({name})", less, caught or None))
     return found
 
@@ -304,7 +309,7 @@ def _attacked(
             confidence=audit.confidence,
             delta=ready.config.privacy.delta,
             coins=ready.coins.at("check", sight.name, kind),
-            told=lambda done: progress.show("releases", done, 2 * audit.releases, ""),
+            told=lambda done: progress.show("simulated releases", done, 2 * audit.releases, ""),
         )
     most = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
     proven = epsilon_in_words(most.proven)

@@ -31,15 +31,14 @@ def check(config: DictConfig) -> str:
     counts = np.bincount(found.labels, minlength=found.classes)
     lines = [
         f"{found.name}: {rows:,} images to train on, {test:,} to test on, {width}x{height} {kind}",
-        f"{found.classes} label{'s' if found.classes > 1 else ''}, with {counts.min():,} to "
-        f"{counts.max():,} images each",
+        f"{found.classes} label{'s' if found.classes > 1 else ''}, with {_each(counts)}",
     ]
     if found.writers is not None:
         of = np.unique(found.writers, return_counts=True)[1]
-        lines.append(f"{len(of):,} clients, with {of.min():,} to {of.max():,} images each")
+        lines.append(f"{len(of):,} clients, with {_each(of)}")
     if found.persons is not None and found.shows_persons:
         of = np.unique(found.persons, return_counts=True)[1]
-        lines.append(f"{len(of):,} persons, with {of.min():,} to {of.max():,} images each")
+        lines.append(f"{len(of):,} persons, with {_each(of)}")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
@@ -60,7 +59,7 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
         said.append("all images have one label: nothing tells how useful samples are")
     said += _few(counts)
     if test < _FEW:
-        said.append("there is hardly a test split to judge samples by")
+        said.append(f"{test} test images are few to judge samples by: read the intervals")
     if found.places_move:
         said.append(
             f"{found.places_move}: methods of sums take these images, and those that protect "
@@ -82,6 +81,11 @@ _FEW = 50
 _EPSILON = 5  # what is proposed: no figure follows from it
 
 
+def _each(counts: np.ndarray) -> str:
+    few, most = int(counts.min()), int(counts.max())
+    return f"{most:,} images each" if few == most else f"{few:,} to {most:,} images each"
+
+
 def _few(counts: np.ndarray) -> list[str]:
     """``counts``: images of each label."""
     few = ", ".join(str(label) for label in np.flatnonzero(counts < _FEW))
@@ -100,7 +104,7 @@ def of_the_digits(config: DictConfig) -> list[str]:
     name, own = str(config.names.method), not factories.is_outside(config.method["_target_"])
     if not own or not name.endswith("_small") or config.names.data == "digits":
         return []
-    return [f"{name} has the digits' settings: for images of your own try method=mixture"]
+    return [f"{name} has the digits' settings: for other images try method=mixture"]
 
 
 def of_little_use(ready: Setup) -> list[str]:

@@ -122,7 +122,7 @@ class Diary:
         line = {
             "round": state.rounds,
             "epsilon": {name: found.value for name, found in views.items()},
-            "claimed_epsilon": self._accounts.claimed(state.rounds),
+            "claimed_epsilon": self._accounts.claimed(state, early),
             "answer_norm": facts.answer_norm,
             **shown,
             "clients": facts.clients,

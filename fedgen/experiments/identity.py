@@ -194,6 +194,9 @@ def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:
     """Raises FedgenError if a run cannot end after so many rounds, before those that it was to
     have."""
     found = checkpoint.load(run_dir.checkpoints)
+    if found is not None and found[1].stopped == ENDED:
+        problem = f"the run was told to end after {found[0].rounds} of {found[1].of}"
+        raise FedgenError("rounds", problem, "give resume=DIR alone, or start a new run")
     if found is not None and found[1].over:
         problem = f"the run is over, after {found[0].rounds}"
         raise FedgenError("rounds", problem, "give more, or resume=DIR alone")

@@ -21,9 +21,12 @@ from fedgen.errors import FedgenError
 _SHOWN = 200  # letters of a value, in an error
 _HINTS = 3  # settings that a hint names
 _HOME = re.compile(r"(?<=[=,\[])~(?=/)")  # a shell leaves it as it is, within a word or quotes
-# a name inside of a list with a letter that Hydra's grammar has no place for outside of quotes
+# what is quoted already; or a name inside of a list with a letter that Hydra's grammar has no place
+# for outside of quotes
 _FOREIGN = re.compile(
-    r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*", re.ASCII
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|"""
+    r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*",
+    re.ASCII,
 )
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
@@ -54,7 +57,7 @@ def readable(words: Sequence[str]) -> list[str]:
         key, _, value = word.partition("=")
         text = f"{key}={in_grammar(value)}"
         if set(value) & set("[]{},'\"$"):  # more than a name: those inside of it
-            text = f"{key}={_FOREIGN.sub(lambda name: in_grammar(name[0]), value)}"
+            text = f"{key}={_FOREIGN.sub(lambda name: name[1] or in_grammar(name[0]), value)}"
         if not is_read(text):
             remedy = f"""quote it: {key}="'...'" """.strip()
             raise FedgenError(key_of(word), f"cannot be read: {value[:_SHOWN]}", remedy)

@@ -31,7 +31,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     out = Path(config.out)
     if out.suffix != ".zip" or out.exists():
         problem = f"{out} exists" if out.suffix == ".zip" else f"{out} is no .zip file"
-        raise FedgenError("out", problem, "give out=FILE.zip, a new one")
+        raise FedgenError("out", problem, "give a new out=FILE.zip")
     _check_place(out)
     run_dir, was, identity = opened(Path(config.run), "run")
     if not run_dir.finished:

@@ -138,7 +138,7 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
             so_far = epsilon_in_words(spent_together(others, delta).value)
             before = f"other runs on these data ({len(others)}) come to ε = {so_far}, with this to "
         problem = f"{before}{epsilon_in_words(with_it.value)}, above {budget:g}"
-        remedy = "start a run at a lower privacy.target_epsilon, or of a larger budget"
+        remedy = "lower privacy.target_epsilon, or raise the budget"
         raise FedgenError(key, problem, remedy)
 
 

@@ -35,34 +35,57 @@ def run(config: DictConfig) -> str:
     return summary(train(config))
 
 
-def table(configs: list[DictConfig]) -> Path:
-    """Writes ``sweep.csv`` and ``sweep.png`` beside the runs: what differs between them, epsilon,
-    and how good they are."""
+def varied(configs: list[DictConfig]) -> list[dict[str, Any]]:
+    """Of each run the settings in which they differ."""
     flat = [_flat(OmegaConf.to_container(config, resolve=True)) for config in configs]
     every = dict.fromkeys(itertools.chain(*flat))
     keys = [key for key in every if len({str(each.get(key)) for each in flat}) > 1]
-    keys = [key for key in keys if key != "run_dir"]
+    return [{key: each.get(key) for key in keys if key != "run_dir"} for each in flat]
+
+
+def labels(settings: list[dict[str, Any]]) -> list[str]:
+    """Of each run ``key=value ...``, by the last parts of keys: of groups that differ their names
+    alone, and the run's number where that does not tell."""
+    groups = {key.partition(".")[2] for each in settings for key in each if "names." in key}
+    words = [
+        " ".join(
+            f"{key.rpartition('.')[2]}={value}"
+            for key, value in each.items()
+            if key.startswith("names.") or key.partition(".")[0] not in groups
+        )
+        for each in settings
+    ]
+    alone = [bool(each) and words.count(each) == 1 for each in words]
+    return [
+        each if tells else f"run {number} {each}".strip()
+        for number, (each, tells) in enumerate(zip(words, alone, strict=True))
+    ]
+
+
+def table(configs: list[DictConfig], settings: list[dict[str, Any]]) -> list[Path]:
+    """Writes ``sweep.csv``, and where runs were judged ``sweep.png``, beside the runs: the
+    ``settings`` in which they differ, epsilon, and how good they are."""
     lines, lanes = [], {}
-    for config, settings in zip(configs, flat, strict=True):
+    for config, own, label in zip(configs, settings, labels(settings), strict=True):
         place = Path(config.run_dir)
         results = RunDir(place).results("run_dir")
         scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
-        varied = {key: settings.get(key) for key in keys}
         spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
-        done = {"run": place.name, **varied, "rounds run": results["rounds"]}
+        done = {"run": place.name, **own, "rounds run": results["rounds"]}
         if "inception_score" in results:
             scores["inception_score"] = results["inception_score"]["generated"]["mean"]
             scores["fcd"] = results["fcd"]["generated"]
         lines.append({**done, **spent, **scores})
-        name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
-        lanes[name or place.name] = _along(place)
+        lanes[label] = RunDir(place).accuracies("run_dir")
     out = Path(configs[0].run_dir).parent / "sweep.csv"
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(itertools.chain(*lines))))
         writer.writeheader()
         writer.writerows(lines)
+    if not any(lanes.values()):
+        return [out]
     curves(lanes, "rounds", "gen2real accuracy", out.with_suffix(".png"))
-    return out
+    return [out, out.with_suffix(".png")]
 
 
 def check_same(config: DictConfig, place: Path) -> None:
@@ -80,13 +103,6 @@ def check_same(config: DictConfig, place: Path) -> None:
         raise FedgenError(
             "run_dir", f"{place} was made with another {other[0]}", "take another run_dir"
         )
-
-
-def _along(place: Path) -> list[tuple[float, float]]:
-    """(rounds, gen2real by the first classifier) along a run."""
-    judged = [line for line in RunDir(place).metrics() if line.get("gen2real")]
-    means = [(line["round"], next(iter(line["gen2real"].values()))["mean"]) for line in judged]
-    return [(float(rounds), float(mean)) for rounds, mean in means if mean is not None]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -61,6 +62,7 @@ from fedgen.warm_up import last_method
 # settings of the runtime group that are the run's, not the runtime's
 _NOT_THE_RUNTIMES = ("store", "cache_gb", "checkpoint_every", *SAME_ON_EVERY_RUNTIME)
 _WARM_START_CHECKPOINT_SECONDS = 30.0
+_RESUME = re.compile(r"resume=(?=[\s,;]|$)")  # of a run that is not named yet
 _CHECKPOINT_SECONDS = 600.0  # a round of a thousand clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # by a run to one that it starts
 
@@ -122,9 +124,10 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         training = Training(ready, run_dir, name, watch, until)
         try:
             return training.go(play or training.on_its_runtime)
-        except UnansweredError:
+        except UnansweredError as error:
             training.mark_unanswered()
-            raise
+            remedy = _RESUME.sub(f"fedgen train resume={run_dir.path}", error.remedy)
+            raise UnansweredError(error.key, error.problem, remedy) from error
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 close(training.spent, name, [])

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -360,12 +361,21 @@ class Rounds:
             assert isinstance(sums, Secure)
             answers = under_masks(server_round, asked, sums, run, self._signed, exchange, read)
         else:
-            answers, lost = that_are_there(exchange(messages.ASK, asked, read))
+            answers, lost = that_are_there(exchange(messages.ASK, asked, partial(self._part, read)))
             failures = [self._fail("unavailable", client) for client in lost]
             if len(answers) < self._min_success * len(cohort):
                 raise too_few(place, len(cohort), failures, self._causes)
         self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
         return answers
+
+    def _part(self, read: Callable[[int, Message], Answer], client: int, reply: Message) -> Answer:
+        """An answer, or what a process of a simulation has added up: each of its clients would have
+        sent as much."""
+        answer = read(client, reply)
+        size = sum(each.count_bytes() for each in reply.content.array_records.values())
+        for other in set(answer.of) - {client}:
+            self.state.received[other] += size
+        return answer
 
     def _plan_for(self, rows: int) -> None:
         """Has the plan's events for so many rows count as planned."""

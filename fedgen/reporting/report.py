@@ -123,7 +123,7 @@ def _server(path: Path) -> dict[str, Any]:
     record = run_dir.privacy("runs")
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
-    accuracies = _accuracies(lines, results)
+    accuracies = run_dir.accuracies("runs")
     clients = [
         {
             "client": int(name),
@@ -229,16 +229,6 @@ def _compared(run: dict[str, Any]) -> dict[str, Any]:
         "down": results["bytes"]["down"],
         "picture": run["grids"][-1][1],
     }
-
-
-def _accuracies(
-    lines: Sequence[dict[str, Any]], results: dict[str, Any]
-) -> list[tuple[float, float]]:
-    """(rounds, gen2real by the first classifier) along a run and at its end."""
-    judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
-    judged[results["rounds"]] = results["gen2real"]
-    means = {at: next(iter(found.values()), {"mean": None})["mean"] for at, found in judged.items()}
-    return [(float(at), mean) for at, mean in sorted(means.items()) if mean is not None]
 
 
 def _grids(run_dir: RunDir) -> list[tuple[str, str]]:

@@ -247,6 +247,16 @@ class RunDir:
             raise FedgenError(str(self._metrics), "was altered", "restore it") from error
         return lines
 
+    def accuracies(self, key: str) -> list[tuple[float, float]]:
+        """(rounds, gen2real by the first classifier) along a finished run and at its end. Raises
+        FedgenError, of ``key``, if it is not finished."""
+        lines, results = self.metrics(), self.results(key)
+        judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
+        judged[results["rounds"]] = results["gen2real"]
+        first = {at: next(iter(found.values()), None) for at, found in judged.items()}
+        means = {at: None if score is None else score["mean"] for at, score in first.items()}
+        return [(float(at), mean) for at, mean in sorted(means.items()) if mean is not None]
+
     def last_spend(self) -> dict[str, Any] | None:
         """The last whole line of metrics with an epsilon, also while another process writes, if
         there is one."""

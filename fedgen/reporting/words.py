@@ -104,7 +104,7 @@ def card(
         f"{warning if record['noise'] == 'seeded' else ''}"
         f"Draws {kind} images of {width} x {height} pixels with {classes} "
         f"label{'s' if classes > 1 else ''}{named}. {promise}\n\n## Use\n\n"
-        "By fedgen, which its README says how to install: `fedgen sample run=FOLDER out=FILE.npz`, "
+        "With fedgen (its README says how to install it): `fedgen sample run=FOLDER out=FILE.npz`, "
         "or in Python\n\n"
         "```python\nimport fedgen\n\nimages, labels = fedgen.load(FOLDER).samples(1000)\n```\n\n"
         "## Limits\n\n"

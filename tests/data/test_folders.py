@@ -49,13 +49,13 @@ def test_a_folder_of_images(tmp_path: Path, coins: Coins) -> None:
     with pytest.raises(FedgenError, match="square"):
         folder(coins, None, str(tmp_path))
     (tmp_path / "dog" / "torn.png").write_bytes(b"\x89PNG")
-    with pytest.raises(FedgenError, match="1 of 41 files are no readable images"):
+    with pytest.raises(FedgenError, match="1 of 41 files cannot be read as images"):
         folder(coins, None, str(tmp_path), size=16)
     draw(tmp_path / "dog", 1)
     with pytest.raises(FedgenError) as found:
         folder(coins, None, str(tmp_path))
     line = str(found.value)  # all that is wrong with images, and what to do about each, at once
-    for word in ("torn.png", "1 images are grey and 40 are in colour", "8x8, 40x50", "remove them"):
+    for word in ("torn.png", "grey images: 1, in colour: 40", "8x8, 40x50", "remove them"):
         assert word in line
     assert "data.channels=" in line and "data.size=" in line
 
@@ -268,7 +268,7 @@ def test_grey_and_colour(tmp_path: Path) -> None:
     draw(tmp_path / "a", 20)
     draw(tmp_path / "b", 10, "RGB", name="b{}.png")
     draw(tmp_path / "b", 10, "RGBA", name="c{}.png")
-    with pytest.raises(FedgenError, match="20 images are grey and 20 are in colour"):
+    with pytest.raises(FedgenError, match="grey images: 20, in colour: 20"):
         read(str(tmp_path))
     assert read(str(tmp_path), channels=1).shape == (1, 8, 8)
     assert read(str(tmp_path), channels=3).shape == (3, 8, 8)

@@ -147,7 +147,7 @@ def test_nothing_in_a_folder_leads_out_of_it(named: str, tmp_path: Path) -> None
         table = datasets.Dataset.from_dict({**rows, "label": NAMES * 20}, features)
         for split in ("train", "test"):
             table.to_parquet(str(place / f"{split}-00000-of-00001.parquet"))
-        with pytest.raises(FedgenError, match="40 of 40 files are no readable images"):
+        with pytest.raises(FedgenError, match="40 of 40 files cannot be read as images"):
             hugging_face(str(place), labels=NAMES)
         return
     other = elsewhere / "train-00000-of-00001.parquet"
@@ -175,7 +175,7 @@ def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     for split in ("train", "test"):
         datasets.Dataset.from_dict(rows, features).to_parquet(str(place / f"{split}.parquet"))
-    with pytest.raises(FedgenError, match="2 of 2 files are no readable images: row 0, row 1"):
+    with pytest.raises(FedgenError, match="2 of 2 files cannot be read as images: row 0, row 1"):
         hugging_face(str(place), labels=NAMES)
 
 

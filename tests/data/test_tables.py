@@ -87,7 +87,7 @@ def test_data_check_says_whom_images_show(scans: Path, capsys: pytest.CaptureFix
         == 0
     )
     said = capsys.readouterr().out
-    assert "6 persons, with 3 to 3 images each" in said
+    assert "6 persons, with 3 images each" in said
     assert "privacy.unit=person privacy.images_per_person=2" in said
 
 
@@ -127,7 +127,7 @@ def test_images_of_people_are_said_to_be_single_ones(
         ("path,label\na/../../b.png,x\n", "no file below the table's folder"),
         ("path,label\n,x\n", "no file below the table's folder"),
         ("path,label,label\na.png,x,x\n", "two columns of one name"),
-        ("path,label,split\na.png,x,dev\n", "the split 'dev' is none"),
+        ("path,label,split\na.png,x,dev\n", "there is no split 'dev'"),
         ("path,label,person\na.png,x,\n", "nobody is named"),
         ('path,label\n"a.png,x\n', "no readable CSV"),
         ("path,label\nabsent.png,x\n", "is no file"),

@@ -114,3 +114,4 @@ def test_a_program_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.Mon
     command = Command(["check", "method=blur"])
     assert command.wait() == 2
     assert "blur.py" in command.output and "of_rows" in command.output
+    assert str(tmp_path) in command.output and "errors.jsonl" not in command.errors

@@ -96,7 +96,7 @@ def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
         ("twice", "rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "a row away twice"),
         ("no_list", "return [rows", "return rows\n    [rows", "else than a list of arrays"),
         ("floats", "np.uint8", "np.float32", "images of float32; make them uint8, from 0 to 255"),
-        ("labels", "np.arange(90) % 2", "np.arange(90) % 3", "labels outside 0..1"),
+        ("labels", "np.arange(90) % 2", "np.arange(90) % 3", "labels from 0 to 2, outside 0..1"),
     ],
 )
 def test_what_would_spoil_an_epsilon_or_be_something_else_is_refused(

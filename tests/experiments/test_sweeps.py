@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 from forked import Command, until
+from omegaconf import DictConfig
 from tiny import tiny
 
 import configs
 from fedgen import cli
+from fedgen.experiments import sweep
 from fedgen.experiments.building import build
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.overrides import combinations
 from fedgen.method import PublicFacts
+from fedgen.reporting.run_dir import RunDir
 
 SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))
 
@@ -101,6 +104,18 @@ def test_told_to_end_it_says_how_all_of_it_goes_on(tmp_path: Path) -> None:
     assert not (place / "1").exists()
 
 
+def test_runs_are_told_by_what_differs() -> None:
+    def configs(*words: str) -> list[DictConfig]:
+        return [compose("config", batch) for batch in combinations(list(words))]
+
+    found = sweep.varied(configs("method=dp_merf_small,mixture_small", "seed=0,1"))
+    assert sweep.labels(found)[1:3] == [
+        "seed=1 method=dp_merf_small",
+        "seed=0 method=mixture_small",
+    ]
+    assert sweep.labels(sweep.varied(configs("method=dp_merf_small"))) == ["run 0"]
+
+
 def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
     """Settings and figures that the first run lacks are columns as well."""
     small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]
@@ -109,6 +124,8 @@ def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
     assert cli.run(command) == 0
     lines = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
     assert [bool(line["gen2real.cnn"]) for line in lines] == [False, True]
+    at_its_end = RunDir(tmp_path / "sweep" / "1").accuracies("run")
+    assert at_its_end == [(2.0, float(lines[1]["gen2real.cnn"]))]
     assert [line["evaluation.classifiers.cnn.epochs"] for line in lines] == ["", "10"]
 
 

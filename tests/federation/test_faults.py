@@ -129,6 +129,7 @@ def test_too_few_answers_end_the_run_with_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("fedgen: runtime.min_success: ")
     assert "clients did not answer when they were to train" in line
+    assert f"fedgen train resume={run}" in line
     told = re.search(r"\(failed: clients? ([\d, ]+)\)", line)
     assert told and set(told[1].split(", ")) <= {"0", "1", "2", "3"}, "who, and how"
     assert (run / "checkpoints" / "checkpoint.json").exists(), "nothing is lost"

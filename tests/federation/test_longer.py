@@ -192,6 +192,7 @@ def test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on(
     whole = train(*words, "rounds=9", name="whole")
     records = [json.loads((each / "privacy.json").read_text()) for each in (run, whole)]
     assert records[0]["views"] == records[1]["views"]
+    assert records[0]["claimed"] == records[1]["claimed"]
     assert records[0]["rounds"] == 4
     spends = [SpentFile.at_home().charged(_name(each), 0) for each in (run, whole)]
     if noise == "secure":
@@ -201,7 +202,10 @@ def test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on(
     before, record = content(run / "public"), (run / "privacy.json").read_text()
     assert cli.run(["train", f"resume={run}"]) == 0
     assert (content(run / "public"), (run / "privacy.json").read_text()) == (before, record)
-    for rounds, said in ((12, "is over, as it was told to end"), (5, "is over, after 4")):
+    for rounds, said in (
+        (12, "is over, as it was told to end"),
+        (5, "was told to end after 4 of 9"),
+    ):
         assert longer(run, rounds) == 2
         assert said in capsys.readouterr().err
     if noise == "seeded":  # what it did is what the whole run did until then

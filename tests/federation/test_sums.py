@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tiny import COINS, SETTINGS, SHARD, Train, tiny
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.federation import client_app as client_app_module
@@ -436,6 +438,24 @@ def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
         found = client.answer({}, query, shard, 0, COINS).arrays["answer"]
         assert np.linalg.norm(found.astype(float)) <= 1
         assert rows == 0 or np.linalg.norm(found) > 0.1
+
+
+def test_a_sum_that_no_attack_would_try_is_named() -> None:
+    from fedgen.methods.dp_merf import Features, embedding
+    from fedgen.sequence import Sums, SumSequence
+
+    sums = Sums(PublicFacts(1, 60, 10, (1, 8, 8)), 1.0, 60)
+    first = embedding(sums, Features(40, 5.0, 64, "cpu"), 10, lambda _, images: images)
+    sequence = SumSequence((first, replace(first, name="another")), "cpu")
+    tried = ({}, SHARD), ({}, SHARD)
+    worst = sequence.worst_case("embedding", {"seed": torch.tensor(3)}, *tried)
+    plan = sequence.plan("none", None, None)
+    server = settings.setup(compose("config", tiny("dp_merf_small"))).method.server
+    made = sequence.method(server, plan, 1, lambda: [worst])
+    with pytest.raises(FedgenError, match=r"the sum 'another'.*sequence\.worst_case\('another'"):
+        made.worst_cases()
+    both = replace(worst, query=messages.Query({"another": torch.zeros(1)}, {}))
+    assert len(sequence.method(server, plan, 1, lambda: [worst, both]).worst_cases()) == 2
 
 
 def test_canaries_of_a_run_are_its_neighbours() -> None:
