@@ -48,6 +48,7 @@ def new(config: DictConfig) -> str:
         text = (templates / source.format(kind=config.kind)).read_text()
         path.write_text(text.replace("NAME", name))
     wrote = [f"wrote {path}" for path in sorted(wanted)]
-    told = [f"cd {out}", f"export FEDGEN_EXTENSIONS={name}"]
-    told += [f"fedgen train method={name}", f"fedgen check method={name}", "pytest"]
+    check = f"fedgen check method={name}" + (" rounds=20" if config.kind == "dp_sgd" else "")
+    told = [*([f"cd {out}"] if str(out) != "." else []), f"export FEDGEN_EXTENSIONS={name}"]
+    told += [f"fedgen train method={name}", check, "pytest"]
     return "\n".join([*wrote, "next:", *(f"  {line}" for line in told)])

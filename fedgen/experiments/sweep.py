@@ -15,7 +15,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import left_open
 from fedgen.experiments.training import train
-from fedgen.reporting.figures import curves
+from fedgen.reporting.figures import along_rounds
 from fedgen.reporting.run_dir import RunDir
 from fedgen.reporting.words import summary
 
@@ -84,7 +84,7 @@ def table(configs: list[DictConfig], settings: list[dict[str, Any]]) -> list[Pat
         writer.writerows(lines)
     if not any(lanes.values()):
         return [out]
-    curves(lanes, "rounds", "gen2real accuracy", out.with_suffix(".png"))
+    along_rounds(lanes, "gen2real accuracy", out.with_suffix(".png"))
     return [out, out.with_suffix(".png")]
 
 

@@ -70,6 +70,7 @@ def epsilon_against_rounds(
     """Writes the figure of each adversary's epsilon, and of the paper's claim, against rounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6, 4))
     FigureCanvasAgg(figure)
@@ -81,6 +82,7 @@ def epsilon_against_rounds(
     for name, known in _together(lanes).items():
         style = "--" if name.startswith("claimed") else "-"
         axes.plot(*zip(*known, strict=True), style, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("rounds")
     axes.set_ylabel(f"ε at δ = {delta:g}")
     axes.set_ylim(bottom=0)
@@ -103,17 +105,19 @@ def _together(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def curves(lanes: dict[str, list[tuple[float, float]]], x: str, y: str, path: Path) -> None:
-    """Writes a figure with a line for each lane, name -> [(x, y)]; a single point is a dot."""
+def along_rounds(lanes: dict[str, list[tuple[float, float]]], y: str, path: Path) -> None:
+    """Writes a figure with a line for each lane, name -> [(rounds, y)]; a single point is a dot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, points in _together(lanes).items():
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=_plain(name))
-    axes.set_xlabel(x)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("rounds")
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
@@ -219,6 +223,7 @@ def partition(counts: NDArray[np.int64], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("label")
-    axes.set_ylabel("clients, by their number of rows")
-    figure.colorbar(shown, cax=figure.add_axes((0.85, 0.13, 0.03, 0.83)), label="rows")
+    axes.set_ylabel("clients, ranked by their number of rows")
+    place, whole = figure.add_axes((0.85, 0.13, 0.03, 0.83)), MaxNLocator(integer=True)
+    figure.colorbar(shown, cax=place, label="rows", ticks=whole)
     figure.savefig(path, dpi=120)

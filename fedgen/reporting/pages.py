@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from fedgen.reporting.figures import curves
+from fedgen.reporting.figures import along_rounds
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
 
 
@@ -59,7 +59,7 @@ def figure_along(lanes: dict[str, list[tuple[float, float]]], y: str) -> str | N
     """A figure of what there is along a run; None for nothing but its end."""
     if max(map(len, lanes.values())) < 2:
         return None
-    return svg(lambda path: curves(lanes, "rounds", y, path))
+    return svg(lambda path: along_rounds(lanes, y, path))
 
 
 def svg(draw: Callable[[Path], None]) -> str:

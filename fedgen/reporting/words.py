@@ -263,7 +263,8 @@ def summary(path: Path) -> str:
     if record["without_bound"]:
         lines.append(but_for(record).strip())
     lines += [
-        f"colluders beside the server: {each['colluders']}: ε {epsilon_in_words(each['epsilon'])}"
+        f"with colluders beside the server ({each['colluders']}): "
+        f"ε {epsilon_in_words(each['epsilon'])}"
         for each in record["aggregation"].get("if_more_collude", [])
     ]
     if record["noise"] == "seeded":
@@ -359,7 +360,8 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
                 "FCD",
                 f"{distances['generated']:.3g} (real training split: {distances['train']:.3g})",
             ),
-            ("precision", f"{results['precision']:.1%}, recall: {results['recall']:.1%}"),
+            ("precision", f"{results['precision']:.1%}"),
+            ("recall", f"{results['recall']:.1%}"),
         ]
     if "distinct" in results:
         rows.append(
