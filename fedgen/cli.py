@@ -7,7 +7,6 @@ import difflib
 import itertools
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -205,7 +204,9 @@ def _command(command: str, *rest: str) -> None:
         if error.place is None:
             raise
         words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
-        again = shlex.join(["fedgen", command, *words])
+        from fedgen.experiments.overrides import in_shell
+
+        again = in_shell(["fedgen", command, *words])
         raise Interrupted(f"{error}; go on with: {again}") from error
 
 

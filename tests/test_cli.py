@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.evaluation import JUDGED
 from fedgen.experiments.generation import _number
+from fedgen.experiments.overrides import in_shell
 from fedgen.experiments.settings import dataset, setup
 
 MISTAKES = [
@@ -231,6 +233,12 @@ def test_a_name_is_read_as_it_is_typed(name: str) -> None:
     assert compose("config", ["data=folder", f"data.path={name}"]).data.path == name
     both = compose("config", ["data=folder", f"data.path=[{name.replace(':', '')},b]"]).data.path
     assert list(both) == [name.replace(":", ""), "b"]
+
+
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"))))
+def test_words_that_are_shown_are_words_of_a_shell(words: list[str]) -> None:
+    assert shlex.split(in_shell(words)) == words
+    assert in_shell(["a='b c,ö'"]) == """ "a='b c,ö'" """.strip()
 
 
 def test_what_is_quoted_in_a_list_stays_as_it_is() -> None:

@@ -3,7 +3,6 @@ warns of. For whoever has the rows: counts are private, and go nowhere from here
 
 from __future__ import annotations
 
-import shlex
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +11,7 @@ from fedgen import factories
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import check_clients
 from fedgen.experiments.configuration import compose
-from fedgen.experiments.overrides import in_grammar
+from fedgen.experiments.overrides import in_grammar, in_shell
 from fedgen.experiments.settings import Setup, dataset
 from fedgen.privacy.events import Unit
 
@@ -43,7 +42,7 @@ def check(config: DictConfig) -> str:
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
     fitting = _fitting(found, usual.data.get("public_rows") is not None)
-    lines.append(f"fits: fedgen train {shlex.join([*_given(config, usual), *fitting, epsilon])}")
+    lines.append(f"fits: fedgen train {in_shell([*_given(config, usual), *fitting, epsilon])}")
     lines.append(
         f"(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is "
         f"{usual.privacy.target_epsilon:g})"

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import numbers
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ def in_grammar(value: Any) -> str:
         return text
     quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
     return f"'{quoted}'"
+
+
+def in_shell(words: Sequence[str]) -> str:
+    """Words as a shell takes them: those with single quotes in double ones, where that is enough."""
+    return " ".join(
+        f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+        for word in words
+    )
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:

@@ -373,8 +373,9 @@ class Rounds:
         sent as much."""
         answer = read(client, reply)
         size = sum(each.count_bytes() for each in reply.content.array_records.values())
-        for other in set(answer.of) - {client}:
-            self.state.received[other] += size
+        if len(answer.of) > 1:
+            for other in set(answer.of).intersection(self._clients.values()) - {client}:
+                self.state.received[other] += size
         return answer
 
     def _plan_for(self, rows: int) -> None:
