@@ -3,7 +3,6 @@ warns of. For whoever has the rows: counts are private, and go nowhere from here
 
 from __future__ import annotations
 
-
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 

@@ -110,7 +110,7 @@ def in_grammar(value: Any) -> str:
 
 
 def in_shell(words: Sequence[str]) -> str:
-    """Words as a shell takes them: those with single quotes in double ones, where that is enough."""
+    """Words as a shell takes them: those with single quotes in double ones, where these do."""
     return " ".join(
         f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
         for word in words
