@@ -234,7 +234,8 @@ def _sweep(configs: list[DictConfig]) -> None:
     from fedgen.experiments import sweep, validation
     from fedgen.files import check_no_links
 
-    check_no_links(Path(configs[0].run_dir).parent, "run_dir")
+    for place in {Path(config.run_dir).parent for config in configs}:
+        check_no_links(place, "run_dir")
     for config in configs:
         validation.check(config)
     settings = sweep.varied(configs)

@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,7 +151,10 @@ def _check_keys(node: yaml.Node | None) -> None:
 
 
 def _text(path: Path, most: int) -> str:
-    if path.stat().st_size > most:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise ValueError("no file")
+    if found.st_size > most:
         raise ValueError(f"larger than {most:,} bytes")
     return path.read_text()
 
@@ -159,15 +164,24 @@ def check_no_links(folder: Path, key: str) -> None:
     or overwrite, what lies elsewhere. A folder that is not there has none.
 
     Raises:
-        FedgenError: for a link or a device in it, named by the setting ``key``.
+        FedgenError: for a link or a device in it, or a folder that hides what is in it, named by
+            the setting ``key``.
     """
-    for place, folders, files in os.walk(folder):
+
+    def closed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # what cannot be listed may be opened by name
+            problem = f"{error.filename} cannot be looked through"
+            raise FedgenError(key, problem, "chmod u+rwx it") from error
+
+    for place, folders, files in os.walk(folder, onerror=closed):
         for name in (*folders, *files):
             path = Path(place, name)
-            if path.is_symlink():
-                raise FedgenError(key, f"{path} is a link", "put what it leads to in its place")
-            if not path.is_file() and not path.is_dir():  # to read a pipe is to wait
-                raise FedgenError(key, f"{path} is no file", "remove it")
+            with suppress(FileNotFoundError):  # one that goes on replaces its files
+                kind = path.lstat().st_mode
+                if stat.S_ISLNK(kind):
+                    raise FedgenError(key, f"{path} is a link", "put what it leads to in its place")
+                if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # to read a pipe is to wait
+                    raise FedgenError(key, f"{path} is no file", "remove it")
 
 
 def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:

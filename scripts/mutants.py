@@ -1735,10 +1735,31 @@ MUTANTS = [
         f"{SUM_TESTS}::test_a_sum_that_no_attack_would_try_is_named",
     ),
     Mutant(
+        "a-folder-hides-its-links",
+        "fedgen/files.py",
+        "os.walk(folder, onerror=closed)",
+        "os.walk(folder)",
+        f"{FOREIGN_FILES}::test_a_folder_that_cannot_be_listed_is_refused",
+    ),
+    Mutant(
+        "a-lost-mark-takes-a-gap-back",
+        "fedgen/experiments/spent.py",
+        "run_dir.unanswered.exists() or set(run_dir.failures()) - set(DROPPED)",
+        "run_dir.unanswered.exists()",
+        f"{FAULT_TESTS}::test_what_a_failure_showed_is_told_twice_by_a_directory",
+    ),
+    Mutant(
+        "a-benchmark-spends-for-good",
+        "fedgen/experiments/matrix.py",
+        """    if point.config.privacy.noise == "secure":""",
+        "    if False:",
+        f"{FOREIGN_FILES}::test_a_matrix_does_not_say_where_rows_or_figures_go",
+    ),
+    Mutant(
         "a-copy-from-before-a-gap-forgets-it",
         "fedgen/experiments/spent.py",
-        "    return run_dir.unanswered.exists() or (outside and SpentFile.at_home().showed(name))",
-        "    return run_dir.unanswered.exists()",
+        "    return bool(told) or (outside and SpentFile.at_home().showed(name))",
+        "    return bool(told)",
         f"{FAULT_TESTS}::test_what_a_failure_showed_is_not_forgotten_by_a_directory",
     ),
     Mutant(

@@ -96,8 +96,8 @@ class Accounts:
         server, and what all that it was sent costs if it was answered."""
         spends = {}
         for client in range(self.clients):
-            rows = state.rows[client]
             told = self.ledgers.get(client)
+            rows = max(state.rows[client], told.rows if told else 0)
             found = [state.spends.get(client, {}), *([told.spend] if told else [])]
             spends[client] = with_told(self.planned(rows), found)
             if self.method.plan.before is not None:

@@ -161,6 +161,7 @@ def _of(key: str) -> str:
     return key.partition(".")[0]
 
 
+_OF_DEBUGGING = ("debug", "jobs")  # of an experiment: its generators' runs have none
 _BUILT = ("data", "partition", "method", "warm_up.method", "runtime")
 """What groups have called for them; what is called inside of it may be another's."""
 
@@ -186,7 +187,10 @@ def check_restored(config: DictConfig) -> None:
             if not known or not isinstance(choice, str) or not re.fullmatch(r"[\w-]+", choice):
                 raise FedgenError(f"names.{name}", f"cannot be {choice!r}", "restore it")
         groups = (*_of_extensions(), *(f"{group}={choice}" for group, choice in chosen.items()))
-        default = _composed("config", groups, _edited())[0]
+        default = _composed("config", groups, _edited())[0].copy()
+        with open_dict(default):
+            for key in _OF_DEBUGGING:
+                default.pop(key, None)
         for place in _BUILT:
             found = target(config, place)
             if found != target(default, place) and not factories.is_outside(found):

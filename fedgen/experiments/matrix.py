@@ -152,8 +152,12 @@ def points_of(matrix: DictConfig, place: Path) -> Iterator[Point]:
 
 
 def check_here(point: Point) -> None:
-    """Raises FedgenError for a point that sends rows, or what is logged, to another machine."""
+    """Raises FedgenError for a point that sends rows, or what is logged, to another machine, or
+    spends what an experiment does not."""
     for key in ("runtime.address", "runtime.superlink", "logger.uri", "logger.online"):
         if OmegaConf.select(point.config, key):
             problem = f"{point.name} names {key}, which is no word of a matrix"
             raise FedgenError("matrix", problem, "leave it out, or run it by fedgen train")
+    if point.config.privacy.noise == "secure":
+        problem = f"{point.name} would spend privacy for good, and a matrix is for experiments"
+        raise FedgenError("matrix", problem, "leave out privacy.noise, or run it by fedgen train")

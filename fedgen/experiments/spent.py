@@ -14,6 +14,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
 from fedgen.experiments.accounts import ended_over_an_answer
 from fedgen.experiments.settings import Setup
+from fedgen.federation.failures import DROPPED
 from fedgen.files import read_json
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import larger, with_told
@@ -56,10 +57,11 @@ def show(file: SpentFile | None, ready: Setup, name: str) -> None:
 
 
 def showed_draws(ready: Setup, run_dir: RunDir, name: str) -> bool:
-    """Whether draws of a run count as seen: by its directory, or where that is a copy from before,
-    by what its data have cost."""
+    """Whether draws of a run count as seen: by its directory, which tells twice, or where that is a
+    copy from before, by what its data have cost."""
     outside = ready.privacy.noise == "secure" and not ready.dataset.elsewhere
-    return run_dir.unanswered.exists() or (outside and SpentFile.at_home().showed(name))
+    told = run_dir.unanswered.exists() or set(run_dir.failures()) - set(DROPPED)
+    return bool(told) or (outside and SpentFile.at_home().showed(name))
 
 
 def _with_gaps(ready: Setup) -> Spend:

@@ -49,7 +49,7 @@ from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import digest
+from fedgen.files import check_no_links, digest
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
@@ -81,6 +81,8 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
     """
     new = config.resume is None
     longer = until = None  # of how many rounds a run that goes on is to be, beyond its own or below
+    if config.start is not None:
+        check_no_links(Path(str(config.start)), "start")
     if new:
         _check_masks(config, play)
         ready = settings.setup(config)
@@ -126,7 +128,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             return training.go(play or training.on_its_runtime)
         except UnansweredError as error:
             training.mark_unanswered()
-            remedy = _RESUME.sub(f"fedgen train resume={run_dir.path}", error.remedy)
+            remedy = _RESUME.sub(lambda _: f"fedgen train resume={run_dir.path}", error.remedy)
             raise UnansweredError(error.key, error.problem, remedy) from error
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
@@ -326,11 +328,13 @@ class Training:
         self.run_dir.add_failure(asdict(failure))
 
     def mark_unanswered(self) -> None:
-        """Notes that a missing answer may have shown a draw: before anything can end the process,
-        then in what the data have cost."""
+        """Notes that a missing answer may have shown a draw, before anything else can end the
+        process: in what the data have cost, which no copy takes back, and in the directory."""
         if not self.run_dir.unanswered.exists():
-            self.run_dir.unanswered.touch()
-            show(self.spent, self.ready, self.name)
+            try:
+                show(self.spent, self.ready, self.name)
+            finally:
+                self.run_dir.unanswered.touch()
 
     def _train(self, rounds: Rounds, state: RunState) -> None:
         def keep() -> None:

@@ -361,21 +361,29 @@ class Rounds:
             assert isinstance(sums, Secure)
             answers = under_masks(server_round, asked, sums, run, self._signed, exchange, read)
         else:
-            answers, lost = that_are_there(exchange(messages.ASK, asked, partial(self._part, read)))
+            part = partial(self._part, set(cohort), read)
+            answers, lost = that_are_there(exchange(messages.ASK, asked, part))
             failures = [self._fail("unavailable", client) for client in lost]
             if len(answers) < self._min_success * len(cohort):
                 raise too_few(place, len(cohort), failures, self._causes)
         self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
         return answers
 
-    def _part(self, read: Callable[[int, Message], Answer], client: int, reply: Message) -> Answer:
+    def _part(
+        self,
+        cohort: set[int],
+        read: Callable[[int, Message], Answer],
+        client: int,
+        reply: Message,
+    ) -> Answer:
         """An answer, or what a process of a simulation has added up: each of its clients would have
         sent as much."""
         answer = read(client, reply)
         size = sum(each.count_bytes() for each in reply.content.array_records.values())
-        if len(answer.of) > 1:
-            for other in set(answer.of).intersection(self._clients.values()) - {client}:
-                self.state.received[other] += size
+        if not cohort.issuperset(answer.of):
+            raise _UnusableError("malformed")
+        for other in set(answer.of) - {client}:
+            self.state.received[other] += size
         return answer
 
     def _plan_for(self, rows: int) -> None:

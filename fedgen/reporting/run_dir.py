@@ -273,10 +273,11 @@ class RunDir:
         """The results of a finished run.
 
         Raises:
-            FedgenError: of ``key``, if it is not finished, or they repeat another ε than its record
-                of privacy has.
+            FedgenError: of ``key``, if it is not finished, or its record of privacy is not the one
+                that they were written with, or has another ε.
         """
         found = self._read("results", key)
+        self._check_digest("privacy.json", found["sha256"].get("privacy.json"), key)
         views = self.privacy(key)["views"]
         if found["epsilon"] != {name: view["epsilon"] for name, view in views.items()}:
             problem = f"{self.path}/results.json and privacy.json have different ε"
@@ -297,11 +298,14 @@ class RunDir:
     def check_digests(self, key: str) -> None:
         """Raises FedgenError if one of them is not as it was when the run wrote its results."""
         for name, told in self.results(key)["sha256"].items():
-            path = self.path / name
-            if name not in _SEALED or not path.is_file():
-                raise FedgenError(key, f"{self.path} has no {name}", "restore it")
-            if hashlib.sha256(path.read_bytes()).hexdigest() != told:
-                raise FedgenError(key, f"{path} is not what the run wrote", "restore it")
+            self._check_digest(name, told, key)
+
+    def _check_digest(self, name: str, told: object, key: str) -> None:
+        path = self.path / name
+        if name not in _SEALED or not path.is_file():
+            raise FedgenError(key, f"{self.path} has no {name}", "restore it")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != told:
+            raise FedgenError(key, f"{path} is not what the run wrote", "restore it")
 
     def _read(self, name: str, key: str) -> dict[str, Any]:
         try:
@@ -406,11 +410,12 @@ def _is_free(path: Path) -> bool:
 
 def _of_no_run(path: Path) -> bool:
     """Whether a run that was cut off before it began left this: config.yaml is written last."""
-    if path.is_symlink():
+    if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):
         return False
     if path.name in ("clients", "samples", "public"):
         return path.is_dir() and not any(path.iterdir())
-    return path.name in ("SERVER_SIDE.md", "run.json") or path.suffix == ".new"
+    own = path.name in ("SERVER_SIDE.md", "run.json") or path.suffix == ".new"
+    return own and path.is_file()
 
 
 def schema(name: str) -> dict[str, Any]:

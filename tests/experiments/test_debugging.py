@@ -17,6 +17,8 @@ from PIL import Image
 from tiny import tiny
 
 from fedgen import cli
+from fedgen.experiments.configuration import check_restored, compose
+from fedgen.experiments.debugging import _of_part
 from fedgen.experiments.settings import setup
 
 SMALL = [
@@ -193,6 +195,12 @@ def test_a_group_that_is_none_is_refused(group: str, capsys: pytest.CaptureFixtu
     words = ["partition=iid", "partition.clients=4", "runtime=in_process", f"group={group}"]
     assert cli.run(["account", *words]) == 2
     assert "group" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("experiment", ["femnist_debug_small", "femnist_debug_sums"])
+def test_generators_of_an_experiment_can_be_opened_again(experiment: str, tmp_path: Path) -> None:
+    config = compose("debug", [f"experiment={experiment}"])
+    check_restored(_of_part(config, np.arange(3), tmp_path))
 
 
 def test_train_leaves_debugging_to_debug(

@@ -303,6 +303,21 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     assert views["server"]["epsilon"] > so_far["server"].or_infinity
 
 
+def test_what_a_failure_showed_is_told_twice_by_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an experiment no account is kept elsewhere."""
+    run = tmp_path / "run"
+    fail_in(monkeypatch, 2)
+    assert cli.run(["train", *DRAWN, "rounds=4", f"run_dir={run}"]) == 2
+    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    before = (run / "privacy.json").read_text()
+    (run / "unanswered").unlink()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert (run / "privacy.json").read_text() == before
+
+
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
 def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

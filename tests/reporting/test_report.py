@@ -181,7 +181,7 @@ def test_settings_that_were_altered_are_not_told(
     [
         ("results.json", None, "has no results; finish it: fedgen train resume="),
         ("results.json", "{", "results.json was altered; restore it"),
-        ("privacy.json", "{}", "privacy.json was altered; restore it"),
+        ("privacy.json", "{}", "privacy.json is not what the run wrote; restore it"),
         ("public/samples.png", None, "has no public/samples.png; restore it"),
     ],
 )
