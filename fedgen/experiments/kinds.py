@@ -170,9 +170,9 @@ def check_kinds(
         if isinstance(old, DictConfig) and isinstance(new, DictConfig):
             if "_target_" in old and "_target_" not in new:
                 raise FedgenError(f"{name}._target_", "is missing", "restore it")
-            if new.get("_partial_") != old.get("_partial_"):
-                raise FedgenError(f"{name}._partial_", "is not the default", "leave it as it is")
             if new.get("_target_") == old.get("_target_"):  # else with settings of its own
+                if new.get("_partial_") != old.get("_partial_"):
+                    raise FedgenError(f"{name}._partial_", "is not the default", "restore it")
                 inside = declared if by_function else types.get(str(key))
                 check_kinds(new, old, inside, f"{name}.")
         elif isinstance(old, DictConfig):
