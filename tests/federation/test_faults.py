@@ -378,7 +378,7 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with RunDir(other).locked("run"):  # as it trains on, an answer is on its way
         assert unfinished(other).spent["server"].or_infinity < gone.or_infinity
     epsilons = []
-    for place in (run, other):
+    for place in (other, run):  # before another run has looked at how it ended
         assert cli.run(["train", f"resume={place}"]) == 0
         views = json.loads((place / "privacy.json").read_text())["views"]
         epsilons += [view["epsilon"] for view in views.values()]
