@@ -343,7 +343,7 @@ def test_a_matrix_has_no_words_of_hydras(word: str, tmp_path: Path, capsys: Capt
     for where in ("settings", "on_digits"):
         methods = {"A": {"settings": ["method=dp_merf_small"], where: [word]}}
         matrix.write_text(yaml.safe_dump({**known, "methods": methods}))
-        said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
+        said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", "jobs=0")
         assert "is no word of a matrix" in said or "it has ${" in said
     assert "this" not in sys.modules and not place.exists()
 
@@ -436,7 +436,7 @@ def test_a_matrix_does_not_say_where_rows_or_figures_go(
     methods = {"DP-MERF": {"settings": ["method=dp_merf_small", *own, *words]}}
     known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
     matrix.write_text(yaml.safe_dump(known))
-    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}")
+    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", "jobs=0")
     named = f"{words[-1].partition('=')[0]}, which is no word of a matrix"
     assert named in said or "would spend privacy for good" in said
     assert not place.exists()
