@@ -169,7 +169,8 @@ def check_no_links(folder: Path, key: str) -> None:
     """
 
     def closed(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # what cannot be listed may be opened by name
+        # what cannot be listed may be opened by name
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
             problem = f"{error.filename} cannot be looked through"
             raise FedgenError(key, problem, "chmod u+rwx it") from error
 
