@@ -25,6 +25,7 @@ DPGAN = [
     "privacy.aggregation=secure",
     "privacy.target_epsilon=4",
     "runtime.checkpoint_every=1",
+    "runtime.timeout=90",  # an answer may be lost with the part that had it: it is asked for again
 ]
 pytestmark = pytest.mark.slow
 
