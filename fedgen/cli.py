@@ -203,9 +203,9 @@ def _command(command: str, *rest: str) -> None:
     except Interrupted as error:
         if error.place is None:
             raise
-        words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
         from fedgen.experiments.overrides import in_shell
 
+        words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
         again = in_shell(["fedgen", command, *words])
         raise Interrupted(f"{error}; go on with: {again}") from error
 

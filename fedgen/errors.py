@@ -18,12 +18,8 @@ _OF_THE_MACHINE = {
 
 _OF_MEMORY = (
     *("allocate memory", "out of memory"),
-    *(
-        "failed to map segment",
-        "can't start new thread",
-        "size calculation overflowed",
-        "Resource temporarily unavailable",
-    ),
+    *("size calculation overflowed", "failed to map segment"),
+    *("can't start new thread", "Resource temporarily unavailable"),
 )
 
 

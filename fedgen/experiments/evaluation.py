@@ -37,14 +37,7 @@ from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import (
-    cache,
-    check_no_links,
-    digest,
-    read_arrays,
-    write_shared,
-    write_whole,
-)
+from fedgen.files import cache, check_no_links, digest, read_arrays, write_shared, write_whole
 from fedgen.method import Tensors
 from fedgen.reporting import words
 from fedgen.reporting.figures import histograms, sample_grid

@@ -46,7 +46,9 @@ def varied(configs: list[DictConfig]) -> list[dict[str, Any]]:
 def labels(settings: list[dict[str, Any]]) -> list[str]:
     """Of each run ``key=value ...``, by the last parts of keys: of groups that differ their names
     alone, and the run's number where that does not tell."""
-    groups = {key.partition(".")[2] for each in settings for key in each if "names." in key}
+    groups = {
+        key.partition(".")[2] for each in settings for key in each if key.startswith("names.")
+    }
     words = [
         " ".join(
             f"{key.rpartition('.')[2]}={value}"
