@@ -747,6 +747,22 @@ MUTANTS = [
         f"{RELEASE_TESTS}::test_n_clients_are_one_client",
     ),
     Mutant(
+        "the-sign-of-zero-leaks",
+        NOISE,
+        "rounded = torch.empty_like(exact, dtype=torch.int64)",
+        "rounded = torch.empty_like(exact)",
+        f"{NOISE_TESTS}::test_zero_has_one_encoding",
+    ),
+    Mutant(
+        "bytes-depend-on-records",
+        RELEASES,
+        "    return (whole.to(torch.float64) * grid).to(torch.float32)",
+        "    signs = exact.to(torch.float64)\n"
+        "    return torch.copysign(whole.abs().to(torch.float64) * grid, torch.where("
+        "whole == 0, signs, whole.double())).to(torch.float32)",
+        "tests/contracts/test_bytes.py::test_neighbours_send_the_same_bytes[gs_wgan_small-own]",
+    ),
+    Mutant(
         "rounded-before-the-noise",
         RELEASES,
         'rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")',
@@ -1131,7 +1147,7 @@ MUTANTS = [
         "    grid = grid_of(std, _GRID_BITS)\n"
         "    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "
         '"release")\n'
-        "    return whole.mul_(grid).to(torch.float32)",
+        "    return (whole.to(torch.float64) * grid).to(torch.float32)",
         "    whole = torch.from_numpy(coins.secret_uniforms(exact.numel(), "
         '"release")).view(exact.shape)\n'
         "    return (exact + std * torch.special.ndtri(whole)).to(torch.float32)",
@@ -1221,7 +1237,7 @@ MUTANTS = [
         "return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)",
         "return self.aggregation.sent(exact, self.std / 2, self.event(shape[0]), self.unit, coins)",
         "tests/contracts/test_attacks.py"
-        "::test_neighbours_are_as_far_apart_as_is_proven[own-gs_wgan_small]",
+        "::test_neighbours_are_as_far_apart_as_is_proven[gs_wgan_small-own]",
     ),
     Mutant(
         "noise-over-the-root-of-the-batch",
@@ -1320,8 +1336,8 @@ MUTANTS = [
     Mutant(
         "audit-judged-by-what-it-was-chosen-by",
         "fedgen/privacy/audit.py",
-        "return rates(first[half:], second[half:], best)",
-        "return rates(first[:half], second[:half], best)",
+        "return _rates(first[half:], second[half:], best, confidence)",
+        "return _rates(first[:half], second[:half], best, confidence)",
         "tests/privacy/test_audit.py::test_a_threshold_is_judged_by_scores_that_did_not_choose_it",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,10 +22,17 @@ from fedgen.errors import FedgenError
 from fedgen.experiments import settings, validation
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.training import train
+from fedgen.federation import messages
 from fedgen.federation.rounds import RunState
 from fedgen.method import Method, Plan, ServerProgram, State, WorstCase
 from fedgen.privacy.accounting import Epsilon, epsilon
-from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
+from fedgen.privacy.audit import (
+    byte_features,
+    feature_lower_bound,
+    gaussian_lower_bound,
+    lower_bound,
+    one_run_lower_bound,
+)
 from fedgen.privacy.calibration import least_noise
 from fedgen.privacy.events import Spend, canonical
 from fedgen.privacy.releases import Local, Release, Secure, Sent
@@ -35,6 +43,9 @@ from fedgen.reporting.run_dir import RunDir, or_null
 _TOGETHER = (1, 2, 4, 8)  # releases that one attack on the client program sees
 _LEAST_TRIALS = 100
 _TELLING = 4.0  # an epsilon
+_LOUD = 1e9  # a noise multiplier at which values reveal nothing, and bytes should not
+_QUIET = 1e-4  # one at which the neighbours' exact values show
+_BYTES = "bytes of a reply"
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,13 @@ def audit(config: DictConfig) -> Audited:
             f"{_in_words(point, chosen.confidence)}"
             for point in points
         ]
+    if chosen.releases:
+        point = attack_bytes(ready, chosen.releases, chosen.confidence, config.privacy.delta)
+        found.append(point)
+        lines.append(
+            f"{_BYTES}, {chosen.releases:,} releases of each of two neighbours at noise "
+            f"multiplier {_LOUD:g}: {_in_words(point, chosen.confidence)}"
+        )
     guessed: list[Point] = []
     if chosen.canaries:
         run = train(
@@ -306,6 +324,57 @@ def attack(
         found = bound(summed[0], summed[1], delta, each)
         points.append(Point(count, found, proven, sight.name))
     return points
+
+
+def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -> Point:
+    """Tell two neighbours apart by the bytes of a client's reply.
+
+    The scores of ``attack`` are linear in the released numbers and cannot see signs of zeros, types
+    or texts. Here the noise is so loud that the numbers reveal nothing, and each feature of the
+    bytes is tried. A frame (all but the numbers) that differs refutes the proof at once.
+
+    Returns:
+        The largest lower bound on ε over all kinds of query, beside the ε proven for it.
+    """
+    method, quiet = ready.at_noise(_LOUD), ready.at_noise(_QUIET)
+    kinds = [kind for kind, worst in enumerate(method.worst_cases()) if not worst.fixed]
+    each, found = 1 - (1 - confidence) / max(len(kinds), 1), []
+    for kind in kinds:
+        coins, worst = ready.coins.at("audit", "bytes", kind), method.worst_cases()[kind]
+        exact = [_reply(quiet, quiet.worst_cases()[kind], side, coins)[1] for side in (0, 1)]
+        between = np.sign(exact[0].astype(float) - exact[1].astype(float)).astype(np.int8)
+        replies = [
+            [
+                _reply(method, worst, side, coins.at("side", side, "trial", trial))
+                for trial in range(releases)
+            ]
+            for side in (0, 1)
+        ]
+        features = [
+            np.stack([byte_features(numbers, between) for _, numbers in side]) for side in replies
+        ]
+        frames = [{frame for frame, _ in side} for side in replies]
+        proven = epsilon(
+            _cost(method.plan, worst, sights(method)[0], 1), delta, method.plan.relation
+        )
+        bound = math.inf if frames[0] != frames[1] else 0.0
+        bound = max(bound, feature_lower_bound(features[0], features[1], delta, each))
+        found.append(Point(1, bound, proven.value, _BYTES))
+    return max(found, key=lambda point: point.lower_bound, default=Point(1, 0.0, 0.0, _BYTES))
+
+
+def _reply(
+    method: Method, worst: WorstCase, side: int, coins: Coins
+) -> tuple[bytes, NDArray[np.generic]]:
+    """One neighbour's reply: the bytes around its numbers, and the numbers. Those of a share, and
+    what an aggregator is trusted with, are the sum's."""
+    state, shard = (worst.first, worst.second)[side]
+    aggregation = (worst.plan or method.plan).aggregation
+    sent = method.client.answer(state, worst.query, shard, worst.round, coins)
+    frame, numbers = messages.frame_of(messages.answer_of(sent, aggregation))
+    if not isinstance(aggregation, Local):
+        numbers = method.total([numbers], worst.round, coins).numpy()
+    return frame, numbers
 
 
 def _summed(

@@ -373,6 +373,16 @@ def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
     return [reply for _, reply in once.values()]
 
 
+def frame_of(answer: Answer) -> tuple[bytes, NDArray[np.generic]]:
+    """Split an answer as it is sent: the bytes around its numbers, and the numbers."""
+    [numbers] = answer.arrays.values()
+    content = pack_answer(answer)
+    frame = [[*map(repr, content[_FACTS].items())]]
+    for name, array in content.array_records[_ARRAYS].items():
+        frame.append([name, array.dtype, str(array.shape), array.stype, str(len(array.data))])
+    return json.dumps([list(content), frame]).encode(), numbers
+
+
 @lru_cache(maxsize=1024)
 def _event_text(event: DpEvent) -> str:
     return json.dumps(to_json(event))

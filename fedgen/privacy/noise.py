@@ -36,18 +36,22 @@ MOST_STD = 2.0**11
 _ERROR = 2.0**-26
 _LEAST = 2**35  # of the 63 bits: below, U < 2^-29
 _MAGNITUDE = 2**63 - 1
+_SATURATED = 2.0**62  # the largest power of two that int64 holds with either sign is 2^62
 _AT_ONCE = {"cpu": 2**17}  # numbers: what a CPU's caches hold
 _MOST_AT_ONCE = 2**24  # elsewhere: each turn waits for the device
 
 
 def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> Tensor:
-    """round(mean + std Z), each entry with a Z of its own, as whole numbers in double precision.
+    """Return round(mean + std Z) as int64, with an independent Z for each entry.
+
+    The result is an integer by type, so that it has one zero and one encoding of each value: the
+    sign of a floating-point zero would reveal the sign of ``mean``.
 
     Args:
-        mean: finite, of any shape and on any device; taken as the exact numbers that they are. An
-            integer beyond 2^53 is rounded to double precision.
-        std: above 0 and at most ``MOST_STD``.
-        coins, where: the place that the bits are of. They travel to the device of ``mean``.
+        mean: finite values of any shape, on any device, taken as exact numbers. A result beyond
+            2^53 is rounded to double precision, and one beyond 2^62 saturates.
+        std: standard deviation in (0, ``MOST_STD``].
+        coins, where: random stream of the bits, which are copied to the device of ``mean``.
 
     Raises:
         ValueError: for a std out of range, or a mean that is not finite.
@@ -56,7 +60,10 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         raise ValueError(f"std must be above 0 and at most {MOST_STD:g}, got {std:g}")
     exact = mean.to(torch.float64).flatten()
     words = torch.from_numpy(coins.noise_bits(exact.numel(), *where).view("int64"))
-    found, at_once = torch.empty_like(exact), _AT_ONCE.get(exact.device.type, _MOST_AT_ONCE)
+    if not bool(exact.isfinite().all()):
+        raise ValueError("a mean must be finite")
+    rounded = torch.empty_like(exact, dtype=torch.int64)
+    at_once = _AT_ONCE.get(exact.device.type, _MOST_AT_ONCE)
     for start in range(0, len(exact), at_once):
         some = slice(start, start + at_once)
         bits, whole = words[some].to(exact.device), exact[some].round()
@@ -70,10 +77,8 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         for place in open_.nonzero().flatten().tolist():
             more = coins.at(*where, "more", start + place)
             moved[place] = _settled(float(rest[place]), std, int(bits[place]), more)
-        torch.add(whole, moved, out=found[some])
-    if not math.isfinite(float(found.sum())):
-        raise ValueError("a mean must be finite")
-    return found.view(mean.shape)
+        rounded[some] = whole.add_(moved).clamp_(-_SATURATED, _SATURATED)
+    return rounded.view(mean.shape)
 
 
 def _settled(mean: float, std: float, word: int, more: Coins) -> int:

@@ -149,8 +149,7 @@ class Secure:
         share = self.share_std(std)
         grid = grid_of(share, _SHARE_BITS)
         whole = rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")
-        # exactly, also where it is beyond what 64 bits hold
-        words = torch.remainder(whole, float(_RING)).to(torch.int64).cpu().numpy()
+        words = torch.remainder(whole, _RING).cpu().numpy()
         return Share({"answer": words.astype(np.uint32).view(np.int32)}, event, unit, SEAL)
 
     def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
@@ -230,8 +229,9 @@ def noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
     Floating point has holes: noise takes but some values, and a sum that one neighbour can reach
     and another cannot tells them apart, whatever epsilon says (Mironov 2012). Here each multiple
     has the probability that a Gaussian around ``exact`` gives it, however far out
-    (``rounded_gaussian``); rounding itself is post-processing.
+    (``rounded_gaussian``); rounding itself is post-processing. The result is a function of those
+    integers alone, so that its bytes reveal nothing besides them: it holds no negative zero.
     """
     grid = grid_of(std, _GRID_BITS)
     whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")
-    return whole.mul_(grid).to(torch.float32)
+    return (whole.to(torch.float64) * grid).to(torch.float32)

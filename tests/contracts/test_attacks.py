@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from tiny import PARTITIONS, PROGRAMS, Train, tiny
 
@@ -17,7 +18,9 @@ from fedgen.experiments.audit import Point, attack, sights
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.settings import Setup, setup
 from fedgen.method import Method
+from fedgen.privacy import releases
 from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.noise import grid_of, rounded_gaussian
 
 # one critic that everybody asks, every row in every batch: nothing amplifies
 WITHOUT_DRAWS = [
@@ -133,6 +136,22 @@ def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
 def test_half_the_noise_is_caught(method: str) -> None:
     for kind in questions(method):
         assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 400, kind=kind))
+
+
+def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a value that rounds to zero keeps its sign, its bytes are found out."""
+    ready = prepared("dp_hp_small", [])
+    honest = audit.attack_bytes(ready, 600, 0.99, 1e-5)
+    assert not honest.broken and honest.lower_bound == 0.0
+
+    def signed(exact: torch.Tensor, std: float, coins: Coins) -> torch.Tensor:
+        grid = grid_of(std, 10)
+        drawn = rounded_gaussian(exact.double() / grid, std / grid, coins, "release")
+        noisy = (drawn * grid).float()
+        return torch.where(noisy == 0, torch.copysign(noisy, exact.float()), noisy)
+
+    monkeypatch.setattr(releases, "noised", signed)
+    assert audit.attack_bytes(ready, 600, 0.99, 1e-5).broken
 
 
 SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "method.answerers=3"]

@@ -9,7 +9,13 @@ import pytest
 from scipy import stats
 
 from fedgen.privacy.accounting import gaussian_epsilon
-from fedgen.privacy.audit import gaussian_lower_bound, lower_bound, one_run_lower_bound
+from fedgen.privacy.audit import (
+    byte_features,
+    feature_lower_bound,
+    gaussian_lower_bound,
+    lower_bound,
+    one_run_lower_bound,
+)
 
 
 def gaussian_scores(mu: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,3 +92,36 @@ def test_delta_only_lowers_it() -> None:
     bounds = [one_run_lower_bound(80, 100, 100, d, 0.95) for d in (0.0, 1e-6, 1e-4, 1e-2)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1]
+
+
+def byte_scores(values: np.ndarray) -> np.ndarray:
+    return np.stack([byte_features(row, np.zeros(row.shape, np.int8)) for row in values])
+
+
+def test_the_sign_of_zero_is_found_in_bytes() -> None:
+    """A release of 100 numbers that holds a negative zero in one of ten cases, or never."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(-9, 10, (2, 2000, 100)).astype(np.float32) + 0.0
+    first, second = values
+    assert feature_lower_bound(byte_scores(first), byte_scores(second), 1e-5, 0.99) == 0.0
+    zeros = np.abs(first) == 0
+    first[zeros & (rng.random(first.shape) < 0.02)] = -0.0
+    assert feature_lower_bound(byte_scores(first), byte_scores(second), 1e-5, 0.99) > 2
+
+
+def test_features_of_bytes() -> None:
+    array = np.array([-0.0, 0.0, 1e-40, np.nan, 1.0], np.float32)
+    counts = byte_features(array, np.zeros(5, np.int8)).reshape(3, 36)[1]
+    assert counts[:4].tolist() == [1, 1, 1, 1]
+    assert counts[-1] == 1, "one sign bit is set"
+    ring = byte_features(np.array([-1, 2], np.int32), np.array([1, 0], np.int8)).reshape(3, 36)
+    assert ring[2].tolist() == [0] * 4 + [1] * 32
+    assert ring[1].tolist() == [0] * 4 + [0, 1] + [0] * 30
+
+
+def test_a_feature_is_judged_by_releases_that_did_not_choose_it() -> None:
+    rng, found = np.random.default_rng(0), []
+    for _ in range(100):
+        first, second = rng.integers(0, 2, (2, 200, 30)).astype(float)
+        found.append(feature_lower_bound(first, second, 1e-5, 0.9))
+    assert sum(each > 0 for each in found) <= stats.binom.isf(1e-4, 100, 0.1)

@@ -1,0 +1,144 @@
+"""Bytes that reach an adversary: what private records change besides the noised numbers.
+
+Noise so loud that one record moves no released integer leaves neighbours with the same numbers. All
+that is sent and published must then be the same to the byte: signs of zeros, types, shapes, texts,
+names of records and the order of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from sklearn.datasets import load_digits
+from tiny import CASES, PARTITIONS, PROGRAMS, tiny, trusting
+
+from fedgen import cli
+from fedgen.coins import Coins
+from fedgen.experiments import settings
+from fedgen.experiments.configuration import compose
+from fedgen.experiments.settings import Setup, setup
+from fedgen.federation import messages
+from fedgen.federation.in_process import InProcessGrid
+from fedgen.privacy import releases
+from fedgen.privacy.releases import Local
+
+LOUD = 1e9
+"""The largest noise multiplier. One record changes a released integer of d with probability below
+2 sqrt(d) / LOUD (the seed is fixed): 3e-7 for the largest release here."""
+
+TRIALS = 6
+
+SECURE = [
+    *("partition=iid", "partition.clients=4", "privacy.adversary=server"),
+    *("privacy.aggregation=secure", "privacy.threshold=4", "privacy.colluders=1"),
+    *("method.cohort=4", "method.draws=clients"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours meet the same noise: elsewhere it follows from a run's data, and that of a trusted
+    aggregator from what arrived."""
+    monkeypatch.setattr(releases, "_GRID_BITS", 0)  # many zeros, whose sign would tell
+    monkeypatch.setattr(Coins, "salted", lambda coins, salt: coins)
+    monkeypatch.setattr(settings, "branch_of", lambda *_: "")
+
+
+def to_bytes(content: RecordDict) -> bytes:
+    return recorddict_to_proto(content).SerializeToString(deterministic=True)
+
+
+def loud(method: str, words: list[str]) -> Setup:
+    own = [] if method == "fedavg_gan" else ["method.draws=server"]
+    words = tiny(method, *words, *(own if words else []), "rounds=4")
+    return setup(compose("audit", [f"method={method}", *words, "audit.canaries=0"]))
+
+
+def replies(ready: Setup) -> Iterator[tuple[bytes, bytes]]:
+    """What two neighbours send, or what is made of it by an aggregator that clients trust."""
+    method = ready.at_noise(LOUD)
+    for worst in method.worst_cases():
+        for trial in range(TRIALS):
+            both = []
+            for state, shard in (worst.first, worst.second):
+                coins = Coins.of(trial, "seeded")
+                sent = method.client.answer(state, worst.query, shard, worst.round, coins)
+                aggregation = (worst.plan or method.plan).aggregation
+                if isinstance(aggregation, Local | releases.Secure):
+                    answer = messages.answer_of(sent, aggregation)
+                    both.append(to_bytes(messages.pack_answer(answer)))
+                else:
+                    total = method.total([sent.arrays["answer"]], worst.round, coins)
+                    both.append(total.numpy().tobytes())
+            yield both[0], both[1]
+
+
+@pytest.mark.parametrize("aggregation", ["own", "secure"])
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_neighbours_send_the_same_bytes(method: str, aggregation: str) -> None:
+    pairs = list(replies(loud(method, SECURE if aggregation == "secure" else [])))
+    assert len(pairs) >= TRIALS
+    assert sum(first != second for first, second in pairs) == 0
+
+
+@pytest.mark.parametrize("method", ["dpgan_small", "psg_small", "mixture_small"])
+def test_whole_clients_send_the_same_bytes(method: str) -> None:
+    pairs = list(replies(loud(method, [*SECURE[:2], "privacy.unit=client"])))
+    assert sum(first != second for first, second in pairs) == 0
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path) -> list[Path]:
+    """Two folders, each with a ``digits.npz``: one image and its label differ."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images[:60].reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
+    labels = labels[:60].astype(np.uint8)
+    folders = []
+    for name in ("a", "b"):
+        if name == "b":
+            images[7], labels[7] = 255 - images[7], (labels[7] + 5) % 10
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = {"train_images": images, "train_labels": labels}
+        test = {"test_images": images[:10], "test_labels": np.arange(10, dtype=np.uint8)}
+        np.savez(folder / "digits.npz", **rows, **test)
+        folders.append(folder)
+    return folders
+
+
+@pytest.mark.parametrize(("method", "clients"), CASES)
+def test_a_run_sends_and_publishes_the_same_bytes(
+    neighbours: list[Path], method: str, clients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    handle = InProcessGrid._handle
+
+    def recorded(grid: InProcessGrid, message: Message) -> Message:
+        reply = handle(grid, message)
+        sent.append(b"error" if reply.has_error() else to_bytes(reply.content))
+        return reply
+
+    monkeypatch.setattr(InProcessGrid, "_handle", recorded)
+    seen = []
+    for folder in neighbours:
+        monkeypatch.chdir(folder)
+        sent.clear()
+        words = [*tiny(method), *PARTITIONS[clients], "rounds=2", "data=folder"]
+        data = ["data.path=digits.npz", "data.classes=10", "data.public_rows=60"]
+        noise = ["privacy.target_epsilon=null", f"privacy.noise_multiplier={LOUD:g}"]
+        own = ["privacy.adversary=release"] if trusting(method) else []
+        run = folder / "run"
+        line = ["train", f"method={method}", *words, *data, *noise, *own, f"run_dir={run}"]
+        assert cli.run(line) == 0
+        public = {file.name: file.read_bytes() for file in (run / "public").iterdir()}
+        seen.append((list(sent), public))
+    (first, published), (second, other) = seen
+    assert len(first) == len(second) >= 2
+    if not trusting(method):  # against whom there is no bound
+        assert first == second
+    assert published == other
