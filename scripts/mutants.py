@@ -365,8 +365,8 @@ MUTANTS = [
     Mutant(
         "critics-by-place-where-an-image-moves-others",
         "fedgen/experiments/settings.py",
-        "    if held.places_move and by_place:",
-        "    if held.places_move and not by_place:",
+        "    if held.places.moves and by_place:",
+        "    if held.places.moves and not by_place:",
         "tests/data/test_datasets.py::test_methods_that_count_on_places_refuse_rows_without_one",
     ),
     Mutant(

@@ -520,7 +520,7 @@ def test_samples_as_a_grid_and_as_a_folder(
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
 
 
-def test_names_of_labels_are_published_if_a_setting_tells_them(
+def test_names_of_labels_are_published_unless_a_setting_hides_them(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for label in ("well", "Ill"):
@@ -530,8 +530,9 @@ def test_names_of_labels_are_published_if_a_setting_tells_them(
     words = ["method=dpgan_small", "data=folder", f"data.path={tmp_path / 'in'}"]
     words += ["data.public_rows=40"]
     told = train(*words, "data.labels=[well,Ill]", name="told")
-    untold = train(*words, name="untold")
+    untold = train(*words, "data.names=false", name="untold")
     assert fedgen.load(told).labels == ["well", "Ill"]
+    assert fedgen.load(train(*words, name="own")).labels == ["Ill", "well"]
     assert fedgen.load(untold / "public").labels is None
     assert "2 labels (well, Ill)" in (told / "public" / "README.md").read_text()
     for place in (untold / "public").iterdir():

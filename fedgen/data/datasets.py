@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.data.labels import named
+from fedgen.data.labels import check_range, identities, named, numbers
 from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
 from fedgen.files import cache, digest, read_arrays
@@ -79,6 +79,23 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Places:
+    """What identifies a record, and what its row number depends on.
+
+    Methods that protect a record against replacement by its place (each critic holds the rows at
+    certain places) assume that all others stay where they are.
+
+    record: what identifies a record; two data sets are neighbours if one such record differs.
+    order: what decides the order of rows.
+    moves: why replacing a record may move others, with a remedy in parentheses; "" where it cannot.
+    """
+
+    record: str
+    order: str
+    moves: str = ""
+
+
+@dataclass(frozen=True)
 class Dataset:
     """A data set in memory.
 
@@ -86,10 +103,10 @@ class Dataset:
     test_images, test_labels: the real test split.
     writers: who made each training row, (n,) int64, or None.
     classes: number of labels.
-    places_move: why a record that is replaced by another may give others another place among the
-        rows, in words; none where it does not.
+    places: what a record is, and what its row number depends on.
     persons: whom each training row shows, (n,) int64, or None: by one number, one person.
     unread: names of what was told of rows beside that, and is not looked at.
+    names: names of the labels, in order, if these are public.
     """
 
     name: str
@@ -99,9 +116,10 @@ class Dataset:
     test_labels: Labels
     writers: Labels | None
     classes: int
-    places_move: str = ""
+    places: Places
     persons: Labels | None = None
     unread: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -182,9 +200,10 @@ class Dataset:
             self.labels[out],
             writers,
             self.classes,
-            self.places_move,
+            self.places,
             writers if self._by_writer else persons,
             self.unread,
+            self.names,
         )
 
     def shard(self, index: Labels) -> Shard:
@@ -219,7 +238,8 @@ def public_facts(
         problem = f"must be [1 or 3, height, width], got {list(shape)}"
         raise FedgenError("data.shape", problem, "e.g. [3,64,64]")
     images, nothing = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
-    return Dataset("public_facts", images, nothing, images, nothing, None, classes)
+    places = Places("as at its node", "the node's own data")
+    return Dataset("public_facts", images, nothing, images, nothing, None, classes, places)
 
 
 _MOST_CLASSES = 10_000
@@ -235,7 +255,14 @@ def digits(coins: Coins, **_: object) -> Dataset:
     order = torch.randperm(len(labels), generator=coins.public("digits", "split")).numpy()
     train, test = order[:1437], order[1437:]
     return checked(
-        "digits", scaled[train], labels[train], scaled[test], labels[test], None, classes=10
+        "digits",
+        scaled[train],
+        labels[train],
+        scaled[test],
+        labels[test],
+        None,
+        10,
+        Places("a row of scikit-learn's file", "a fixed permutation of row numbers"),
     )
 
 
@@ -267,7 +294,8 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
         test.data.numpy()[:, None],
         test.targets.numpy(),
         None,
-        classes=10,
+        10,
+        Places("a row of torchvision's file", "its number"),
     )
 
 
@@ -298,7 +326,8 @@ def femnist(
         femnist_from_hub(file)
     arrays = _arrays(file, ["images", "labels", "writer"])
     images = 255 - as_images(file, arrays["images"])
-    labels, writers = _whole_numbers(file, arrays["labels"]), _whole_numbers(file, arrays["writer"])
+    labels = numbers(f"{file}, labels", arrays["labels"], 62)
+    writers = identities(f"{file}, writer", arrays["writer"])
     if not len(images) == len(labels) == len(writers):
         raise FedgenError("data", f"{file} has not one label and writer per image", "correct it")
     test = np.zeros(len(writers), dtype=bool)
@@ -331,7 +360,11 @@ def femnist(
         labels[test],
         of,
         classes,
-        "which rows train follows from what is in them (partition=by_writer protects writers)",
+        Places(
+            "an image with its label and writer",
+            "its number in the file among the rows that train",
+            "which rows train follows from what is in them (partition=by_writer protects writers)",
+        ),
         of,
     )
 
@@ -423,7 +456,8 @@ def celeba(root: str | None, **_: object) -> Dataset:
             "list_eval_partition.txt",
         ) from error
     train, test = part == 0, part == 2
-    return checked("celeba", images[train], male[train], images[test], male[test], None, classes=2)
+    places = Places("a line of list_attr_celeba.txt", "its number")
+    return checked("celeba", images[train], male[train], images[test], male[test], None, 2, places)
 
 
 def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
@@ -443,33 +477,39 @@ def centre_square(image: object, size: int) -> Images:
     return np.asarray(fitted, dtype=np.uint8)
 
 
-def from_npz(name: str, file: Path, classes: int, key: str = "data.root") -> Dataset:
-    """The data set in an npz file, as in the module's text; ``key``: the setting that named it."""
+def from_npz(
+    name: str,
+    file: Path,
+    classes: int,
+    key: str = "data.root",
+    names: Sequence[str] | None = None,
+) -> Dataset:
+    """The data set in an npz file, as in the module's text; ``key``: the setting that named it,
+    ``names``: of the labels, in order."""
     arrays = _arrays(file, ["train_images", "train_labels", "test_images", "test_labels"], key)
     writers, persons = (
-        None if name not in arrays else _whole_numbers(file, arrays[name])
+        None if name not in arrays else identities(f"{file}, {name}", arrays[name])
         for name in ("train_writer", "train_person")
     )
+    labels, test_labels = (
+        numbers(f"{file}, {name}", arrays[name], classes, names)
+        for name in ("train_labels", "test_labels")
+    )
+    moves = ""
+    if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
+        moves = "rows lie in the order of their labels (shuffle the rows of the file)"
     return checked(
         name,
         as_images(file, arrays["train_images"]),
-        _whole_numbers(file, arrays["train_labels"]),
+        labels,
         as_images(file, arrays["test_images"]),
-        _whole_numbers(file, arrays["test_labels"]),
+        test_labels,
         writers,
         classes,
+        Places("a row of the file", "its number", moves),
         persons=writers if persons is None else persons,
+        names=names,
     )
-
-
-def _whole_numbers(file: Path, values: NDArray[np.generic]) -> Labels:
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise FedgenError(
-            "data",
-            f"{file} holds labels or writers of type {values.dtype} and shape {values.shape}",
-            "they must be whole numbers, (n,): of one-hot labels labels.argmax(1)",
-        )
-    return values.astype(np.int64)
 
 
 def _arrays(
@@ -517,13 +557,15 @@ def checked(
     test_labels: NDArray[np.generic],
     writers: NDArray[np.generic] | None,
     classes: int,
-    places_move: str = "",
+    places: Places,
     persons: NDArray[np.generic] | None = None,
     unread: tuple[str, ...] = (),
+    names: Sequence[str] | None = None,
 ) -> Dataset:
     """A data set of these arrays.
 
     Args:
+        places: what a record is, and what its row number depends on.
         persons: whom each row shows; ``writers`` itself where that is who made it.
 
     Raises:
@@ -552,10 +594,7 @@ def checked(
             problem = f"{name} has {counted} {split}"
             raise FedgenError("data", problem, "give one of each for every image")
     for split_labels in (labels, test_labels):
-        if len(split_labels) and (split_labels.min() < 0 or split_labels.max() >= classes):
-            least, most = int(split_labels.min()), int(split_labels.max())
-            problem = f"{name} has labels from {least} to {most}, outside 0..{classes - 1}"
-            raise FedgenError("data", problem, "count from 0, or correct data.classes")
+        check_range(name, split_labels, classes)
     of = None if writers is None else writers.astype(np.int64)
     shown = None if persons is None else persons.astype(np.int64)
     return Dataset(
@@ -566,7 +605,8 @@ def checked(
         test_labels.astype(np.int64),
         of,
         classes,
-        places_move,
+        places,
         of if persons is writers else shown,
         unread,
+        None if names is None else tuple(names),
     )

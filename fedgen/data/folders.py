@@ -14,12 +14,13 @@ whose names begin with a dot are passed over, as is what file managers leave beh
 A record is told by its client and its file name, whatever its label: rows are in the order of these
 names' digests, so that an image that changes, or changes its label, moves no other, nor does one
 more or less. Where a client has one file name under several labels, their order is that of the
-labels (``Dataset.places_move``): an image of another label is another place then, which methods
+labels (``Places.moves``): an image of another label is another place then, which methods
 that protect replaced records by their place refuse.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,13 +32,13 @@ import torch
 from fedgen.coins import Coins
 from fedgen.data.datasets import (
     Dataset,
-    Labels,
+    Places,
     checked,
     from_npz,
     root_of,
 )
 from fedgen.data.images import SHOWN, check_conversion, read_images, some_of
-from fedgen.data.labels import known, named
+from fedgen.data.labels import are_names, known, named, ordered
 from fedgen.data.tables import TABLES, Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
@@ -53,6 +54,7 @@ def folder(
     channels: int | None = None,
     classes: int | None = None,
     labels: Sequence[str] | None = None,
+    names: bool = True,
     **_: object,
 ) -> Dataset:
     """A user's own images, as in the module's text.
@@ -64,7 +66,10 @@ def folder(
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
         labels: names of the labels, in order: public, also where the images of others, elsewhere,
-            have the same ones and some are missing here; None: those that there are.
+            have the same ones and some are missing here; None: the folders that there are. Which
+            folders there are is public, whatever is in them: a label without images has an empty
+            one.
+        names: whether names of labels' folders are published as the labels' names.
 
     Raises:
         FedgenError: for what is wrong with them, with the files that it is about; of folders first,
@@ -86,19 +91,21 @@ def folder(
             if classes not in (None, told):
                 raise FedgenError("data.classes", f"is {classes}, of {told} labels", "leave it out")
             classes = told
+            labels = named(labels)
         if classes is None:
             problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
             raise FedgenError("data.classes", problem, remedy)
-        return from_npz("folder", places[0], classes, "data.path")
+        return from_npz("folder", places[0], classes, "data.path", labels)
     else:
         listed = _listed(places, labels)
-    records = sorted(listed.records, key=lambda r: (digest(r.name.encode()), r.label))
+    records = sorted(listed.records, key=lambda r: (digest(os.fsencode(r.name)), r.label))
     sources = [(str(record.path), record.path) for record in records]
     images = read_images(records[0].path.parent, sources, size, channels)
     test = np.array([_is_test(record, coins) for record in records])
     of = np.array([record.label for record in records], dtype=np.int64)
-    if labels is None:
-        _check_labels(of[~test], listed.labels)
+    if labels is None and names and not are_names(listed.labels):
+        problem = "the labels' folders have names that cannot be published"
+        raise FedgenError("data.path", problem, "rename them, or set data.names=false")
     clients = np.array([record.client for record in records], dtype=np.int64)
     persons = np.array([record.person for record in records], dtype=np.int64)
     return checked(
@@ -109,9 +116,14 @@ def folder(
         of[test],
         clients[~test] if listed.clients > 1 else None,
         len(listed.labels),
-        _UNDER_SEVERAL if listed.labels_in_names else "",
+        Places(
+            "a file by its client and name",
+            "digests of these names",
+            _UNDER_SEVERAL if listed.labels_in_names else "",
+        ),
         persons[~test] if listed.persons else None,
         listed.unread,
+        listed.labels if labels is not None or names else None,
     )
 
 
@@ -138,7 +150,8 @@ def _visible(place: Path) -> list[Path]:
 
 
 def _folders(place: Path) -> list[Path]:
-    return [each for each in _visible(place) if each.is_dir()]
+    found = {each.name: each for each in _visible(place) if each.is_dir()}
+    return [found[name] for name in ordered(found)]
 
 
 def _is_split(place: Path) -> bool:
@@ -233,11 +246,3 @@ def _is_test(record: Record, coins: Coins) -> bool:
     if record.test is not None:
         return record.test
     return float(torch.rand((), generator=coins.public("folder", "split", record.name))) < 0.1
-
-
-def _check_labels(of: Labels, labels: Sequence[str]) -> None:
-    """Raises FedgenError for a label that nobody could learn."""
-    empty = [name for label, name in enumerate(labels) if not (of == label).any()]
-    if empty:
-        problem = f"no image to train on under {', '.join(empty[:SHOWN])}"
-        raise FedgenError("data.path", problem, "add some, or remove the folder")

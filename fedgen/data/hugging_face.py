@@ -4,7 +4,9 @@ images in them; or ``imagefolder``. Nothing else in a folder says what is read: 
 that leads out of it.
 
 Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
-Rows are told by their place in the split, as in an ``.npz``. The test split is ``test``, or
+A record is a row of the split, as in an ``.npz``. In ``imagefolder`` a record is a file by its
+name, and rows are in the order of digests of names, since the library orders them by label: an
+image of another label would move all between the two. The test split is ``test``, or
 ``validation``: none is drawn, since rows have no names that a draw could go by, and by their places
 one row less would move others between the splits. No code comes with a data set: the library runs
 none since version 4.
@@ -13,6 +15,7 @@ none since version 4.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,10 +23,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset, checked
+from fedgen.data.datasets import Dataset, Places, checked
 from fedgen.data.images import check_conversion, read_images
-from fedgen.data.labels import named
+from fedgen.data.labels import named, numbers, ordered
 from fedgen.errors import FedgenError
+from fedgen.files import digest
 
 _SHOWN = 20  # names in a line
 _TEST = ("test", "validation")
@@ -39,6 +43,7 @@ def hugging_face(
     size: int | None = None,
     channels: int | None = None,
     labels: Sequence[str] | None = None,
+    names: bool = True,
     **_: object,
 ) -> Dataset:
     """See the module.
@@ -53,6 +58,7 @@ def hugging_face(
         size: images are cropped to a square and resized to this many pixels; None leaves them.
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         labels: names of the labels, in order: public; None: those of the data set's description.
+        names: whether names of the description are published as the labels' names.
 
     Raises:
         FedgenError: for the first thing that is wrong.
@@ -69,25 +75,48 @@ def hugging_face(
             problem = f"{path} has no column {column!r}"
             remedy = f"name one of {', '.join(list(features)[:_SHOWN])}"
             raise FedgenError(f"data.{key}", problem, remedy)
-    names = _names(path, features[label], labels)
+    by_folder = splits["train"].info.builder_name == "imagefolder"
+    label_names = _names(path, features[label], labels, by_folder)
     train = _rows(path, splits["train"], columns, size, channels)
-    of = _numbers(path, train["label"], features[label], names)
+    of = _numbers(path, label, train["label"], features[label], label_names)
     asked = columns | {"client": None, "person": None}
     test = _rows(path, splits["test"], asked, size, channels)
     clients, persons = (
         None if columns[key] is None else _numbered(path, key, train[key])
         for key in ("client", "person")
     )
+    order, places = _places(path, splits["train"], train["file"], of)
     return checked(
         "hugging_face",
-        train["image"],
-        of,
+        train["image"][order],
+        of[order],
         test["image"],
-        _numbers(path, test["label"], features[label], names),
-        clients,
-        len(names),
-        persons=persons,
+        _numbers(path, label, test["label"], features[label], label_names),
+        None if clients is None else clients[order],
+        len(label_names),
+        places,
+        None if persons is None else persons[order],
+        names=label_names if labels is not None or names else None,
     )
+
+
+def _places(
+    path: str, split: Any, files: Sequence[str | None], labels: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], Places]:
+    """The order of rows, and what it depends on."""
+    moves = ""
+    if split.info.builder_name == "imagefolder":
+        names = [None if file is None else os.path.basename(file) for file in files]  # noqa: PTH119
+        if Path(path).expanduser().is_dir() and None not in names:
+            digests = [digest(os.fsencode(str(name))) for name in names]
+            order = sorted(range(len(names)), key=lambda row: (digests[row], labels[row]))
+            if len(set(digests)) < len(digests):
+                moves = "file names occur under several labels (rename the files)"
+            return np.array(order), Places("a file by its name", "digests of names", moves)
+        moves = "the library orders rows by their labels (copy the images, take data=folder)"
+    elif len(np.unique(labels)) > 1 and (np.diff(labels) >= 0).all():
+        moves = "rows lie in the order of their labels (shuffle the rows of the data set)"
+    return np.arange(len(labels)), Places("a row of the split", "its number", moves)
 
 
 def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
@@ -96,7 +125,8 @@ def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
     if len(kinds) > 1 or not kinds <= {str, int}:
         problem = f"{path} has rows that do not name one by a word or a whole number"
         raise FedgenError(f"data.{key}", problem, "name another column, or mend these rows")
-    return np.unique(np.array(names), return_inverse=True)[1].astype(np.int64)
+    number = {name: at for at, name in enumerate(ordered(str(name) for name in names))}
+    return np.array([number[str(name)] for name in names], dtype=np.int64)
 
 
 def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
@@ -153,7 +183,7 @@ def _wrong(datasets: Any) -> tuple[type[Exception], ...]:
     return (*own, OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError)
 
 
-def _names(path: str, feature: Any, told: Sequence[str] | None) -> list[str]:
+def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool) -> list[str]:
     """The labels' names, which are public."""
     if told is not None:
         return named(told)
@@ -161,7 +191,8 @@ def _names(path: str, feature: Any, told: Sequence[str] | None) -> list[str]:
     if not described:
         problem = f"is not set, and {path} does not describe its labels"
         raise FedgenError("data.labels", problem, "name them in order: they are public")
-    return [str(name) for name in described]
+    names = [str(name) for name in described]
+    return ordered(names) if by_folder else names  # the library sorts folders as text
 
 
 def _rows(
@@ -171,13 +202,17 @@ def _rows(
     size: int | None,
     channels: int | None,
 ) -> dict[str, Any]:
-    """Images (n, channels, h, w), and the other columns as lists."""
+    """Images (n, channels, h, w), their files' paths or None, and the other columns as lists."""
     datasets = library("data")
     wanted = {key: column for key, column in columns.items() if column is not None}
-    if not isinstance(split.features[wanted["image"]], datasets.Image):
+    feature = split.features[wanted["image"]]
+    if isinstance(feature, datasets.Image):
+        split = split.cast_column(wanted["image"], datasets.Image(decode=False))
+    elif not _holds_bytes(feature):
+        some = [name for name, kind in split.features.items() if _holds_bytes(kind)]
         problem = f"the column {wanted['image']!r} of {path} holds no images"
-        raise FedgenError("data.image", problem, "name the one that does")
-    split = split.cast_column(wanted["image"], datasets.Image(decode=False))
+        remedy = f"name one of {', '.join(some[:_SHOWN])}" if some else "store files as bytes"
+        raise FedgenError("data.image", problem, remedy)
     found: dict[str, Any] = {key: [] for key in wanted}
     try:
         for row in split:
@@ -189,31 +224,43 @@ def _rows(
     if not found["image"]:
         raise FedgenError("data.path", f"{path} has no rows", "give it some")
     place = Path(path).expanduser()
-    sources = [(f"row {n}", _source(each, place)) for n, each in enumerate(found["image"])]
-    return found | {"image": read_images(path, sources, size, channels)}
+    cells = [{"bytes": each} if isinstance(each, bytes) else each or {} for each in found["image"]]
+    sources = [(f"row {n}", _source(each, place)) for n, each in enumerate(cells)]
+    files = [each.get("path") for each in cells]
+    return found | {"image": read_images(path, sources, size, channels), "file": files}
 
 
-def _source(image: Mapping[str, Any] | None, place: Path) -> Path | IO[bytes]:
+def _holds_bytes(feature: Any) -> bool:
+    """Whether a column holds images' files: as bytes, or as a struct of bytes (and path)."""
+    datasets = library("data")
+    if isinstance(feature, datasets.Image):
+        return True
+    inner = feature.get("bytes") if isinstance(feature, dict) else feature
+    return isinstance(inner, datasets.Value) and inner.dtype in ("binary", "large_binary")
+
+
+def _source(image: Mapping[str, Any], place: Path) -> Path | IO[bytes]:
     """An image's file; one that is nowhere, or out of the folder, is no image."""
-    if image is None or image["path"] is None or image["bytes"] is not None:
-        return io.BytesIO(image["bytes"] or b"" if image is not None else b"")
+    if image.get("path") is None or image.get("bytes") is not None:
+        return io.BytesIO(image.get("bytes") or b"")
     file = Path(image["path"])
     return io.BytesIO() if place.is_dir() and not _is_below(file, place) else file
 
 
 def _numbers(
-    path: str, values: Sequence[Any], feature: Any, names: Sequence[str]
+    path: str, label: str, values: Sequence[Any], feature: Any, names: Sequence[str]
 ) -> NDArray[np.int64]:
-    """Labels as numbers; a column holds these, or names."""
+    """Labels as class indices; a column holds these, or names."""
     own = getattr(feature, "names", None)
     if own is not None:  # numbers of the data set's own order of names; -1: none is known
-        values = [own[v] if v is not None and 0 <= v < len(own) else None for v in values]
-    of: dict[Any, int] = {name: number for number, name in enumerate(names)}
-    numbers = [of.get(v, -1) if own is not None or isinstance(v, str) else v for v in values]
-    if not all(isinstance(n, int) and 0 <= n < len(names) for n in numbers):
-        problem = f"{path} has rows whose label is none of {', '.join(names[:_SHOWN])}"
-        raise FedgenError("data.labels", problem, "name all of them, or remove these rows")
-    return np.array(numbers, dtype=np.int64)
+        values = [str(own[v]) if v is not None and 0 <= v < len(own) else None for v in values]
+    if missing := sum(value is None for value in values):
+        problem = f"{path} has {missing:,} rows without a label"
+        raise FedgenError("data.labels", problem, "remove these rows")
+    if not all(isinstance(value, str | int | float) for value in values):
+        problem = f"the column {label!r} of {path} holds neither names nor whole numbers"
+        raise FedgenError("data.label", problem, "name a column of one label for each image")
+    return numbers(path, np.array(values), len(names), names)
 
 
 def library(key: str) -> Any:

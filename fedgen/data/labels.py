@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedgen.errors import FedgenError
 
 _SHOWN = 20  # names in a line
@@ -32,7 +35,7 @@ def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
     Raises:
         FedgenError: for a label that is none of those told, or what is no list of names.
     """
-    labels = sorted(set(found)) if told is None else named(told)
+    labels = ordered(found) if told is None else named(told)
     if unknown := set(found).difference(labels):
         some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
         problem = f"the data have labels that it does not name: {some}"
@@ -46,3 +49,124 @@ def are_names(told: Sequence[object]) -> bool:
     if any(each.strip(". ") != each or set(each) & _NO_NAME for each in names):
         return False
     return len({each.casefold() for each in names if each.isprintable()}) == len(told)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Sort distinct names: by value where all are whole numbers, else as text."""
+    distinct = set(names)
+    if all(_is_number(name) for name in distinct):
+        return sorted(distinct, key=lambda name: (int(name), name))
+    return sorted(distinct)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) <= 18
+
+
+def numbers(
+    where: str, values: NDArray[np.generic], classes: int, names: Sequence[str] | None = None
+) -> NDArray[np.int64]:
+    """Return labels as class indices, int64 of shape (n,).
+
+    Args:
+        where: file and array, for errors.
+        values: shape (n,) or (n, 1): integers, booleans or whole floats from 0 to ``classes`` - 1;
+            or labels by name.
+        classes: number of labels.
+        names: of the labels, in order; None: not known. Where all names are whole numbers, values
+            are names too.
+
+    Raises:
+        FedgenError: for anything else, with the remedy for what it is.
+    """
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    numeric = values.dtype.kind in "biuf"
+    if values.ndim != 1:
+        raise FedgenError("data", *_not_one_each(where, values, numeric))
+    if values.dtype.kind in "US" or (names and all(_is_number(name) for name in names)):
+        return _by_name(where, values, names)
+    if not numeric:
+        problem = f"{where} holds labels of type {values.dtype}"
+        raise FedgenError("data", problem, "give whole numbers from 0, one for each image")
+    if values.dtype.kind == "f":
+        if missing := int(np.count_nonzero(~np.isfinite(values))):
+            problem = f"{where} has {missing:,} images without a label (NaN or infinite)"
+            raise FedgenError("data", problem, "remove these images")
+        if (values != np.floor(values)).any():
+            problem = f"{where} holds labels with fractions, e.g. {float(values[0]):g}"
+            raise FedgenError("data", problem, "divide them into classes numbered from 0")
+    check_range(where, values, classes)
+    return values.astype(np.int64)
+
+
+def check_range(where: str, values: NDArray[np.generic], classes: int) -> None:
+    """Raises FedgenError for class indices outside 0..``classes`` - 1, with the remedy for the
+    usual causes."""
+    if not len(values):
+        return
+    least, most = int(values.min()), int(values.max())
+    problem = f"{where} has labels from {least} to {most}, outside 0..{classes - 1}"
+    if least == -1:
+        raise FedgenError("data", problem, "remove images labelled -1: they have no label")
+    if least < 0:
+        raise FedgenError("data", problem, "number the labels from 0")
+    if most == classes and least >= 1:
+        raise FedgenError("data", problem, "number the labels from 0: labels - 1")
+    if most >= classes:
+        remedy = f"set data.classes={most + 1}, or number the labels from 0"
+        raise FedgenError("data", problem, remedy)
+
+
+def _not_one_each(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[str, str]:
+    """Problem and remedy for labels that are no (n,)."""
+    problem = f"{where} holds labels of shape {values.shape}"
+    if values.ndim != 2 or not numeric or not np.isin(values, (0, 1)).all():
+        return problem, "give one whole number for each image, (n,)"
+    sums = values.sum(1)
+    if (sums == 1).all():
+        return f"{problem}, one-hot", "give labels.argmax(1)"
+    several = f"{problem}, with {int(sums.min())} to {int(sums.max())} labels an image"
+    return several, "choose one column k: labels[:, k]"
+
+
+def _by_name(
+    where: str, values: NDArray[np.generic], names: Sequence[str] | None
+) -> NDArray[np.int64]:
+    texts = [_text(value) for value in values.tolist()]
+    if names is None:
+        some = ",".join(each[:_LONG] for each in ordered(texts)[:_SHOWN])
+        problem = f"{where} holds labels by name, which are not set"
+        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
+    known(texts, names)
+    index = {name: number for number, name in enumerate(names)}
+    return np.array([index[text] for text in texts], dtype=np.int64)
+
+
+def _text(value: object) -> str:
+    """A label's name; whole floats are written as whole numbers."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def identities(where: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Return numbers of writers or persons, int64 of shape (n,).
+
+    Args:
+        where: file and array, for errors.
+        values: shape (n,) or (n, 1): integers, or names, which are numbered in their order.
+
+    Raises:
+        FedgenError: for anything else.
+    """
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim != 1 or values.dtype.kind not in "iuUS":
+        problem = f"{where} has type {values.dtype} and shape {values.shape}"
+        raise FedgenError("data", problem, "give one whole number or name for each image, (n,)")
+    if values.dtype.kind in "US":
+        values = np.unique(values, return_inverse=True)[1]
+    return values.astype(np.int64)

@@ -8,8 +8,8 @@
 | ``person`` | optional: whom it shows (``privacy.unit=person``) |
 | ``split`` | optional: ``train`` or ``test`` |
 
-Clients are numbered in the alphabetical order of their names. A table is data that somebody may
-have handed over: it names no file outside of its folder, and none twice.
+Clients are numbered in the order of their names, by value if all are whole numbers. A table is data
+that somebody may have handed over: it names no file outside of its folder, and none twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fedgen.data.labels import known
+from fedgen.data.labels import known, ordered
 from fedgen.errors import FedgenError
 
 TABLES = (".csv", ".parquet")
@@ -75,7 +75,7 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
     clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
     persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
     if named is None:
-        there = sorted({row["label"] for row in rows})
+        there = ordered(row["label"] for row in rows)
         some = ",".join(each[:_LONG] for each in there[:_SHOWN])
         problem = "is not set: labels are public, and not read off a table's rows"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
@@ -124,7 +124,7 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(sorted(set(names)))}
+    return {name: number for number, name in enumerate(ordered(names))}
 
 
 def _rows(table: Path) -> list[dict[str, str]]:

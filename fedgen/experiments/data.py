@@ -8,10 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen import factories
 from fedgen.data.datasets import Dataset
-from fedgen.data.partition import check_clients
+from fedgen.experiments import validation
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.overrides import in_grammar, in_shell
-from fedgen.experiments.settings import Setup, dataset
+from fedgen.experiments.settings import Setup, shared_out
 from fedgen.privacy.events import Unit
 
 
@@ -21,8 +21,8 @@ def check(config: DictConfig) -> str:
     Raises:
         FedgenError: for what training would refuse too.
     """
-    found = dataset(config)
-    check_clients(config.partition.clients, len(found.labels))
+    validation.check(config)
+    found, shards = shared_out(config)
     channels, height, width = found.shape
     kind = "grey" if channels == 1 else "RGB"
     rows, test = len(found.labels), len(found.test_labels)
@@ -34,9 +34,15 @@ def check(config: DictConfig) -> str:
     if found.writers is not None:
         of = np.unique(found.writers, return_counts=True)[1]
         lines.append(f"{len(of):,} clients, with {_each(of)}")
+    if len(shards) > 1:
+        sizes = np.array([len(shard) for shard in shards])
+        lines.append(f"partition={config.names.partition}: {len(shards):,} clients, {_each(sizes)}")
     if found.persons is not None and found.shows_persons:
         of = np.unique(found.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {_each(of)}")
+    if found.names is not None:
+        names = ", ".join(found.names[:_SHOWN])
+        lines.append(f"labels, published by name (data.names=false: by number): {names}")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
@@ -55,12 +61,12 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
     said = []
     if found.classes == 1:
         said.append("all images have one label: nothing tells how useful samples are")
-    said += _few(counts)
+    said += _range(found) + _few(found, counts)
     if test < _FEW:
         said.append(f"{test} test images are few to judge samples by: read the intervals")
-    if found.places_move:
+    if found.places.moves:
         said.append(
-            f"{found.places_move}: methods of sums take these images, and those that protect "
+            f"{found.places.moves}: methods of sums take these images, and those that protect "
             "replaced records do not"
         )
     if found.shows_persons and _at_several_clients(found):
@@ -76,6 +82,8 @@ def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
 
 _FEW_FOR_A_TEACHER = 10_000  # its labels are worse than those that samples were drawn for
 _FEW = 50
+_SHOWN = 20  # names in a line
+_DARK = 31  # of 255: a largest pixel that no picture is meant to have
 _EPSILON = 5  # what is proposed: no figure follows from it
 
 
@@ -84,11 +92,25 @@ def _each(counts: np.ndarray) -> str:
     return f"{most:,} images each" if few == most else f"{few:,} to {most:,} images each"
 
 
-def _few(counts: np.ndarray) -> list[str]:
+def _few(found: Dataset, counts: np.ndarray) -> list[str]:
     """``counts``: images of each label."""
-    few = ", ".join(str(label) for label in np.flatnonzero(counts < _FEW))
-    said = f"fewer than {_FEW} images of label {few} (counted from 0): mostly noise at a small ε"
+    rare = np.flatnonzero(counts < _FEW).tolist()
+    names = found.names or [f"{label} (counted from 0)" for label in range(found.classes)]
+    few = ", ".join(names[label] for label in rare)
+    said = f"fewer than {_FEW} images of label {few}: mostly noise at a small ε"
     return [said] if few else []
+
+
+def _range(found: Dataset) -> list[str]:
+    """Warn of pixels that use a small part of 0..255."""
+    least, most = (int(each) for each in (found.images.min(), found.images.max()))
+    if least == most:
+        return [f"all pixels are {most}: the images are blank"]
+    if most > _DARK:
+        return []
+    cause = "masks of 0 and 1" if most == 1 else "12 bits in the low bits, or dark"
+    remedy = f"scale them to 0..255, e.g. times {255 // most}"
+    return [f"no pixel is above {most} of 255 ({cause}), and samples will be black: {remedy}"]
 
 
 def _unread(found: Dataset) -> list[str]:
@@ -120,7 +142,7 @@ def of_little_use(ready: Setup) -> list[str]:
             f"samples will be of little use: give a public number near it as {by}"
         )
     counts = np.bincount(ready.dataset.labels[rows], minlength=ready.dataset.classes)
-    said += [f"warning: {each}" for each in _few(counts)]
+    said += [f"warning: {each}" for each in _range(ready.dataset) + _few(ready.dataset, counts)]
     return said
 
 

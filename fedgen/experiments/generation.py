@@ -27,7 +27,7 @@ from fedgen.data.labels import are_names
 from fedgen.errors import FedgenError
 from fedgen.experiments import building
 from fedgen.experiments.building import build
-from fedgen.experiments.settings import Setup, label_names
+from fedgen.experiments.settings import Setup, published_names
 from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import check_no_links, read_json
 from fedgen.method import Method, PublicFacts, Tensors
@@ -93,7 +93,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
     assert isinstance(method, dict)
     facts = {
         "classes": ready.dataset.classes,
-        "labels": label_names(ready.config),
+        "labels": published_names(ready),
         "shape": list(ready.dataset.shape),
     }
     known = ("delta", "unit", "relation", "noise", "images_per_person")
@@ -300,7 +300,7 @@ def sample(config: DictConfig) -> str:
     path, told = Path(config.run), str(out)
     if is_unfinished(path):
         made = unfinished(path)
-        names = label_names(made.ready.config)
+        names = published_names(made.ready)
         classes, shape = made.ready.dataset.classes, made.ready.dataset.shape
         published = Published(made.ready.method, made.generator, classes, shape, names)
         told = f"{out}\n{made.note}"

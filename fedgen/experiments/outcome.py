@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from fedgen import factories
 from fedgen.experiments.generation import describe, draw_samples
-from fedgen.experiments.settings import Setup, label_names
+from fedgen.experiments.settings import Setup, published_names
 from fedgen.federation.rounds import RoundFacts, RunState
 from fedgen.files import write_whole
 from fedgen.method import Tensors
@@ -68,7 +68,7 @@ def publish(
     names = ready.config.names
     begun = [] if ready.config.warm_up.method is None else [str(names.warm_up)]
     methods = [str(names.method), *begun]
-    told = card(record, methods, shape, classes, label_names(ready.config))
+    told = card(record, methods, shape, classes, published_names(ready))
     write_whole(public / "README.md", told.encode())
     return sha256, grid
 
@@ -109,6 +109,7 @@ def results_of(
         "schema": 1,
         "method": ready.config.names.method,
         "data": ready.config.names.data,
+        "labels": published_names(ready),
         "clients": clients,
         "rounds": state.rounds,
         "seed": ready.config.seed,

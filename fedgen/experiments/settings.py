@@ -222,10 +222,10 @@ def decided(
 def check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
     """Raises FedgenError where a record that is replaced by another moves others."""
     by_place = plan.relation is Relation.REPLACE_ONE and plan.unit is Unit.RECORD
-    if held.places_move and by_place:
+    if held.places.moves and by_place:
         raise FedgenError(
             "data",
-            f"{held.places_move}, and {config.names.method} protects records by their place",
+            f"{held.places.moves}, and {config.names.method} protects records by their place",
             "take a method of sums, e.g. mixture, dp_merf or dpgan",
         )
 
@@ -372,6 +372,13 @@ def dataset(config: DictConfig) -> Dataset:
         problem = f"has images of {found.images.dtype}"
         raise FedgenError("data", problem, "make them uint8, from 0 to 255")
     return checked(*(getattr(found, each.name) for each in fields(found)))
+
+
+def published_names(ready: Setup) -> list[str] | None:
+    """Return the labels' names that are published: those set by ``data.labels``, or the data set's
+    own (folder names, unless ``data.names=false``)."""
+    own = ready.dataset.names
+    return label_names(ready.config) or (None if own is None else list(own))
 
 
 def label_names(config: DictConfig) -> list[str] | None:

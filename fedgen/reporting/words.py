@@ -334,8 +334,10 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     scores: dict[str, Any] = next(
         (s for s in results["gen2real"].values() if s["mean"] is not None), {}
     )
-    if none := [str(n) for n, found in enumerate(scores.get("per_class", [])) if found is None]:
-        said = f"{', '.join(none)} (counted from 0): nothing tells of what use their samples are"
+    per_class = scores.get("per_class", [])
+    names = results.get("labels") or [f"{n} (counted from 0)" for n in range(len(per_class))]
+    if none := [names[n] for n, found in enumerate(per_class) if found is None]:
+        said = f"{', '.join(none)}: nothing tells of what use their samples are"
         rows.append(("labels without test images", said))
     average, calibrated = averages(results)
     if average is not None:

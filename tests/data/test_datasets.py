@@ -172,15 +172,27 @@ def test_a_users_npz_with_channels(channels: int, last: bool, tmp_path: Path, co
         ({"train_images": np.zeros((4, 8, 8), np.float32)}, "must be uint8"),
         ({"train_images": np.zeros((4, 8, 8, 2), np.uint8)}, "square"),
         ({"train_labels": np.arange(3)}, "4 images, 3 labels to train on"),
-        ({"train_labels": np.arange(4) - 1}, "outside 0..3"),
+        ({"train_labels": np.arange(4) - 1}, "outside 0..3; remove images labelled -1"),
+        ({"train_labels": np.arange(4) - 5}, "outside 0..3; number the labels from 0"),
+        ({"train_labels": np.arange(4) + 1}, "outside 0..3; number the labels from 0: labels - 1"),
+        ({"train_labels": np.arange(4) * 2}, "outside 0..3; set data.classes=7"),
+        ({"train_labels": np.full(4, 2**64 - 1, np.uint64)}, "outside 0..3"),
         ({"train_labels": np.arange(4) + 10**6}, "outside 0..3"),
         ({"test_labels": np.arange(2) + 10**6}, "outside 0..3"),
         ({"train_images": np.uint8(3)}, "images of type"),
-        ({"test_labels": np.int64(3)}, "labels or writers of type"),
-        ({"train_labels": np.arange(4) / 2}, "whole numbers"),
-        ({"train_labels": np.arange(4)[:, None]}, "whole numbers"),
-        ({"train_labels": np.array(["a", "b", "c", "d"])}, "whole numbers"),
-        ({"train_writer": np.array(["a", "b", "c", "d"])}, "whole numbers"),
+        ({"test_labels": np.int64(3)}, r"shape \(\); give one whole number for each image"),
+        ({"train_labels": np.arange(4) / 2}, "fractions.*divide them into classes"),
+        ({"train_labels": np.array([0, np.nan, 1, 2])}, "1 images without a label"),
+        ({"train_labels": np.eye(4, dtype=np.uint8)}, r"one-hot; give labels.argmax\(1\)"),
+        ({"train_labels": np.eye(4)}, r"one-hot; give labels.argmax\(1\)"),
+        ({"train_labels": np.tri(4, dtype=bool)}, r"1 to 4 labels an image; choose one column k"),
+        ({"train_labels": np.zeros((1, 4), int)}, "0 to 0 labels an image"),
+        ({"train_labels": np.full((4, 3), 7)}, r"shape \(4, 3\); give one whole number"),
+        ({"train_labels": np.array(["a", "b", "c", "d"])}, r"e.g. data.labels=\[a,b,c,d\]"),
+        ({"train_labels": np.array([b"a", b"b", b"c", b"d"])}, r"e.g. data.labels=\[a,b,c,d\]"),
+        ({"train_labels": np.zeros(4, complex)}, "labels of type complex128"),
+        ({"train_writer": np.arange(4) / 2}, "train_writer has type float64"),
+        ({"train_person": np.zeros((4, 2), int)}, r"train_person has .*shape \(4, 2\)"),
         ({"train_labels": None}, "lacks train_labels"),
         ({"train_images": np.zeros((0, 8, 8), np.uint8)}, r"data\.path: .* has no rows"),
         ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
@@ -191,6 +203,46 @@ def test_a_users_npz_that_does_not_fit(
 ) -> None:
     with pytest.raises(FedgenError, match=words):
         folder(coins, None, npz(tmp_path / "a.npz", **changed), classes=4)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, np.float32, bool])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_labels_of_every_type_mean_the_same(
+    tmp_path: Path, coins: Coins, kind: type, shape: tuple[int, ...]
+) -> None:
+    """MedMNIST stores (n, 1); others floats or booleans."""
+    train = np.array([1, 0, 1, 0]).astype(kind).reshape(shape)
+    data = folder(coins, None, npz(tmp_path / "a.npz", train_labels=train), classes=4)
+    assert data.labels.dtype == np.int64
+    assert data.labels.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("values", [[5, 0, 10, 5], [5.0, 0.0, 10.0, 5.0], ["5", "0", "10", "5"]])
+def test_labels_that_are_names_are_numbered_in_their_order(
+    tmp_path: Path, coins: Coins, values: list
+) -> None:
+    arrays = {"train_labels": np.array(values), "test_labels": np.array(values[:2])}
+    file = npz(tmp_path / "a.npz", **arrays)
+    data = folder(coins, None, file, labels=[0, 5, 10])
+    assert data.labels.tolist() == [1, 0, 2, 1]
+    assert data.names == ("0", "5", "10")
+    with pytest.raises(FedgenError, match=r"data\.labels: .* does not name: 10"):
+        folder(coins, None, file, labels=[0, 5])
+
+
+def test_writers_may_be_names(tmp_path: Path, coins: Coins) -> None:
+    writers = np.array([["b"], ["a"], ["b"], ["c"]])
+    data = folder(coins, None, npz(tmp_path / "a.npz", train_writer=writers), classes=4)
+    assert data.writers is not None and data.writers.tolist() == [1, 0, 1, 2]
+
+
+def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path, coins: Coins) -> None:
+    """Such a file, written anew after one record changed its label, moves those between."""
+    images = np.zeros((6, 8, 8), np.uint8)
+    for labels, moves in (([0, 0, 1, 1, 2, 2], True), ([0, 1, 0, 1, 2, 2], False)):
+        train = {"train_images": images, "train_labels": np.array(labels)}
+        data = folder(coins, None, npz(tmp_path / "a.npz", **train), classes=3)
+        assert bool(data.places.moves) == moves
 
 
 def test_pickled_data_is_never_loaded(tmp_path: Path, coins: Coins) -> None:

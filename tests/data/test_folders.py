@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import struct
 import tempfile
@@ -164,7 +165,7 @@ def test_an_image_that_changes_its_label_moves_no_other(tmp_path: Path, coins: C
     moved = (before.labels != after.labels).sum()
     moved += (before.test_labels != after.test_labels).sum()
     assert moved == 1
-    assert not after.places_move
+    assert not after.places.moves
 
 
 @given(st.data())
@@ -239,7 +240,7 @@ def test_one_name_under_several_labels_is_two_records(
 ) -> None:
     """Methods of sums take them. One that protects replaced records by their place says no: another
     label would be another place."""
-    assert read(str(hospitals)).places_move
+    assert read(str(hospitals)).places.moves
     words = ["data=folder", f"data.path={hospitals}", "data.public_rows=100", "rounds=2"]
     words.append("runtime=in_process")
     one = [*words, f"run_dir={tmp_path}/run"]
@@ -292,11 +293,77 @@ def test_sizes_are_named_with_the_remedy(tmp_path: Path) -> None:
     assert read(str(tmp_path), size=8).shape == (1, 8, 8)
 
 
-def test_a_label_without_images_is_refused(tmp_path: Path) -> None:
+def test_a_label_without_images_stays_a_label(tmp_path: Path) -> None:
+    """Which labels there are is public, and follows from folders, never from a record."""
     draw(tmp_path / "a", 20)
-    (tmp_path / "b").mkdir()
-    with pytest.raises(FedgenError, match="no image to train on under b"):
+    draw(tmp_path / "b", 1)
+    assert read(str(tmp_path)).classes == 2
+    (tmp_path / "b" / "0.png").unlink()
+    assert read(str(tmp_path)).classes == 2
+
+
+def test_folders_named_by_numbers_are_in_their_order(tmp_path: Path) -> None:
+    """Labels and clients; and samples are written to folders of the same names."""
+    for client in ("9", "10"):
+        for label in range(12):
+            draw(tmp_path / client / str(label), 3, name=f"{client}-{label}-{{}}.png")
+    data = read(str(tmp_path))
+    assert data.names == tuple(str(label) for label in range(12))
+    one = read(str(tmp_path / "9"))
+    assert one.names == data.names
+    assert read(str(tmp_path / "9"), names=False).names is None
+
+
+def test_names_that_are_no_unicode(tmp_path: Path) -> None:
+    """A name in Latin-1 is bytes: of an image fine, of a label nothing that can be published."""
+    draw(tmp_path / "a", 20)
+    odd = os.fsdecode(b"caf\xe9")
+    (tmp_path / "a" / "0.png").rename(tmp_path / "a" / f"{odd}.png")
+    assert read(str(tmp_path)).classes == 1
+    draw(tmp_path / odd, 20)
+    with pytest.raises(FedgenError, match="names that cannot be published") as raised:
         read(str(tmp_path))
+    str(raised.value).encode()
+    assert read(str(tmp_path), names=False).classes == 2
+
+
+@pytest.mark.parametrize(("most", "warned"), [(1, True), (15, True), (200, False), (0, True)])
+def test_pixels_in_a_small_range_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int, warned: bool
+) -> None:
+    images = np.random.default_rng(0).integers(0, most + 1, (60, 8, 8), dtype=np.uint8)
+    labels = np.arange(60) % 2
+    rows = {"train_images": images, "train_labels": labels}
+    np.savez(tmp_path / "a.npz", **rows, test_images=images, test_labels=labels)
+    assert (
+        cli.run(
+            ["data", "check", f"data.path={tmp_path / 'a.npz'}", "data=folder", "data.classes=2"]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert ("no pixel is above" in said or "all pixels are 0" in said) == warned
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["partition=by_writer"],
+        ["partition=iid", "partition.clients=1400"],
+        ["partition=dirichlet", "partition.clients=200", "partition.alpha=0.01"],
+        ["partition=shards", "partition.clients=2", "partition.classes_per_client=99"],
+        ["partition=single", "partition.clients=3"],
+        ["held_out=5000"],
+        ["privacy.unit=person"],
+    ],
+)
+def test_a_check_refuses_what_training_refuses(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["data", "check", "data=digits", *words]) == 2
+    checked = capsys.readouterr().err
+    assert cli.run(["account", "data=digits", "method=mixture_small", *words]) == 2
+    assert capsys.readouterr().err == checked
 
 
 def test_splits_of_some_clients_alone_are_refused(tmp_path: Path) -> None:
@@ -441,7 +508,7 @@ def test_a_rehearsal_warns_of_what_will_be_of_little_use(
     data = ["data=folder", f"data.path={tmp_path / 'images'}", "method=mixture_small"]
     warnings = (
         "method.rows = 1,400 is far from",
-        "fewer than 50 images of label 1 (counted from 0)",
+        "fewer than 50 images of label b: mostly noise",
     )
     train(*data, "data.public_rows=1400", name="seeded")
     said = capsys.readouterr().out

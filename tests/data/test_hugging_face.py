@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 from tiny import COINS, Train, tiny
@@ -96,12 +100,75 @@ def test_folders_of_labels_with_a_table(tmp_path: Path) -> None:
         hugging_face(str(tmp_path / "set"))
 
 
+def pictures(place: Path, rows: int, changed: int | None = None) -> Path:
+    """An ``imagefolder`` of 3 labels, in which one image may have moved from the first to the
+    last."""
+    images, _ = made(rows)
+    for number, image in enumerate(images):
+        label = "abc"[number * 3 // rows] if number != changed else "c"
+        for split in ("train", "test"):
+            file = place / split / label / f"{number:03}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.transpose(1, 2, 0)).save(file)
+    return place
+
+
+def test_a_changed_label_moves_no_other_image(tmp_path: Path) -> None:
+    """The library orders an image folder by label."""
+    before = hugging_face(str(pictures(tmp_path / "before", 30)))
+    after = hugging_face(str(pictures(tmp_path / "after", 30, changed=3)))
+    assert not before.places.moves
+    assert (before.images == after.images).all()
+    assert (before.labels != after.labels).sum() == 1
+
+
+def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path) -> None:
+    images, _ = made()
+    for split in ("train", "test"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        file = tmp_path / "set" / f"{split}.parquet"
+        write_parquet(images, [0] * 30 + [1] * 30, NAMES, file)
+    assert hugging_face(str(tmp_path / "set")).places.moves
+    assert not hugging_face(str(written(tmp_path / "mixed"))).places.moves
+
+
+@pytest.mark.parametrize("labels", [[0, 5, 10], [10, 5, 0]])
+def test_whole_numbers_are_labels_by_name(labels: list[int], tmp_path: Path) -> None:
+    place = written(tmp_path / "set", code=[[0, 5, 10][n % 3] for n in range(ROWS)])
+    shutil.copy(place / "train-00000-of-00001.parquet", place / "test-00000-of-00001.parquet")
+    found = hugging_face(str(place), label="code", labels=labels)  # type: ignore[arg-type]
+    assert found.labels.tolist() == [labels.index([0, 5, 10][n % 3]) for n in range(ROWS)]
+
+
+@pytest.mark.parametrize("kind", ["struct", "bytes alone", "column"])
+def test_images_without_the_librarys_own_schema(kind: str, tmp_path: Path) -> None:
+    images, labels = made()
+    files = []
+    for image in images:
+        out = io.BytesIO()
+        Image.fromarray(image.transpose(1, 2, 0)).save(out, "png")
+        files.append(out.getvalue())
+    cells: list[Any] = files
+    if kind != "column":
+        cells = [{"bytes": each} for each in files]
+    if kind == "struct":
+        cells = [each | {"path": "x.png"} for each in cells]
+    table = pyarrow.table({"image": cells, "label": labels.tolist()})
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        pyarrow.parquet.write_table(table, tmp_path / "set" / f"{split}.parquet")
+    found = hugging_face(str(tmp_path / "set"), labels=NAMES)
+    assert (found.images == images).all()
+    with pytest.raises(FedgenError, match=r"data\.image: .* holds no images; name one of image"):
+        hugging_face(str(tmp_path / "set"), image="label", label="label", labels=NAMES)
+
+
 def test_labels_in_an_order_of_ones_own(tmp_path: Path) -> None:
     place = written(tmp_path / "set")
     assert (hugging_face(str(place), labels=["dog", "cat"]).labels == 1 - made()[1]).all()
     more = hugging_face(str(place), labels=["bird", "cat", "dog"])
     assert more.classes == 3 and (more.labels == made()[1] + 1).all()
-    with pytest.raises(FedgenError, match=r"data\.labels.*none of dog"):
+    with pytest.raises(FedgenError, match=r"data\.labels: .* does not name: cat"):
         hugging_face(str(place), labels=["dog"])
 
 
@@ -112,7 +179,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"image": "label"}, r"data\.image: the column 'label' .*no images"),
     ({"client": "site"}, r"data\.client: .*no column 'site'"),
     ({"label": "note"}, r"data\.labels: is not set"),
-    ({"label": "note", "labels": NAMES}, r"data\.labels: .*none of cat, dog"),
+    ({"label": "note", "labels": NAMES}, r"data\.labels: .* does not name: hm"),
     ({"size": 4}, r"data\.size"),
     ({"channels": 2}, r"data\.channels"),
 ]
