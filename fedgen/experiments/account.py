@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import amplification
-from fedgen.experiments.data import of_the_digits
+from fedgen.experiments.data import of_delta, of_the_digits
 from fedgen.experiments.planning import UNLIMITED, view
 from fedgen.experiments.settings import Setup
 from fedgen.method import Kind, Plan
@@ -96,7 +96,7 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
         ]
     if clients > 1 and privacy.noise_multiplier is not None:
         lines += _side_by_side(ready)
-    lines += of_the_digits(ready.config)
+    lines += [*of_delta(ready), *of_the_digits(ready.config)]
     if ready.config.third_opinion:
         lines.append(_third_opinion(ready))
     if claim is not None:

@@ -242,6 +242,7 @@ class Accounts:
         return {
             "schema": 2,
             "delta": self.privacy.delta,
+            "protected": self.privacy.protected,
             "unit": plan.unit.value,
             **self._of_persons(),
             "relation": plan.relation.value,

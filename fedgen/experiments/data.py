@@ -11,7 +11,7 @@ from fedgen.data.datasets import Dataset
 from fedgen.experiments import validation
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.overrides import in_grammar, in_shell
-from fedgen.experiments.settings import Setup, shared_out
+from fedgen.experiments.settings import Decided, Setup, shared_out, wrong_delta
 from fedgen.privacy.events import Unit
 
 
@@ -117,6 +117,14 @@ def _unread(found: Dataset) -> list[str]:
     """Whom an image shows may be told under a name that is not looked for."""
     names = ", ".join(repr(each) for each in found.unread)
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
+
+
+def of_delta(ready: Decided) -> list[str]:
+    """Warn of a δ that a release refuses."""
+    if ready.privacy.noise_multiplier is None:
+        return []
+    wrong = wrong_delta(ready.privacy, ready.method.plan)
+    return [] if wrong is None else [f"warning: privacy.delta: {wrong[0]}; {wrong[1]}"]
 
 
 def of_the_digits(config: DictConfig) -> list[str]:

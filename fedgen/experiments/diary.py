@@ -14,7 +14,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.account import planned_views
 from fedgen.experiments.accounts import Accounts
 from fedgen.experiments.building import build
-from fedgen.experiments.data import of_little_use, of_the_digits
+from fedgen.experiments.data import of_delta, of_little_use, of_the_digits
 from fedgen.experiments.evaluation import utilities
 from fedgen.experiments.generation import judged_samples
 from fedgen.experiments.outcome import Clock, ten_of_each
@@ -110,7 +110,8 @@ class Diary:
                 "ε is about single images, and the data tell whom each shows: see "
                 "privacy.unit=person"
             )
-        for warning in [*of_the_digits(self._config), *of_little_use(self._ready)]:
+        warnings = of_delta(self._ready) + of_the_digits(self._config)
+        for warning in [*warnings, *of_little_use(self._ready)]:
             self._progress.say(warning)
 
     def _log(self, state: RunState, facts: RoundFacts, early: bool) -> None:

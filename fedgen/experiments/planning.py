@@ -26,6 +26,7 @@ class Privacy:
     noise: Literal["seeded", "secure"]
     noise_multiplier: float | None
     budget: Budget
+    protected: int | None = None  # public number of records, clients or persons
 
 
 def decide(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:

@@ -14,6 +14,7 @@ from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import check_here, left_open, opened
 from fedgen.experiments.training import train
 from fedgen.files import check_no_links
+from fedgen.privacy.budget import delta_problem
 from fedgen.reporting.run_dir import RunDir
 
 
@@ -38,6 +39,9 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"
         raise FedgenError("run", problem, remedy)
     run = run_dir.path
+    privacy = run_dir.privacy()
+    if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
+        raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
     if was.privacy.noise == "seeded":
         try:
             run = train(_for_release(was, identity, config))
@@ -101,7 +105,9 @@ def _pack(run: RunDir, out: Path) -> None:
     try:
         with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
             for file in run.published:
-                opened_.write(file, f"{out.stem}/{file.name}")
+                member = zipfile.ZipInfo(f"{out.stem}/{file.name}")  # of 1980: no time is told
+                member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                opened_.writestr(member, file.read_bytes())
         new.rename(out)
     except OSError as error:
         new.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from fedgen.experiments.validation import check, faults
 from fedgen.federation.fault_rates import Faults
 from fedgen.files import digest, read_json
 from fedgen.method import ClientProgram, Kind, Method, Plan, PublicFacts
+from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Unit, canonical
 from fedgen.privacy.releases import Secure
 from fedgen.warm_up import not_sums, warm_up
@@ -207,6 +208,10 @@ def decided(
             privacy = decide(config, make)
             noise = privacy.noise_multiplier
     method = make(noise)
+    privacy = replace(privacy, protected=_protected(config, method.plan, clients, rows))
+    wrong = None if noise is None else wrong_delta(privacy, method.plan)
+    if wrong is not None and privacy.noise == "secure":
+        raise FedgenError("privacy.delta", *wrong)
     _check_meeting(config, method.plan)
     return Decided(
         method,
@@ -217,6 +222,21 @@ def decided(
         aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
         left_open=open_,
     )
+
+
+def _protected(config: DictConfig, plan: Plan, clients: int, rows: int | None) -> int | None:
+    """The number of protected units that is public; None where none is."""
+    if plan.unit is Unit.CLIENT:
+        return clients
+    public = OmegaConf.select(config, "data.public_rows") or OmegaConf.select(config, "method.rows")
+    if public is None and plan.relation is Relation.REPLACE_ONE:
+        public = rows  # of a single client: replacing a record keeps their number
+    return None if public is None else max(int(public) // plan.images_per_person, 1)
+
+
+def wrong_delta(privacy: Privacy, plan: Plan) -> tuple[str, str] | None:
+    """What is wrong with δ for a release, and what to do; see ``budget.delta_problem``."""
+    return delta_problem(privacy.delta, privacy.protected, plan.unit.value)
 
 
 def check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:

@@ -62,6 +62,7 @@ _LEAST_SIGMA = 0.02
 _MOST_CELLS = 1e6  # of the grid of one release's loss
 _MOST_RELEASES = 1e7  # and five times as many cells, of a composed loss
 _MOST_EPSILON = 1e100  # beyond, a bound's own rounding is above delta
+_HIGHEST_ORDER = 2**14  # of a claim
 _FEW = 8  # one in so many orders of Renyi divergence is looked at first
 _MOST_DIFFERENT = 128  # spends of which each is accounted by itself
 
@@ -174,7 +175,28 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
         found, by, second = by_rdp, "RDP of secret draws", by_pld
     else:
         found, by, second = by_pld, "PLD of secret draws", by_rdp
+    if second == by_rdp and second > 2 * found and _is_floor(leaves, delta, relation):
+        return Epsilon(found, by, None)
     return Epsilon(found, by, None if math.isinf(second) else second)
+
+
+def _is_floor(leaves: Leaves, delta: float, relation: Relation) -> bool:
+    """Whether the RDP bound of a spend is the least that its orders can state: noise ten times as
+    loud hardly lowers it. As a second opinion it would be no estimate."""
+    louder: Leaves = tuple((_with_noise(event, 10), count) for event, count in leaves)
+    return _by_rdp(louder, delta, relation) > 0.8 * _by_rdp(leaves, delta, relation)
+
+
+def _with_noise(event: DpEvent, factor: float) -> DpEvent:
+    """The same leaf at ``factor`` times its noise multiplier."""
+    louder = GaussianDpEvent(_gaussian(event).noise_multiplier * factor)
+    match event:
+        case PoissonSampledDpEvent(sampling_probability=rate):
+            return PoissonSampledDpEvent(rate, louder)
+        case SampledWithoutReplacementDpEvent(source_dataset_size=population, sample_size=taken):
+            return SampledWithoutReplacementDpEvent(population, taken, louder)
+        case _:
+            return louder
 
 
 def _gaussian(event: DpEvent) -> GaussianDpEvent:
@@ -248,7 +270,9 @@ def _smallest_epsilon(delta_at: Callable[[float], float], delta: float, to: floa
 
 
 def _gaussian_rdp(mu: float, delta: float) -> float:
-    orders = np.concatenate([np.linspace(1.01, 2, 100), np.asarray(ORDERS, dtype=float)])
+    # beyond the usual orders, so that a small epsilon is not the floor log(1 / delta) / order
+    high = np.geomspace(ORDERS[-1], 1e12, 2000)
+    orders = np.concatenate([np.linspace(1.01, 2, 100), np.asarray(ORDERS, dtype=float), high])
     return _rdp_to_epsilon(orders, orders * mu**2 / 2, delta)
 
 
@@ -432,10 +456,16 @@ def claimed_by_rdp(event: DpEvent, delta: float, relation: Relation) -> float:
 
 @lru_cache(maxsize=1024)  # runs of a kind ask for the same rounds
 def _claimed(spend: tuple[tuple[DpEvent, int], ...], delta: float, relation: Relation) -> float:
-    accountant = rdp.RdpAccountant(neighboring_relation=_THEIRS[relation])
-    for event, count in spend:
-        accountant.compose(event, count)
-    return float(accountant.get_epsilon(delta))
+    orders = list(rdp.DEFAULT_RDP_ORDERS)
+    while True:
+        accountant = rdp.RdpAccountant(orders, neighboring_relation=_THEIRS[relation])
+        for event, count in spend:
+            accountant.compose(event, count)
+        found, best = accountant.get_epsilon_and_optimal_order(delta)
+        drawn = any(isinstance(event, SampledWithoutReplacementDpEvent) for event, _ in spend)
+        if best < max(orders) or max(orders) >= _HIGHEST_ORDER or drawn:
+            return float(found)
+        orders.append(2 * max(orders))  # at the last order, what is found is its floor
 
 
 _THEIRS = {

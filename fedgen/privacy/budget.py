@@ -64,6 +64,31 @@ def smaller(first: Epsilon | None, second: Epsilon) -> Epsilon:
     return first
 
 
+LARGEST_DELTA = 0.01
+"""δ from which no guarantee is stated in words: one record in a hundred may be published whole."""
+
+
+def delta_limit(protected: int | None) -> float:
+    """Return the largest δ of a release: 1/n for n protected records, clients or persons (a
+    mechanism that publishes each record whole with probability δ is (0, δ)-private), and at most
+    ``LARGEST_DELTA``.
+
+    Args:
+        protected: public number of protected units; None: unknown.
+    """
+    return LARGEST_DELTA if not protected else min(LARGEST_DELTA, 1 / protected)
+
+
+def delta_problem(delta: float, protected: int | None, unit: str) -> tuple[str, str] | None:
+    """Return what is wrong with a δ above ``delta_limit``, and what to do; None if nothing is."""
+    limit = delta_limit(protected)
+    if delta <= limit:
+        return None
+    counted = f"1 / {protected:,} {unit}s" if protected and limit < LARGEST_DELTA else f"{limit:g}"
+    remedy = f"e.g. privacy.delta={10.0 ** math.floor(math.log10(limit / 10)):g}"
+    return f"{delta:g} is above {counted}: it allows publishing some of them whole", remedy
+
+
 def check_delta(delta: float) -> None:
     """Raises FedgenError unless 0 < delta < 1."""
     if not 0 < delta < 1:

@@ -28,16 +28,20 @@ def least_noise(
     Raises:
         FedgenError: if no noise reaches the target.
     """
-    below = max(target - close / 2, target / 2)
+    close = min(close, target / 20)  # a thousandth is too coarse for a small target
+    below = target - close / 2
     noise, factor = 1.0, 2.0
     if rough_at is not None:
         with suppress(FedgenError):  # the account may be too rough to be of use
             noise = least_noise(rough_at, target, close=target / 50)
+            rough = rough_at(noise)
+            if rough < target / 2:  # it cannot come near: bounds by Renyi orders have a floor
+                return least_noise(epsilon_at, target, close=close)
             found, factor = epsilon_at(noise), 1.1
-            if found == rough_at(noise):  # it is not rough at all
+            if found == rough:  # it is not rough at all
                 return least_noise(rough_at, target, close=close / 10)
             less = max(rough_at(1.1 * noise), target / 10)  # near zero it is no power
-            slope = max(math.log(rough_at(noise) / less) / math.log(1.1), 0.1)
+            slope = max(math.log(rough / less) / math.log(1.1), 0.1)
             for _ in range(5):
                 if target - close < found <= target:
                     return noise

@@ -13,6 +13,7 @@ from dp_accounting import DpEvent, NonPrivateDpEvent
 from fedgen.errors import FedgenError
 from fedgen.files import read_json
 from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.budget import delta_limit
 from fedgen.privacy.events import Relation, canonical, from_json, of_group
 from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.words import protected
@@ -37,10 +38,17 @@ _MOST_IN_WORDS = 300
 _MOST_DIGITS = 4
 
 
-def tier(value: float | None) -> str:
-    """An epsilon in words: the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section 5.2."""
+def tier(value: float | None, delta: float, protected: int | None) -> str:
+    """(epsilon, delta) in words: the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section
+    5.2, which assume a δ below 1/n.
+
+    Args:
+        protected: public number of protected records, clients or persons; None: unknown.
+    """
     if value is None:
         return "none: there is no bound"
+    if delta > delta_limit(protected):
+        return f"none: δ = {delta:g} allows publishing some of what is protected whole"
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:
@@ -90,7 +98,7 @@ def headline(
             {
                 "who": names[name],
                 "epsilon": value,
-                "tier": tier(value),
+                "tier": tier(value, record["delta"], record.get("protected")),
                 "beliefs": [
                     at_most(after, value is not None and record["delta"] < FOUND)
                     for _, after in beliefs(value, record["delta"])

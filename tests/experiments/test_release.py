@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from tiny import Train
+from tiny import Train, tiny
 
 import fedgen
 from fedgen import cli
@@ -50,6 +51,41 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
         assert {Path(name).name for name in packed.namelist()} == {p.name for p in public.iterdir()}
         whole = packed.read("again/generator.safetensors")
     assert whole == (public / "generator.safetensors").read_bytes()
+
+
+def test_a_large_delta_is_refused_for_a_release(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With δ = 0.9 a mechanism may publish nine records of ten whole."""
+    words = ["method=dp_merf_small", "rounds=4", "privacy.target_epsilon=1"]
+    rehearsal = train(*words, "privacy.delta=1e-3")
+    assert "warning: privacy.delta: 0.001 is above 1 / 1,437 records" in capsys.readouterr().out
+    assert cli.run(["release", f"run={rehearsal}", f"out={tmp_path / 'out.zip'}"]) == 2
+    error = capsys.readouterr().err
+    assert "privacy.delta: 0.001 is above 1 / 1,437 records" in error
+    assert "e.g. privacy.delta=1e-05" in error
+    secure = [f"run_dir={tmp_path / 'secure'}", "privacy.noise=secure", "privacy.delta=0.9"]
+    assert cli.run(["train", *tiny("dp_merf_small"), *words, *secure]) == 2
+    assert "privacy.delta" in capsys.readouterr().err
+    assert not (tmp_path / "secure").exists()
+    four = ["method=fedavg_gan", "partition=iid", "partition.clients=4", "privacy.delta=0.02"]
+    assert cli.run(["account", *tiny("fedavg_gan"), *four]) == 0
+    assert "0.02 is above 0.01" in capsys.readouterr().out, "of four clients 1/n says nothing"
+
+
+def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) -> None:
+    """When and by whom files were written is no part of what is handed out."""
+    run = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure")
+    packed = []
+    for name in ("a.zip", "b.zip"):
+        for file in (run / "public").iterdir():
+            os.utime(file, (1e9 + ord(name[0]) * 1e6,) * 2)
+            file.chmod(0o600 if name == "a.zip" else 0o644)
+        out = tmp_path / name
+        assert cli.run(["release", f"run={run}", f"out={out}"]) == 0
+        with zipfile.ZipFile(out) as opened:
+            packed.append([(i.date_time, i.external_attr, i.CRC) for i in opened.infolist()])
+    assert packed[0] == packed[1]
 
 
 def test_a_budget_refuses_it(

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgen.errors import FedgenError
-from fedgen.privacy.accounting import epsilon, gaussian_epsilon, rough_epsilon
+from fedgen.privacy.accounting import claimed_by_rdp, epsilon, gaussian_epsilon, rough_epsilon
 from fedgen.privacy.budget import check_delta, release_epsilon
 from fedgen.privacy.calibration import least_noise, most_repetitions
-from fedgen.privacy.events import Relation, canonical
+from fedgen.privacy.events import Relation, canonical, repeat
 from fedgen.privacy.routing import Routing
 
 REPLACE = Relation.REPLACE_ONE
@@ -110,6 +114,48 @@ def test_noise_for_poisson_draws(target: float, relation: Relation) -> None:
         lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity,
     )
     assert target - 1e-3 <= epsilon(spend(sigma), 1e-5, relation).or_infinity <= target
+
+
+@pytest.mark.parametrize("target", [0.1, 0.01, 0.0035, 0.001])
+@pytest.mark.parametrize("draw", ["poisson", "subset"])
+def test_noise_for_a_small_target(target: float, draw: str) -> None:
+    """Bounds by Renyi orders have a floor near 0.0035 (0.12 of subsets), and fall to 0 from there;
+    the noise found is no more than plain bisection finds."""
+    relation = Relation.ADD_OR_REMOVE_ONE if draw == "poisson" else Relation.REPLACE_ONE
+
+    def spend(sigma: float) -> dict:
+        release = GaussianDpEvent(sigma)
+        event = PoissonSampledDpEvent(0.01, release)
+        if draw == "subset":
+            event = SampledWithoutReplacementDpEvent(1000, 10, release)
+        return dict(canonical(event, 100))
+
+    def at(sigma: float) -> float:
+        return epsilon(spend(sigma), 1e-5, relation).or_infinity
+
+    sigma = least_noise(at, target, lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity)
+    assert 0.9 * target <= at(sigma) <= target
+
+
+def test_noise_for_a_small_target_without_draws() -> None:
+    for target in (1e-3, 1e-4):
+        sigma = least_noise(lambda s: gaussian_epsilon(10 / s, 1e-5), target)
+        assert 0.9 * target <= gaussian_epsilon(10 / sigma, 1e-5) <= target
+
+
+@pytest.mark.parametrize("relation", list(Relation))
+@pytest.mark.parametrize("noise", [300.0, 3000.0, 30000.0])
+def test_no_floor_is_a_second_opinion(noise: float, relation: Relation) -> None:
+    """What is told beside a small epsilon is near it, or nothing."""
+    events = [GaussianDpEvent(noise), PoissonSampledDpEvent(0.01, GaussianDpEvent(noise / 50))]
+    if relation is Relation.REPLACE_ONE:
+        events.append(SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(noise / 50)))
+    for event in events:
+        found = epsilon(canonical(event, 100), 1e-5, relation)
+        second = found.second_opinion
+        assert second is None or second <= 3 * found.or_infinity + 1e-9
+    claimed = claimed_by_rdp(repeat(GaussianDpEvent(noise), 100), 1e-5, relation)
+    assert claimed <= max(3 * gaussian_epsilon(20 / noise, 1e-5), 8e-4)
 
 
 @pytest.mark.parametrize("delta", [0.0, -1.0, 1.0, 2.0, math.nan])

@@ -290,8 +290,11 @@ def test_beliefs_without_a_bound() -> None:
     assert [after for _, after in beliefs(None, 1e-5)] == [1.0, 1.0, 1.0]
     assert [after for _, after in beliefs(1.0, 0.5)] == [1.0, 1.0, 1.0]
     assert [after for _, after in beliefs(0.0, 1e-12)] == pytest.approx([0.01, 0.1, 0.5])
-    assert tier(None).startswith("none") and tier(1).startswith("strong")
-    assert tier(10).startswith("reasonable") and tier(10.1).startswith("weak")
+    assert tier(None, 1e-5, None).startswith("none") and tier(1, 1e-5, 100).startswith("strong")
+    assert tier(10, 1e-5, 1000).startswith("reasonable")
+    assert tier(10.1, 1e-5, 1000).startswith("weak")
+    for delta, protected in ((0.9, None), (0.02, 4), (1e-3, 1437)):
+        assert tier(1, delta, protected).startswith("none: δ")
 
 
 DRIVE = """
