@@ -51,7 +51,7 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train once more as a rehearsal did, with secret noise and
                                           nothing else that looks at the rows; pack what to hand out
-  fedgen new method name=NAME [kind=sums|dp_sgd] [out=DIR]
+  fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
                                           a package with a method of your own, that runs as it is
   fedgen check method=NAME [overrides]    does a method keep what each promises? runs that are
                                           repeated, moved, cut off, shared out; attacks
@@ -106,6 +106,9 @@ _OF_RUNS = ("config", "account", "audit", "debug")  # whose settings make a run
 
 def main() -> None:
     """The console script. Told to end (SIGTERM) it ends as by Ctrl-C, with a line of what to do."""
+    for name in ("stdout", "stderr"):  # closed by the shell (>&-)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     keep_freed_memory()
     status = run(sys.argv[1:])
@@ -122,9 +125,9 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command line; returns its exit status (2 for a user's mistake)."""
     if arguments == ["--version"]:
-        from importlib.metadata import version
+        from fedgen.version import VERSION
 
-        print(f"fedgen {version('fedgen')}")
+        print(f"fedgen {VERSION}")
         return 0
     if arguments[:1] in (["completion"], ["--complete"]):
         from fedgen import completion
@@ -171,6 +174,11 @@ def _listed(group: str) -> str:
 
 def _command(command: str, *rest: str) -> None:
     check_system()
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        problem = "the working directory was deleted"
+        raise FedgenError("directory", problem, "cd to one that exists") from error
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(COMMANDS)}"
@@ -181,25 +189,42 @@ def _command(command: str, *rest: str) -> None:
         rest = rest[1:]
     if command == "new":
         if rest[:1] != ("method",):
-            raise FedgenError("new", "has one command", "write fedgen new method name=NAME")
+            raise FedgenError("new", "has one command", "write fedgen new method NAME")
         rest = rest[1:]
+        if rest and "=" not in rest[0] and not rest[0].startswith("-"):
+            if any(word.startswith("name=") for word in rest):
+                raise FedgenError("name", "is given twice", "leave one out")
+            rest = (f"name={rest[0]}", *rest[1:])
     inner = {"account": "spent", "node": "log"}.get(command, "")
     first = rest[0] if rest and "=" not in rest[0] else ""
     if first != inner and difflib.get_close_matches(first, [inner]):
         raise FedgenError(f"{command} {first}", "is not a command", f"did you mean {inner}?")
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
+        _check_only(rest[1:], ("data", "privacy.delta", "output"), "account spent")
+    if command == "account" and any(word.startswith("published=") for word in rest):
+        _check_only(rest, ("published", "output", "third_opinion"), "account published=...")
+    if command == "link":
+        asked = {word.partition("=")[0] for word in rest}
+        if "name" in asked and "accept" not in asked:
+            raise FedgenError("name", "is of accept=KEY.pub, which is not given", "leave it out")
+        if "accept" in asked:
+            _check_only(rest, ("accept", "name", "home", "port"), "link accept=...")
     if command == "node" and rest[:1] == ("log",):
         rest = ("log=true", *rest[1:])
+        _check_only(rest[1:], ("home", "lines"), "node log")
     configs = _configurations(command, rest)
     if "--cfg" in rest:
         print("\n".join(map(_resolved, configs)))
         return
+    from fedgen.files import private_files
+
     try:
-        if {"-m", "--multirun"} & set(rest):
-            _sweep(configs)
-        else:
-            print(COMMANDS[command].run(configs[0]))
+        with private_files():
+            if {"-m", "--multirun"} & set(rest):
+                _sweep(configs)
+            else:
+                print(COMMANDS[command].run(configs[0]))
     except Interrupted as error:
         if error.place is None:
             raise
@@ -208,6 +233,15 @@ def _command(command: str, *rest: str) -> None:
         words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
         again = in_shell(["fedgen", command, *words])
         raise Interrupted(f"{error}; go on with: {again}") from error
+
+
+def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None:
+    """Raises FedgenError for a setting that a command would leave unread."""
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~")
+        if "=" in word and key not in keys and key.partition(".")[0] not in keys:
+            problem = f"has no part in fedgen {command}"
+            raise FedgenError(key, problem, f"leave it out; it reads {', '.join(keys)}")
 
 
 def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:

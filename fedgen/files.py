@@ -4,14 +4,17 @@ data that is checked before it is believed, and never code.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
 import stat
 import zipfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,31 +28,120 @@ from fedgen.errors import FedgenError
 _MOST_YAML = 2**20  # bytes: a hundred times what a run's settings have
 _MOST_TEXT = 2**28
 _DEEPEST = 50  # levels of YAML
+_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|0[xb][0-9a-fA-F_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter that JSON writes as two
 _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
 
 
-def write_whole(path: Path, data: bytes, durable: bool = True, mode: int = 0o666) -> None:
-    """Replaces a file in one step: readers see the old one or the new.
+UNFINISHED = ".fedgen-"
+"""How the names of files and folders begin that are not yet whole. What a killed process left under
+such a name may be removed by hand."""
 
-    durable: waits for the disk, so that the new one outlives a power cut as well.
-    mode: who may read and write it, less what the process masks.
+
+def is_unfinished_file(path: Path) -> bool:
+    """Whether a process was killed while it wrote this file."""
+    return path.name.startswith(UNFINISHED) and path.is_file() and not path.is_symlink()
+
+
+_umask: list[int] = []  # of the user, while ``private_files`` has another
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Create files and folders for their owner alone (0600, 0700) while this lasts, by the umask of
+    the process. Models of private records lie in a run directory."""
+    before = os.umask(0o077)
+    _umask.append(before)
+    try:
+        yield
+    finally:
+        _umask.pop()
+        os.umask(before)
+
+
+def share(path: Path) -> None:
+    """Give a file or folder the permissions that the user's own umask allows: what is published, or
+    written where the user asked for it."""
+    allowed = ~(_umask[0] if _umask else 0o077)
+    for place in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        place.chmod((0o777 if place.is_dir() else 0o666) & allowed)
+
+
+@contextmanager
+def beside(path: Path, folder: bool = False) -> Iterator[Path]:
+    """A new file or folder beside ``path``, under a random name, for what is to be renamed to
+    ``path``. What is left under that name in the end is removed.
+
+    Raises:
+        OSError: with ``path`` as its file, for one that is raised inside.
+    """
+    fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if folder:
+            fresh.mkdir(0o700)
+        else:
+            os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        yield fresh
+    except OSError as error:  # of a full disk Python does not say where it is
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(fresh) if fresh.is_dir() else fresh.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes, durable: bool = True, shared: bool = False) -> None:
+    """Replace a file in one step: readers see the old one or the new.
+
+    Args:
+        durable: wait for the disk, so that the new one outlives a power cut as well.
+        shared: for whoever the user's umask allows (``share``); else for its owner alone.
 
     Raises:
         OSError: if it cannot be written, with the path.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(path.suffix + ".new")
-    fresh.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    with beside(path) as fresh:
+        with fresh.open("wb") as file:
             file.write(data)
             if durable:
-                file.flush()
-                os.fsync(file.fileno())
+                to_disk(file, path)
+        if shared:
+            share(fresh)
         fresh.replace(path)
-    except OSError as error:  # of a full disk Python does not say where it is
-        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def to_disk(file: IO[Any], path: Path) -> None:
+    """Wait until what was written to an open file is on the disk.
+
+    Raises:
+        FedgenError: if the file system cannot promise that.
+        OSError: for another failure.
+    """
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        problem = "the file system cannot promise to keep files through a power cut"
+        raise FedgenError(str(path), problem, "choose a place on another disk") from error
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return the bytes of a file that somebody else may have made or named.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for a device, a pipe or a folder, or more than ``most`` bytes.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        kind = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(kind):
+            raise ValueError("no file")
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"larger than {most:,} bytes")
+    return found
 
 
 def digest(*parts: bytes) -> str:
@@ -73,11 +165,10 @@ def home() -> Path:
 
 
 def write_shared(path: Path, data: bytes) -> None:
-    """Replaces a file in one step, while other processes may be writing the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    """Replace a file of the cache in one step, while other processes may be writing the same. It
+    may hold a classifier of private records: it is for its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_whole(path, data, durable=False)
 
 
 def read_json(path: Path) -> Any:
@@ -122,6 +213,12 @@ def read_yaml(path: Path) -> str:
                 raise ValueError("it has aliases")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
                 raise ValueError("it has ${")
+            if isinstance(event, yaml.ScalarEvent) and _is_odd_number(event):
+                known = yaml.safe_load(event.value)
+                raise ValueError(
+                    f"it has {event.value}, which YAML reads as {known}: write {known}, or "
+                    f'"{event.value}"'
+                )
             if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
                 raise ValueError(f"it has a tag ({event.tag})")
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -132,6 +229,11 @@ def read_yaml(path: Path) -> str:
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     return text
+
+
+def _is_odd_number(event: yaml.ScalarEvent) -> bool:
+    """Whether a number is written so that YAML 1.1 reads another one: 010 is 8, and 5:30 is 330."""
+    return event.style is None and bool(_ODD_NUMBER.fullmatch(event.value))
 
 
 def _check_keys(node: yaml.Node | None) -> None:
@@ -151,12 +253,7 @@ def _check_keys(node: yaml.Node | None) -> None:
 
 
 def _text(path: Path, most: int) -> str:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise ValueError("no file")
-    if found.st_size > most:
-        raise ValueError(f"larger than {most:,} bytes")
-    return path.read_text()
+    return read_small(path, most).decode()
 
 
 def check_no_links(folder: Path, key: str) -> None:

@@ -183,6 +183,11 @@ class PublicFacts:
     unit: Unit | None = None
     images_per_person: int = 1
 
+    def aggregated_by(self, kind: Kind) -> PublicFacts:
+        """The same facts where ``kind`` makes the noise of sums."""
+        threshold = self.threshold if kind == "secure" else None
+        return replace(self, aggregating=kind, threshold=threshold)
+
     @property
     def of_rows(self) -> Unit:
         """The unit of sums over rows."""
@@ -202,6 +207,11 @@ class PublicFacts:
             FedgenError: for a secure sum that cannot be.
         """
         kind = self.aggregating or published
+        if kind != "secure" and self.threshold is not None:
+            problem = f"counts answers to a secure sum, and these are {kind}"
+            raise FedgenError(
+                "privacy.threshold", problem, "leave it out, or set privacy.aggregation=secure"
+            )
         if kind == "local":
             return LOCAL
         if kind == "trusted":

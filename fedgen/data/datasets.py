@@ -28,7 +28,7 @@ from fedgen.coins import Coins
 from fedgen.data.labels import check_range, identities, named, numbers
 from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
-from fedgen.files import cache, digest, read_arrays
+from fedgen.files import beside, cache, digest, read_arrays
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -403,11 +403,9 @@ def femnist_from_hub(file: Path) -> None:
             "put it there (arrays images, labels, writer), point data.root to it, or connect to a "
             'network and pip install "fedgen[femnist]"',
         ) from error
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f"femnist.{os.getpid()}.npz")
-    with fresh.open("wb") as opened:
-        np.savez_compressed(opened, **arrays)  # type: ignore[arg-type]
-    fresh.replace(file)
+    with beside(file) as fresh:
+        np.savez_compressed(fresh, **arrays)  # type: ignore[arg-type]
+        fresh.replace(file)
 
 
 def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.generic]]:

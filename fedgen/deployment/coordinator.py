@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 from flwr.serverapp import ServerApp
@@ -15,6 +14,7 @@ from fedgen.experiments.identity import opened
 from fedgen.experiments.sites import SiteOf
 from fedgen.federation.client_app import Site
 from fedgen.federation.server_app import start
+from fedgen.version import VERSION
 
 
 def run(
@@ -45,5 +45,5 @@ def run(
     request = Request.of(config, site.terms.run, site.branch, identity["noise_multiplier"])
     link = link_at(superlink, ca)
     settle()
-    with serving(link, metadata.version("fedgen"), request.text()) as grid:
+    with serving(link, VERSION, request.text()) as grid:
         start(server, grid)

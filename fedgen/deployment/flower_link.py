@@ -26,7 +26,9 @@ from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
+from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
+from fedgen.files import read_small
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -148,9 +150,9 @@ def link_at(superlink: str, ca: str) -> Link:
         FedgenError: if its certificate cannot be read.
     """
     try:
-        return Link(superlink, Path(ca).expanduser().read_bytes())
-    except OSError as error:
-        problem = f"{ca} cannot be read ({error.strerror})"
+        return Link(superlink, read_small(Path(ca).expanduser(), LARGEST))
+    except (OSError, ValueError) as error:
+        problem = f"{ca} cannot be read ({getattr(error, 'strerror', None) or error})"
         raise FedgenError("runtime.ca", problem, "fedgen link makes one") from error
 
 

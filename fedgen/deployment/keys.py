@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedgen.errors import FedgenError
-from fedgen.files import write_whole
+from fedgen.files import read_small, write_whole
 
 
 def key_at(path: Path) -> EllipticCurvePrivateKey:
@@ -33,10 +33,13 @@ def key_at(path: Path) -> EllipticCurvePrivateKey:
     if not path.exists():
         made = generate_private_key(SECP384R1())
         text = made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        write_whole(path, text, mode=0o600)
-        write_whole(path.with_name(path.name + ".pub"), public_text(made.public_key()))
+        write_whole(path, text)
+        public = public_text(made.public_key())
+        write_whole(path.with_name(path.name + ".pub"), public, shared=True)
     try:
-        found = load_ssh_private_key(path.read_bytes(), None)
+        found = load_ssh_private_key(read_small(path, LARGEST), None)
+    except OSError as error:
+        raise FedgenError("key", f"{path} cannot be read ({error.strerror})", _NEW) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise FedgenError(
             "key", f"{path} is no private key", "name another, or a new one"
@@ -58,7 +61,7 @@ def public_at(path: Path) -> bytes:
         FedgenError: if it is none on P-384.
     """
     try:
-        text = path.read_bytes()
+        text = read_small(path, LARGEST)
         found = load_ssh_public_key(text)
     except OSError as error:
         raise FedgenError("accept", f"{path} cannot be read ({error.strerror})", _REMEDY) from error
@@ -69,4 +72,8 @@ def public_at(path: Path) -> bytes:
     return found.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
+LARGEST = 2**16
+"""Bytes of a file of a key or certificate."""
+
+_NEW = "name a new file: it is made"
 _REMEDY = "take the KEY.pub that fedgen node made beside its key"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import ipaddress
 import re
+import socket
 from pathlib import Path
 
 from cryptography import x509
@@ -28,9 +30,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from omegaconf import DictConfig
 
 from fedgen.deployment.flower_link import link_at, serve
-from fedgen.deployment.keys import public_at
+from fedgen.deployment.keys import LARGEST, public_at
 from fedgen.errors import FedgenError
-from fedgen.files import write_whole
+from fedgen.files import read_small, write_whole
 
 _OWN = ("localhost", "127.0.0.1", "::1")  # by which this machine accepts keys and trains
 _MACHINE = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?")
@@ -51,11 +53,27 @@ def link(config: DictConfig) -> str:
         name = config.name or Path(config.accept).name.removesuffix(".pub")
         here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
         return f"accepted node {name} ({here.register(node, name)})"
+    _check_free(config.host, config.port)
     certificates(home, list(config.hosts), config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
     ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
     serve(config.host, config.port, ca, certificate, key, home / "link.sqlite")
     return "ended"
+
+
+def _check_free(host: object, port: int) -> None:
+    """Raises FedgenError unless this machine can listen there, before anything is made."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(str(host), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+            raise FedgenError("port", f"{port} cannot be used ({why})", "choose another") from error
+        problem = f"{host!r} is no address of this machine ({why})"
+        raise FedgenError("host", problem, "e.g. 0.0.0.0, all of its addresses") from error
 
 
 def certificates(home: Path, names: list[str], days: int) -> None:
@@ -75,10 +93,10 @@ def certificates(home: Path, names: list[str], days: int) -> None:
         built = built.add_extension(_SIGNS, critical=True)
         _write(home / _CA_KEY, key)
         certificate = built.sign(key, SHA256())
-        write_whole(home / _CA, certificate.public_bytes(Encoding.PEM))
+        write_whole(home / _CA, certificate.public_bytes(Encoding.PEM), shared=True)
     try:
-        authority = load_pem_private_key((home / _CA_KEY).read_bytes(), None)
-        issuer = x509.load_pem_x509_certificate((home / _CA).read_bytes()).subject
+        authority = load_pem_private_key(read_small(home / _CA_KEY, LARGEST), None)
+        issuer = x509.load_pem_x509_certificate(read_small(home / _CA, LARGEST)).subject
         assert isinstance(authority, EllipticCurvePrivateKey)
     except (OSError, ValueError, TypeError, AssertionError) as error:
         raise FedgenError("home", f"{home} has no authority", "restore it, or remove it") from error
@@ -135,4 +153,4 @@ def _name(name: str) -> x509.GeneralName:
 
 def _write(path: Path, key: EllipticCurvePrivateKey) -> None:
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_whole(path, text, mode=0o600)
+    write_whole(path, text)

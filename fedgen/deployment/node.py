@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from dp_accounting import NonPrivateDpEvent
@@ -31,7 +30,7 @@ from fedgen.deployment.flower_node import (
     connected,
     error_reply,
 )
-from fedgen.deployment.keys import key_at
+from fedgen.deployment.keys import LARGEST, key_at
 from fedgen.deployment.log import Log, plain
 from fedgen.deployment.policy import RefusedError
 from fedgen.deployment.request import Request
@@ -42,8 +41,10 @@ from fedgen.experiments.settings import label_names
 from fedgen.federation import messages
 from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
+from fedgen.files import read_small
 from fedgen.privacy.events import Spend, with_draws_seen
 from fedgen.privacy.ledger import Ledger
+from fedgen.version import VERSION
 
 
 def node(config: DictConfig) -> str:
@@ -65,9 +66,9 @@ def node(config: DictConfig) -> str:
         raise FedgenError("superlink", f"cannot be {config.superlink}", "give HOST:PORT")
     place = _place(config, home, Signer(key, None), own)
     try:
-        ca = Path(config.ca).expanduser().read_bytes()
-    except OSError as error:
-        problem = f"{config.ca} cannot be read ({error.strerror})"
+        ca = read_small(Path(config.ca).expanduser(), LARGEST)
+    except (OSError, ValueError) as error:
+        problem = f"{config.ca} cannot be read ({getattr(error, 'strerror', None) or error})"
         raise FedgenError("ca", problem, "take the ca.crt of the coordinator") from error
     shape = ",".join(map(str, place.rows.shape))
     print(f"node {config.number}: {place.rows.classes} labels, data.shape=[{shape}]", flush=True)
@@ -118,7 +119,7 @@ class _Serving:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._log = Log(place.home)
-        self._bundle = bundle_hash(metadata.version("fedgen"))
+        self._bundle = bundle_hash(VERSION)
         self._names: dict[int, str] = {}  # Flower's run -> ours
         self._asked: dict[str, Request] = {}
         self._homes: dict[str, Homes | None] = {}  # None: refused

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +18,7 @@ from fedgen.errors import FedgenError
 from fedgen.experiments.configuration import check_restored, compose, target
 from fedgen.experiments.validation import check as check_settings
 from fedgen.files import as_json
+from fedgen.version import VERSION
 
 _GROUPS = ("method", "warm_up", "privacy")
 _ALONE = ("rounds", "seed")
@@ -57,7 +57,7 @@ class Request:
         for group, inside in _INSIDE.items():
             chosen[group] = {name: whole[group][name] for name in inside}
         names = {group: whole["names"][group] for group in _GROUPS}
-        return cls(run, names, chosen, branch, noise, metadata.version("fedgen"))
+        return cls(run, names, chosen, branch, noise, VERSION)
 
     def text(self) -> str:
         """The request on its way."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from dp_accounting import NonPrivateDpEvent
 
+from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.deployment import policy as policies
 from fedgen.deployment.policy import Policy, RefusedError
@@ -19,7 +20,7 @@ from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
 from fedgen.federation.client_app import Homes, Site, Terms, died_answering
 from fedgen.federation.signing import Signer
-from fedgen.files import digest, write_whole
+from fedgen.files import digest, read_small, write_whole
 from fedgen.privacy.events import Relation, canonical, with_draws_seen
 from fedgen.privacy.releases import Secure
 from fedgen.privacy.spent import Entry, SpentFile
@@ -106,7 +107,9 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
     most, gaps = canonical(plan.server(privacy.budget.rows)), place.showed_draws(request.run)
     counted = replace(found, method=found.with_gaps()) if gaps else found
     policies.check_cost(place.policy, asked, counted)
-    _same_as_before(place, request)
+    _check_same_as_before(place, request)
+    Coins.of(asked.seed, privacy.noise)  # what cannot be built is refused before it is charged
+    program = found.program()
     if privacy.noise == "secure":
         if _without_bound(place):
             raise RefusedError(
@@ -119,6 +122,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, cost)
         budget = place.policy.budget_epsilon
         account.enter(entry, partial(check_budget, budget, privacy.delta), anew=gaps)
+    write_whole(place.folder(request.run) / _REQUEST, request.text().encode())
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     terms = Terms(
         privacy.budget.rows,
@@ -134,7 +138,7 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         marks=privacy.noise == "secure" and found.gaps_show,
     )
     made = Site(
-        program=found.program,
+        program=lambda: program,
         shard=lambda client: shard,
         seed=asked.seed,
         branch=request.branch if privacy.noise == "seeded" else "",
@@ -185,11 +189,12 @@ def _no_secret(public: Dataset) -> Shard:
 _COPIES = 10  # of a black and of a white image, of each label
 
 
-def _same_as_before(place: Place, request: Request) -> None:
+_REQUEST = "request.json"
+
+
+def _check_same_as_before(place: Place, request: Request) -> None:
     """Raises RefusedError if a run of this name was another one: under the same coins, or with
     what is left of its budget, another question would be answered."""
-    path = place.folder(request.run) / "request.json"
-    if not path.exists():
-        write_whole(path, request.text().encode(), mode=0o600)
-    elif path.read_text() != request.text():
+    path, now = place.folder(request.run) / _REQUEST, request.text().encode()
+    if path.exists() and (path.stat().st_size != len(now) or read_small(path, len(now)) != now):
         raise RefusedError(f"run {request.run} was asked for with other settings before")

@@ -6,7 +6,6 @@ It is trained on real training rows, outside any mechanism.
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from fedgen.evaluation.utility import LEAST_BATCHES, Images, Labels, outputs, trained
 from fedgen.files import digest, write_shared
 from fedgen.models.classifiers import JudgeNet
+from fedgen.version import VERSION
 
 _EPOCHS = 15
 
@@ -24,7 +24,7 @@ _EPOCHS = 15
 def judge(images: Images, labels: Labels, classes: int, cache: Path) -> JudgeNet:
     """The classifier of these rows: trained once, then found in ``cache`` by their digest."""
     rule = f"{_EPOCHS} {LEAST_BATCHES}"
-    facts = f"{classes} {images.shape} {rule} {metadata.version('fedgen')}"
+    facts = f"{classes} {images.shape} {rule} {VERSION}"
     name = digest(images.tobytes(), labels.tobytes(), facts.encode())
     path = cache / f"judge-{name[:16]}.safetensors"
     net = JudgeNet(images.shape[1:], classes)

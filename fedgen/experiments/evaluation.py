@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import zipfile
 from importlib import metadata
 from importlib.util import find_spec
@@ -37,12 +36,21 @@ from fedgen.experiments.generation import judged_samples, load_generator
 from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import cache, check_no_links, digest, read_arrays, write_shared, write_whole
+from fedgen.files import (
+    beside,
+    cache,
+    check_no_links,
+    digest,
+    read_arrays,
+    write_shared,
+    write_whole,
+)
 from fedgen.method import Tensors
 from fedgen.reporting import words
 from fedgen.reporting.figures import histograms, sample_grid
 from fedgen.reporting.progress import RunProgress
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.run_dir import RunDir, make_folder
+from fedgen.version import VERSION
 
 Rows = tuple[Images, Labels]
 JUDGED = (
@@ -184,8 +192,22 @@ def judge_run(
     chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
     done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
-    fresh = run_dir.path / "evaluation.new"  # an evaluation that fails leaves the last one
-    shutil.rmtree(fresh, ignore_errors=True)
+    with beside(pictures, folder=True) as fresh:  # an evaluation that fails leaves the last one
+        found |= _judged_run(ready, generator, progress, fresh)
+        make_folder(pictures)
+        for name in PICTURES:
+            (pictures / name).unlink(missing_ok=True)
+        for picture in fresh.iterdir():
+            picture.rename(pictures / picture.name)
+    return {**found, **done}
+
+
+def _judged_run(
+    ready: Setup, generator: Tensors, progress: RunProgress, fresh: Path
+) -> dict[str, Any]:
+    """What ``judge_run`` finds. ``fresh``: a folder for its pictures."""
+    chosen = ready.config.evaluation
+    found: dict[str, Any] = {}
     if chosen.samples and validation.least_samples(chosen):
         samples = judged_samples(ready, generator, chosen.samples, progress)
         learnt = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
@@ -195,10 +217,19 @@ def judge_run(
             images = torch.from_numpy(ready.dataset.test_images).float() / 255
             right = classify(generator, images).numpy() == ready.dataset.test_labels
             found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
-    shutil.rmtree(pictures, ignore_errors=True)
-    if fresh.exists():
-        fresh.rename(pictures)
-    return {**found, **done}
+    return found
+
+
+PICTURES = ("nearest.png", "distances.png")
+"""What an evaluation writes into a run's folder ``evaluation``."""
+
+
+def check_judged(chosen: DictConfig, data: Dataset) -> None:
+    """Raises FedgenError for a test split that is too small for the judge: an inception score and a
+    covariance of features are of no use then."""
+    if chosen.judge and len(data.test_images) < validation.LEAST_JUDGED:
+        problem = f"takes {validation.LEAST_JUDGED} test images, there are {len(data.test_images)}"
+        raise FedgenError("evaluation.judge", problem, "set it to false")
 
 
 def suite(
@@ -220,7 +251,11 @@ def suite(
         pictures: the folder for those of ``chosen.leakage``.
         distinct: images of a set that samples repeat: distances of distributions say nothing of so
             few, and each counts once for leakage.
+
+    Raises:
+        FedgenError: if the test split is too small for the judge.
     """
+    check_judged(chosen, data)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     found = utilities(chosen, data, samples, coins, progress)
     if distinct is not None:
@@ -294,8 +329,8 @@ def _told(*facts: Any) -> str:
     """A digest of all that a result depends on: data, settings, and the libraries' versions."""
     arrays = [each for each in facts if isinstance(each, np.ndarray)]
     others = [each for each in facts if not isinstance(each, np.ndarray)]
-    libraries = ["fedgen", "scikit-learn", "torch", *(["xgboost"] if find_spec("xgboost") else [])]
-    versions = [metadata.version(name) for name in libraries]
+    libraries = ["scikit-learn", "torch", *(["xgboost"] if find_spec("xgboost") else [])]
+    versions = [VERSION, *(metadata.version(name) for name in libraries)]
     told = [*others, *versions, [[each.shape, str(each.dtype)] for each in arrays]]
     return digest(json.dumps(told).encode(), *(each.tobytes() for each in arrays))
 
@@ -388,11 +423,11 @@ def _leakage(
     closest = np.argsort(distances[:, 0])[:_PICTURED]
     pictures.mkdir(parents=True, exist_ok=True)
     pairs = np.stack([some[closest], learnt[which[closest, 0]]], 1)
-    sample_grid(pairs.reshape(-1, *data.shape), 10, pictures / "nearest.png")
+    sample_grid(pairs.reshape(-1, *data.shape), 10, pictures / PICTURES[0])
     histograms(
         {"samples": distances[:, 0], "test split": others[:, 0]},
         "distance to the nearest training row, root mean square of pixels",
-        pictures / "distances.png",
+        pictures / PICTURES[1],
     )
     return {
         "memorization": memorization(some, learnt, data.test_images),

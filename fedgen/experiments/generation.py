@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib import metadata
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -29,12 +26,13 @@ from fedgen.experiments import building
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, published_names
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import check_no_links, read_json
+from fedgen.files import beside, check_no_links, read_json, share
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
 from fedgen.reporting.progress import RunProgress
 from fedgen.reporting.run_dir import RunDir
+from fedgen.version import VERSION
 
 SCHEMA = 3
 """Of ``generator.json``."""
@@ -111,7 +109,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         **facts,
         "generator_sha256": sha256,
         "privacy": {"epsilon": record["views"]["release"]["epsilon"], **privacy},
-        "fedgen": metadata.version("fedgen"),
+        "fedgen": VERSION,
         "date": date.today().isoformat(),
     }
     return json.dumps(told, indent=2) + "\n"
@@ -311,26 +309,31 @@ def sample(config: DictConfig) -> str:
         labels = labels.sort(stable=True).values
     with RunProgress(stderr=True) as progress:
         images = draw_samples(published.method, published.weights, labels, coins, progress)
-    new = out.with_name(f"{out.stem}.new{out.suffix}")  # whole, or what was there stays
-    shutil.rmtree(new, ignore_errors=True)
     try:
-        if out.suffix == ".npz":
-            np.savez_compressed(new, images=images, labels=labels.numpy())
-        elif out.suffix == ".png":
-            sample_grid(images, min(len(images), _COLUMNS), new)
-        elif out.suffix == ".parquet":
-            names = published.labels or [str(n) for n in range(published.classes)]
-            write_parquet(images, labels.tolist(), names, new)
-        else:
-            _write_folder(images, labels.tolist(), published.labels, new)
-        new.rename(out)
+        with beside(out, folder=not out.suffix) as new:  # whole, or what was there stays
+            _write(out.suffix, images, labels, published, new)
+            share(new)
+            new.rename(out)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(new) if new.is_dir() else new.unlink()
         why = f" ({error.strerror})" if error.strerror else ""
         problem = f"{out} cannot be written{why}"
         raise FedgenError("out", problem, "choose another place") from error
     return told
+
+
+def _write(
+    suffix: str, images: NDArray[np.uint8], labels: Tensor, published: Published, new: Path
+) -> None:
+    """Write samples in the format of a suffix, "" for a folder."""
+    if suffix == ".npz":
+        np.savez_compressed(new, images=images, labels=labels.numpy())
+    elif suffix == ".png":
+        sample_grid(images, min(len(images), _COLUMNS), new)
+    elif suffix == ".parquet":
+        names = published.labels or [str(n) for n in range(published.classes)]
+        write_parquet(images, labels.tolist(), names, new)
+    else:
+        _write_folder(images, labels.tolist(), published.labels, new)
 
 
 def _write_folder(

@@ -29,6 +29,7 @@ from fedgen.files import digest
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spent import SpentFile
 from fedgen.reporting.run_dir import RunDir, unused_folder
+from fedgen.version import VERSION
 
 ENDED = "it was told to end, and counts as if it had gone on"
 """Why a run stopped that ended before the rounds that it was to have."""
@@ -152,7 +153,8 @@ def new_run(ready: Setup) -> tuple[RunDir, str]:
         "noise_multiplier": in_short(ready.privacy.noise_multiplier),
         "left_open": dict(ready.left_open),
         "environment": {
-            **{name: metadata.version(name) for name in ("fedgen", "flwr", "torch", "numpy")},
+            "fedgen": VERSION,
+            **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")},
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         },

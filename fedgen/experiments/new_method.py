@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from fedgen import factories
 from fedgen.errors import FedgenError
+from fedgen.files import share
 from fedgen.reporting.run_dir import make_folder
 
 _FILES = {
@@ -46,7 +47,9 @@ def new(config: DictConfig) -> str:
     (out / name / "__init__.py").touch()
     for path, source in wanted.items():
         text = (templates / source.format(kind=config.kind)).read_text()
-        path.write_text(text.replace("NAME", name))
+        with path.open("x") as file:
+            file.write(text.replace("NAME", name))
+    share(out / name)
     wrote = [f"wrote {path}" for path in sorted(wanted)]
     check = f"fedgen check method={name}" + (" rounds=20" if config.kind == "dp_sgd" else "")
     told = [*([f"cd {out}"] if str(out) != "." else []), f"export FEDGEN_EXTENSIONS={name}"]

@@ -17,7 +17,7 @@ from fedgen import factories
 from fedgen.experiments.generation import describe, draw_samples
 from fedgen.experiments.settings import Setup, published_names
 from fedgen.federation.rounds import RoundFacts, RunState
-from fedgen.files import write_whole
+from fedgen.files import share, write_whole
 from fedgen.method import Tensors
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.run_dir import RunDir
@@ -57,19 +57,20 @@ def publish(
     """
     grid, public = ten_of_each(ready, generator), run_dir.public
     sample_grid(grid, 10, public / "samples.png")
+    share(public)
     data = safetensors.torch.save({name: value.cpu() for name, value in generator.items()})
-    write_whole(public / "generator.safetensors", data)
+    write_whole(public / "generator.safetensors", data, shared=True)
     sha256 = hashlib.sha256(data).hexdigest()
-    write_whole(public / "generator.json", describe(ready, sha256, record).encode())
+    write_whole(public / "generator.json", describe(ready, sha256, record).encode(), shared=True)
     outside = factories.outside(OmegaConf.to_container(ready.config, resolve=True))
     said = statement(record, words, ready.config.group is not None, outside)
-    write_whole(public / "PRIVACY.md", said.encode())
+    write_whole(public / "PRIVACY.md", said.encode(), shared=True)
     shape, classes = ready.dataset.shape, ready.dataset.classes
     names = ready.config.names
     begun = [] if ready.config.warm_up.method is None else [str(names.warm_up)]
     methods = [str(names.method), *begun]
     told = card(record, methods, shape, classes, published_names(ready))
-    write_whole(public / "README.md", told.encode())
+    write_whole(public / "README.md", told.encode(), shared=True)
     return sha256, grid
 
 

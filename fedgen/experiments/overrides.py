@@ -20,6 +20,8 @@ from fedgen import factories
 from fedgen.errors import FedgenError
 
 _SHOWN = 200  # letters of a value, in an error
+_LONGEST, _DEEPEST = 100_000, 50  # letters of a word; lists within lists
+_TOO_MUCH = "is too long, or nested too deep, to be read", "shorten it"
 _HINTS = 3  # settings that a hint names
 _HOME = re.compile(r"(?<=[=,\[])~(?=/)")  # a shell leaves it as it is, within a word or quotes
 # what is quoted already; or a name inside of a list with a letter that Hydra's grammar has no place
@@ -52,6 +54,8 @@ def readable(words: Sequence[str]) -> list[str]:
             parser.parse_overrides([word])
         except HydraException:
             return False
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise FedgenError(key_of(word), *_TOO_MUCH) from error
         return True
 
     def quoted(word: str) -> str:
@@ -65,6 +69,14 @@ def readable(words: Sequence[str]) -> list[str]:
         return text
 
     words = [_HOME.sub(lambda _: str(Path.home()), word) for word in words]
+    for word in words:
+        if key_of(word).startswith("hydra.") and key_of(word) != "hydra.searchpath":
+            problem = "is of Hydra's own command line, and has no effect here"
+            remedy = "leave it out; run_dir=DIR says where a run is"
+            raise FedgenError(key_of(word), problem, remedy)
+        deepest = max(itertools.accumulate((c in "[{") - (c in "]}") for c in word), default=0)
+        if len(word) > _LONGEST or deepest > _DEEPEST:
+            raise FedgenError(key_of(word)[:_SHOWN], *_TOO_MUCH)
     return [word if is_read(word) else quoted(word) for word in words]
 
 

@@ -13,7 +13,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import check_here, left_open, opened
 from fedgen.experiments.training import train
-from fedgen.files import check_no_links
+from fedgen.files import beside, check_no_links, share
 from fedgen.privacy.budget import delta_problem
 from fedgen.reporting.run_dir import RunDir
 
@@ -101,16 +101,18 @@ def _pack(run: RunDir, out: Path) -> None:
     """
     check_no_links(run.public, "run")
     run.check_digests("run")
-    new = out.with_name(f"{out.name}.new")
     try:
-        with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
+        with beside(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
             for file in run.published:
                 member = zipfile.ZipInfo(f"{out.stem}/{file.name}")  # of 1980: no time is told
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 opened_.writestr(member, file.read_bytes())
-        new.rename(out)
+            opened_.close()
+            if out.exists():
+                raise FileExistsError
+            share(new)
+            new.rename(out)
     except OSError as error:
-        new.unlink(missing_ok=True)
         problem = f"{out} cannot be written; the release is made and paid for"
         remedy = f"pack it: fedgen release run={run.path} out=FILE.zip"
         raise FedgenError("out", problem, remedy) from error

@@ -45,7 +45,7 @@ def report(config: DictConfig) -> Path:
             check_unaltered(path, was, identity, "runs")
         text = page(paths, config.audience, about)
     try:
-        write_whole(out, text.encode())
+        write_whole(out, text.encode(), shared=True)
     except OSError as error:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
     return out

@@ -219,7 +219,7 @@ def decided(
         at_noise=make,
         program=partial(_program, make, noise),
         with_gaps=partial(_method, made, replace(facts, unanswered=True), config, noise),
-        aggregated=lambda kind: _method(made, replace(facts, aggregating=kind), config, noise),
+        aggregated=lambda kind: _method(made, facts.aggregated_by(kind), config, noise),
         left_open=open_,
     )
 

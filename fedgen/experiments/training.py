@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from fedgen.experiments import settings
 from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
 from fedgen.experiments.diary import Diary, Watch, is_due
-from fedgen.experiments.evaluation import JUDGED, judge_run
+from fedgen.experiments.evaluation import JUDGED, check_judged, judge_run
 from fedgen.experiments.identity import (
     ENDED,
     check_intact,
@@ -49,7 +48,7 @@ from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import check_no_links, digest
+from fedgen.files import check_no_links, digest, private_files
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
@@ -79,6 +78,11 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         FedgenError: for a mistake of the user's, or if too few clients answered.
         Interrupted: if the run was asked to end.
     """
+    with private_files():
+        return _train(config, play, watch)
+
+
+def _train(config: DictConfig, play: Play | None, watch: Watch | None) -> Path:
     new = config.resume is None
     longer = until = None  # of how many rounds a run that goes on is to be, beyond its own or below
     if config.start is not None:
@@ -109,6 +113,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
             if opened(run_dir.path, "resume")[2] != identity:
                 problem = f"{run_dir.path} was changed by another process just now"
                 raise FedgenError("resume", problem, "try again")
+            run_dir.make_ready()
             if longer is not None:
                 enter(ready, run_dir, name)  # which may cost more now
                 run_dir.set_aside(before.rounds)
@@ -133,7 +138,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         except FedgenError:
             if new and not training.begun:  # nobody was told anything: nothing is lost
                 close(training.spent, name, [])
-                shutil.rmtree(run_dir.path)
+                run_dir.undo()
             raise
 
 
@@ -149,7 +154,9 @@ def _check_masks(config: DictConfig, play: Play | None) -> None:
 
 
 def _check_rows(ready: Setup) -> None:
-    """Raises FedgenError unless rows are where the runtime looks for them."""
+    """Raises FedgenError unless rows are where the runtime looks for them, and enough of them."""
+    if ready.config.evaluation.samples:
+        check_judged(ready.config.evaluation, ready.dataset)
     config, deployed = ready.config, ready.config.names.runtime == "deployed"
     if deployed and not ready.dataset.elsewhere:
         problem = "asks nodes with rows of their own, and reads none here"

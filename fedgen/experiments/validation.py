@@ -19,7 +19,7 @@ from fedgen.privacy.events import Unit
 
 LEAST, MOST = 1e-9, 1e9  # of an epsilon, of a noise multiplier
 _MOST_OF_A_PERSON = 50  # more take minutes to account
-_LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
+LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
 
 
 def faults(config: DictConfig) -> Faults:
@@ -43,6 +43,7 @@ def check(config: DictConfig) -> None:
     if config.privacy.colluders and config.privacy.aggregation != "secure":
         problem = "counts those who answer to a secure sum, and there is none"
         raise FedgenError("privacy.colluders", problem, "set privacy.aggregation=secure, or 0")
+    _whole(config, "seed", -(2**63), 2**63 - 1)
     if OmegaConf.select(config, "data.public_rows") is not None:
         _whole(config, "data.public_rows", 1, 10**9)
     if config.privacy.threshold not in (None, "all"):
@@ -216,7 +217,7 @@ def check_evaluation(config: DictConfig) -> None:
 def least_samples(chosen: DictConfig) -> int:
     """How many samples an evaluation takes."""
     if chosen.judge:
-        return _LEAST_JUDGED
+        return LEAST_JUDGED
     return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
 
 

@@ -55,7 +55,7 @@ def key_of_draws(folder: Path) -> tuple[bytes, bool]:
     """
     path = folder / _DRAWS
     if made := not path.exists():
-        write_whole(path, secrets.token_bytes(32), mode=0o600)
+        write_whole(path, secrets.token_bytes(32))
     key = path.read_bytes()
     if len(key) != 32:
         raise FedgenError(str(path), "was cut short or altered", _REMEDY)

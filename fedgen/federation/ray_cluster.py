@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from fedgen.errors import FedgenError
+from fedgen.errors import FedgenError, lacks
 
 _FOLDER = "fedgen-ray-"
 _KNOCK_SECONDS = 10.0  # for a cluster's address to answer
@@ -42,9 +42,15 @@ def cluster(address: str | None) -> Iterator[None]:
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
-        except (OSError, ValueError, RuntimeError) as error:
-            if address is None:
+        except Exception as error:  # Ray raises it bare where it did not start in time
+            ray.shutdown()
+            if lacks(error) is not None:
                 raise
+            if address is None:
+                said = " ".join(str(error).split())[:200]
+                problem = f"Ray did not start on this machine ({said})"
+                remedy = "try again when less runs here, or take runtime=in_process"
+                raise FedgenError("runtime", problem, remedy) from error
             raise FedgenError(
                 "runtime.address",
                 f"no Ray cluster answers at {address}",

@@ -71,7 +71,8 @@ def run(
     """
     del again  # the site itself can be sent
     if address is None:  # said before anything starts
-        _pool({"CPU": float(os.cpu_count() or 1), "GPU": math.inf}, num_cpus, num_gpus, clients)
+        here = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
+        _pool(here, num_cpus, num_gpus, clients)
     with cluster(address):
         import ray
 
@@ -136,6 +137,7 @@ class _Host:
 
     def __init__(self) -> None:
         keep_freed_memory()
+        os.umask(0o077)  # as in the process that trains: clients' states are written here
         identify_process(run_id=1)
         self._todo: SimpleQueue[Message] = SimpleQueue()
         self._done: SimpleQueue[Message] = SimpleQueue()

@@ -9,10 +9,12 @@ import importlib.resources
 import json
 import math
 import os
+import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +23,16 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.files import as_json, check_no_links, digest, read_json, read_yaml, write_whole
+from fedgen.files import (
+    as_json,
+    check_no_links,
+    digest,
+    is_unfinished_file,
+    read_json,
+    read_yaml,
+    to_disk,
+    write_whole,
+)
 from fedgen.reporting.words import SERVER_SIDE
 
 _SEALED = (
@@ -30,6 +41,17 @@ _SEALED = (
     "public/samples.png",
     "public/README.md",
 )
+_WRITTEN = (
+    *("metrics.jsonl", "failures.jsonl", "sums.jsonl", "rounds_begun.txt", "results.json"),
+    *("privacy.json", "epsilon.png", "public/samples.png", "public/generator.safetensors"),
+    *("public/generator.json", "public/PRIVACY.md", "public/README.md"),
+)
+"""Files that a run writes before it ends."""
+_OF_A_NEW_RUN = (
+    *("SERVER_SIDE.md", "run.json", "config.yaml", "nodes.json", "partition.png", "unanswered"),
+    *("clients", "samples", "public", "checkpoints", "metrics.jsonl", "failures.jsonl"),
+)
+"""What there is of a run before a client is asked."""
 _LINE_BYTES = 2**16  # more than a line of metrics has
 _LOOK_SECONDS = 1.0  # that others take for a look, at most
 
@@ -41,7 +63,7 @@ def make_folder(path: Path) -> None:
         FedgenError: if that cannot be.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise _not_writable(path, error) from error
 
@@ -62,7 +84,7 @@ def unused_folder(stem: str) -> Path:
     make_folder(path.parent)
     while True:
         try:
-            path.mkdir()
+            path.mkdir(0o700)
             return path
         except FileExistsError:
             number += 1
@@ -86,6 +108,7 @@ class RunDir:
         self._failures = path / "failures.jsonl"
         self._sums = path / "sums.jsonl"
         self._opened: dict[str, str] | None = None
+        self._made, self._before = False, set[str]()  # of a new one: whether, and what was there
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
@@ -101,6 +124,8 @@ class RunDir:
         if path.exists() and not _is_free(path):
             raise taken
         run = cls(path)
+        run._made = not path.exists()
+        run._before = {each.name for each in path.iterdir()} if not run._made else set()
         make_folder(path)
         try:
             with (path / "SERVER_SIDE.md").open("ab") as held:  # by whoever makes a run here
@@ -115,6 +140,37 @@ class RunDir:
         except OSError as error:
             raise _not_writable(path, error) from error
         return run
+
+    def undo(self) -> None:
+        """Remove what this process made of a new run directory in which nothing was begun."""
+        for name in _OF_A_NEW_RUN:
+            left = self.path / name
+            if name in self._before or left.is_symlink():
+                continue
+            with suppress(FileNotFoundError):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if self._made and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def make_ready(self) -> None:
+        """Before a run that goes on writes anything: make folders again that are missing (archives
+        and git leave out empty ones), and look for what stands in the way.
+
+        Raises:
+            FedgenError: for something else where a file or folder of the run belongs.
+        """
+        for folder in (self.clients, self.samples, self.public, self.checkpoints):
+            if folder.exists() and not folder.is_dir():
+                problem = f"{folder} is no folder, and the run writes files into one"
+                raise FedgenError("resume", problem, "move it away")
+        files = [self.path / name for name in _WRITTEN]
+        files += [self.samples / each.name for each in self.samples.glob("round_*.png")]
+        for file in files:
+            if file.exists() and not file.is_file():
+                problem = f"{file} is a folder, where the run writes a file"
+                raise FedgenError("resume", problem, "move it away")
+        for folder in (self.clients, self.samples, self.public):
+            make_folder(folder)
 
     def identify(self, identity: dict[str, Any]) -> None:
         """Writes what tells which run this is."""
@@ -389,7 +445,7 @@ def _append(path: Path, line: object, durable: bool = False) -> None:
         file.write(json.dumps(line).encode() + b"\n")
         if durable:
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file, path)
 
 
 def _lines(path: Path) -> list[Any]:
@@ -410,12 +466,22 @@ def _is_free(path: Path) -> bool:
 
 def _of_no_run(path: Path) -> bool:
     """Whether a run that was cut off before it began left this: config.yaml is written last."""
-    if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):
+    try:
+        kind = path.lstat()
+    except FileNotFoundError:  # another process was faster
+        return True
+    if stat.S_ISLNK(kind.st_mode) or (stat.S_ISREG(kind.st_mode) and kind.st_nlink > 1):
         return False
     if path.name in ("clients", "samples", "public"):
         return path.is_dir() and not any(path.iterdir())
-    own = path.name in ("SERVER_SIDE.md", "run.json") or path.suffix == ".new"
-    return own and path.is_file()
+    if path.name == "SERVER_SIDE.md":
+        return path.is_file() and path.read_bytes() in (b"", SERVER_SIDE.encode())
+    if path.name == "run.json":
+        try:
+            return path.is_file() and {"run", "branch"} <= set(read_json(path))
+        except (OSError, ValueError, TypeError):
+            return False
+    return is_unfinished_file(path)
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -210,6 +210,19 @@ def test_a_request_is_data_and_never_code(tmp_path: Path, change: dict[str, Any]
         open_run(place(tmp_path), request.read(wanted.text()))
 
 
+@pytest.mark.parametrize("seed", [2**70, 2**63, -(2**64)])
+def test_a_request_that_is_refused_uses_no_budget(tmp_path: Path, seed: int) -> None:
+    here = place(tmp_path)
+    wanted = asked()
+    bad = replace(wanted, settings={**wanted.settings, "seed": seed})
+    with pytest.raises((RefusedError, ValueError)):
+        open_run(here, request.read(bad.text()))
+    assert not here.account.entries(_ROWS)
+    assert not (here.home / "runs").exists() or not list((here.home / "runs").iterdir())
+    open_run(here, wanted)
+    assert len(here.account.entries(_ROWS)) == 1
+
+
 LEAVES = st.none() | st.integers() | st.text()
 
 

@@ -24,6 +24,7 @@ from PIL import Image
 from tiny import Train
 
 from fedgen.errors import FedgenError
+from fedgen.files import UNFINISHED
 from fedgen.reporting import memory as memory_
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
@@ -206,13 +207,13 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     """And what somebody else has there is never written over."""
     config = OmegaConf.create({})
     left = tmp_path / "left"
-    RunDir.create(left, config, {})
-    (left / "config.yaml").rename(left / "config.yaml.new")
-    RunDir.create(left, config, {})
+    RunDir.create(left, config, {"run": "a", "branch": ""})
+    (left / "config.yaml").rename(left / f"{UNFINISHED}1.yaml")
+    RunDir.create(left, config, {"run": "a", "branch": ""})
     (left / "config.yaml").unlink()
     (left / "public" / "samples.png").touch()
     with pytest.raises(FedgenError, match="exists"):
-        RunDir.create(left, config, {})
+        RunDir.create(left, config, {"run": "a", "branch": ""})
 
 
 def test_of_many_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:

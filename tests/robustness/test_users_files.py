@@ -1,0 +1,296 @@
+"""Files of the user: what fedgen did not create stays, and what it creates is private."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import TINY, Train, fingerprint, tiny
+
+from fedgen import cli, files
+from fedgen.errors import FedgenError
+
+Captured = pytest.CaptureFixture[str]
+
+
+def tree(place: Path) -> dict[str, bytes | None]:
+    """All below a folder, with what is in it."""
+    found = sorted(place.rglob("*"))
+    return {str(f.relative_to(place)): f.read_bytes() if f.is_file() else None for f in found}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("run") / "run"
+    words = [*tiny("dp_merf_small"), "method=dp_merf_small", f"run_dir={place}"]
+    assert cli.run(["train", *words]) == 0
+    return place
+
+
+@pytest.mark.parametrize("out", ["samples", "grid.png", "s.npz", "s.parquet"])
+def test_samples_leave_what_lies_beside_them(out: str, run: Path, tmp_path: Path) -> None:
+    stem, _, suffix = out.partition(".")
+    for name in (f"{stem}.new", f"{stem}.new.{suffix}", f"{out}.new", f".{out}.tmp"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "thesis.txt").write_text("precious")
+    before = tree(tmp_path)
+    assert cli.run(["sample", f"run={run}", "n=4", f"out={tmp_path / out}"]) == 0
+    after = tree(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert {Path(name).parts[0] for name in set(after) - set(before)} == {out}
+
+
+def test_a_refused_run_leaves_a_folder_as_it_was(tmp_path: Path, capsys: Captured) -> None:
+    """Over its budget, which is known when its folder is made."""
+    place, empty = tmp_path / "place", tmp_path / "empty"
+    place.mkdir()
+    empty.mkdir()
+    (place / "thesis.new").write_text("precious")
+    (place / "run.json").write_text("{}")
+    before = tree(tmp_path)
+    words = ["train", *tiny("dp_merf_small"), "method=dp_merf_small", "privacy.noise=secure"]
+    words.append("privacy.budget_epsilon=0.01")
+    for where in (place, empty, tmp_path / "none"):
+        assert cli.run([*words, f"run_dir={where}"]) == 2
+        assert tree(tmp_path) == before
+    link = tmp_path / "link"
+    link.symlink_to(empty)
+    assert cli.run([*words, f"run_dir={link}"]) == 2
+    assert link.is_symlink() and not list(empty.iterdir())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_among_files_of_others(tmp_path: Path, capsys: Captured) -> None:
+    words = ["train", *tiny("dp_merf_small"), "method=dp_merf_small"]
+    for name, text in (("run.json", "{}"), ("SERVER_SIDE.md", "mine"), ("config.yaml.new", "")):
+        place = tmp_path / name
+        place.mkdir()
+        (place / name).write_text(text)
+        assert cli.run([*words, f"run_dir={place}"]) == 2
+        assert "exists; choose another" in capsys.readouterr().err
+        assert tree(place) == {name: text.encode()}
+
+
+def test_a_new_evaluation_keeps_what_others_put_there(train: Train) -> None:
+    run = train("rounds=2")
+    (run / "evaluation").mkdir(exist_ok=True)
+    (run / "evaluation" / "notes.txt").write_text("mine")
+    (run / "evaluation.new").mkdir()
+    assert cli.run(["evaluate", f"run={run}", "evaluation=none"]) == 0
+    assert (run / "evaluation" / "notes.txt").read_text() == "mine"
+    assert (run / "evaluation.new").is_dir()
+
+
+@pytest.mark.parametrize("missing", ["samples", "public"])
+def test_folders_that_archives_leave_out_are_made_again(
+    missing: str, train: Train, tmp_path: Path
+) -> None:
+    words = ["rounds=6", "log_every=1", "runtime.checkpoint_every=2", "sample_every=6"]
+    whole = train(*words, name="whole")
+    run = tmp_path / "run"
+    dies = ["runtime.faults.server_dies=4", f"run_dir={run}"]
+    subprocess.run(
+        [sys.executable, "-m", "fedgen.cli", "train", *TINY, *words, *dies],
+        check=False,
+        capture_output=True,
+    )
+    assert (run / "checkpoints" / "checkpoint.json").exists()
+    for file in (run / missing).iterdir():
+        file.unlink()
+    (run / missing).rmdir()
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert fingerprint(run) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("name", ["results.json", "epsilon.png", "public/samples.png"])
+def test_what_stands_in_the_way_is_said_before_anything_is_written(
+    name: str, train: Train, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train("rounds=2", "method=dp_merf_small", "privacy.noise=secure")
+    (run / name).unlink()
+    (run / name).mkdir()
+    before = {k: v for k, v in tree(run).items() if not k.endswith("lock")}
+    home = tree(Path(os.environ["FEDGEN_HOME"]))
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert f"{name} is a folder, where the run writes a file" in capsys.readouterr().err
+    assert {k: v for k, v in tree(run).items() if not k.endswith("lock")} == before
+    assert tree(Path(os.environ["FEDGEN_HOME"])) == home
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("method", ["gs_wgan_small", "mixture_small"])
+def test_what_a_run_keeps_is_for_its_owner_alone(method: str, exists: bool, tmp_path: Path) -> None:
+    """Whatever the umask: models of private records and their nearest neighbours lie there. What is
+    published is for those that the umask allows."""
+    place = tmp_path / "run"
+    if exists:
+        place.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        words = [*tiny(method), f"method={method}", f"run_dir={place}", "logger=tensorboard"]
+        judged = ["evaluation.classifiers={}", "evaluation.leakage=true", "evaluation.samples=30"]
+        assert cli.run(["train", *words, *judged, "sample_every=1"]) == 0
+        assert cli.run(["sample", f"run={place}", "n=4", f"out={tmp_path / 'out'}"]) == 0
+        assert os.umask(0o022) == 0o022, "the umask is the user's again"
+    finally:
+        os.umask(before)
+    assert (place / "evaluation" / "nearest.png").exists()
+    for path in place.rglob("*"):
+        mode, public = stat.S_IMODE(path.stat().st_mode), "public" in path.parts
+        allowed = (0o755 if path.is_dir() else 0o644) if public else 0o700
+        assert mode & ~allowed == 0, f"{path} has {mode:o}"
+        assert not public or mode == allowed, f"{path} has {mode:o}"
+    for path in (tmp_path / "out").rglob("*.png"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    for path in Path(os.environ["FEDGEN_CACHE"]).rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+def test_unfinished_files_are_new_and_removed(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), files.beside(tmp_path / "a.txt") as fresh:
+        assert fresh.exists() and fresh.parent == tmp_path
+        raise OSError(errno.ENOSPC, "full")
+    assert not list(tmp_path.iterdir())
+    with files.beside(tmp_path / "b", folder=True) as fresh:
+        (fresh / "c").touch()
+        fresh.rename(tmp_path / "b")
+    assert tree(tmp_path) == {"b": None, "b/c": b""}
+
+
+def test_a_file_system_that_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(number: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(FedgenError, match="cannot promise to keep files through a power cut"):
+        files.write_whole(tmp_path / "a", b"1")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("most", [0, 10])
+def test_small_files_alone_are_read(most: int, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * most)
+    assert files.read_small(tmp_path / "a", most) == b"x" * most
+    (tmp_path / "a").write_bytes(b"x" * (most + 1))
+    with pytest.raises(ValueError, match="larger than"):
+        files.read_small(tmp_path / "a", most)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="no file"):
+            files.read_small(path, most)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["node", "key=/dev/zero", "home={}", "policy={}/p", "ca={}/c"],
+        ["link", "accept=/dev/zero", "home={}"],
+        ["train", "runtime=deployed", "runtime.ca=/dev/zero", "data=public_facts",
+         "data.classes=10", "data.shape=[1,8,8]", "data.public_rows=100", "partition=nodes",
+         "evaluation=none", "run_dir={}/run"],
+    ],
+)  # fmt: skip
+def test_a_device_in_a_keys_place_is_one_line(
+    words: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    assert cli.run([word.format(tmp_path) for word in words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) <= 2
+
+
+def command(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash, in which ``$FEDGEN`` is the command."""
+    own = {**os.environ, "FEDGEN": f"{sys.executable} -m fedgen.cli"}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=own, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("$FEDGEN account method=dp_merf_small >&-", 0),
+        ("$FEDGEN account bogus 2>&-", 2),
+        ("mkdir gone; cd gone; rmdir ../gone; $FEDGEN account method=dp_merf_small", 2),
+    ],
+)
+def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Path) -> None:
+    done = command(tmp_path, line)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == status, done.stderr
+    assert "bogus" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["account", f"rounds={'9' * 5000}"], "rounds: is too long"),
+        (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long, or nested too deep"),
+        (["account", "hydra.run.dir=x"], "hydra.run.dir: is of Hydra's own"),
+        (["account", "hydra.verbose=true"], "hydra.verbose: is of Hydra's own"),
+        (["account", "spent", "rounds=5"], "rounds: has no part in fedgen account spent"),
+        (["account", "published=all", "rounds=5"], "rounds: has no part"),
+        (["account", "privacy.threshold=3"], "privacy.threshold: counts answers to a secure sum"),
+        (["link", "name=x"], "name: is of accept=KEY.pub"),
+        (["link", "host=nonsense"], "host: 'nonsense' is no address of this machine"),
+        (["link", "host=8.8.8.8"], "host: '8.8.8.8' is no address of this machine"),
+        (["node", "log", "superlink=a:1"], "superlink: has no part in fedgen node log"),
+        (["new", "method", "a", "name=b"], "name: is given twice"),
+        (["account", f"seed={2**70}"], "seed: must be a whole number"),
+        (
+            ["train", "evaluation.judge=true", "evaluation.samples=300", "data=folder",
+             "data.path=few.npz", "data.classes=2", "method=mixture_small", "data.public_rows=40"],
+            "evaluation.judge: takes 256 test images, there are 10",
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    rows = {"train_images": images, "train_labels": np.arange(40) % 2}
+    np.savez("few.npz", **rows, test_images=images[:10], test_labels=np.arange(10) % 2)
+    before = tree(tmp_path)
+    assert cli.run(words) == 2
+    error = capsys.readouterr().err
+    assert f"fedgen: {said}" in error
+    assert len(error.strip().splitlines()) == 1
+    assert tree(tmp_path) == before
+
+
+def test_a_new_method_is_named_as_in_other_tools(tmp_path: Path) -> None:
+    assert cli.run(["new", "method", "hinge_gan", f"out={tmp_path}"]) == 0
+    assert (tmp_path / "hinge_gan" / "configs" / "method" / "hinge_gan.yaml").exists()
+
+
+def test_a_source_tree_without_metadata_has_a_version() -> None:
+    """As when fedgen is run by PYTHONPATH alone."""
+    code = (
+        "import importlib.metadata as m; v = m.version\n"
+        "def gone(name):\n"
+        "    if name == 'fedgen': raise m.PackageNotFoundError(name)\n"
+        "    return v(name)\n"
+        "m.version = gone\n"
+        "from fedgen.version import VERSION; print(VERSION)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'version = "{done.stdout.strip()}"' in project.read_text()
+
+
+@pytest.mark.parametrize("text", ["epsilon: 5:30", "threshold: 010", "peers: {010: ab}", "a: 0x10"])
+def test_numbers_that_yaml_reads_otherwise_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(ValueError, match="which YAML reads as"):
+        files.read_yaml(tmp_path / "policy.yaml")
+    (tmp_path / "policy.yaml").write_text("peers: {'010': ab, 0: cd}\nepsilon: 0.5\n")
+    files.read_yaml(tmp_path / "policy.yaml")
