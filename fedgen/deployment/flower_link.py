@@ -26,6 +26,7 @@ from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
+from fedgen.deployment.flower_door import HERE, Bounded, Uvicorn
 from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
 from fedgen.files import read_small
@@ -58,7 +59,6 @@ _POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
 
 
 _OPEN = ("/v1/fleet/", "/health")
-_HERE = ("127.0.0.1", "::1")
 
 
 class _FleetAlone:
@@ -70,17 +70,24 @@ class _FleetAlone:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
         caller = (scope.get("client") or ("unknown",))[0]
-        if scope["type"] == "lifespan" or caller in _HERE or scope["path"].startswith(_OPEN):
+        if scope["type"] == "lifespan" or caller in HERE or scope["path"].startswith(_OPEN):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await PlainTextResponse("not from there", 403)(scope, receive, send)
 
 
-def serve(host: str, port: int, ca: Path, certificate: Path, key: Path, database: Path) -> None:
-    """Flower's SuperLink, with keys for nodes and the guard, until the process is told to end."""
+def serve(
+    host: str, port: int, ca: Path, certificate: Path, key: Path, database: Path, largest: int
+) -> None:
+    """Flower's SuperLink, with keys for nodes and the guard, until the process is told to end.
+
+    Args:
+        largest: bytes of the largest request that is read.
+    """
     settle()
-    inner = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(_FleetAlone), *inner())
+    inner, bounds = extensions.get_middleware, Middleware(Bounded, largest=largest)
+    extensions.get_middleware = lambda: (bounds, Middleware(_FleetAlone), *inner())
+    sys.modules[flower_superlink.__module__].__dict__["uvicorn"] = Uvicorn
     place = ["--host", host, "--port", str(port), "--database", str(database)]
     tls = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate)]
     keys = ["--ssl-keyfile", str(key), "--enable-supernode-auth", "--isolation", "process"]

@@ -57,7 +57,10 @@ def link(config: DictConfig) -> str:
     certificates(home, list(config.hosts), config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
     ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
-    serve(config.host, config.port, ca, certificate, key, home / "link.sqlite")
+    if not isinstance(config.largest, int) or not 1 <= config.largest <= 2000:
+        raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
+    largest = config.largest * 2**20
+    serve(config.host, config.port, ca, certificate, key, home / "link.sqlite", largest)
     return "ended"
 
 

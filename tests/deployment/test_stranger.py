@@ -1,0 +1,177 @@
+"""A stranger at the link's port: large bodies, half-open connections, slow requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from deployed import Deployment
+
+from fedgen.deployment.flower_door import (
+    LEAST_RATE,
+    MOST_CONNECTIONS,
+    PATIENCE_SECONDS,
+    SMALL_BODY,
+    Bounded,
+)
+
+SECONDS = float(os.environ.get("FEDGEN_STRANGER_SECONDS", 12))
+STRANGER = ("127.0.0.2", 0)
+MEGABYTE = 2**20
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Deployment]:
+    place = Deployment(tmp_path, 1)
+    place.start_link()
+    yield place
+    assert place.link is not None
+    place.link.send_signal(15)
+    place.link.wait(60)
+
+
+def connect(port: int, tls: bool = True) -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", port), timeout=30, source_address=STRANGER)
+    if not tls:
+        return raw
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(raw)
+
+
+def post(port: int, path: str, length: int, more: str = "", body: int = 0) -> bytes:
+    """The link's status line for a body of this length, ``body`` bytes of which are sent."""
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/protobuf\r\n"
+    size = f"Content-Length: {length}\r\n" if length >= 0 else "Transfer-Encoding: chunked\r\n"
+    with connect(port) as connection:
+        with suppress(OSError):
+            connection.sendall(f"{head}{size}{more}\r\n".encode())
+            for _ in range(body // MEGABYTE):
+                connection.sendall(bytes(MEGABYTE))
+        try:
+            return connection.recv(4096).partition(b"\r\n")[0]
+        except OSError:
+            return b"closed"
+
+
+def resident(place: Deployment) -> float:
+    """Megabytes of the link's memory."""
+    assert place.link is not None
+    return psutil.Process(place.link.pid).memory_info().rss / MEGABYTE
+
+
+def healthy(place: Deployment) -> float:
+    """Seconds until the link answers a caller of its own machine."""
+    context, begin = ssl.create_default_context(cafile=str(place.ca)), time.monotonic()
+    url = f"https://127.0.0.1:{place.port}/health"
+    urllib.request.urlopen(url, timeout=20, context=context).close()
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+def test_a_stranger_stops_nobody(link: Deployment, nothing_left: None) -> None:
+    """For ``FEDGEN_STRANGER_SECONDS``: the link answers others, and keeps its memory."""
+    port, begin, first = link.port, time.monotonic(), resident(link)
+    assert b" 413 " in post(port, "/v1/fleet/pull-messages", 400 * MEGABYTE, body=40 * MEGABYTE)
+    assert b" 411 " in post(port, "/v1/fleet/pull-messages", -1)
+    signed = "flwr-public-key: AAAA\r\nflwr-signature: AAAA\r\nflwr-timestamp: 2020-01-01T00:00\r\n"
+    assert b" 413 " in post(port, "/v1/fleet/pull-messages", MEGABYTE, signed)
+    over = threading.Event()
+
+    def flood() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            with suppress(OSError):
+                held.append(connect(port, tls=len(held) % 2 == 0))
+                if len(held) % 3 == 0:
+                    held[-1].sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost")
+            if len(held) > 500:
+                held.pop(0).close()
+
+    floods = [threading.Thread(target=flood) for _ in range(4)]
+    for each in floods:
+        each.start()
+    slowest, most = 0.0, 0.0
+    while time.monotonic() - begin < SECONDS:
+        with suppress(OSError):
+            post(port, "/v1/fleet/pull-messages", 100 * MEGABYTE, body=2 * MEGABYTE)
+        slowest, most = max(slowest, healthy(link)), max(most, resident(link))
+    over.set()
+    for each in floods:
+        each.join()
+    print(f"{SECONDS:g} s: slowest answer {slowest:.2f} s, memory {first:.0f} to {most:.0f} MB")
+    assert slowest < 15
+    assert most - first < 200
+
+
+@pytest.mark.slow
+def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: None) -> None:
+    """Of one address at most so many connections, and each for as long as it takes to send what it
+    began."""
+    port, halves = link.port, []
+    body = b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n"
+    kinds = [b"", b"POST /v1/fleet/pull-messages HT", body]
+    for number in range(MOST_CONNECTIONS + 20):
+        with suppress(OSError):
+            raw = number % 4 == 3
+            halves.append(connect(port, tls=not raw))
+            if not raw:
+                halves[-1].sendall(kinds[number % 3])
+    assert len(halves) <= MOST_CONNECTIONS + 20
+    assert link.link is not None
+    served = [
+        each
+        for each in psutil.Process(link.link.pid).net_connections()
+        if each.raddr and each.raddr.ip == STRANGER[0]
+    ]
+    assert len(served) <= MOST_CONNECTIONS
+    end = time.monotonic() + 3 * PATIENCE_SECONDS
+    while served and time.monotonic() < end:
+        time.sleep(0.5)
+        served = [
+            each
+            for each in psutil.Process(link.link.pid).net_connections()
+            if each.raddr and each.raddr.ip == STRANGER[0]
+        ]
+    assert not served
+    assert healthy(link) < 10
+    for each in halves:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("length", "caller", "status"),
+    [
+        (b"0", "10.0.0.7", None),
+        (str(SMALL_BODY).encode(), "10.0.0.7", None),
+        (str(SMALL_BODY + 1).encode(), "10.0.0.7", 413),
+        (str(SMALL_BODY + 1).encode(), "127.0.0.1", None),
+        (str(LEAST_RATE + 1).encode(), "127.0.0.1", 413),
+        (b"-1", "127.0.0.1", 411),
+        (b"many", "10.0.0.7", 411),
+    ],
+)
+def test_bodies_are_refused_by_their_length(length: bytes, caller: str, status: int | None) -> None:
+    reached, sent = [], []
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/v1/fleet/x", "client": (caller, 1), "method": "POST"}
+    scope["headers"] = [(b"content-length", length)]
+    asyncio.run(Bounded(app, LEAST_RATE)(scope, None, send))
+    assert bool(reached) == (status is None)
+    assert [each["status"] for each in sent if "status" in each] == ([status] if status else [])
