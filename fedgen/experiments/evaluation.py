@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset
 from fedgen.errors import FedgenError
+from fedgen.evaluation.coherence import diversity
 from fedgen.evaluation.frechet import Statistics, frechet_distance, statistics
 from fedgen.evaluation.inception import inception, inception_features
 from fedgen.evaluation.inception_score import inception_score
@@ -56,7 +57,7 @@ Rows = tuple[Images, Labels]
 JUDGED = (
     *("gen2real", "real2real", "real2gen", "classifier", "judged", "judged_by"),
     *("inception_score", "fcd", "precision", "recall", "fid", "memorization", "membership"),
-    "distinct",
+    *("distinct", "diversity"),
 )
 """What of a run's results is its evaluation's."""
 _MOST_COMPARED = 10_000  # rows of each side, where all pairs of them count
@@ -258,6 +259,8 @@ def suite(
     check_judged(chosen, data)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     found = utilities(chosen, data, samples, coins, progress)
+    real = diversity(data.test_images, data.test_labels)
+    found["diversity"] = {"samples": diversity(*samples), "real": real}
     if distinct is not None:
         found["distinct"] = distinct
     if chosen.judge and distinct is None:

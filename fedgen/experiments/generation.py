@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from numbers import Integral
@@ -79,7 +80,11 @@ def draw_samples(
         if progress is not None:
             done = number * 1000 + len(part)
             progress.show("samples", done, len(labels), "", end=False)
-    images: NDArray[np.uint8] = (torch.cat(batches) * 255).round().to(torch.uint8).numpy()
+    drawn = torch.cat(batches)
+    if not bool(drawn.isfinite().all()):
+        problem = "its generator makes numbers that are not finite"
+        raise FedgenError("run", problem, "restore it, or ask who made it")
+    images: NDArray[np.uint8] = (drawn * 255).round().to(torch.uint8).numpy()
     return images
 
 
@@ -158,8 +163,13 @@ def load_generator(path: Path, device: str) -> Published:
         # how many clients there were is not told; more than a draw could be of
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
         names = _names(found.get("labels"), facts.classes)
-        make = build(_in_targets(found["method"]), "method", without=("strategy",))
-        with torch.device("meta"):  # sizes alone: they may be anything
+        settings = _in_targets(found["method"])
+        building.check_parameters("method", OmegaConf.create(settings))
+        make = build(settings, "method", without=("strategy",))
+        with (
+            _at_most(_MANY * len(weights)),
+            torch.device("meta"),
+        ):  # sizes alone: they may be anything
             server = make(facts=facts, noise_multiplier=None, device="meta").server
             expected = server.generator(server.init(Coins.of(0, "seeded")))
     except FedgenError:
@@ -182,6 +192,27 @@ def load_generator(path: Path, device: str) -> Published:
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
     weights = {name: each.to(device) for name, each in weights.items()}
     return Published(method, weights, facts.classes, facts.shape, names)
+
+
+_MANY = 100  # times the weights of a generator: other networks of its method
+
+
+@contextlib.contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Raises ValueError while networks of more parameters than these are built: a file may ask for
+    any number of layers."""
+    left = [parameters]
+
+    def registered(*_: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("more parameters than there are weights for")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 _ROOMS = ("fedgen.methods.", "fedgen.models.", "fedgen.losses.")

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from fedgen.coins import Coins
 from fedgen.errors import FedgenError, Interrupted
-from fedgen.evaluation.coherence import coherence
+from fedgen.evaluation.coherence import coherence, verdict
 from fedgen.experiments import settings
 from fedgen.experiments.accounts import Accounts, a_client_died, count_unplanned, own_ledgers
 from fedgen.experiments.building import build
@@ -497,6 +497,8 @@ class Training:
             self.ready, self.run_dir, state, record, self.clock, self.memory.peak, self.stopped
         )
         results |= {"generator_sha256": sha256, "coherence": coherence(grid)}
+        labels = np.arange(self.ready.dataset.classes).repeat(10)  # as publish draws them
+        results["looks"] = verdict(grid, labels) if self.method.server.distinct is None else None
         before = self.run_dir.results() if self.run_dir.finished else {}
         if before.get("generator_sha256") == results["generator_sha256"]:
             # resumed at its end: it may have been judged in another way since

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgen.parameters import NonNegative
+from fedgen.parameters import NonNegative, Steps
 
 DATA = math.sqrt(1 / 3)  # of a uniform pixel: no statistic of private rows (DPDM's code)
 
@@ -61,7 +61,7 @@ class Sampler:
     guidance: w of D + w (D - D without label), classifier-free (Ho and Salimans 2021); 0: none.
     """
 
-    steps: int
+    steps: Steps
     lowest: float
     highest: float
     rho: float

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgen.errors import FedgenError
+from fedgen.parameters import Depth
 
 
 def _norm(channels: int) -> nn.GroupNorm:
@@ -117,7 +118,7 @@ class UNet(nn.Module):
         shape: tuple[int, int, int],
         width: int,
         multipliers: Sequence[int],
-        blocks: int,
+        blocks: Depth,
         attention: Sequence[int],
         patch: int = 1,
     ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedgen.evaluation.coherence import NOISE
 from fedgen.reporting.progress import bytes_in_words, epsilon_in_words, pace_in_words
 
 NOT_IN_THE_FOLDER = (
@@ -273,7 +272,18 @@ def summary(path: Path) -> str:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
     more = "take more rounds, a larger ε, more rows, or method=mixture"
     _, of_real = averages(results)
-    if results.get("coherence", 1.0) < NOISE:
+    looks = results.get("looks")
+    if looks == "diverged":
+        lines.append(
+            "training diverged: nearly all pixels of the samples are black or white; lower the "
+            "learning rates"
+        )
+    elif looks == "collapsed":
+        lines.append(
+            "the generator collapsed: samples of a label are all alike; lower the generator's "
+            "learning rate, or take fewer rounds or method=mixture"
+        )
+    elif looks == "noise":
         lines.append(
             "the samples look like noise: neighbouring pixels hardly agree (correlation "
             f"{results['coherence']:.2f}, 0.3 to 0.9 for photographs and digits); {more}"
@@ -339,6 +349,10 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     if none := [names[n] for n, found in enumerate(per_class) if found is None]:
         said = f"{', '.join(none)}: nothing tells of what use their samples are"
         rows.append(("labels without test images", said))
+    if "diversity" in results:
+        told = results["diversity"]
+        said = f"{told['samples']:.0f} of 255 (real rows: {told['real']:.0f})"
+        rows.append(("diversity within labels", said))
     average, calibrated = averages(results)
     if average is not None:
         rows.append(

@@ -10,7 +10,7 @@ import pytest
 from fedgen import cli
 from fedgen.coins import Coins
 from fedgen.data.datasets import digits
-from fedgen.evaluation.coherence import NOISE, coherence
+from fedgen.evaluation.coherence import NOISE, coherence, diversity, verdict
 
 RNG = np.random.default_rng(0)
 
@@ -34,3 +34,33 @@ def test_a_run_says_so(
     assert cli.run(["train", *words]) == 0
     assert ("look like noise" in capsys.readouterr().out) == said
     assert NOISE == 0.1
+
+
+def test_collapse_divergence_and_noise_are_told_apart() -> None:
+    data = digits(Coins.of(0, "seeded"))
+    images, labels = data.images, data.labels
+    assert verdict(images, labels) is None
+    assert 45 < diversity(images, labels) < 65
+    first = np.array([np.flatnonzero(labels == label)[0] for label in range(10)])
+    one = images[first][labels]
+    assert diversity(one, labels) == 0.0
+    assert verdict(one, labels) == "collapsed"
+    jitter = np.clip(one + RNG.normal(0, 3, one.shape), 0, 255).astype(np.uint8)
+    assert verdict(jitter, labels) == "collapsed"
+    noise = RNG.integers(0, 256, images.shape, dtype=np.uint8)
+    assert verdict(noise, labels) == "noise"
+    assert verdict(np.full_like(images, 255), labels) == "diverged"
+    assert verdict(np.full_like(images, 100), labels) == "collapsed"
+    assert verdict((noise > 127).astype(np.uint8) * 255, labels) == "diverged"
+    binary = (images > 127).astype(np.uint8) * 255
+    assert verdict(binary, labels) is None, "black and white pictures are no divergence"
+
+
+def test_a_diverged_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["method=gs_wgan_small", "method.generator_learning_rate=100", "rounds=6"]
+    words += ["method.critics=4", "method.critics_per_step=1", "method.warm_start=1"]
+    quick = ["evaluation.samples=60", "evaluation.classifiers.cnn.epochs=1"]
+    assert cli.run(["train", *words, *quick, f"run_dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out
+    assert "training diverged" in said and "look like noise" not in said
+    assert "diversity within labels: " in said and "(real rows: " in said

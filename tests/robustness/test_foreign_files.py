@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import operator
 import os
 import shlex
 import shutil
 import struct
 import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -634,6 +636,34 @@ def test_a_description_that_is_none_is_refused(
 ) -> None:
     change(run / "public" / "generator.json", edit)
     refused(capsys, "sample", f"run={run / 'public'}", "n=10", f"out={tmp_path}/s.npz")
+
+
+@pytest.fixture(scope="module")
+def diffusion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("diffusion") / "run"
+    assert cli.run(["train", "method=dpdm_small", *tiny("dpdm_small"), f"run_dir={place}"]) == 0
+    return place / "public"
+
+
+@pytest.mark.parametrize(
+    ("group", "change_to"),
+    [
+        ("sampler", {"steps": 10**9}),
+        ("sampler", {"guidance": math.nan}),
+        ("sampler", {"highest": math.inf}),
+        ("network", {"blocks": 100_000}),
+        ("network", {"blocks": 60}),
+        ("network", {"multipliers": [1] * 2001}),
+    ],
+)
+def test_a_description_asks_for_no_endless_work(
+    group: str, change_to: dict[str, Any], diffusion: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    public = shutil.copytree(diffusion, tmp_path / "public")
+    change(public / "generator.json", lambda told: told["method"][group].update(change_to))
+    begin = time.process_time()
+    refused(capsys, "sample", f"run={public}", "n=4", f"out={tmp_path}/s.npz")
+    assert time.process_time() - begin < 20
 
 
 @pytest.mark.parametrize("file", ["privacy.json", "public/PRIVACY.md", "public/samples.png"])
