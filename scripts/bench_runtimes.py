@@ -8,7 +8,7 @@ query, every client answering each of them, as plain calls and in process.
 
 Prints tables, and last a line of JSON.
 
-    python scripts/bench_runtimes.py [--rounds 20]
+    python scripts/bench_runtimes.py [--rounds 20] [--clients N ...]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,15 +36,16 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
+from fedgen.experiments.building import build
+from fedgen.experiments.configuration import compose
 from fedgen.federation.client_app import Homes, Site, Terms, client_app
+from fedgen.federation.failures import Causes
 from fedgen.federation.in_process import InProcessGrid
 from fedgen.federation.messages import pack_arrays, unpack_arrays
 from fedgen.federation.ray_cluster import cluster
 from fedgen.federation.ray_grid import RayGrid
 from fedgen.federation.rounds import Rounds, RunState
 from fedgen.method import ClientProgram, Method, PublicFacts
-from fedgen.methods.gs_wgan import gs_wgan
-from fedgen.models import dcgan
 from fedgen.privacy.budget import Budget
 from fedgen.reporting.memory import memory_of_tree
 from strategies.sample_gradients import SampleGradients
@@ -155,12 +156,12 @@ def on_flower(clients: int, of: int, rounds: int) -> Cost:
     return cost
 
 
-def compare_runtimes(rounds: int) -> dict[str, float]:
+def compare_runtimes(rounds: int, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
     """The first table."""
     figures: dict[str, float] = {}
     print(f"trivial clients, 100 KB each way, median of {rounds} rounds")
     print(f"{'':14}{'':22}{'ms a round':>12}{'start s':>9}{'stop s':>8}{'memory':>10}")
-    for clients, of in CASES:
+    for clients, of in cases:
         name = str(clients) if clients == of else f"{clients}_of_{of}"
         arrays = [torch.zeros(FLOATS) for _ in range(clients)]
         bare = median_ms(lambda arrays=arrays: [trivial(a) for a in arrays] and None, rounds)
@@ -187,35 +188,13 @@ def compare_runtimes(rounds: int) -> dict[str, float]:
 
 def method(clients: int) -> Method:
     """GS-WGAN with narrow networks."""
-    return gs_wgan(
-        PublicFacts(clients, None, 10, (1, 28, 28)),
-        1.0,
-        generator=partial(dcgan.Generator, width=4),
-        critic=partial(dcgan.Critic, width=4),
-        latent=10,
-        batch=32,
-        fakes_per_label=4,
-        generator_learning_rate=1e-3,
-        generator_betas=(0.5, 0.9),
-        ema=0.99,
-        critics=1,
-        critics_per_step=1,
-        critic_schedule="public",
-        critic_steps=1,
-        critic_batch=8,
-        critic_learning_rate=1e-3,
-        critic_betas=(0.5, 0.9),
-        gradient_penalty=10.0,
-        drift_penalty=1e-3,
-        warm_start=0,
-        clip=1.0,
-        sanitize="samples",
-        routing="mean",
-        answerers=1,
-        cohort_sampling="fixed",
-        companion=None,
-        device="cpu",
-    )
+    words = ["method=gs_wgan_small", "method.generator.width=4", "method.critic.width=4"]
+    words += ["method.batch=32", "method.fakes_per_label=4", "method.critics=1"]
+    words += ["method.critics_per_step=1", "method.critic_steps=1", "method.critic_batch=8"]
+    made = build(compose("config", words).method, "method", without=("strategy",))
+    facts = PublicFacts(clients, None, 10, (1, 28, 28))
+    found: Method = made(facts=facts, noise_multiplier=1.0, device="cpu")
+    return found
 
 
 class Bare:
@@ -263,8 +242,10 @@ class InProcess:
             clients=clients,
             min_success=1.0,
             timeout=60.0,
+            begins=lambda round_: None,
             failed=print,
-            errors="",
+            rows=10**9,
+            causes=Causes(site.folder, told=True),
         )
         self.rounds.hello()
         self.coins = coins
@@ -272,7 +253,7 @@ class InProcess:
     def round(self, number: int) -> None:
         """One round."""
         budget = Budget(number + 1, 10**9, 0.0)
-        self.rounds.run(self.coins.at("server"), budget, lambda *_: None)
+        self.rounds.run(self.coins.at("server"), budget, lambda *_: None, number + 1)
 
 
 def program_of(clients: int) -> ClientProgram:
@@ -334,10 +315,13 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--clients", type=int, nargs="*", help="of a round, in place of all cases")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    overheads = compare_overheads(20, arguments.rounds + 10)
-    runtimes = compare_runtimes(arguments.rounds)
+    chosen = arguments.clients
+    cases = CASES if chosen is None else [(clients, clients) for clients in chosen]
+    overheads = compare_overheads(max(chosen, default=20) if chosen else 20, arguments.rounds + 10)
+    runtimes = compare_runtimes(arguments.rounds, cases)
     print(json.dumps(overheads | runtimes))
 
 

@@ -51,13 +51,14 @@ def masked_round(
     moved = sum(map(len, keys.values())) * (1 + len(keys))
     moved += 2 * sum(len(text) for each in dealt.values() for text in each.values())
     answered, total = set(), np.zeros(len(words[0]), np.uint32)
-    for client in dealt:
-        if client not in gone[1]:
-            inbox = {o: each[client] for o, each in dealt.items() if client in each}
-            answered.add(client)
-            total += maskers[client].mask(words[client], inbox)
-    silent = set(dealt) - answered
+    silent: set[int] = set()
     try:
+        for client in dealt:
+            if client not in gone[1]:
+                inbox = {o: each[client] for o, each in dealt.items() if client in each}
+                total += maskers[client].mask(words[client], inbox)
+                answered.add(client)
+        silent = set(dealt) - answered
         told = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
         moved += sum(len(share) for each in told.values() for share in each.values())
         found = unmasked(total, keys, answered, silent, told, sums, CONTEXT)

@@ -34,8 +34,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     coins, begin = Coins.of(chosen.seed, "seeded"), time.perf_counter()
-    turns = math.ceil(chosen.numbers / _AT_ONCE)
-    count, zeros = turns * _AT_ONCE, torch.zeros(_AT_ONCE, dtype=torch.float64)
+    at_once = min(_AT_ONCE, math.ceil(chosen.numbers))
+    turns = math.ceil(chosen.numbers / at_once)
+    count, zeros = turns * at_once, torch.zeros(at_once, dtype=torch.float64)
     sums = torch.zeros(len(_MOMENTS), dtype=torch.float64)
     beyond = {(k, sign): 0 for k in _TAILS for sign in (1, -1)}
     for turn in range(turns):

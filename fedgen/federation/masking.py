@@ -144,6 +144,16 @@ def _degree(count: int, threshold: int, colluders: int) -> int:
     return count - 1
 
 
+def check_keys(announced: bytes) -> None:
+    """Raises ValueError for public keys with which no secret can be agreed on: those of small order
+    (all zeros, say), or one key for both purposes."""
+    mask_key, box_key = announced[:32], announced[32:KEY_BYTES]
+    if mask_key == box_key:
+        raise ValueError("one key for two purposes")
+    for key in (mask_key, box_key):
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+
+
 @dataclass
 class Masker:
     """One client's secrets for one question. They are in memory alone, and end with it.

@@ -18,7 +18,9 @@ from fedgen.federation.masking import (
     SEALED_BYTES,
     SHARE_BYTES,
     MaskingError,
+    check_keys,
     context_of,
+    graph,
     unmasked,
 )
 from fedgen.federation.messages import Answer
@@ -69,9 +71,26 @@ def under_masks(
     """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
     them with the first. ``signed``: whether clients sign what the others rely on.
 
+    A client whose keys or shares the protocol does not allow is left out as if it were silent, by
+    name: were they passed on, honest clients would refuse them and be taken for the ones at fault.
+    What is wrong with words, or with a revealed share, cannot be told from outside.
+
     Raises:
         UnansweredError: if too few answer or help.
     """
+
+    def announcement(client: int, reply: Message) -> bytes:
+        told = messages.read_texts(reply, length)
+        if set(told) != {client}:
+            raise ValueError("keys of another client")
+        check_keys(told[client])
+        return told[client]
+
+    def dealt_by(client: int, reply: Message) -> dict[int, bytes]:
+        told = messages.read_texts(reply, SEALED_BYTES)
+        if set(told) != set(net.around(client)) - {client}:
+            raise ValueError("shares for others than the neighbours")
+        return told
 
     def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
         return lambda client, reply: messages.read_texts(reply, length)
@@ -79,11 +98,25 @@ def under_masks(
     question = messages.framed_digest(next(iter(asked.values())))
     hello = messages.pack_keys_for(server_round, question)
     length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
-    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), texts(length))
-    told_keys = {client: each[client] for client, each in announced.items() if client in each}
-    keys = {client: each[:KEY_BYTES] for client, each in told_keys.items()}
+    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), announcement)
+    halves = Counter(half for text in announced.values() for half in (text[:32], text[32:64]))
+    # of two clients with one key nobody can tell who copied it
+    told_keys = {
+        client: text
+        for client, text in announced.items()
+        if halves[text[:32]] == halves[text[32:64]] == 1
+    }
+    keys = {client: text[:KEY_BYTES] for client, text in told_keys.items()}
+    if len(keys) < sums.threshold:
+        raise UnansweredError(
+            "runtime",
+            f"{len(keys)} of {len(asked)} clients announced keys of their own for round "
+            f"{server_round + 1}, and a sum rests on {sums.threshold}",
+            "go on with resume=",
+        )
+    net = graph(keys, sums, signed)
     book = messages.pack_texts(server_round, told_keys)
-    dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), texts(SEALED_BYTES))
+    dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), dealt_by)
     inboxes = {
         client: {other: each[client] for other, each in dealt.items() if client in each}
         for client in dealt

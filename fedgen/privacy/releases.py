@@ -165,7 +165,11 @@ class Secure:
         whole = torch.from_numpy(words.view(np.int32).astype(np.float64))
         if whole.numel() and float(whole.abs().max()) >= 0.9 * _RING / 2:
             raise FedgenError(
-                "privacy.aggregation", "a sum came near the end of 32 bits", "raise the public rows"
+                "privacy.aggregation",
+                "a sum is none that honest answers come to: a client sent other words, which masks "
+                "hide, or the public number of rows is far too small",
+                "see what each site sent (fedgen node log), start anew without those that you do "
+                "not trust, or raise data.public_rows",
             )
         return whole * grid_of(self.share_std(std), _SHARE_BITS)
 

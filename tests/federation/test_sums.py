@@ -26,7 +26,7 @@ from fedgen.federation.client_store import ClientStore
 from fedgen.federation.failures import UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
 from fedgen.federation.in_process import InProcessGrid
-from fedgen.federation.masking import KEY_BYTES, Masker, context_of
+from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, context_of
 from fedgen.federation.messages import Answer
 from fedgen.federation.rounds import Rounds
 from fedgen.federation.sums import that_are_there, whose
@@ -108,7 +108,7 @@ def test_all_rows_together_are_one_clients_sum() -> None:
             10,
             (1, 8, 8),
             aggregating=kind,
-            threshold=clients,  # type: ignore[arg-type]
+            threshold=clients if clients > 1 else None,
         )
         return dpgan(
             facts,
@@ -465,3 +465,66 @@ def test_canaries_of_a_run_are_its_neighbours() -> None:
     assert ready.canaries is not None
     absent = int((~ready.canaries.present).sum())
     assert 0 < absent == sum(len(shard) == 0 for shard in ready.shards)
+
+
+def _lies(how: str, right: RecordDict, place: int, others: dict[int, bytes]) -> RecordDict:
+    """What client 3 says in place of keys or shares."""
+    texts = {
+        "zero keys": {3: bytes(KEY_BYTES)},
+        "one key for both": {3: 2 * next(iter(others.values()))[:32]},
+        "keys of client 0": {0: next(iter(others.values()))},
+        "no keys": {},
+        "no shares": {},
+        "shares for some": dict(list(others.items())[:1]),
+        "shares for a stranger": {**others, 9: next(iter(others.values()))},
+    }
+    del right
+    return messages.pack_texts(place, texts[how])
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (messages.KEYS, "zero keys"),
+        (messages.KEYS, "one key for both"),
+        (messages.KEYS, "keys of client 0"),
+        (messages.KEYS, "no keys"),
+        (messages.SHARES, "no shares"),
+        (messages.SHARES, "shares for some"),
+        (messages.SHARES, "shares for a stranger"),
+    ],
+)
+def test_a_client_that_breaks_the_protocol_is_named_and_left_out(
+    kind: str, how: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the others is opened, and nobody else is taken for the one at fault."""
+    whole = client_app_module._VERBS[kind]
+
+    def lies(home: ClientHome, message: Message) -> RecordDict:
+        said = whole(home, message)
+        if home.number != 3:
+            return said
+        texts = said.config_records["texts"]["all"]
+        assert isinstance(texts, bytes)
+        size = KEY_BYTES if kind == messages.KEYS else SEALED_BYTES
+        parts = range(8, len(texts), 8 + size)
+        others = {
+            int.from_bytes(texts[at : at + 8], "big"): texts[at + 8 : at + 8 + size] for at in parts
+        }
+        return _lies(how, said, messages.read_place(message), others)
+
+    monkeypatch.setitem(client_app_module._VERBS, kind, lies)
+    words = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure"]
+    words += ["privacy.threshold=3", "runtime.masks=true", "runtime.min_success=0.75", "rounds=2"]
+    run = train("method=dpgan_small", *words)
+    failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
+    assert {each["client"] for each in failures} == {3}
+    assert len(failures) == 2
+
+
+def test_a_sum_that_cannot_be_is_not_put_down_to_rows() -> None:
+    """Words of one client that are anything: nobody can tell whose, and the error says so."""
+    sums = Secure(4, 3, 0)
+    words = np.full((1, 4), 2**31 - 1, np.int32)
+    with pytest.raises(FedgenError, match=r"a client sent other words.*fedgen node log"):
+        sums.total([words], 1.0, COINS)

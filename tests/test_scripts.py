@@ -1,0 +1,88 @@
+"""Every script in ``scripts/`` runs, at its smallest size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import Train
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+
+SMALLEST: dict[str, list[str]] = {
+    "bench_critics.py": [
+        *("--critics", "20", "--widths", "4", "--rows", "4", "--timed", "20"),
+        *("--steps", "1", "--repeats", "1", "--threads", "1"),
+    ],
+    "bench_deployment.py": ["--nodes", "1", "--rounds", "1", "--stock-rounds", "1"],
+    "bench_dpsgd.py": ["--width", "4", "--rows", "8", "--repeats", "1", "--threads", "1"],
+    "bench_runtimes.py": ["--rounds", "1", "--clients", "2"],
+    "bench_scale.py": ["--clients", "2", "--rounds", "1", "method.features=40"],
+    "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],
+    "check_noise.py": ["--numbers", "1e4"],
+    "gradient_norms.py": ["--help"],
+    "make_shapes.py": ["shapes.npz", "--side", "16", "--rows", "20"],
+    "mutants.py": ["--tests-passed", "the-sign-of-zero-leaks"],
+}
+"""Words of each script that needs nothing else. ``gradient_norms.py`` is run whole by
+``tests/experiments/test_sweeps.py``."""
+
+OTHERS = {
+    "debug_power.py": "by hand: one repetition takes a minute",
+    "docs_pages.py": "by mkdocs, in make docs",
+    "flwr_run.py": "by tests/test_install.py",
+    "mixture_control.py": "below",
+    "results_page.py": "below",
+}
+
+
+def test_every_script_is_run() -> None:
+    assert {path.name for path in SCRIPTS.glob("*.py")} == {*SMALLEST, *OTHERS}
+
+
+def script(name: str, words: list[str], where: Path, root: Path = ROOT) -> str:
+    """What a script prints."""
+    own = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts" / name), *words],
+        cwd=where,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_script_at_its_smallest(name: str, tmp_path: Path) -> None:
+    assert script(name, SMALLEST[name], tmp_path) or name == "make_shapes.py"
+
+
+@pytest.mark.slow
+def test_the_control_of_the_mixture(train: Train, tmp_path: Path, data_root: Path) -> None:
+    data = ["data=mnist", f"data.root={data_root}", "method.rows=60"]
+    one = train(*data, "method=dp_merf_small", name="one")
+    other = train(*data, "method=mixture_small", "method.teacher=ridge", name="other")
+    os.environ["FEDGEN_DATA"], before = str(data_root), os.environ.get("FEDGEN_DATA")
+    try:
+        said = script("mixture_control.py", [str(one), str(other), "--samples", "40"], tmp_path)
+    finally:
+        os.environ.pop("FEDGEN_DATA") if before is None else os.environ.update(FEDGEN_DATA=before)
+    assert "both: " in said
+
+
+def test_the_page_of_results_is_of_what_is_kept(tmp_path: Path) -> None:
+    """Written again from the records in ``docs/results``, it is the page that is there."""
+    for name in ("scripts", "docs", "fedgen", "configs", "strategies"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    script("results_page.py", [], tmp_path, tmp_path)
+    for name in ("measured.md",):
+        assert (tmp_path / "docs" / name).read_text() == (ROOT / "docs" / name).read_text()
