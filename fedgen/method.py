@@ -165,6 +165,7 @@ class PublicFacts:
     half: whether answers travel as float16.
     aggregating: who makes the noise of a sum of answers (``privacy.aggregation``); None: as the
         method was published.
+    ring_bits: of a word of a secure sum (``Secure.bits``).
     threshold, colluders: of a secure sum; None: two thirds of those asked.
     unit: whose data is to be protected; None: as the method was published.
     images_per_person: how many images of one person a client trains on at most, of unit person.
@@ -178,6 +179,7 @@ class PublicFacts:
     unanswered: bool = False
     half: bool = False
     aggregating: Kind | None = None
+    ring_bits: Literal[32, 64] = 32
     threshold: int | Literal["all"] | None = None
     colluders: int = 0
     unit: Unit | None = None
@@ -231,7 +233,7 @@ class PublicFacts:
                 "take more than half of those asked, more than privacy.colluders, and not more "
                 "than all",
             )
-        return Secure(asked, threshold, self.colluders)
+        return Secure(asked, threshold, self.colluders, self.ring_bits)
 
     @property
     def draws_are_hidden(self) -> bool:

@@ -208,6 +208,10 @@ def decided(
             privacy = decide(config, make)
             noise = privacy.noise_multiplier
     method = make(noise)
+    if not _has_room(method.plan):
+        facts = replace(facts, ring_bits=64)
+        make = partial(_method, made, facts, config)
+        method = make(noise)
     privacy = replace(privacy, protected=_protected(config, method.plan, clients, rows))
     wrong = None if noise is None else wrong_delta(privacy, method.plan)
     if wrong is not None and privacy.noise == "secure":
@@ -248,6 +252,14 @@ def check_places(config: DictConfig, held: Dataset, plan: Plan) -> None:
             f"{held.places.moves}, and {config.names.method} protects records by their place",
             "take a method of sums, e.g. mixture, dp_merf or dpgan",
         )
+
+
+def _has_room(plan: Plan) -> bool:
+    """Whether the words of a secure sum, if it is one, can hold it."""
+    sums = plan.aggregation
+    if not isinstance(sums, Secure):
+        return True
+    return all(sums.fits(std, sums.asked * largest) for std, largest in plan.extents)
 
 
 def _check_meeting(config: DictConfig, plan: Plan) -> None:

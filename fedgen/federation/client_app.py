@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from dp_accounting import NonPrivateDpEvent
 from flwr.app import Context, Error, Message, RecordDict
@@ -432,8 +431,8 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
     if home.terms.masks:
         words, masker = answer.arrays["answer"], _masker(home, message)
         sealed = messages.read_texts(message, SEALED_BYTES)
-        masked = masker.mask(words.reshape(-1).view(np.uint32), sealed)
-        answer = replace(answer, arrays={"answer": masked.view(np.int32).reshape(words.shape)})
+        masked = masker.mask(words.reshape(-1).view(f"u{words.itemsize}"), sealed)
+        answer = replace(answer, arrays={"answer": masked.view(words.dtype).reshape(words.shape)})
     return messages.pack_answer(answer)
 
 

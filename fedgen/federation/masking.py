@@ -42,6 +42,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -57,7 +58,7 @@ from scipy.stats import hypergeom
 
 from fedgen.privacy.releases import Secure
 
-Words = NDArray[np.uint32]
+Words = NDArray[np.uint32] | NDArray[np.uint64]
 
 KEY_BYTES = 64
 """Of what a client announces: two public keys."""
@@ -222,9 +223,9 @@ class Masker:
                 raise MaskingError("a seal is broken") from error
             self._held[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
         self._used = True
-        masked = words + stream(self._seed, len(words))
+        masked = words + stream(self._seed, len(words), words.dtype)
         for other in sealed:
-            pair = stream(self._pair(self._mask_key, other), len(words))
+            pair = stream(self._pair(self._mask_key, other), len(words), words.dtype)
             (np.add if self.me < other else np.subtract)(masked, pair, out=masked)
         return masked
 
@@ -287,21 +288,22 @@ def unmasked(
         }
         secret = _combine(shares, net.shamir)
         if client in answered:
-            found -= stream(secret, len(found))
+            found -= stream(secret, len(found), found.dtype)
             continue
         if _public(secret) != keys[client][:32]:
             raise MaskingError("shares of no key")
         for other in answered.intersection(around):
             pair = _agree(secret, keys[other][:32], b"mask" + context)
-            mask = stream(pair, len(found))
+            mask = stream(pair, len(found), found.dtype)
             found = found - mask if other < client else found + mask  # what ``other`` put in
     return found
 
 
-def stream(key: bytes, count: int) -> Words:
-    """Uniform words of 32 bits: AES-256 in counter mode. A key serves once."""
+def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
+    """Uniform words of ``dtype``, uint32 or uint64: AES-256 in counter mode. A key serves once."""
     cipher = Cipher(AES256(key), CTR(bytes(16))).encryptor()
-    return np.frombuffer(cipher.update(bytes(4 * count)), dtype="<u4").astype(np.uint32, copy=False)
+    text = cipher.update(bytes(dtype.itemsize * count))
+    return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
 
 
 def _public(private: bytes) -> bytes:

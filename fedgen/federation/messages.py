@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -351,25 +351,26 @@ def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
     """Replies of some clients to one question, with the words of a secure sum in one of them: what
     a process that is home to many clients sends on. All else stays as it is, but for a reply that
     is there twice: what a client sent counts once."""
-    alike: dict[tuple[int, ...], list[tuple[int, Message]]] = {}
+    alike: dict[tuple[str, *tuple[int, ...]], list[tuple[int, Message]]] = {}
     once = {reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}
     for client, reply in once.values():
         if not reply.has_error() and _ARRAYS in reply.content.array_records:
             sent = reply.content.array_records[_ARRAYS]["answer"]
-            if sent.dtype == "int32":
-                alike.setdefault(tuple(sent.shape), []).append((client, reply))
+            if sent.dtype in ("int32", "int64"):  # words of a ring
+                alike.setdefault((sent.dtype, *sent.shape), []).append((client, reply))
     for shares in alike.values():
-        total: NDArray[np.uint32] | None = None
+        total: NDArray[Any] | None = None
         for _, reply in shares:
             words = unpack_arrays(reply.content.array_records[_ARRAYS])["answer"].numpy()
-            total = words.view(np.uint32) if total is None else total + words.view(np.uint32)
+            unsigned = words.view(f"u{words.itemsize}")
+            total = unsigned if total is None else total + unsigned
             del reply.content[_ARRAYS]
         assert total is not None
         [(_, first), *_] = shares
         clients = b"".join(_number(client) for client, _ in shares)
         facts = first.content.config_records[_FACTS]
         first.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
-        first.content[_ARRAYS] = pack_arrays({"answer": total.view(np.int32)})
+        first.content[_ARRAYS] = pack_arrays({"answer": total.view(words.dtype)})
     return [reply for _, reply in once.values()]
 
 

@@ -68,7 +68,7 @@ def announcement(
     context: bytes, client: int, sums: Secure, keys: bytes, about: bytes = b""
 ) -> bytes:
     """What a client signs when it announces keys. ``about``: what it was asked to take part in."""
-    numbers = (client, sums.asked, sums.threshold, sums.colluders)
+    numbers = (client, sums.asked, sums.threshold, sums.colluders, sums.bits)
     told = (number.to_bytes(8, "big") for number in numbers)
     return _text(b"keys", context, about, *told, keys)
 

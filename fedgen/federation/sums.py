@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -131,10 +130,10 @@ def under_masks(
         lists = messages.with_texts(lists, agreed)
     told = exchange(messages.REVEAL, dict.fromkeys(answers, lists), texts(SHARE_BYTES))
     first = min(answers)
-    shape = answers[first].arrays["answer"].shape
-    total = np.zeros(math.prod(shape), np.uint32)
+    sample = answers[first].arrays["answer"]
+    total = np.zeros(sample.size, f"u{sample.itemsize}")
     for answer in answers.values():
-        total += answer.arrays["answer"].reshape(-1).view(np.uint32)
+        total += answer.arrays["answer"].reshape(-1).view(total.dtype)
     try:
         context = context_of(run, server_round, question)
         words = unmasked(total, keys, answered, silent, told, sums, context, signed)
@@ -145,5 +144,7 @@ def under_masks(
             "go on with resume=",
         ) from error
     found = {client: replace(each, arrays={}) for client, each in answers.items()}
-    whole = replace(answers[first], arrays={"answer": words.view(np.int32).reshape(shape)})
+    whole = replace(
+        answers[first], arrays={"answer": words.view(sample.dtype).reshape(sample.shape)}
+    )
     return {**found, first: whole}

@@ -12,7 +12,8 @@ contribution and states the sensitivity of their sum.
 **Secure sums.** Of n clients that are asked, ``threshold`` answer or nothing is opened, and t
 collude with the server: h = threshold - t shares of noise are in the sum for certain, and nobody
 who looks at it knows them. For noise of std s in the sum each client adds N(0, s^2 / h) to its
-contribution and rounds to a multiple of g; the sum is known modulo 2^32 g.
+contribution and rounds to a multiple of g; the sum is known modulo 2^32 g, or 2^64 g where that
+has no room for it.
 
 Claim: given who answered, what the server and the t learn is post-processing of
 X + N(0, s^2), X the sum of the honest contributions, but for a term below e^-10^4.
@@ -27,8 +28,8 @@ sum_i (w + 2 pi j_i / g)^2 >= 4 pi^2 (h - 1) / (h g^2), and so a factor of at mo
 exp(-2 pi^2 (s^2 / (h g^2)) (h - 1) / h): with s / sqrt(h) >= 2^6 g and h >= 2 below e^-40,000,
 which is below e^-10^4 with all that numbers, releases and the width of the sum's law put before
 it. Rounding the Gaussian mechanism and h - 1 independent uniforms is post-processing of it, as is
-the remainder modulo 2^32. One share alone (h = 1) is a rounded Gaussian. So the event is that of
-the exact Gaussian mechanism with std s: rounding comes after the noise, and stretches no norm.
+the remainder modulo the ring. One share alone (h = 1) is a rounded Gaussian. So the event is that
+of the exact Gaussian mechanism with std s: rounding comes after the noise, and stretches no norm.
 (Kairouz, Liu, Steinke 2021 round before it, and pay for that.)
 
 What is assumed: nothing but the sum leaves the aggregation, one sum a question
@@ -42,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,7 +63,6 @@ SEAL = object()
 
 _GRID_BITS = 10  # below the noise's standard deviation
 _SHARE_BITS = 6  # below that of a share
-_RING = 2**32
 _TAIL = 8  # standard deviations of a sum's noise that the ring has room for
 _MANY = 8  # times the rows that were promised, which it has room for
 
@@ -86,8 +86,8 @@ class Release(_Sealed):
 
 
 class Share(_Sealed):
-    """A bounded contribution with a share of the noise, as int32 words of a ring, for a secure sum
-    and for nobody else: one share hides little. Its event is the sum's."""
+    """A bounded contribution with a share of the noise, as words of a ring (int32 or int64), for a
+    secure sum and for nobody else: one share hides little. Its event is the sum's."""
 
 
 class Clipped(_Sealed):
@@ -121,14 +121,19 @@ class Secure:
     """Each of the ``asked`` clients adds a share of the noise; see the module.
 
     threshold: answers without which nothing is opened. colluders: clients that tell the server what
-        they added.
+        they added. bits: of a word of the ring; 64 where 32 have no room for the sum (``fits``).
     """
 
     asked: int
     threshold: int
     colluders: int
+    bits: Literal[32, 64] = 32
     leaves, adds_up = Share, True
-    arrive_as = (torch.int32,)
+
+    @property
+    def arrive_as(self) -> tuple[torch.dtype, ...]:
+        """Types of words that are taken in."""
+        return (torch.int32,) if self.bits == 32 else (torch.int64,)
 
     @property
     def opens_one(self) -> bool:
@@ -149,8 +154,8 @@ class Secure:
         share = self.share_std(std)
         grid = grid_of(share, _SHARE_BITS)
         whole = rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")
-        words = torch.remainder(whole, _RING).cpu().numpy()
-        return Share({"answer": words.astype(np.uint32).view(np.int32)}, event, unit, SEAL)
+        words = whole.cpu().numpy().astype(f"i{self.bits // 8}")  # modulo the ring
+        return Share({"answer": words}, event, unit, SEAL)
 
     def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
         """The sum that words of the ring stand for, in double precision.
@@ -159,11 +164,11 @@ class Secure:
             FedgenError: for one that lies near the end of the ring's range: it may have gone past.
         """
         del coins
-        words = np.zeros(answers[0].shape, np.uint32)
+        words = np.zeros(answers[0].shape, f"u{self.bits // 8}")
         for each in answers:
-            words += each.view(np.uint32)
-        whole = torch.from_numpy(words.view(np.int32).astype(np.float64))
-        if whole.numel() and float(whole.abs().max()) >= 0.9 * _RING / 2:
+            words += each.view(words.dtype)
+        whole = torch.from_numpy(words.view(f"i{self.bits // 8}").astype(np.float64))
+        if whole.numel() and float(whole.abs().max()) >= self._most:
             raise FedgenError(
                 "privacy.aggregation",
                 "a sum is none that honest answers come to: a client sent other words, which masks "
@@ -173,15 +178,27 @@ class Secure:
             )
         return whole * grid_of(self.share_std(std), _SHARE_BITS)
 
-    def check_range(self, std: float, largest: float) -> None:
-        """Raises FedgenError if a sum whose entries are at most ``largest`` has no room in 32 bits
-        beside its noise. What goes past is of no use; it harms nobody's privacy."""
+    @property
+    def _most(self) -> float:
+        """Units of the grid that a sum may be long."""
+        return 0.9 * 2.0 ** (self.bits - 1)
+
+    def fits(self, std: float, largest: float) -> bool:
+        """Whether a sum whose entries are at most ``largest`` has room in the ring beside its
+        noise, and each contribution is a whole number that double precision knows exactly. What
+        goes past is of no use; it harms nobody's privacy."""
         share = self.share_std(std)
+        grid = grid_of(share, _SHARE_BITS)
         noise = _TAIL * share * math.sqrt(self.asked)
-        if _MANY * largest + noise >= 0.9 * _RING / 2 * grid_of(share, _SHARE_BITS):
+        exact = _MANY * largest / self.asked < 2.0**52 * grid
+        return exact and _MANY * largest + noise < self._most * grid
+
+    def check_range(self, std: float, largest: float) -> None:
+        """Raises FedgenError for a sum that does not fit; see ``fits``."""
+        if not self.fits(std, largest):
             raise FedgenError(
                 "privacy.aggregation",
-                f"32 bits cannot hold a sum up to {largest:g} beside noise of std {std:g}",
+                f"{self.bits} bits cannot hold a sum up to {largest:g} beside noise of std {std:g}",
                 "raise the noise, or take smaller public numbers of rows",
             )
 

@@ -27,9 +27,9 @@ def cohort(sums: Secure, context: bytes = b"run/1") -> dict[int, Masker]:
     return {client: Masker(client, sums, context) for client in range(sums.asked)}
 
 
-def vectors(count: int, words: int = WORDS) -> dict[int, Words]:
-    rng = np.random.default_rng(1)
-    return {c: rng.integers(0, 2**32, words, dtype=np.uint32) for c in range(count)}
+def vectors(count: int, words: int = WORDS, bits: int = 32) -> dict[int, Words]:
+    rng, kind = np.random.default_rng(1), np.uint32 if bits == 32 else np.uint64
+    return {c: rng.integers(0, 2**bits, words, dtype=kind) for c in range(count)}
 
 
 class Played:
@@ -38,7 +38,11 @@ class Played:
     def __init__(
         self, sums: Secure, after: tuple[Iterable[int], Iterable[int], Iterable[int]] = ((), (), ())
     ) -> None:
-        self.sums, self.maskers, self.words = sums, cohort(sums), vectors(sums.asked)
+        self.sums, self.maskers, self.words = (
+            sums,
+            cohort(sums),
+            vectors(sums.asked, bits=sums.bits),
+        )
         no_shares, no_words, no_reveal = (set(each) for each in after)
         self.keys = {c: each.announce() for c, each in self.maskers.items()}
         self.dealt = {
@@ -58,12 +62,13 @@ class Played:
         return {c: each[client] for c, each in self.dealt.items() if client in each}
 
     def sum(self, told: dict[int, dict[int, bytes]] | None = None) -> Words:
-        total = np.sum(list(self.masked.values()), axis=0, dtype=np.uint32)
+        total = np.sum(list(self.masked.values()), axis=0, dtype=f"u{self.sums.bits // 8}")
         shares = self.told if told is None else told
         return unmasked(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
 
     def right(self) -> bool:
-        expected = np.sum([self.words[c] for c in self.answered], axis=0, dtype=np.uint32)
+        kind = f"u{self.sums.bits // 8}"
+        expected = np.sum([self.words[c] for c in self.answered], axis=0, dtype=kind)
         return np.array_equal(self.sum(), expected)
 
 
@@ -85,6 +90,11 @@ def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObjec
         assert answering < threshold or answering - len(gone[2]) < helping
     else:
         assert answering >= threshold
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_either_ring_is_unmasked(bits: int) -> None:
+    assert Played(Secure(7, 5, 1, bits), ([1], [4], [])).right()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1])
@@ -163,7 +173,7 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
     masked = {c: maskers[c].mask(zeros, {o: dealt[o][c] for o in dealt if o != c}) for c in maskers}
     late = masked[0].copy()
     for other in range(1, 5):
-        late -= stream(maskers[0]._pair(maskers[0]._mask_key, other), len(late))
+        late -= stream(maskers[0]._pair(maskers[0]._mask_key, other), len(late), late.dtype)
     seen = [*masked.values(), masked[0] - masked[1], late, late - masked[2]]
     for each in seen:
         counts = np.bincount(each >> np.uint32(24), minlength=256)
@@ -174,10 +184,10 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
 def test_masks_are_those_of_aes() -> None:
     """A known answer: no test of sums sees a weak generator. AES-256-CTR of zeros under zeros."""
     known = "dc95c078a2408989ad48a21492842087"
-    assert stream(bytes(32), 4).tobytes().hex() == known
+    assert stream(bytes(32), 4, np.dtype(np.uint32)).tobytes().hex() == known
     key = bytes(range(32))
     block = Cipher(AES256(key), ECB()).encryptor().update((1).to_bytes(16, "big"))
-    assert stream(key, 8)[4:].tobytes() == block
+    assert stream(key, 8, np.dtype(np.uint32))[4:].tobytes() == block
     pair = cohort(FIVE)
     keys = {c: each.announce() for c, each in pair.items()}
     for each in pair.values():

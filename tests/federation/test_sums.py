@@ -357,8 +357,7 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
         ([*DPGAN, "runtime.min_success=0.5"], "runtime.min_success", "2.5 of 5"),
         (["method=dp_sinkhorn_small", *SUMS, "privacy.unit=client"],
          "privacy.unit", "cannot be client"),
-        ([*DPGAN, "privacy.target_epsilon=null", "privacy.noise_multiplier=1e-9"],
-         "privacy.aggregation", "32 bits"),
+        ([*DPGAN, "privacy.threshold=7"], "privacy.threshold", "7 of 5"),
         (["method=gs_wgan_small", *SUMS, "method.routing=per_sample"],
          "privacy.aggregation", "every row"),
         (["method=gs_wgan_small", *SUMS, "method.routing=mean", "runtime.transport=float16"],
@@ -528,3 +527,23 @@ def test_a_sum_that_cannot_be_is_not_put_down_to_rows() -> None:
     words = np.full((1, 4), 2**31 - 1, np.int32)
     with pytest.raises(FedgenError, match=r"a client sent other words.*fedgen node log"):
         sums.total([words], 1.0, COINS)
+
+
+def test_a_sum_that_32_bits_cannot_hold_takes_64(train: Train) -> None:
+    """With and without masks, and on the wire: the same generator, chosen by the plan."""
+    words = ["partition=iid", "partition.clients=3", "privacy.aggregation=secure", "rounds=2"]
+    words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=1e-7"]
+    plan = settings.setup(compose("config", [*tiny("dpgan_small"), "method=dpgan_small", *words]))
+    assert plan.method.plan.aggregation == Secure(3, 2, 0, 64)
+    runs = [
+        train("method=dpgan_small", *words, f"runtime.masks={masks}", name=masks)
+        for masks in ("true", "false")
+    ]
+    digests = {json.loads((r / "results.json").read_text())["generator_sha256"] for r in runs}
+    assert len(digests) == 1
+
+
+def test_ten_thousand_clients_fit() -> None:
+    """At the noise of ε = 10 a sum of 10,000 contributions has no room in 32 bits."""
+    assert not Secure(10_000, 10_000, 0).fits(0.2, 10_000)
+    assert Secure(10_000, 10_000, 0, 64).fits(0.2, 10_000)

@@ -179,7 +179,7 @@ def test_a_sum_wraps_around_and_comes_back() -> None:
     total = float(total_of(mechanism)(words, 0, COINS))
     assert total == pytest.approx(sum(far), abs=8 * mechanism.std)
     step = total_of(mechanism)([words[0]], 0, COINS) - total_of(mechanism)([words[0] + 1], 0, COINS)
-    with pytest.raises(FedgenError, match="near the end of 32 bits"):
+    with pytest.raises(FedgenError, match="none that honest answers come to"):
         end = np.full((1, 1), 2**31 - 5, np.int32)
         total_of(mechanism)([end], 0, COINS)
     assert float(step.abs()) < 1e6
@@ -190,6 +190,29 @@ def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
     meeting.check_range(1.0, 1e5)
     with pytest.raises(FedgenError, match="32 bits cannot hold"):
         meeting.check_range(1.0, 1e7)
+    wide = Secure(100, 67, 0, 64)
+    wide.check_range(1.0, 1e7)
+    with pytest.raises(FedgenError, match="64 bits cannot hold"):
+        wide.check_range(1.0, 1e16)  # double precision would not know its whole numbers
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_sum_is_the_same_in_either_ring(bits: int) -> None:
+    """Words of another width, and no other number; in 64 bits where 32 have no room."""
+    large = 10.0 if bits == 32 else 1e7
+    sums = Secure(3, 3, 0, bits)  # type: ignore[arg-type]
+    mechanism = ClientGaussian(2 * large, 1e-3 / large, ADD_OR_REMOVE, aggregation=sums)
+    assert sums.fits(mechanism.std, 3 * large)
+    assert Secure(3, 3, 0).fits(mechanism.std, 3 * large) == (bits == 32)
+    vectors = [torch.tensor([-large, large / 3, 0.1]) * sign for sign in (1, -0.5, 1)]
+    words = [
+        mechanism.release(3, lambda v=v: v, COINS.at(c)).arrays["answer"]
+        for c, v in enumerate(vectors)
+    ]
+    assert {each.dtype.itemsize for each in words} == {bits // 8}
+    total = total_of(mechanism)(words, 0, COINS)[0]
+    exact = sum(each.double() for each in vectors)
+    assert float((total - exact).abs().max()) < 8 * mechanism.std * 3**0.5
 
 
 @pytest.mark.parametrize(
