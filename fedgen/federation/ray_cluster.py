@@ -19,6 +19,7 @@ import psutil
 from fedgen.errors import FedgenError, lacks
 
 _FOLDER = "fedgen-ray-"
+_END_SECONDS = 20.0  # to leave a cluster
 _KNOCK_SECONDS = 10.0  # for a cluster's address to answer
 
 
@@ -59,8 +60,10 @@ def cluster(address: str | None) -> Iterator[None]:
             ) from error
         try:
             yield
-        finally:
-            ray.shutdown()
+        finally:  # of a cluster whose head is gone it would wait for long
+            ending = threading.Thread(target=ray.shutdown, daemon=True)
+            ending.start()
+            ending.join(_END_SECONDS)
 
 
 def be_quiet() -> None:

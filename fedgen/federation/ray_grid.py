@@ -8,12 +8,13 @@ and in batches, a bounded number at a time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +44,10 @@ _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
 _MOST_GIVEN_UP = 32  # messages of an actor that took too long
 _PAUSE_SECONDS = 0.5  # before an actor that is being started again is called again
 _MOST_UNSETTLED = 240  # such pauses in a row
+_LOST_SECONDS = 30.0  # for an actor to be placed again; then its clients move to others
+_JOIN_SECONDS = 10.0  # between two looks for room for an actor in place of a lost one
+_SILENT_SECONDS = 15.0  # without any reply, until the cluster itself is asked
+_PROBE_SECONDS = 15.0  # for its answer: Ray ends a process that hears nothing for a minute
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -241,16 +246,44 @@ class _Seat:
     suspects: deque[Message] = field(default_factory=deque)
     call: Any = None
     settling: bool = False
+    since: float = 0.0  # when settling began
     unsettled: int = 0  # times in a row that it could not be told
 
 
-class RayGrid(OwnGrid):
-    """A Grid over actors that are homes to clients."""
+def _ask_cluster() -> None:
+    """Returns when the cluster's head answers."""
+    import ray
 
-    def __init__(self, actors: list[Any], tenancy: Any, clients: int) -> None:
+    with contextlib.suppress(Exception):  # an answer, too
+        ray.cluster_resources()  # type: ignore[no-untyped-call]
+
+
+class RayGrid(OwnGrid):
+    """A Grid over actors that are homes to clients.
+
+    An actor whose machine has left the cluster, and that finds no other within ``_LOST_SECONDS``,
+    is given up: its clients move to those that are left, by their files. As soon as the cluster has
+    room again, another actor takes them.
+
+    Args:
+        start: makes a new actor of the cluster.
+        place: (actors wanted) -> how many more there is room for, now.
+    """
+
+    def __init__(
+        self,
+        actors: list[Any],
+        tenancy: Any,
+        clients: int,
+        start: Callable[[], Any],
+        place: Callable[[int], int],
+    ) -> None:
         super().__init__(clients)
-        self._tenancy = tenancy
+        self._tenancy, self._start, self._place = tenancy, start, place
         self._seats = [_Seat(actor) for actor in actors]
+        self._homes = list(self._seats)  # by client modulo their number
+        self._joining: _Seat | None = None
+        self._looked = self._heard = time.monotonic()
         self._deaths: dict[str, int] = {}
 
     @classmethod
@@ -278,6 +311,14 @@ class RayGrid(OwnGrid):
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_concurrency=1
         )
         actors = [host.remote() for _ in range(_pool(there, num_cpus, num_gpus, most))]
+
+        def place(wanted: int) -> int:
+            left: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            try:
+                return _pool(left, num_cpus, num_gpus, wanted)
+            except FedgenError:
+                return 0
+
         tenancy = ray.put(_Tenancy(app, clients, timeout, threads, sums))
         waiting = [actor.settle.remote(tenancy) for actor in actors]
         while waiting:
@@ -294,21 +335,24 @@ class RayGrid(OwnGrid):
                     f"Ray's actors do not start: {str(error).strip().splitlines()[-1]}",
                     "install the same fedgen on every machine of the cluster",
                 ) from error
-        return cls(actors, tenancy, clients)
+        return cls(actors, tenancy, clients, host.remote, place)
 
     def _send(self, name: str, message: Message) -> None:
         client = client_of(message.metadata.dst_node_id)
-        self._seats[client % len(self._seats)].queue.append(message)
+        self._homes[client % len(self._homes)].queue.append(message)
 
     def _pull(self, asked: list[str]) -> list[Message]:
         import ray
 
+        self._give_up_lost()
+        self._join()
         for seat in self._seats:
             self._call(seat)
         calls = {seat.call: seat for seat in self._seats if seat.call is not None}
         if not calls:
             return []
         ready, _ = ray.wait(list(calls), num_returns=1, timeout=_WAIT_SECONDS)
+        self._check_silence(bool(ready))
         replies: list[Message] = []
         for call in ready:
             seat = calls[call]
@@ -348,7 +392,75 @@ class RayGrid(OwnGrid):
         time.sleep(_PAUSE_SECONDS)
 
     def _settle(self, seat: _Seat) -> None:
+        if not seat.settling:
+            seat.since = time.monotonic()
         seat.settling, seat.call = True, seat.actor.settle.remote(self._tenancy)
+
+    def _give_up_lost(self) -> None:
+        """Moves the clients of actors that find no machine to those that are left.
+
+        Raises:
+            UnansweredError: if none is left.
+        """
+        import ray
+
+        now = time.monotonic()
+        for seat in [s for s in self._seats if s.settling and now - s.since > _LOST_SECONDS]:
+            ray.kill(seat.actor, no_restart=True)  # so that none writes a client's files any more
+            self._seats.remove(seat)
+            if seat is self._joining:
+                self._joining = None
+            left = [each for each in self._seats if not each.settling] or self._seats
+            if not left:
+                raise UnansweredError(
+                    "runtime.address",
+                    f"no machine of the Ray cluster has had room for {_LOST_SECONDS:g} s",
+                    "add a machine, and go on with resume=",
+                )
+            for number, home in enumerate(self._homes):
+                if home is seat:
+                    self._homes[number] = left[number % len(left)]
+            for message in (*seat.out.values(), *seat.suspects, *seat.queue):
+                self._send(message.metadata.message_id, message)
+
+    def _join(self) -> None:
+        """Has a new actor in place of a lost one, once there is room; it takes over as soon as it
+        is settled, from the actor that has most."""
+        if self._joining is not None and not self._joining.settling:
+            counts = Counter(id(home) for home in self._homes)
+            most = max(self._homes, key=lambda home: counts[id(home)])
+            theirs = [number for number, home in enumerate(self._homes) if home is most]
+            for number in theirs[: len(theirs) // 2]:
+                self._homes[number] = self._joining
+            self._joining = None
+        missing = len(self._homes) - len(self._seats)
+        now = time.monotonic()
+        if not missing or self._joining is not None or now - self._looked < _JOIN_SECONDS:
+            return
+        self._looked = now
+        if self._place(1):
+            seat = _Seat(self._start())
+            self._seats.append(seat)
+            self._joining = seat
+            self._settle(seat)
+
+    def _check_silence(self, heard: bool) -> None:
+        """Raises UnansweredError if neither an actor nor the cluster itself answers."""
+        now = time.monotonic()
+        if heard:
+            self._heard = now
+        if now - self._heard < _SILENT_SECONDS:
+            return
+        probe = threading.Thread(target=_ask_cluster, daemon=True)
+        probe.start()
+        probe.join(_PROBE_SECONDS)
+        if probe.is_alive():
+            raise UnansweredError(
+                "runtime.address",
+                f"the Ray cluster has not answered for {_SILENT_SECONDS + _PROBE_SECONDS:g} s",
+                "start it again, and go on with resume=",
+            )
+        self._heard = time.monotonic()
 
     def _call(self, seat: _Seat) -> None:
         """Hands an idle actor what waits for it."""
