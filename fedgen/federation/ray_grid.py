@@ -46,8 +46,8 @@ _PAUSE_SECONDS = 0.5  # before an actor that is being started again is called ag
 _MOST_UNSETTLED = 240  # such pauses in a row
 _LOST_SECONDS = 30.0  # for an actor to be placed again; then its clients move to others
 _JOIN_SECONDS = 10.0  # between two looks for room for an actor in place of a lost one
-_SILENT_SECONDS = 15.0  # without any reply, until the cluster itself is asked
-_PROBE_SECONDS = 15.0  # for its answer: Ray ends a process that hears nothing for a minute
+_PROBE_EVERY_SECONDS = 10.0  # between two questions to the cluster's head
+_PROBE_SECONDS = 25.0  # for its answer: Ray ends a process that hears nothing for a minute
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -250,7 +250,7 @@ class _Seat:
     unsettled: int = 0  # times in a row that it could not be told
 
 
-def _ask_cluster() -> None:
+def _ask_head() -> None:
     """Returns when the cluster's head answers."""
     import ray
 
@@ -283,7 +283,8 @@ class RayGrid(OwnGrid):
         self._seats = [_Seat(actor) for actor in actors]
         self._homes = list(self._seats)  # by client modulo their number
         self._joining: _Seat | None = None
-        self._looked = self._heard = time.monotonic()
+        self._looked = self._probed = time.monotonic()
+        self._probe: threading.Thread | None = None
         self._deaths: dict[str, int] = {}
 
     @classmethod
@@ -352,7 +353,7 @@ class RayGrid(OwnGrid):
         if not calls:
             return []
         ready, _ = ray.wait(list(calls), num_returns=1, timeout=_WAIT_SECONDS)
-        self._check_silence(bool(ready))
+        self._check_cluster()
         replies: list[Message] = []
         for call in ready:
             seat = calls[call]
@@ -444,23 +445,20 @@ class RayGrid(OwnGrid):
             self._joining = seat
             self._settle(seat)
 
-    def _check_silence(self, heard: bool) -> None:
-        """Raises UnansweredError if neither an actor nor the cluster itself answers."""
+    def _check_cluster(self) -> None:
+        """Raises UnansweredError if the cluster's head does not answer, though actors may: Ray ends
+        a process that hears nothing of it for a minute, without a word to that process."""
         now = time.monotonic()
-        if heard:
-            self._heard = now
-        if now - self._heard < _SILENT_SECONDS:
-            return
-        probe = threading.Thread(target=_ask_cluster, daemon=True)
-        probe.start()
-        probe.join(_PROBE_SECONDS)
-        if probe.is_alive():
+        if self._probe is None or not self._probe.is_alive():
+            if now - self._probed > _PROBE_EVERY_SECONDS:
+                self._probed, self._probe = now, threading.Thread(target=_ask_head, daemon=True)
+                self._probe.start()
+        elif now - self._probed > _PROBE_SECONDS:
             raise UnansweredError(
                 "runtime.address",
-                f"the Ray cluster has not answered for {_SILENT_SECONDS + _PROBE_SECONDS:g} s",
+                f"the head of the Ray cluster has not answered for {_PROBE_SECONDS:g} s",
                 "start it again, and go on with resume=",
             )
-        self._heard = time.monotonic()
 
     def _call(self, seat: _Seat) -> None:
         """Hands an idle actor what waits for it."""
