@@ -239,8 +239,9 @@ def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None
     """Raises FedgenError for a setting that a command would leave unread."""
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
-        if "=" in word and key not in keys and key.partition(".")[0] not in keys:
-            problem = f"has no part in fedgen {command}"
+        known = key in keys or key.partition(".")[0] in keys or key == "hydra.searchpath"
+        if "=" in word and not known:
+            problem = f"is not read by fedgen {command}"
             raise FedgenError(key, problem, f"leave it out; it reads {', '.join(keys)}")
 
 

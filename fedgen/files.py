@@ -28,7 +28,7 @@ from fedgen.errors import FedgenError
 _MOST_YAML = 2**20  # bytes: a hundred times what a run's settings have
 _MOST_TEXT = 2**28
 _DEEPEST = 50  # levels of YAML
-_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|0[xb][0-9a-fA-F_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter that JSON writes as two
 _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
 
@@ -62,9 +62,25 @@ def private_files() -> Iterator[None]:
 def share(path: Path) -> None:
     """Give a file or folder the permissions that the user's own umask allows: what is published, or
     written where the user asked for it."""
-    allowed = ~(_umask[0] if _umask else 0o077)
+    allowed = ~(_umask[0] if _umask else _current_umask())
     for place in (path, *path.rglob("*")) if path.is_dir() else (path,):
         place.chmod((0o777 if place.is_dir() else 0o666) & allowed)
+
+
+def _current_umask() -> int:
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
+@contextmanager
+def users_files() -> Iterator[None]:
+    """Create files by the user's own umask while this lasts: public data that others may share."""
+    before = os.umask(_umask[0] if _umask else _current_umask())
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
@@ -73,7 +89,7 @@ def beside(path: Path, folder: bool = False) -> Iterator[Path]:
     ``path``. What is left under that name in the end is removed.
 
     Raises:
-        OSError: with ``path`` as its file, for one that is raised inside.
+        OSError: with ``path`` as its file, where it is about the new file.
     """
     fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}")
     try:
@@ -84,6 +100,8 @@ def beside(path: Path, folder: bool = False) -> Iterator[Path]:
             os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield fresh
     except OSError as error:  # of a full disk Python does not say where it is
+        if error.errno is None or error.filename not in (None, str(fresh)):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with suppress(OSError):
@@ -123,7 +141,7 @@ def to_disk(file: IO[Any], path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-        problem = "the file system cannot promise to keep files through a power cut"
+        problem = "the file system does not support fsync: a power cut could lose files"
         raise FedgenError(str(path), problem, "choose a place on another disk") from error
 
 
@@ -232,8 +250,10 @@ def read_yaml(path: Path) -> str:
 
 
 def _is_odd_number(event: yaml.ScalarEvent) -> bool:
-    """Whether a number is written so that YAML 1.1 reads another one: 010 is 8, and 5:30 is 330."""
-    return event.style is None and bool(_ODD_NUMBER.fullmatch(event.value))
+    """Whether YAML 1.1 reads a whole number that is written otherwise: 010 is 8, 5:30 is 330."""
+    if event.style is not None or _PLAIN_NUMBER.fullmatch(event.value):
+        return False
+    return type(yaml.safe_load(event.value)) is int
 
 
 def _check_keys(node: yaml.Node | None) -> None:

@@ -28,7 +28,7 @@ from fedgen.coins import Coins
 from fedgen.data.labels import check_range, identities, named, numbers
 from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
-from fedgen.files import beside, cache, digest, read_arrays
+from fedgen.files import beside, cache, digest, read_arrays, share, users_files
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -280,7 +280,8 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
 
     load = getattr(torchvision.datasets, kind)
     try:
-        train, test = (load(str(folder), train=part, download=True) for part in (True, False))
+        with users_files():
+            train, test = (load(str(folder), train=part, download=True) for part in (True, False))
     except (RuntimeError, OSError) as error:
         raise FedgenError(
             "data.root",
@@ -405,6 +406,7 @@ def femnist_from_hub(file: Path) -> None:
         ) from error
     with beside(file) as fresh:
         np.savez_compressed(fresh, **arrays)  # type: ignore[arg-type]
+        share(fresh)
         fresh.replace(file)
 
 

@@ -192,7 +192,13 @@ def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool)
         problem = f"is not set, and {path} does not describe its labels"
         raise FedgenError("data.labels", problem, "name them in order: they are public")
     names = [str(name) for name in described]
-    return ordered(names) if by_folder else names  # the library sorts folders as text
+    if not by_folder:
+        return names
+    # the library sorts folders as text, and leaves out empty ones: which labels there are would
+    # follow from a record
+    place = Path(path).expanduser()
+    folders = [each.name for each in place.glob("*/*") if each.is_dir()] if place.is_dir() else []
+    return ordered({*names, *folders})
 
 
 def _rows(

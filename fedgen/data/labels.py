@@ -94,27 +94,32 @@ def numbers(
             problem = f"{where} has {missing:,} images without a label (NaN or infinite)"
             raise FedgenError("data", problem, "remove these images")
         if (values != np.floor(values)).any():
-            problem = f"{where} holds labels with fractions, e.g. {float(values[0]):g}"
+            first = float(values[values != np.floor(values)][0])
+            problem = f"{where} holds labels with fractions, e.g. {first:g}"
             raise FedgenError("data", problem, "divide them into classes numbered from 0")
-    check_range(where, values, classes)
+    check_range(where, values, classes, named_labels=names is not None)
     return values.astype(np.int64)
 
 
-def check_range(where: str, values: NDArray[np.generic], classes: int) -> None:
+def check_range(
+    where: str, values: NDArray[np.generic], classes: int, named_labels: bool = False
+) -> None:
     """Raises FedgenError for class indices outside 0..``classes`` - 1, with the remedy for the
-    usual causes."""
+    usual causes. ``named_labels``: their number follows from ``data.labels``."""
     if not len(values):
         return
     least, most = int(values.min()), int(values.max())
     problem = f"{where} has labels from {least} to {most}, outside 0..{classes - 1}"
     if least == -1:
-        raise FedgenError("data", problem, "remove images labelled -1: they have no label")
+        raise FedgenError("data", problem, "remove unlabelled images (label -1)")
     if least < 0:
         raise FedgenError("data", problem, "number the labels from 0")
     if most == classes and least >= 1:
         raise FedgenError("data", problem, "number the labels from 0: labels - 1")
     if most >= classes:
         remedy = f"set data.classes={most + 1}, or number the labels from 0"
+        if named_labels:
+            remedy = "name more of them in data.labels, or number the labels from 0"
         raise FedgenError("data", problem, remedy)
 
 

@@ -130,6 +130,8 @@ def _numbered(names: Iterable[str]) -> dict[str, int]:
 def _rows(table: Path) -> list[dict[str, str]]:
     """The lines by the names of their columns, all of them whole."""
     try:
+        if not table.is_file():  # a device has no end
+            raise FedgenError("data.path", f"{table} is no file", "give a table")
         if table.stat().st_size > _MOST_BYTES:
             raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
         columns, rows = _of_parquet(table) if table.suffix == ".parquet" else _of_csv(table)

@@ -15,6 +15,7 @@ these kinds. The key is checked here first, by Flower's own rules: a signed time
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import resource
 import socket
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
+from cryptography.exceptions import UnsupportedAlgorithm
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
@@ -164,15 +166,20 @@ class Bounded:
         length = headers.get("content-length", "0")
         most = SMALL_BODY
         if "transfer-encoding" in headers or not length.isdigit():
-            await PlainTextResponse("give a content-length", 411)(scope, receive, send)
+            await _refused("give a content-length", 411)(scope, receive, send)
             return
         if int(length) > SMALL_BODY and (_is_here(scope) or _is_accepted(scope, headers)):
             most = self._largest
         if int(length) > most:
             said = f"{int(length):,} bytes; the link takes {most:,} (fedgen link largest=MB)"
-            await PlainTextResponse(said, 413)(scope, receive, send)
+            await _refused(said, 413)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _refused(said: str, status: int) -> PlainTextResponse:
+    """A refusal that ends the connection: what is still to come of the body is not waited for."""
+    return PlainTextResponse(said, status, headers={"connection": "close"})
 
 
 def _is_here(scope: Any) -> bool:
@@ -191,7 +198,7 @@ def _is_accepted(scope: Any, headers: Mapping[str, str]) -> bool:
             return False
         state = scope["app"].state.linkstate_factory.state()
         return state.get_node_id_by_public_key(key) is not None
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except (KeyError, ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
         return False
 
 
@@ -219,9 +226,12 @@ class Uvicorn:
             ssl_certfile=ssl_certfile,
         )
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, address = addresses[0][0], addresses[0][4]
-        with Door(family) as door:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(address)
-            door.setblocking(False)
-            uvicorn.Server(config).run(sockets=[door])
+        with contextlib.ExitStack() as stack:
+            doors = [stack.enter_context(Door(each[0])) for each in addresses]
+            for door, found in zip(doors, addresses, strict=True):
+                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if door.family == socket.AF_INET6:  # callers by IPv4 have addresses of their own
+                    door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                door.bind(found[4])
+                door.setblocking(False)
+            uvicorn.Server(config).run(sockets=list(doors))

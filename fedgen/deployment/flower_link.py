@@ -73,7 +73,9 @@ class _FleetAlone:
         if scope["type"] == "lifespan" or caller in HERE or scope["path"].startswith(_OPEN):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await PlainTextResponse("not from there", 403)(scope, receive, send)
+            await PlainTextResponse("this API answers local callers alone", 403)(
+                scope, receive, send
+            )
 
 
 def serve(

@@ -53,12 +53,12 @@ def link(config: DictConfig) -> str:
         name = config.name or Path(config.accept).name.removesuffix(".pub")
         here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
         return f"accepted node {name} ({here.register(node, name)})"
+    if type(config.largest) is not int or not 1 <= config.largest <= 2000:
+        raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
     _check_free(config.host, config.port)
     certificates(home, list(config.hosts), config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
     ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
-    if not isinstance(config.largest, int) or not 1 <= config.largest <= 2000:
-        raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
     largest = config.largest * 2**20
     serve(config.host, config.port, ca, certificate, key, home / "link.sqlite", largest)
     return "ended"

@@ -24,6 +24,8 @@ _BATCH = 50
 def check_weights(path: Path) -> None:
     """Raises FedgenError unless a file has the weights that make it FID."""
     key = "evaluation.inception_weights"
+    if path.exists() and not path.is_file():  # a device has no end
+        raise FedgenError(key, f"{path} is no file", f"give the file {WEIGHTS}, or null")
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

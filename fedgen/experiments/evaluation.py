@@ -259,8 +259,9 @@ def suite(
     check_judged(chosen, data)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     found = utilities(chosen, data, samples, coins, progress)
-    real = diversity(data.test_images, data.test_labels)
-    found["diversity"] = {"samples": diversity(*samples), "real": real}
+    if len(data.test_labels):
+        real = diversity(data.test_images, data.test_labels)
+        found["diversity"] = {"samples": diversity(*samples), "real": real}
     if distinct is not None:
         found["distinct"] = distinct
     if chosen.judge and distinct is None:

@@ -27,7 +27,7 @@ from fedgen.experiments import building
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, published_names
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import beside, check_no_links, read_json, share
+from fedgen.files import beside, check_no_links, read_json, read_small, share
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
@@ -158,7 +158,7 @@ def load_generator(path: Path, device: str) -> Published:
     check_no_links(folder, "run")
     found = described(folder, "run")
     try:
-        data = (folder / "generator.safetensors").read_bytes()
+        data = read_small(folder / "generator.safetensors", _LARGEST)
         weights = safetensors.torch.load(data)
         # how many clients there were is not told; more than a draw could be of
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
@@ -194,6 +194,7 @@ def load_generator(path: Path, device: str) -> Published:
     return Published(method, weights, facts.classes, facts.shape, names)
 
 
+_LARGEST = 2**34  # bytes of weights
 _MANY = 100  # times the weights of a generator: other networks of its method
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 import zipfile
 from pathlib import Path
@@ -109,10 +110,10 @@ def _pack(run: RunDir, out: Path) -> None:
                 opened_.writestr(member, file.read_bytes())
             opened_.close()
             if out.exists():
-                raise FileExistsError
+                raise FileExistsError(errno.EEXIST, "it exists now", str(new))
             share(new)
             new.rename(out)
     except OSError as error:
-        problem = f"{out} cannot be written; the release is made and paid for"
+        problem = f"{out} cannot be written ({error.strerror}); the release is made and paid for"
         remedy = f"pack it: fedgen release run={run.path} out=FILE.zip"
         raise FedgenError("out", problem, remedy) from error

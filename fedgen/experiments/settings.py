@@ -133,6 +133,9 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     rows = None if held.elsewhere or len(shards) > 1 else len(shards[0])
     found = decided(config, len(shards), rows, held.classes, held.shape)
     check_places(config, held, found.method.plan)
+    wrong = None if found.noise is None else wrong_delta(found.privacy, found.method.plan)
+    if wrong is not None and found.privacy.noise == "secure" and branch is None:
+        raise FedgenError("privacy.delta", *wrong)  # a run that goes on has promised its own
     if branch is None:
         branch = _rehearsed(config, found.noise) or branch_of(config, held, shards, found.noise)
     coins = coins.at("branch", branch)
@@ -213,9 +216,6 @@ def decided(
         make = partial(_method, made, facts, config)
         method = make(noise)
     privacy = replace(privacy, protected=_protected(config, method.plan, clients, rows))
-    wrong = None if noise is None else wrong_delta(privacy, method.plan)
-    if wrong is not None and privacy.noise == "secure":
-        raise FedgenError("privacy.delta", *wrong)
     _check_meeting(config, method.plan)
     return Decided(
         method,

@@ -44,7 +44,7 @@ def cluster(address: str | None) -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
         except Exception as error:  # Ray raises it bare where it did not start in time
-            ray.shutdown()
+            _leave()
             if lacks(error) is not None:
                 raise
             if address is None:
@@ -60,10 +60,17 @@ def cluster(address: str | None) -> Iterator[None]:
             ) from error
         try:
             yield
-        finally:  # of a cluster whose head is gone it would wait for long
-            ending = threading.Thread(target=ray.shutdown, daemon=True)
-            ending.start()
-            ending.join(_END_SECONDS)
+        finally:
+            _leave()
+
+
+def _leave() -> None:
+    """Leaves a cluster, but waits no longer than that: its head may be gone."""
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)
 
 
 def be_quiet() -> None:

@@ -45,7 +45,6 @@ _MOST_GIVEN_UP = 32  # messages of an actor that took too long
 _PAUSE_SECONDS = 0.5  # before an actor that is being started again is called again
 _MOST_UNSETTLED = 240  # such pauses in a row
 _LOST_SECONDS = 30.0  # for an actor to be placed again; then its clients move to others
-_JOIN_SECONDS = 10.0  # between two looks for room for an actor in place of a lost one
 _PROBE_EVERY_SECONDS = 10.0  # between two questions to the cluster's head
 _PROBE_SECONDS = 25.0  # for its answer: Ray ends a process that hears nothing for a minute
 _LIVES = 3  # deaths of its actor until a message is given up
@@ -85,7 +84,8 @@ def run(
         app = partial(_app, replace(site, shard=_Fetched(shards)))
         most = min(actors or clients, clients)
         sums = site.terms.aggregation.adds_up and not site.terms.masks
-        grid = RayGrid.of(app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
+        told = (app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
+        grid = RayGrid.of(*told, moves=not site.terms.masks)
         start(server, grid)
 
 
@@ -250,14 +250,6 @@ class _Seat:
     unsettled: int = 0  # times in a row that it could not be told
 
 
-def _ask_head() -> None:
-    """Returns when the cluster's head answers."""
-    import ray
-
-    with contextlib.suppress(Exception):  # an answer, too
-        ray.cluster_resources()  # type: ignore[no-untyped-call]
-
-
 class RayGrid(OwnGrid):
     """A Grid over actors that are homes to clients.
 
@@ -268,6 +260,8 @@ class RayGrid(OwnGrid):
     Args:
         start: makes a new actor of the cluster.
         place: (actors wanted) -> how many more there is room for, now.
+        moves: whether clients may change actors between messages: not where an actor's memory holds
+            the secrets of a round's masks.
     """
 
     def __init__(
@@ -277,13 +271,15 @@ class RayGrid(OwnGrid):
         clients: int,
         start: Callable[[], Any],
         place: Callable[[int], int],
+        moves: bool,
     ) -> None:
         super().__init__(clients)
+        self._moves, self._room = moves, 0
         self._tenancy, self._start, self._place = tenancy, start, place
         self._seats = [_Seat(actor) for actor in actors]
         self._homes = list(self._seats)  # by client modulo their number
         self._joining: _Seat | None = None
-        self._looked = self._probed = time.monotonic()
+        self._probed = time.monotonic()
         self._probe: threading.Thread | None = None
         self._deaths: dict[str, int] = {}
 
@@ -298,6 +294,7 @@ class RayGrid(OwnGrid):
         num_gpus: float,
         most: int,
         sums: bool = False,
+        moves: bool = True,
     ) -> RayGrid:
         """A grid over at most ``most`` new actors of the cluster that this process has joined;
         waits until they are there. See ``run`` for the rest.
@@ -336,9 +333,10 @@ class RayGrid(OwnGrid):
                     f"Ray's actors do not start: {str(error).strip().splitlines()[-1]}",
                     "install the same fedgen on every machine of the cluster",
                 ) from error
-        return cls(actors, tenancy, clients, host.remote, place)
+        return cls(actors, tenancy, clients, host.remote, place, moves)
 
     def _send(self, name: str, message: Message) -> None:
+        self._take_over()
         client = client_of(message.metadata.dst_node_id)
         self._homes[client % len(self._homes)].queue.append(message)
 
@@ -425,25 +423,35 @@ class RayGrid(OwnGrid):
                 self._send(message.metadata.message_id, message)
 
     def _join(self) -> None:
-        """Has a new actor in place of a lost one, once there is room; it takes over as soon as it
-        is settled, from the actor that has most."""
-        if self._joining is not None and not self._joining.settling:
-            counts = Counter(id(home) for home in self._homes)
-            most = max(self._homes, key=lambda home: counts[id(home)])
-            theirs = [number for number, home in enumerate(self._homes) if home is most]
-            for number in theirs[: len(theirs) // 2]:
-                self._homes[number] = self._joining
-            self._joining = None
+        """Starts an actor in place of a lost one, once the cluster has room."""
         missing = len(self._homes) - len(self._seats)
-        now = time.monotonic()
-        if not missing or self._joining is not None or now - self._looked < _JOIN_SECONDS:
+        if not missing or self._joining is not None or not self._moves:
             return
-        self._looked = now
-        if self._place(1):
+        if self._room:
+            self._room = 0
             seat = _Seat(self._start())
             self._seats.append(seat)
             self._joining = seat
             self._settle(seat)
+
+    def _take_over(self) -> None:
+        """Gives an actor that has joined clients of the one that has most, while no message is in
+        the hands of any: two actors must not work for one client at a time."""
+        if self._joining is None or self._joining.settling:
+            return
+        if any(seat.queue or seat.out or seat.suspects for seat in self._seats):
+            return
+        counts = Counter(id(home) for home in self._homes)
+        most = max(self._homes, key=lambda home: counts[id(home)])
+        theirs = [number for number, home in enumerate(self._homes) if home is most]
+        for number in theirs[: len(theirs) // 2]:
+            self._homes[number] = self._joining
+        self._joining = None
+
+    def _ask(self) -> None:
+        """Asks the cluster's head how much room there is, in a thread: it may never answer."""
+        with contextlib.suppress(Exception):  # an answer, too
+            self._room = self._place(1)
 
     def _check_cluster(self) -> None:
         """Raises UnansweredError if the cluster's head does not answer, though actors may: Ray ends
@@ -451,7 +459,7 @@ class RayGrid(OwnGrid):
         now = time.monotonic()
         if self._probe is None or not self._probe.is_alive():
             if now - self._probed > _PROBE_EVERY_SECONDS:
-                self._probed, self._probe = now, threading.Thread(target=_ask_head, daemon=True)
+                self._probed, self._probe = now, threading.Thread(target=self._ask, daemon=True)
                 self._probe.start()
         elif now - self._probed > _PROBE_SECONDS:
             raise UnansweredError(

@@ -85,8 +85,8 @@ def delta_problem(delta: float, protected: int | None, unit: str) -> tuple[str, 
     if delta <= limit:
         return None
     counted = f"1 / {protected:,} {unit}s" if protected and limit < LARGEST_DELTA else f"{limit:g}"
-    remedy = f"e.g. privacy.delta={10.0 ** math.floor(math.log10(limit / 10)):g}"
-    return f"{delta:g} is above {counted}: it allows publishing some of them whole", remedy
+    remedy = f"e.g. privacy.delta={10.0 ** math.floor(math.log10(limit) - 1e-9):g}"
+    return f"{delta:g} is above {counted}: it permits publishing some of them in full", remedy
 
 
 def check_delta(delta: float) -> None:

@@ -171,10 +171,10 @@ class Secure:
         if whole.numel() and float(whole.abs().max()) >= self._most:
             raise FedgenError(
                 "privacy.aggregation",
-                "a sum is none that honest answers come to: a client sent other words, which masks "
-                "hide, or the public number of rows is far too small",
-                "see what each site sent (fedgen node log), start anew without those that you do "
-                "not trust, or raise data.public_rows",
+                "the sum is out of range: a client sent invalid values (masks hide which one), or "
+                "data.public_rows is far too small",
+                "see what each site sent (fedgen node log), start a new run without untrusted "
+                "sites, or raise data.public_rows",
             )
         return whole * grid_of(self.share_std(std), _SHARE_BITS)
 

@@ -48,7 +48,7 @@ def tier(value: float | None, delta: float, protected: int | None) -> str:
     if value is None:
         return "none: there is no bound"
     if delta > delta_limit(protected):
-        return f"none: δ = {delta:g} allows publishing some of what is protected whole"
+        return f"none: δ = {delta:g} is too large for a guarantee"
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:

@@ -145,12 +145,15 @@ class RunDir:
         """Remove what this process made of a new run directory in which nothing was begun."""
         for name in _OF_A_NEW_RUN:
             left = self.path / name
-            if name in self._before or left.is_symlink():
+            if left.is_symlink() or (name in self._before and not left.is_dir()):
                 continue
             with suppress(FileNotFoundError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-        if self._made and not any(self.path.iterdir()):
-            self.path.rmdir()
+                if name in self._before:  # it was empty, or no run could have begun here
+                    left.mkdir(0o700)
+        if self._made:
+            with suppress(OSError):  # unless somebody put something there
+                self.path.rmdir()
 
     def make_ready(self) -> None:
         """Before a run that goes on writes anything: make folders again that are missing (archives

@@ -172,7 +172,7 @@ def test_a_users_npz_with_channels(channels: int, last: bool, tmp_path: Path, co
         ({"train_images": np.zeros((4, 8, 8), np.float32)}, "must be uint8"),
         ({"train_images": np.zeros((4, 8, 8, 2), np.uint8)}, "square"),
         ({"train_labels": np.arange(3)}, "4 images, 3 labels to train on"),
-        ({"train_labels": np.arange(4) - 1}, "outside 0..3; remove images labelled -1"),
+        ({"train_labels": np.arange(4) - 1}, "outside 0..3; remove unlabelled images"),
         ({"train_labels": np.arange(4) - 5}, "outside 0..3; number the labels from 0"),
         ({"train_labels": np.arange(4) + 1}, "outside 0..3; number the labels from 0: labels - 1"),
         ({"train_labels": np.arange(4) * 2}, "outside 0..3; set data.classes=7"),

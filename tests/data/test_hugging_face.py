@@ -120,6 +120,10 @@ def test_a_changed_label_moves_no_other_image(tmp_path: Path) -> None:
     assert not before.places.moves
     assert (before.images == after.images).all()
     assert (before.labels != after.labels).sum() == 1
+    for split in ("train", "test"):
+        for image in (tmp_path / "after" / split / "b").iterdir():
+            image.unlink()
+    assert hugging_face(str(tmp_path / "after")).names == ("a", "b", "c")
 
 
 def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_large_delta_is_refused_for_a_release(
     assert cli.run(["release", f"run={rehearsal}", f"out={tmp_path / 'out.zip'}"]) == 2
     error = capsys.readouterr().err
     assert "privacy.delta: 0.001 is above 1 / 1,437 records" in error
-    assert "e.g. privacy.delta=1e-05" in error
+    assert "e.g. privacy.delta=0.0001" in error
     secure = [f"run_dir={tmp_path / 'secure'}", "privacy.noise=secure", "privacy.delta=0.9"]
     assert cli.run(["train", *tiny("dp_merf_small"), *words, *secure]) == 2
     assert "privacy.delta" in capsys.readouterr().err

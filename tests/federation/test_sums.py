@@ -525,7 +525,7 @@ def test_a_sum_that_cannot_be_is_not_put_down_to_rows() -> None:
     """Words of one client that are anything: nobody can tell whose, and the error says so."""
     sums = Secure(4, 3, 0)
     words = np.full((1, 4), 2**31 - 1, np.int32)
-    with pytest.raises(FedgenError, match=r"a client sent other words.*fedgen node log"):
+    with pytest.raises(FedgenError, match=r"a client sent invalid values.*fedgen node log"):
         sums.total([words], 1.0, COINS)
 
 

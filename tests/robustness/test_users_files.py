@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from tiny import TINY, Train, fingerprint, tiny
 
 from fedgen import cli, files
@@ -170,7 +171,7 @@ def test_a_file_system_that_promises_nothing(
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(FedgenError, match="cannot promise to keep files through a power cut"):
+    with pytest.raises(FedgenError, match="does not support fsync"):
         files.write_whole(tmp_path / "a", b"1")
     assert not list(tmp_path.iterdir())
 
@@ -196,11 +197,21 @@ def test_small_files_alone_are_read(most: int, tmp_path: Path) -> None:
         ["train", "runtime=deployed", "runtime.ca=/dev/zero", "data=public_facts",
          "data.classes=10", "data.shape=[1,8,8]", "data.public_rows=100", "partition=nodes",
          "evaluation=none", "run_dir={}/run"],
+        ["evaluate", "samples={}/zero.npz", "data=digits"],
+        ["data", "check", "data=folder", "data.path={}/zero.csv", "data.labels=[a,b]"],
+        ["data", "check", "data=folder", "data.path={}/zero.npz", "data.classes=2"],
+        ["sample", "run={}/public", "n=4", "out={}/s.npz"],
+        ["train", "evaluation.fid=true", "evaluation.inception_weights=/dev/zero",
+         "run_dir={}/run"],
     ],
 )  # fmt: skip
 def test_a_device_in_a_keys_place_is_one_line(
     words: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
+    for name in ("zero.npz", "zero.csv"):
+        (tmp_path / name).symlink_to("/dev/zero")
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "generator.json").symlink_to("/dev/zero")
     assert cli.run([word.format(tmp_path) for word in words]) == 2
     assert len(capsys.readouterr().err.splitlines()) <= 2
 
@@ -236,13 +247,13 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
         (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long, or nested too deep"),
         (["account", "hydra.run.dir=x"], "hydra.run.dir: is of Hydra's own"),
         (["account", "hydra.verbose=true"], "hydra.verbose: is of Hydra's own"),
-        (["account", "spent", "rounds=5"], "rounds: has no part in fedgen account spent"),
-        (["account", "published=all", "rounds=5"], "rounds: has no part"),
+        (["account", "spent", "rounds=5"], "rounds: is not read by fedgen account spent"),
+        (["account", "published=all", "rounds=5"], "rounds: is not read by"),
         (["account", "privacy.threshold=3"], "privacy.threshold: counts answers to a secure sum"),
         (["link", "name=x"], "name: is of accept=KEY.pub"),
         (["link", "host=nonsense"], "host: 'nonsense' is no address of this machine"),
         (["link", "host=8.8.8.8"], "host: '8.8.8.8' is no address of this machine"),
-        (["node", "log", "superlink=a:1"], "superlink: has no part in fedgen node log"),
+        (["node", "log", "superlink=a:1"], "superlink: is not read by fedgen node log"),
         (["new", "method", "a", "name=b"], "name: is given twice"),
         (["account", f"seed={2**70}"], "seed: must be a whole number"),
         (
@@ -285,6 +296,28 @@ def test_a_source_tree_without_metadata_has_a_version() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     project = Path(__file__).parents[2] / "pyproject.toml"
     assert f'version = "{done.stdout.strip()}"' in project.read_text()
+
+
+@pytest.mark.parametrize("text", ["08:30", "0:15x", "0bad12", "0b3f", "_:5", "1e-5", "1_0", "010"])
+def test_settings_that_were_written_are_read(text: str, tmp_path: Path) -> None:
+    """Texts that only look like numbers are no numbers, and those that YAML quotes are as told."""
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml({"labels": [text, 10, -3, 0, 0.5]}))
+    assert OmegaConf.create(files.read_yaml(tmp_path / "config.yaml")).labels[0] == text
+
+
+def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files.write_whole(tmp_path / "a", b"", shared=True)
+        with files.private_files():
+            files.write_whole(tmp_path / "b", b"", shared=True)
+            with files.users_files():
+                (tmp_path / "c").touch()
+            (tmp_path / "d").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "abcd"]
+    assert modes == [0o644, 0o644, 0o644, 0o600]
 
 
 @pytest.mark.parametrize("text", ["epsilon: 5:30", "threshold: 010", "peers: {010: ab}", "a: 0x10"])
