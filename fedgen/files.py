@@ -28,6 +28,7 @@ from fedgen.errors import FedgenError
 _MOST_YAML = 2**20  # bytes: a hundred times what a run's settings have
 _MOST_TEXT = 2**28
 _DEEPEST = 50  # levels of YAML
+_NUMBER_BEGINS = re.compile(r"[-+]?[0-9_]")
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter that JSON writes as two
 _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
@@ -251,7 +252,9 @@ def read_yaml(path: Path) -> str:
 
 def _is_odd_number(event: yaml.ScalarEvent) -> bool:
     """Whether YAML 1.1 reads a whole number that is written otherwise: 010 is 8, 5:30 is 330."""
-    if event.style is not None or _PLAIN_NUMBER.fullmatch(event.value):
+    if event.style is not None or not _NUMBER_BEGINS.match(event.value):
+        return False
+    if _PLAIN_NUMBER.fullmatch(event.value):
         return False
     return type(yaml.safe_load(event.value)) is int
 

@@ -750,17 +750,17 @@ MUTANTS = [
     Mutant(
         "the-sign-of-zero-leaks",
         NOISE,
-        "rounded = torch.empty_like(exact, dtype=torch.int64)",
-        "rounded = torch.empty_like(exact)",
+        "whole.add_(moved).add_(0.0)",
+        "whole.add_(moved)",
         f"{NOISE_TESTS}::test_zero_has_one_encoding",
     ),
     Mutant(
         "bytes-depend-on-records",
         RELEASES,
-        "    return (whole.to(torch.float64) * grid).to(torch.float32)",
+        "    return whole.mul_(grid).to(torch.float32)",
         "    signs = exact.to(torch.float64)\n"
-        "    return torch.copysign(whole.abs().to(torch.float64) * grid, torch.where("
-        "whole == 0, signs, whole.double())).to(torch.float32)",
+        "    return torch.copysign(whole.abs() * grid, torch.where("
+        "whole == 0, signs, whole)).to(torch.float32)",
         "tests/contracts/test_bytes.py::test_neighbours_send_the_same_bytes[gs_wgan_small-own]",
     ),
     Mutant(
@@ -1148,7 +1148,7 @@ MUTANTS = [
         "    grid = grid_of(std, _GRID_BITS)\n"
         "    whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "
         '"release")\n'
-        "    return (whole.to(torch.float64) * grid).to(torch.float32)",
+        "    return whole.mul_(grid).to(torch.float32)",
         "    whole = torch.from_numpy(coins.secret_uniforms(exact.numel(), "
         '"release")).view(exact.shape)\n'
         "    return (exact + std * torch.special.ndtri(whole)).to(torch.float32)",

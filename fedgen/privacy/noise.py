@@ -36,20 +36,19 @@ MOST_STD = 2.0**11
 _ERROR = 2.0**-26
 _LEAST = 2**35  # of the 63 bits: below, U < 2^-29
 _MAGNITUDE = 2**63 - 1
-_SATURATED = 2.0**62  # the largest power of two that int64 holds with either sign is 2^62
 _AT_ONCE = {"cpu": 2**17}  # numbers: what a CPU's caches hold
 _MOST_AT_ONCE = 2**24  # elsewhere: each turn waits for the device
 
 
 def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> Tensor:
-    """Return round(mean + std Z) as int64, with an independent Z for each entry.
+    """Return round(mean + std Z) in double precision, with an independent Z for each entry.
 
-    The result is an integer by type, so that it has one zero and one encoding of each value: the
-    sign of a floating-point zero would reveal the sign of ``mean``.
+    A zero is always positive, so that each integer has one encoding: the sign of a zero would
+    reveal the sign of ``mean``.
 
     Args:
         mean: finite values of any shape, on any device, taken as exact numbers. A result beyond
-            2^53 is rounded to double precision, and one beyond 2^62 saturates.
+            2^53 is rounded to double precision.
         std: standard deviation in (0, ``MOST_STD``].
         coins, where: random stream of the bits, which are copied to the device of ``mean``.
 
@@ -62,7 +61,7 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
     words = torch.from_numpy(coins.noise_bits(exact.numel(), *where).view("int64"))
     if not bool(exact.isfinite().all()):
         raise ValueError("a mean must be finite")
-    rounded = torch.empty_like(exact, dtype=torch.int64)
+    rounded = torch.empty_like(exact)
     at_once = _AT_ONCE.get(exact.device.type, _MOST_AT_ONCE)
     for start in range(0, len(exact), at_once):
         some = slice(start, start + at_once)
@@ -77,7 +76,7 @@ def rounded_gaussian(mean: Tensor, std: float, coins: Coins, *where: Where) -> T
         for place in open_.nonzero().flatten().tolist():
             more = coins.at(*where, "more", start + place)
             moved[place] = _settled(float(rest[place]), std, int(bits[place]), more)
-        rounded[some] = whole.add_(moved).clamp_(-_SATURATED, _SATURATED)
+        rounded[some] = whole.add_(moved).add_(0.0)  # -0.0 + 0.0 is 0.0
     return rounded.view(mean.shape)
 
 

@@ -154,7 +154,9 @@ class Secure:
         share = self.share_std(std)
         grid = grid_of(share, _SHARE_BITS)
         whole = rounded_gaussian(exact.to(torch.float64) / grid, share / grid, coins, "share")
-        words = whole.cpu().numpy().astype(f"i{self.bits // 8}")  # modulo the ring
+        if self.bits == 32:  # exactly, also where it is beyond what 64 bits hold
+            whole = torch.remainder(whole, 2.0**32)
+        words = whole.to(torch.int64).cpu().numpy().astype(f"i{self.bits // 8}")  # modulo the ring
         return Share({"answer": words}, event, unit, SEAL)
 
     def total(self, answers: Sequence[NDArray[Any]], std: float, coins: Coins) -> Tensor:
@@ -255,4 +257,4 @@ def noised(exact: Tensor, std: float, coins: Coins) -> Tensor:
     """
     grid = grid_of(std, _GRID_BITS)
     whole = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, coins, "release")
-    return (whole.to(torch.float64) * grid).to(torch.float32)
+    return whole.mul_(grid).to(torch.float32)

@@ -48,13 +48,14 @@ def test_the_help_lists_it(own: Path) -> None:
 
 PARTS = """
 import numpy as np
-from fedgen.data.datasets import Dataset
+from fedgen.data.datasets import Dataset, Places
 
 def stripes(coins, **_):
     rows = np.zeros((90, 1, 8, 8), np.uint8)
     labels = np.arange(90) % 2
     rows[labels == 1, :, ::2] = 255
-    return Dataset("stripes", rows[:60], labels[:60], rows[60:], labels[60:], None, 2)
+    return Dataset("stripes", rows[:60], labels[:60], rows[60:], labels[60:], None, 2,
+                   Places("a row", "its number"))
 
 def halves(labels, clients, **_):
     rows = np.arange(len(labels))
@@ -236,7 +237,7 @@ def test_mistakes_are_said_in_a_line(own: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["new"], "write fedgen new method name=NAME"),
+        (["new"], "write fedgen new method NAME"),
         (["new", "method"], "name"),
         (["new", "method", "name=dpgan"], "'dpgan' is taken"),
         (["new", "method", "name=fedgen"], "'fedgen' is taken"),

@@ -146,15 +146,14 @@ def test_the_same_on_any_number_of_threads() -> None:
 
 def test_integers_beyond_all_noise_stay() -> None:
     far = torch.tensor([2.0**60, -(2.0**60), 1e300], dtype=torch.float64)
-    limit = 2.0**62  # where integers saturate
-    assert rounded_gaussian(far, 1.0, COINS).tolist() == far.clamp(-limit, limit).tolist()
+    assert torch.equal(rounded_gaussian(far, 1.0, COINS), far)
 
 
 @pytest.mark.parametrize("mean", [0.0, -0.0, -1e-6, 1e-6, -0.25, -0.5, 0.5])
 def test_zero_has_one_encoding(mean: float) -> None:
     """The sign of a rounded zero would reveal the sign of the mean."""
     drawn = rounded_gaussian(torch.full((20_000,), mean, dtype=torch.float64), 2.0, COINS)
-    assert drawn.dtype is torch.int64
+    assert (drawn == 0).any() and not torch.signbit(drawn[drawn == 0]).any()
     released = noised(torch.full((20_000,), mean), 1.0, COINS.at(str(mean))).numpy()
     assert (released == 0).any()
     assert not np.signbit(released[released == 0]).any()
