@@ -195,10 +195,11 @@ def judge_run(
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
     with beside(pictures, folder=True) as fresh:  # an evaluation that fails leaves the last one
         found |= _judged_run(ready, generator, progress, fresh)
-        make_folder(pictures)
         for name in PICTURES:
             (pictures / name).unlink(missing_ok=True)
-        for picture in fresh.iterdir():
+        if drawn := list(fresh.iterdir()):
+            make_folder(pictures)
+        for picture in drawn:
             picture.rename(pictures / picture.name)
     return {**found, **done}
 

@@ -164,6 +164,7 @@ def load_generator(path: Path, device: str) -> Published:
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
         names = _names(found.get("labels"), facts.classes)
         settings = _in_targets(found["method"])
+        factories.check(settings, "method")
         building.check_parameters("method", OmegaConf.create(settings))
         make = build(settings, "method", without=("strategy",))
         with (
