@@ -199,6 +199,8 @@ def judge_run(
             (pictures / name).unlink(missing_ok=True)
         if drawn := list(fresh.iterdir()):
             make_folder(pictures)
+        elif pictures.is_dir() and not any(pictures.iterdir()):
+            pictures.rmdir()
         for picture in drawn:
             picture.rename(pictures / picture.name)
     return {**found, **done}
