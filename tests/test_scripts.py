@@ -19,9 +19,7 @@ SMALLEST: dict[str, list[str]] = {
         *("--critics", "20", "--widths", "4", "--rows", "4", "--timed", "20"),
         *("--steps", "1", "--repeats", "1", "--threads", "1"),
     ],
-    "bench_deployment.py": ["--nodes", "1", "--rounds", "1", "--stock-rounds", "1"],
     "bench_runtimes.py": ["--rounds", "1", "--clients", "2"],
-    "bench_scale.py": ["--clients", "2", "--rounds", "1", "method.features=40"],
     "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],
     "check_noise.py": ["--numbers", "1e4"],
     "gradient_norms.py": ["--help"],
@@ -32,7 +30,9 @@ SMALLEST: dict[str, list[str]] = {
 ``tests/experiments/test_sweeps.py``."""
 
 OTHERS = {
+    "bench_deployment.py": "by hand: a minute for each number of nodes",
     "bench_dpsgd.py": "by hand: its whole steps take minutes at any width",
+    "bench_scale.py": "by hand: it needs MNIST",
     "debug_power.py": "by hand: one repetition takes a minute",
     "docs_pages.py": "by mkdocs, in make docs",
     "flwr_run.py": "by tests/test_install.py",
