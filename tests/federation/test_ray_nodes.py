@@ -16,6 +16,10 @@ from tiny import Train, tiny
 
 from fedgen.federation.ray_cluster import be_quiet
 
+pytestmark = pytest.mark.skipif(
+    "FEDGEN_RAY_NODES" not in os.environ, reason="takes minutes and several nodes: by hand"
+)
+
 SETTINGS = ["method=gs_wgan_small", "partition=iid", "partition.clients=6", "rounds=150"]
 SETTINGS += ["log_every=1", "sample_every=150", "runtime.checkpoint_every=5"]
 STORE = 200 * 2**20
