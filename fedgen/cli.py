@@ -202,7 +202,8 @@ def _command(command: str, *rest: str) -> None:
     if command == "account" and rest[:1] == ("spent",):
         rest = ("spent=true", *rest[1:])
         _check_only(rest[1:], ("data", "privacy.delta", "output"), "account spent")
-    if command == "account" and any(word.startswith("published=") for word in rest):
+    published = [word for word in rest if word.startswith("published=")]
+    if command == "account" and published and published[-1] != "published=null":
         _check_only(rest, ("published", "output", "third_opinion"), "account published=...")
     if command == "link":
         asked = {word.partition("=")[0] for word in rest}
@@ -217,10 +218,10 @@ def _command(command: str, *rest: str) -> None:
     if "--cfg" in rest:
         print("\n".join(map(_resolved, configs)))
         return
-    from fedgen.files import private_files
+    from fedgen.files import private_umask
 
     try:
-        with private_files():
+        with private_umask():
             if {"-m", "--multirun"} & set(rest):
                 _sweep(configs)
             else:
@@ -236,7 +237,7 @@ def _command(command: str, *rest: str) -> None:
 
 
 def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None:
-    """Raises FedgenError for a setting that a command would leave unread."""
+    """Raises FedgenError for a setting that a command does not read."""
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
         known = key in keys or key.partition(".")[0] in keys or key == "hydra.searchpath"

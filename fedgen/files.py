@@ -34,23 +34,22 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a letter that JSON writes as two
 _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate ten times
 
 
-UNFINISHED = ".fedgen-"
-"""How the names of files and folders begin that are not yet whole. What a killed process left under
-such a name may be removed by hand."""
+TEMPORARY = ".fedgen-"
+"""Prefix of temporary names. A file of such a name is left behind by a killed process alone."""
 
 
-def is_unfinished_file(path: Path) -> bool:
-    """Whether a process was killed while it wrote this file."""
-    return path.name.startswith(UNFINISHED) and path.is_file() and not path.is_symlink()
+def is_temporary(path: Path) -> bool:
+    """Whether a killed process left this file."""
+    return path.name.startswith(TEMPORARY) and path.is_file() and not path.is_symlink()
 
 
-_umask: list[int] = []  # of the user, while ``private_files`` has another
+_umask: list[int] = []  # of the user, while ``private_umask`` has replaced it
 
 
 @contextmanager
-def private_files() -> Iterator[None]:
-    """Create files and folders for their owner alone (0600, 0700) while this lasts, by the umask of
-    the process. Models of private records lie in a run directory."""
+def private_umask() -> Iterator[None]:
+    """Create files and folders for their owner alone (0600, 0700): a run directory holds models of
+    private records."""
     before = os.umask(0o077)
     _umask.append(before)
     try:
@@ -60,39 +59,39 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def share(path: Path) -> None:
-    """Give a file or folder the permissions that the user's own umask allows: what is published, or
-    written where the user asked for it."""
-    allowed = ~(_umask[0] if _umask else _current_umask())
-    for place in (path, *path.rglob("*")) if path.is_dir() else (path,):
-        place.chmod((0o777 if place.is_dir() else 0o666) & allowed)
-
-
-def _current_umask() -> int:
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
-
-
 @contextmanager
-def users_files() -> Iterator[None]:
-    """Create files by the user's own umask while this lasts: public data that others may share."""
-    before = os.umask(_umask[0] if _umask else _current_umask())
+def user_umask() -> Iterator[None]:
+    """Create files by the user's own umask inside of ``private_umask``: public data sets, and files
+    in a place that the user named."""
+    before = os.umask(_user_umask())
     try:
         yield
     finally:
         os.umask(before)
 
 
+def share(path: Path) -> None:
+    """Give a new file or folder the permissions of the user's own umask."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~_user_umask())
+
+
+def _user_umask() -> int:
+    if _umask:
+        return _umask[0]
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
 @contextmanager
-def beside(path: Path, folder: bool = False) -> Iterator[Path]:
-    """A new file or folder beside ``path``, under a random name, for what is to be renamed to
-    ``path``. What is left under that name in the end is removed.
+def temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Create a file or folder beside ``path`` under a random name, to be renamed to ``path``. It is
+    removed if it is still there in the end.
 
     Raises:
-        OSError: with ``path`` as its file, where it is about the new file.
+        OSError: with ``path`` as its file, if it is about the temporary one.
     """
-    fresh = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}{path.suffix}")
+    fresh = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if folder:
@@ -119,7 +118,7 @@ def write_whole(path: Path, data: bytes, durable: bool = True, shared: bool = Fa
     Raises:
         OSError: if it cannot be written, with the path.
     """
-    with beside(path) as fresh:
+    with temporary_path(path) as fresh:
         with fresh.open("wb") as file:
             file.write(data)
             if durable:
@@ -130,10 +129,10 @@ def write_whole(path: Path, data: bytes, durable: bool = True, shared: bool = Fa
 
 
 def to_disk(file: IO[Any], path: Path) -> None:
-    """Wait until what was written to an open file is on the disk.
+    """Flush an open file to the disk.
 
     Raises:
-        FedgenError: if the file system cannot promise that.
+        FedgenError: if the file system does not support it.
         OSError: for another failure.
     """
     file.flush()
@@ -146,21 +145,21 @@ def to_disk(file: IO[Any], path: Path) -> None:
         raise FedgenError(str(path), problem, "choose a place on another disk") from error
 
 
-def read_small(path: Path, most: int) -> bytes:
-    """Return the bytes of a file that somebody else may have made or named.
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return the content of a file that somebody else may have made or named.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: for a device, a pipe or a folder, or more than ``most`` bytes.
+        ValueError: for a device or a pipe, or more than ``limit`` bytes.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        kind = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(kind):
-            raise ValueError("no file")
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise ValueError(f"larger than {most:,} bytes")
-    return found
+    # non-blocking: to open a pipe is to wait for its writer
+    with open(path, "rb", opener=lambda p, f: os.open(p, f | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_size > limit:
+            raise ValueError(f"larger than {limit:,} bytes")
+        return file.read(found.st_size)
 
 
 def digest(*parts: bytes) -> str:
@@ -232,8 +231,7 @@ def read_yaml(path: Path) -> str:
                 raise ValueError("it has aliases")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
                 raise ValueError("it has ${")
-            if isinstance(event, yaml.ScalarEvent) and _is_odd_number(event):
-                known = yaml.safe_load(event.value)
+            if isinstance(event, yaml.ScalarEvent) and (known := _misread_number(event)):
                 raise ValueError(
                     f"it has {event.value}, which YAML reads as {known}: write {known}, or "
                     f'"{event.value}"'
@@ -250,13 +248,15 @@ def read_yaml(path: Path) -> str:
     return text
 
 
-def _is_odd_number(event: yaml.ScalarEvent) -> bool:
-    """Whether YAML 1.1 reads a whole number that is written otherwise: 010 is 8, 5:30 is 330."""
-    if event.style is not None or not _NUMBER_BEGINS.match(event.value):
-        return False
-    if _PLAIN_NUMBER.fullmatch(event.value):
-        return False
-    return type(yaml.safe_load(event.value)) is int
+def _misread_number(event: yaml.ScalarEvent) -> str | None:
+    """What YAML 1.1 reads in place of a number that is written in another base, or with colons or
+    underscores: 010 is 8, and 5:30 is 330. None for all else."""
+    text = event.value
+    if event.style is not None or not _NUMBER_BEGINS.match(text):
+        return None
+    found = yaml.safe_load(text)
+    whole = type(found) is int and not _PLAIN_NUMBER.fullmatch(text)
+    return str(found) if whole or (type(found) is float and set(text) & set(":_")) else None
 
 
 def _check_keys(node: yaml.Node | None) -> None:
@@ -276,7 +276,7 @@ def _check_keys(node: yaml.Node | None) -> None:
 
 
 def _text(path: Path, most: int) -> str:
-    return read_small(path, most).decode()
+    return read_bounded(path, most).decode()
 
 
 def check_no_links(folder: Path, key: str) -> None:

@@ -1,4 +1,4 @@
-"""fedgen's version: of the installed package, or of this source tree where nothing is installed."""
+"""Version of the installed package, or of the source tree if fedgen is not installed."""
 
 from __future__ import annotations
 

@@ -542,7 +542,7 @@ MUTANTS = [
         "one-name-stands-for-two-runs",
         SITE,
         "if path.exists() and (path.stat().st_size != len(now) or "
-        "read_small(path, len(now)) != now):",
+        "read_bounded(path, len(now)) != now):",
         "if False:",
         f"{SITE_TESTS}::test_a_run_stays_what_it_was",
     ),

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.coins import Coins
-from fedgen.data.labels import check_range, identities, named, numbers
+from fedgen.data.labels import are_names, check_range, identities, named, numbers
 from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
-from fedgen.files import beside, cache, digest, read_arrays, share, users_files
+from fedgen.files import cache, digest, read_arrays, share, temporary_path, user_umask
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -80,14 +80,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Places:
-    """What identifies a record, and what its row number depends on.
+    """Identity of a record, and what its row number depends on.
 
-    Methods that protect a record against replacement by its place (each critic holds the rows at
-    certain places) assume that all others stay where they are.
+    Under replace-one, methods that split rows by their number (GS-WGAN's critics) assume that
+    replacing one record leaves the row numbers of all others unchanged.
 
-    record: what identifies a record; two data sets are neighbours if one such record differs.
-    order: what decides the order of rows.
-    moves: why replacing a record may move others, with a remedy in parentheses; "" where it cannot.
+    record: identity of a record; neighbouring data sets differ in one such record.
+    order: order of the rows.
+    moves: why replacing a record may renumber others, with a remedy in parentheses; else "".
     """
 
     record: str
@@ -103,7 +103,7 @@ class Dataset:
     test_images, test_labels: the real test split.
     writers: who made each training row, (n,) int64, or None.
     classes: number of labels.
-    places: what a record is, and what its row number depends on.
+    places: identity and order of the records.
     persons: whom each training row shows, (n,) int64, or None: by one number, one person.
     unread: names of what was told of rows beside that, and is not looked at.
     names: names of the labels, in order, if these are public.
@@ -280,7 +280,7 @@ def torchvision_set(name: str, root: str | None, kind: str, **_: object) -> Data
 
     load = getattr(torchvision.datasets, kind)
     try:
-        with users_files():
+        with user_umask():
             train, test = (load(str(folder), train=part, download=True) for part in (True, False))
     except (RuntimeError, OSError) as error:
         raise FedgenError(
@@ -404,7 +404,7 @@ def femnist_from_hub(file: Path) -> None:
             "put it there (arrays images, labels, writer), point data.root to it, or connect to a "
             'network and pip install "fedgen[femnist]"',
         ) from error
-    with beside(file) as fresh:
+    with temporary_path(file) as fresh:
         np.savez_compressed(fresh, **arrays)  # type: ignore[arg-type]
         share(fresh)
         fresh.replace(file)
@@ -497,7 +497,7 @@ def from_npz(
     )
     moves = ""
     if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
-        moves = "rows lie in the order of their labels (shuffle the rows of the file)"
+        moves = "rows are sorted by label (shuffle the rows of the file)"
     return checked(
         name,
         as_images(file, arrays["train_images"]),
@@ -565,7 +565,7 @@ def checked(
     """A data set of these arrays.
 
     Args:
-        places: what a record is, and what its row number depends on.
+        places: identity and order of the records.
         persons: whom each row shows; ``writers`` itself where that is who made it.
 
     Raises:
@@ -595,6 +595,10 @@ def checked(
             raise FedgenError("data", problem, "give one of each for every image")
     for split_labels in (labels, test_labels):
         check_range(name, split_labels, classes)
+    if names is not None and not are_names(names):
+        problem = f"{name} has names of labels that cannot be names of folders"
+        remedy = "rename them, name them by data.labels=[...], or set data.names=false"
+        raise FedgenError("data.names", problem, remedy)
     of = None if writers is None else writers.astype(np.int64)
     shown = None if persons is None else persons.astype(np.int64)
     return Dataset(

@@ -38,7 +38,7 @@ from fedgen.data.datasets import (
     root_of,
 )
 from fedgen.data.images import SHOWN, check_conversion, read_images, some_of
-from fedgen.data.labels import are_names, known, named, ordered
+from fedgen.data.labels import known, named, ordered
 from fedgen.data.tables import TABLES, Listed, Record, listed_in
 from fedgen.errors import FedgenError
 from fedgen.files import digest
@@ -66,10 +66,9 @@ def folder(
         channels: 1 makes all of them grey, 3 RGB; None leaves them.
         classes: number of labels of an ``.npz``; a public number, not one to be read off the rows.
         labels: names of the labels, in order: public, also where the images of others, elsewhere,
-            have the same ones and some are missing here; None: the folders that there are. Which
-            folders there are is public, whatever is in them: a label without images has an empty
-            one.
-        names: whether names of labels' folders are published as the labels' names.
+            have the same ones and some are missing here; None: names of the folders. The set of
+            folders is public, empty ones included.
+        names: whether the folders' names are published as names of the labels.
 
     Raises:
         FedgenError: for what is wrong with them, with the files that it is about; of folders first,
@@ -103,9 +102,6 @@ def folder(
     images = read_images(records[0].path.parent, sources, size, channels)
     test = np.array([_is_test(record, coins) for record in records])
     of = np.array([record.label for record in records], dtype=np.int64)
-    if labels is None and names and not are_names(listed.labels):
-        problem = "the labels' folders have names that cannot be published"
-        raise FedgenError("data.path", problem, "rename them, or set data.names=false")
     clients = np.array([record.client for record in records], dtype=np.int64)
     persons = np.array([record.person for record in records], dtype=np.int64)
     return checked(

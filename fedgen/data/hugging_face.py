@@ -4,9 +4,9 @@ images in them; or ``imagefolder``. Nothing else in a folder says what is read: 
 that leads out of it.
 
 Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
-A record is a row of the split, as in an ``.npz``. In ``imagefolder`` a record is a file by its
-name, and rows are in the order of digests of names, since the library orders them by label: an
-image of another label would move all between the two. The test split is ``test``, or
+A record is a row of the split, as in an ``.npz``. In ``imagefolder`` a record is a file, identified
+by its name. Rows are ordered by digests of names: the library orders them by label, so that
+relabelling one image would renumber others. The test split is ``test``, or
 ``validation``: none is drawn, since rows have no names that a draw could go by, and by their places
 one row less would move others between the splits. No code comes with a data set: the library runs
 none since version 4.
@@ -103,7 +103,7 @@ def hugging_face(
 def _places(
     path: str, split: Any, files: Sequence[str | None], labels: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Places]:
-    """The order of rows, and what it depends on."""
+    """Return the order of rows (n,), and the places that result."""
     moves = ""
     if split.info.builder_name == "imagefolder":
         names = [None if file is None else os.path.basename(file) for file in files]  # noqa: PTH119
@@ -115,7 +115,7 @@ def _places(
             return np.array(order), Places("a file by its name", "digests of names", moves)
         moves = "the library orders rows by their labels (copy the images, take data=folder)"
     elif len(np.unique(labels)) > 1 and (np.diff(labels) >= 0).all():
-        moves = "rows lie in the order of their labels (shuffle the rows of the data set)"
+        moves = "rows are sorted by label (shuffle the rows of the data set)"
     return np.arange(len(labels)), Places("a row of the split", "its number", moves)
 
 
@@ -194,11 +194,12 @@ def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool)
     names = [str(name) for name in described]
     if not by_folder:
         return names
-    # the library sorts folders as text, and leaves out empty ones: which labels there are would
-    # follow from a record
-    place = Path(path).expanduser()
-    folders = [each.name for each in place.glob("*/*") if each.is_dir()] if place.is_dir() else []
-    return ordered({*names, *folders})
+    # the library leaves out empty folders: without them the number of labels, which is published,
+    # would depend on a single record
+    folders = [each for each in Path(path).expanduser().rglob("*") if each.is_dir()]
+    homes = {each.parent for each in folders if each.name in names}
+    empty = {each.name for each in folders if each.parent in homes and each.name[0] not in "._"}
+    return ordered({*names, *empty})
 
 
 def _rows(
@@ -237,7 +238,7 @@ def _rows(
 
 
 def _holds_bytes(feature: Any) -> bool:
-    """Whether a column holds images' files: as bytes, or as a struct of bytes (and path)."""
+    """Whether a column holds encoded images: bytes, or a struct of bytes and perhaps a path."""
     datasets = library("data")
     if isinstance(feature, datasets.Image):
         return True

@@ -73,11 +73,11 @@ def numbers(
         values: shape (n,) or (n, 1): integers, booleans or whole floats from 0 to ``classes`` - 1;
             or labels by name.
         classes: number of labels.
-        names: of the labels, in order; None: not known. Where all names are whole numbers, values
-            are names too.
+        names: names of the labels, in order, if known. If all of them are whole numbers, integer
+            values are matched by name.
 
     Raises:
-        FedgenError: for anything else, with the remedy for what it is.
+        FedgenError: for other arrays, with a remedy for each kind.
     """
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
@@ -104,8 +104,11 @@ def numbers(
 def check_range(
     where: str, values: NDArray[np.generic], classes: int, named_labels: bool = False
 ) -> None:
-    """Raises FedgenError for class indices outside 0..``classes`` - 1, with the remedy for the
-    usual causes. ``named_labels``: their number follows from ``data.labels``."""
+    """Raises FedgenError for class indices outside 0..``classes`` - 1.
+
+    Args:
+        named_labels: whether ``classes`` is the number of names in ``data.labels``.
+    """
     if not len(values):
         return
     least, most = int(values.min()), int(values.max())
@@ -124,14 +127,14 @@ def check_range(
 
 
 def _not_one_each(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[str, str]:
-    """Problem and remedy for labels that are no (n,)."""
+    """Return problem and remedy for labels of another shape than (n,)."""
     problem = f"{where} holds labels of shape {values.shape}"
     if values.ndim != 2 or not numeric or not np.isin(values, (0, 1)).all():
         return problem, "give one whole number for each image, (n,)"
     sums = values.sum(1)
     if (sums == 1).all():
         return f"{problem}, one-hot", "give labels.argmax(1)"
-    several = f"{problem}, with {int(sums.min())} to {int(sums.max())} labels an image"
+    several = f"{problem}, multi-label ({int(sums.min())} to {int(sums.max())} per image)"
     return several, "choose one column k: labels[:, k]"
 
 
@@ -141,7 +144,7 @@ def _by_name(
     texts = [_text(value) for value in values.tolist()]
     if names is None:
         some = ",".join(each[:_LONG] for each in ordered(texts)[:_SHOWN])
-        problem = f"{where} holds labels by name, which are not set"
+        problem = f"{where} holds names of labels, and data.labels does not list them"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
     known(texts, names)
     index = {name: number for number, name in enumerate(names)}
@@ -149,7 +152,7 @@ def _by_name(
 
 
 def _text(value: object) -> str:
-    """A label's name; whole floats are written as whole numbers."""
+    """Return a label's name; 5.0 is "5"."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, float) and value.is_integer():
@@ -162,7 +165,7 @@ def identities(where: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
 
     Args:
         where: file and array, for errors.
-        values: shape (n,) or (n, 1): integers, or names, which are numbered in their order.
+        values: shape (n,) or (n, 1): integers, or names, numbered in sorted order.
 
     Raises:
         FedgenError: for anything else.

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,10 +28,11 @@ from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from fedgen.deployment.flower_door import HERE, Bounded, Uvicorn
+from fedgen.deployment import flower_limits
+from fedgen.deployment.flower_limits import LOOPBACK, BodyLimit, LimitedListener
 from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
-from fedgen.files import read_small
+from fedgen.files import read_bounded
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -70,26 +73,35 @@ class _FleetAlone:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
         caller = (scope.get("client") or ("unknown",))[0]
-        if scope["type"] == "lifespan" or caller in HERE or scope["path"].startswith(_OPEN):
+        if scope["type"] == "lifespan" or caller in LOOPBACK or scope["path"].startswith(_OPEN):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await PlainTextResponse("this API answers local callers alone", 403)(
-                scope, receive, send
-            )
+            refused = PlainTextResponse("this API accepts local callers only", 403)
+            await refused(scope, receive, send)
 
 
 def serve(
-    host: str, port: int, ca: Path, certificate: Path, key: Path, database: Path, largest: int
+    bound: Sequence[LimitedListener],
+    ca: Path,
+    certificate: Path,
+    key: Path,
+    database: Path,
+    largest: int,
 ) -> None:
-    """Flower's SuperLink, with keys for nodes and the guard, until the process is told to end.
+    """Run Flower's SuperLink, with node keys and limits, until the process is terminated.
 
     Args:
-        largest: bytes of the largest request that is read.
+        bound: the listening sockets. They are closed in the end.
+        ca, certificate, key: files of the TLS certificates.
+        database: file of the SuperLink's state.
+        largest: limit on the body of a request, in bytes.
     """
     settle()
-    inner, bounds = extensions.get_middleware, Middleware(Bounded, largest=largest)
+    inner, bounds = extensions.get_middleware, Middleware(BodyLimit, largest=largest)
     extensions.get_middleware = lambda: (bounds, Middleware(_FleetAlone), *inner())
-    sys.modules[flower_superlink.__module__].__dict__["uvicorn"] = Uvicorn
+    server = SimpleNamespace(run=partial(flower_limits.serve, bound))
+    sys.modules[flower_superlink.__module__].__dict__["uvicorn"] = server
+    host, port, *_ = bound[0].getsockname()
     place = ["--host", host, "--port", str(port), "--database", str(database)]
     tls = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate)]
     keys = ["--ssl-keyfile", str(key), "--enable-supernode-auth", "--isolation", "process"]
@@ -159,7 +171,7 @@ def link_at(superlink: str, ca: str) -> Link:
         FedgenError: if its certificate cannot be read.
     """
     try:
-        return Link(superlink, read_small(Path(ca).expanduser(), LARGEST))
+        return Link(superlink, read_bounded(Path(ca).expanduser(), LARGEST))
     except (OSError, ValueError) as error:
         problem = f"{ca} cannot be read ({getattr(error, 'strerror', None) or error})"
         raise FedgenError("runtime.ca", problem, "fedgen link makes one") from error

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedgen.errors import FedgenError
-from fedgen.files import read_small, write_whole
+from fedgen.files import read_bounded, write_whole
 
 
 def key_at(path: Path) -> EllipticCurvePrivateKey:
@@ -37,7 +37,7 @@ def key_at(path: Path) -> EllipticCurvePrivateKey:
         public = public_text(made.public_key())
         write_whole(path.with_name(path.name + ".pub"), public, shared=True)
     try:
-        found = load_ssh_private_key(read_small(path, LARGEST), None)
+        found = load_ssh_private_key(read_bounded(path, LARGEST), None)
     except OSError as error:
         raise FedgenError("key", f"{path} cannot be read ({error.strerror})", _NEW) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -61,7 +61,7 @@ def public_at(path: Path) -> bytes:
         FedgenError: if it is none on P-384.
     """
     try:
-        text = read_small(path, LARGEST)
+        text = read_bounded(path, LARGEST)
         found = load_ssh_public_key(text)
     except OSError as error:
         raise FedgenError("accept", f"{path} cannot be read ({error.strerror})", _REMEDY) from error

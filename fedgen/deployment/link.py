@@ -10,7 +10,6 @@ import datetime
 import errno
 import ipaddress
 import re
-import socket
 from pathlib import Path
 
 from cryptography import x509
@@ -29,10 +28,11 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from omegaconf import DictConfig
 
+from fedgen.deployment.flower_limits import LimitedListener, listeners
 from fedgen.deployment.flower_link import link_at, serve
 from fedgen.deployment.keys import LARGEST, public_at
 from fedgen.errors import FedgenError
-from fedgen.files import read_small, write_whole
+from fedgen.files import read_bounded, write_whole
 
 _OWN = ("localhost", "127.0.0.1", "::1")  # by which this machine accepts keys and trains
 _MACHINE = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?")
@@ -55,22 +55,18 @@ def link(config: DictConfig) -> str:
         return f"accepted node {name} ({here.register(node, name)})"
     if type(config.largest) is not int or not 1 <= config.largest <= 2000:
         raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
-    _check_free(config.host, config.port)
+    bound = _listeners(config.host, config.port)
     certificates(home, list(config.hosts), config.days)
     print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
     ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
-    largest = config.largest * 2**20
-    serve(config.host, config.port, ca, certificate, key, home / "link.sqlite", largest)
+    serve(bound, ca, certificate, key, home / "link.sqlite", config.largest * 2**20)
     return "ended"
 
 
-def _check_free(host: object, port: int) -> None:
-    """Raises FedgenError unless this machine can listen there, before anything is made."""
+def _listeners(host: object, port: int) -> list[LimitedListener]:
+    """Bind the link's sockets, before anything is written. Raises FedgenError if that fails."""
     try:
-        family, kind, *_, address = socket.getaddrinfo(str(host), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        return listeners(str(host), port)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
@@ -98,8 +94,8 @@ def certificates(home: Path, names: list[str], days: int) -> None:
         certificate = built.sign(key, SHA256())
         write_whole(home / _CA, certificate.public_bytes(Encoding.PEM), shared=True)
     try:
-        authority = load_pem_private_key(read_small(home / _CA_KEY, LARGEST), None)
-        issuer = x509.load_pem_x509_certificate(read_small(home / _CA, LARGEST)).subject
+        authority = load_pem_private_key(read_bounded(home / _CA_KEY, LARGEST), None)
+        issuer = x509.load_pem_x509_certificate(read_bounded(home / _CA, LARGEST)).subject
         assert isinstance(authority, EllipticCurvePrivateKey)
     except (OSError, ValueError, TypeError, AssertionError) as error:
         raise FedgenError("home", f"{home} has no authority", "restore it, or remove it") from error

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.files import as_json, read_small
+from fedgen.files import as_json, read_bounded
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, Spend
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
@@ -90,7 +90,7 @@ def show(config: DictConfig) -> str:
     if not path.exists():
         raise FedgenError("home", f"no node was at home in {home}", "name a node's folder")
     try:
-        lines = [as_json(each) for each in read_small(path, _LARGEST).decode().splitlines()]
+        lines = [as_json(each) for each in read_bounded(path, _LARGEST).decode().splitlines()]
         runs = {line["run"]: line for line in lines if line["what"] == "opened"}
         words = [_words(line, runs) for line in lines[-config.lines :]]
     except (ValueError, KeyError, TypeError, OSError) as error:

@@ -41,7 +41,7 @@ from fedgen.experiments.settings import label_names
 from fedgen.federation import messages
 from fedgen.federation.client_app import FAILED, REFUSED, ClientHome, Homes, client_app
 from fedgen.federation.signing import Signer, fingerprint
-from fedgen.files import read_small
+from fedgen.files import read_bounded
 from fedgen.privacy.events import Spend, with_draws_seen
 from fedgen.privacy.ledger import Ledger
 from fedgen.version import VERSION
@@ -66,7 +66,7 @@ def node(config: DictConfig) -> str:
         raise FedgenError("superlink", f"cannot be {config.superlink}", "give HOST:PORT")
     place = _place(config, home, Signer(key, None), own)
     try:
-        ca = read_small(Path(config.ca).expanduser(), LARGEST)
+        ca = read_bounded(Path(config.ca).expanduser(), LARGEST)
     except (OSError, ValueError) as error:
         problem = f"{config.ca} cannot be read ({getattr(error, 'strerror', None) or error})"
         raise FedgenError("ca", problem, "take the ca.crt of the coordinator") from error

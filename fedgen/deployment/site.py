@@ -20,7 +20,7 @@ from fedgen.experiments.settings import in_short, label_names
 from fedgen.experiments.spent import check_budget
 from fedgen.federation.client_app import Homes, Site, Terms, died_answering
 from fedgen.federation.signing import Signer
-from fedgen.files import digest, read_small, write_whole
+from fedgen.files import digest, read_bounded, write_whole
 from fedgen.privacy.events import Relation, canonical, with_draws_seen
 from fedgen.privacy.releases import Secure
 from fedgen.privacy.spent import Entry, SpentFile
@@ -196,5 +196,5 @@ def _check_same_as_before(place: Place, request: Request) -> None:
     """Raises RefusedError if a run of this name was another one: under the same coins, or with
     what is left of its budget, another question would be answered."""
     path, now = place.folder(request.run) / _REQUEST, request.text().encode()
-    if path.exists() and (path.stat().st_size != len(now) or read_small(path, len(now)) != now):
+    if path.exists() and (path.stat().st_size != len(now) or read_bounded(path, len(now)) != now):
         raise RefusedError(f"run {request.run} was asked for with other settings before")

@@ -1,4 +1,4 @@
-"""Whether samples look like images at all: by the samples alone, without a private row."""
+"""Detect noise, collapse and divergence from samples alone, without private records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NOISE = 0.1
 """Coherence below which samples look like noise. The 8x8 digits have 0.37, MNIST 0.74,
 Fashion-MNIST 0.83."""
 
-_ALIKE = 4.0  # of 255: a diversity below which samples of a label are one image
-_ALIKE_SHARE = 0.05  # the same, of what sets all samples apart
-_SATURATED = 0.99  # a share of pixels
+_COLLAPSED = 4.0  # of 255: diversity below which samples of a label are nearly equal
+_COLLAPSED_SHARE = 0.05  # the same, relative to the standard deviation over all samples
+_SATURATED = 0.99  # share of pixels that are 0 or 255
 
 Verdict = Literal["diverged", "collapsed", "noise"]
 
@@ -37,8 +37,8 @@ def coherence(images: NDArray[np.uint8]) -> float:
 
 
 def diversity(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> float:
-    """Root mean squared deviation of pixels, 0 to 255, from the mean image of their label: 52 to 58
-    for digits and clothes, 0 where all images of a label are one.
+    """Return the root mean squared deviation of pixels (0 to 255) from the mean image of their
+    label: 0 if all images of a label are equal.
 
     Args:
         images: (n, channels, height, width). labels: (n,).
@@ -51,20 +51,20 @@ def diversity(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> float:
 
 
 def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | None:
-    """Return what is wrong with samples at first sight, None if nothing is.
+    """Return the visible fault of samples, None for none.
 
-    diverged: nearly all pixels are 0 or 255, and images are one or noise.
-    collapsed: samples of a label are alike.
-    noise: neighbouring pixels do not agree.
+    diverged: nearly all pixels are 0 or 255, and images are all equal or uncorrelated noise.
+    collapsed: samples of a label are nearly equal.
+    noise: neighbouring pixels are uncorrelated.
 
     Args:
         images: (n, channels, height, width), several of each label. labels: (n,).
     """
-    within, agreeing = diversity(images, labels), coherence(images)
+    within, correlation = diversity(images, labels), coherence(images)
     whole = float(images.astype(float).std(axis=0).mean())
     saturated = float(((images == 0) | (images == 255)).mean()) >= _SATURATED
-    if saturated and (within < _ALIKE or agreeing < NOISE):
+    if saturated and (within < _COLLAPSED or correlation < NOISE):
         return "diverged"
-    if within < max(_ALIKE, _ALIKE_SHARE * whole):
+    if within < max(_COLLAPSED, _COLLAPSED_SHARE * whole):
         return "collapsed"
-    return "noise" if agreeing < NOISE else None
+    return "noise" if correlation < NOISE else None

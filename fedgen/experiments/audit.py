@@ -43,8 +43,8 @@ from fedgen.reporting.run_dir import RunDir, or_null
 _TOGETHER = (1, 2, 4, 8)  # releases that one attack on the client program sees
 _LEAST_TRIALS = 100
 _TELLING = 4.0  # an epsilon
-_LOUD = 1e9  # a noise multiplier at which values reveal nothing, and bytes should not
-_QUIET = 1e-4  # one at which the neighbours' exact values show
+_HIGH_NOISE = 1e9  # noise multiplier at which values reveal nothing
+_LOW_NOISE = 1e-4  # noise multiplier at which exact values show
 _BYTES = "bytes of a reply"
 
 
@@ -123,7 +123,7 @@ def audit(config: DictConfig) -> Audited:
         found.append(point)
         lines.append(
             f"{_BYTES}, {chosen.releases:,} releases of each of two neighbours at noise "
-            f"multiplier {_LOUD:g}: {_in_words(point, chosen.confidence)}"
+            f"multiplier {_HIGH_NOISE:g}: {_in_words(point, chosen.confidence)}"
         )
     guessed: list[Point] = []
     if chosen.canaries:
@@ -327,16 +327,17 @@ def attack(
 
 
 def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -> Point:
-    """Tell two neighbours apart by the bytes of a client's reply.
+    """Attack the bytes of a client's reply.
 
-    The scores of ``attack`` are linear in the released numbers and cannot see signs of zeros, types
-    or texts. Here the noise is so loud that the numbers reveal nothing, and each feature of the
-    bytes is tried. A frame (all but the numbers) that differs refutes the proof at once.
+    The scores of ``attack`` are linear in the released numbers and cannot detect signs of zeros,
+    types or texts. Here the noise multiplier is so large that the numbers reveal nothing, and each
+    feature of the bytes is tried (``byte_features``). If the frames (all but the numbers) of the
+    two neighbours differ, the proof is refuted.
 
     Returns:
-        The largest lower bound on ε over all kinds of query, beside the ε proven for it.
+        The query with the largest lower bound on ε, and the ε proven for it.
     """
-    method, quiet = ready.at_noise(_LOUD), ready.at_noise(_QUIET)
+    method, quiet = ready.at_noise(_HIGH_NOISE), ready.at_noise(_LOW_NOISE)
     kinds = [kind for kind, worst in enumerate(method.worst_cases()) if not worst.fixed]
     each, found = 1 - (1 - confidence) / max(len(kinds), 1), []
     for kind in kinds:
@@ -366,8 +367,8 @@ def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -
 def _reply(
     method: Method, worst: WorstCase, side: int, coins: Coins
 ) -> tuple[bytes, NDArray[np.generic]]:
-    """One neighbour's reply: the bytes around its numbers, and the numbers. Those of a share, and
-    what an aggregator is trusted with, are the sum's."""
+    """Return the frame and the numbers of one neighbour's reply. With an aggregation other than
+    ``Local`` the numbers are those of the sum."""
     state, shard = (worst.first, worst.second)[side]
     aggregation = (worst.plan or method.plan).aggregation
     sent = method.client.answer(state, worst.query, shard, worst.round, coins)

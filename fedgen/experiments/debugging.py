@@ -35,7 +35,7 @@ from fedgen.experiments import settings, validation
 from fedgen.experiments.generation import draw_samples, load_generator
 from fedgen.experiments.processes import jobs_at_a_time, train_beside
 from fedgen.experiments.sweep import check_same
-from fedgen.files import cache, check_no_links, is_unfinished_file, write_whole
+from fedgen.files import cache, check_no_links, is_temporary, write_whole
 from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.progress import epsilon_in_words
@@ -143,7 +143,7 @@ def _settings_of(config: DictConfig) -> str:
 
 def _check_place(config: DictConfig, place: Path) -> None:
     """Raises FedgenError for a directory of something else, or of another debugging."""
-    if not place.exists() or (place.is_dir() and all(map(is_unfinished_file, place.iterdir()))):
+    if not place.exists() or (place.is_dir() and all(map(is_temporary, place.iterdir()))):
         return
     if not (place / _HELD).is_file():
         raise FedgenError("run_dir", f"{place} holds something else", "choose another")

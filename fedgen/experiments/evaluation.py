@@ -26,7 +26,7 @@ from fedgen.errors import FedgenError
 from fedgen.evaluation.coherence import diversity
 from fedgen.evaluation.frechet import Statistics, frechet_distance, statistics
 from fedgen.evaluation.inception import inception, inception_features
-from fedgen.evaluation.inception_score import inception_score
+from fedgen.evaluation.inception_score import PARTS, inception_score
 from fedgen.evaluation.judge import judge, seen
 from fedgen.evaluation.leakage import membership_inference, memorization, nearest
 from fedgen.evaluation.manifold import precision_and_recall
@@ -38,11 +38,11 @@ from fedgen.experiments.identity import opened
 from fedgen.experiments.settings import Setup
 from fedgen.experiments.unfinished import is_unfinished, unfinished
 from fedgen.files import (
-    beside,
     cache,
     check_no_links,
     digest,
     read_arrays,
+    temporary_path,
     write_shared,
     write_whole,
 )
@@ -193,7 +193,9 @@ def judge_run(
     chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
     done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
-    with beside(pictures, folder=True) as fresh:  # an evaluation that fails leaves the last one
+    with temporary_path(
+        pictures, folder=True
+    ) as fresh:  # an evaluation that fails leaves the last one
         found |= _judged_run(ready, generator, progress, fresh)
         for name in PICTURES:
             (pictures / name).unlink(missing_ok=True)
@@ -229,10 +231,9 @@ PICTURES = ("nearest.png", "distances.png")
 
 
 def check_judged(chosen: DictConfig, data: Dataset) -> None:
-    """Raises FedgenError for a test split that is too small for the judge: an inception score and a
-    covariance of features are of no use then."""
-    if chosen.judge and len(data.test_images) < validation.LEAST_JUDGED:
-        problem = f"takes {validation.LEAST_JUDGED} test images, there are {len(data.test_images)}"
+    """Raises FedgenError for a test split that is too small for an inception score."""
+    if chosen.judge and len(data.test_images) < PARTS:
+        problem = f"needs {PARTS} test images, there are {len(data.test_images)}"
         raise FedgenError("evaluation.judge", problem, "set it to false")
 
 
@@ -259,7 +260,8 @@ def suite(
     Raises:
         FedgenError: if the test split is too small for the judge.
     """
-    check_judged(chosen, data)
+    if distinct is None:
+        check_judged(chosen, data)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     found = utilities(chosen, data, samples, coins, progress)
     if len(data.test_labels):

@@ -27,7 +27,7 @@ from fedgen.experiments import building
 from fedgen.experiments.building import build
 from fedgen.experiments.settings import Setup, published_names
 from fedgen.experiments.unfinished import is_unfinished, unfinished
-from fedgen.files import beside, check_no_links, read_json, read_small, share
+from fedgen.files import check_no_links, read_bounded, read_json, share, temporary_path
 from fedgen.method import Method, PublicFacts, Tensors
 from fedgen.reporting.figures import sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
@@ -82,7 +82,7 @@ def draw_samples(
             progress.show("samples", done, len(labels), "", end=False)
     drawn = torch.cat(batches)
     if not bool(drawn.isfinite().all()):
-        problem = "its generator makes numbers that are not finite"
+        problem = "the generator produces non-finite pixels"
         raise FedgenError("run", problem, "restore it, or ask who made it")
     images: NDArray[np.uint8] = (drawn * 255).round().to(torch.uint8).numpy()
     return images
@@ -158,7 +158,7 @@ def load_generator(path: Path, device: str) -> Published:
     check_no_links(folder, "run")
     found = described(folder, "run")
     try:
-        data = read_small(folder / "generator.safetensors", _LARGEST)
+        data = read_bounded(folder / "generator.safetensors", _LARGEST)
         weights = safetensors.torch.load(data)
         # how many clients there were is not told; more than a draw could be of
         facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
@@ -201,8 +201,8 @@ _MANY = 100  # times the weights of a generator: other networks of its method
 
 @contextlib.contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raises ValueError while networks of more parameters than these are built: a file may ask for
-    any number of layers."""
+    """Raises ValueError once networks register more parameters than this: an untrusted file may
+    set any number of layers."""
     left = [parameters]
 
     def registered(*_: object) -> None:
@@ -343,9 +343,10 @@ def sample(config: DictConfig) -> str:
     with RunProgress(stderr=True) as progress:
         images = draw_samples(published.method, published.weights, labels, coins, progress)
     try:
-        with beside(out, folder=not out.suffix) as new:  # whole, or what was there stays
+        with temporary_path(out, folder=not out.suffix) as new:  # whole, or what was there stays
             _write(out.suffix, images, labels, published, new)
-            share(new)
+            for each in (new, *new.rglob("*")):
+                share(each)
             new.rename(out)
     except OSError as error:
         why = f" ({error.strerror})" if error.strerror else ""

@@ -12,8 +12,7 @@ from omegaconf import DictConfig
 
 from fedgen import factories
 from fedgen.errors import FedgenError
-from fedgen.files import share
-from fedgen.reporting.run_dir import make_folder
+from fedgen.files import user_umask
 
 _FILES = {
     "{kind}.py.txt": "{name}/{name}.py",
@@ -42,14 +41,18 @@ def new(config: DictConfig) -> str:
     for path in wanted:
         if path.exists():
             raise FedgenError("out", f"{path} exists", "choose another name or folder")
-    make_folder(out / name / "configs" / "method")
     templates = resources.files("fedgen.experiments") / "templates"
-    (out / name / "__init__.py").touch()
-    for path, source in wanted.items():
-        text = (templates / source.format(kind=config.kind)).read_text()
-        with path.open("x") as file:
-            file.write(text.replace("NAME", name))
-    share(out / name)
+    try:
+        with user_umask():
+            (out / name / "configs" / "method").mkdir(parents=True, exist_ok=True)
+            (out / name / "__init__.py").touch()
+            for path, source in wanted.items():
+                text = (templates / source.format(kind=config.kind)).read_text()
+                with path.open("x") as file:
+                    file.write(text.replace("NAME", name))
+    except OSError as error:
+        problem = f"{out} cannot be written ({error.strerror})"
+        raise FedgenError("out", problem, "choose another folder") from error
     wrote = [f"wrote {path}" for path in sorted(wanted)]
     check = f"fedgen check method={name}" + (" rounds=20" if config.kind == "dp_sgd" else "")
     told = [*([f"cd {out}"] if str(out) != "." else []), f"export FEDGEN_EXTENSIONS={name}"]

@@ -57,7 +57,8 @@ def publish(
     """
     grid, public = ten_of_each(ready, generator), run_dir.public
     sample_grid(grid, 10, public / "samples.png")
-    share(public)
+    for each in (public, public / "samples.png"):
+        share(each)
     data = safetensors.torch.save({name: value.cpu() for name, value in generator.items()})
     write_whole(public / "generator.safetensors", data, shared=True)
     sha256 = hashlib.sha256(data).hexdigest()

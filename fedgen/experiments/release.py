@@ -14,7 +14,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.identity import check_here, left_open, opened
 from fedgen.experiments.training import train
-from fedgen.files import beside, check_no_links, share
+from fedgen.files import check_no_links, share, temporary_path
 from fedgen.privacy.budget import delta_problem
 from fedgen.reporting.run_dir import RunDir
 
@@ -103,7 +103,7 @@ def _pack(run: RunDir, out: Path) -> None:
     check_no_links(run.public, "run")
     run.check_digests("run")
     try:
-        with beside(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
+        with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
             for file in run.published:
                 member = zipfile.ZipInfo(f"{out.stem}/{file.name}")  # of 1980: no time is told
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16

@@ -48,7 +48,7 @@ from fedgen.federation.failures import DROPPED, Causes, Failure, UnansweredError
 from fedgen.federation.faults import FaultyGrid
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.server_app import server_app
-from fedgen.files import check_no_links, digest, private_files
+from fedgen.files import check_no_links, digest, private_umask
 from fedgen.method import Tensors
 from fedgen.privacy.ledger import Account, larger
 from fedgen.privacy.spent import SpentFile
@@ -78,7 +78,7 @@ def train(config: DictConfig, play: Play | None = None, watch: Watch | None = No
         FedgenError: for a mistake of the user's, or if too few clients answered.
         Interrupted: if the run was asked to end.
     """
-    with private_files():
+    with private_umask():
         return _train(config, play, watch)
 
 
@@ -113,7 +113,7 @@ def _train(config: DictConfig, play: Play | None, watch: Watch | None) -> Path:
             if opened(run_dir.path, "resume")[2] != identity:
                 problem = f"{run_dir.path} was changed by another process just now"
                 raise FedgenError("resume", problem, "try again")
-            run_dir.make_ready()
+            run_dir.prepare_resume()
             if longer is not None:
                 enter(ready, run_dir, name)  # which may cost more now
                 run_dir.set_aside(before.rounds)
@@ -154,9 +154,7 @@ def _check_masks(config: DictConfig, play: Play | None) -> None:
 
 
 def _check_rows(ready: Setup) -> None:
-    """Raises FedgenError unless rows are where the runtime looks for them, and enough of them."""
-    if ready.config.evaluation.samples:
-        check_judged(ready.config.evaluation, ready.dataset)
+    """Raises FedgenError unless rows are where the runtime looks for them and suffice to judge."""
     config, deployed = ready.config, ready.config.names.runtime == "deployed"
     if deployed and not ready.dataset.elsewhere:
         problem = "asks nodes with rows of their own, and reads none here"
@@ -170,6 +168,8 @@ def _check_rows(ready: Setup) -> None:
     if deployed and (ready.faults.total or config.corruption.fraction):
         problem = "faults and bugs are planted in simulations alone"
         raise FedgenError("runtime", problem, "set runtime.faults and corruption.fraction to 0")
+    if config.evaluation.samples and ready.method.server.distinct is None:
+        check_judged(config.evaluation, ready.dataset)
 
 
 class Training:

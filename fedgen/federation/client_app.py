@@ -49,7 +49,7 @@ stays with the client, in ``errors.jsonl``."""
 REFUSED = 104
 """The code of a site whose policy does not allow what is asked; why is in its own log."""
 
-_ANSWERS = "integer noise on a grid, sums in parts"
+_ANSWERS = "exact noise on a grid with one zero, sums in parts"
 """To be changed with whatever makes an answer to the same question another one: a run that an older
 version began must not take its answers for repeats, which cost nothing."""
 

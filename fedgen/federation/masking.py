@@ -6,7 +6,7 @@ of neighbours of Bell et al. 2020 ("SecAgg+") where there are many clients.
     shares    each deals shares of its two secrets to itself and its neighbours, sealed: of the key
               that its masks with neighbours follow from, and of the seed of a mask of its own
     masked    words + own mask + masks with those neighbours that dealt (minus, if their number is
-              smaller), modulo 2^32: uniform for whoever lacks one of these
+              smaller), modulo the ring: uniform for whoever lacks one of these
     reveal    for each of these one share: of its seed if its words arrived, of its key if not
 
 The masks of neighbours cancel in the sum. The server takes away the own masks of those that
@@ -146,11 +146,11 @@ def _degree(count: int, threshold: int, colluders: int) -> int:
 
 
 def check_keys(announced: bytes) -> None:
-    """Raises ValueError for public keys with which no secret can be agreed on: those of small order
-    (all zeros, say), or one key for both purposes."""
+    """Raises ValueError for public keys of small order, such as zeros, with which no secret can be
+    agreed on, and for one key in both roles."""
     mask_key, box_key = announced[:32], announced[32:KEY_BYTES]
     if mask_key == box_key:
-        raise ValueError("one key for two purposes")
+        raise ValueError("one key in two roles")
     for key in (mask_key, box_key):
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
 
@@ -300,7 +300,8 @@ def unmasked(
 
 
 def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
-    """Uniform words of ``dtype``, uint32 or uint64: AES-256 in counter mode. A key serves once."""
+    """Return uniform words of ``dtype`` (uint32 or uint64) by AES-256 in counter mode. A key must
+    be used once."""
     cipher = Cipher(AES256(key), CTR(bytes(16))).encryptor()
     text = cipher.update(bytes(dtype.itemsize * count))
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)

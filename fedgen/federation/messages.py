@@ -375,7 +375,7 @@ def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
 
 
 def frame_of(answer: Answer) -> tuple[bytes, NDArray[np.generic]]:
-    """Split an answer as it is sent: the bytes around its numbers, and the numbers."""
+    """Return the frame of a packed answer (everything but the numbers), and the numbers."""
     [numbers] = answer.arrays.values()
     content = pack_answer(answer)
     frame = [[*map(repr, content[_FACTS].items())]]

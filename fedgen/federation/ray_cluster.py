@@ -18,7 +18,7 @@ import psutil
 
 from fedgen.errors import FedgenError, lacks
 
-_FOLDER = "fedgen-ray-"
+_FOLDER, _OWNER = "fedgen-ray-", "fedgen-owner"
 _END_SECONDS = 20.0  # to leave a cluster
 _KNOCK_SECONDS = 10.0  # for a cluster's address to answer
 
@@ -43,7 +43,7 @@ def cluster(address: str | None) -> Iterator[None]:
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_term)  # Ray has put its own there
-        except Exception as error:  # Ray raises it bare where it did not start in time
+        except Exception as error:  # what Ray raises if it does not start in time
             _leave()
             if lacks(error) is not None:
                 raise
@@ -65,7 +65,7 @@ def cluster(address: str | None) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Leaves a cluster, but waits no longer than that: its head may be gone."""
+    """Disconnect from a cluster, within ``_END_SECONDS`` even if its head node is gone."""
     import ray
 
     ending = threading.Thread(target=ray.shutdown, daemon=True)
@@ -84,16 +84,35 @@ def be_quiet() -> None:
 
 @contextmanager
 def ray_folder() -> Iterator[str]:
-    """A folder for a Ray cluster of this process. Those of processes that were killed go now."""
+    """Create a folder for a Ray cluster of this process, and remove those of killed processes."""
     for path in Path("/tmp").glob(f"{_FOLDER}*"):  # Ray's sockets need a short path
-        owner = path.name.removeprefix(_FOLDER).split("-")[0]
-        if not (owner.isdigit() and psutil.pid_exists(int(owner))):
+        if _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
-    place = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir="/tmp")
+    place = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
+    (Path(place) / _OWNER).write_text(_process(os.getpid()))
     try:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a process of this user and host created this folder and is gone, by its mark."""
+    try:
+        mark = (path / _OWNER).read_text()
+        host, pid, _ = mark.split()
+        if path.is_symlink() or path.lstat().st_uid != os.getuid() or host != socket.gethostname():
+            return False
+        return not psutil.pid_exists(int(pid)) or _process(int(pid)) != mark
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def _process(pid: int) -> str:
+    """Identity of a process, whose number may be used again after its end."""
+    return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time()}"
 
 
 def _knock(address: str) -> None:

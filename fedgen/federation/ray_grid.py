@@ -44,9 +44,10 @@ _PATIENCE_SECONDS = 60.0  # for actors to start, between two lines that say so
 _MOST_GIVEN_UP = 32  # messages of an actor that took too long
 _PAUSE_SECONDS = 0.5  # before an actor that is being started again is called again
 _MOST_UNSETTLED = 240  # such pauses in a row
-_LOST_SECONDS = 30.0  # for an actor to be placed again; then its clients move to others
-_PROBE_EVERY_SECONDS = 10.0  # between two questions to the cluster's head
-_PROBE_SECONDS = 25.0  # for its answer: Ray ends a process that hears nothing for a minute
+_LOST_SECONDS = 60.0  # for Ray to restart an actor; then its clients move to others
+_ALONE_SECONDS = 240.0  # the same, where no other actor is left
+_PROBE_EVERY_SECONDS = 10.0  # between two requests to the head node
+_PROBE_SECONDS = 25.0  # for its response: Ray exits a process that gets none for a minute
 _LIVES = 3  # deaths of its actor until a message is given up
 
 
@@ -84,9 +85,8 @@ def run(
         app = partial(_app, replace(site, shard=_Fetched(shards)))
         most = min(actors or clients, clients)
         sums = site.terms.aggregation.adds_up and not site.terms.masks
-        told = (app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
-        grid = RayGrid.of(*told, moves=not site.terms.masks)
-        start(server, grid)
+        settings = (app, clients, timeout, site.threads, num_cpus, num_gpus, most, sums)
+        start(server, RayGrid.of(*settings, moves=not site.terms.masks))
 
 
 def _app(site: Site) -> ClientApp:
@@ -142,7 +142,7 @@ class _Host:
 
     def __init__(self) -> None:
         keep_freed_memory()
-        os.umask(0o077)  # as in the process that trains: clients' states are written here
+        os.umask(0o077)  # as in ``private_umask``: this process writes clients' states
         identify_process(run_id=1)
         self._todo: SimpleQueue[Message] = SimpleQueue()
         self._done: SimpleQueue[Message] = SimpleQueue()
@@ -246,22 +246,22 @@ class _Seat:
     suspects: deque[Message] = field(default_factory=deque)
     call: Any = None
     settling: bool = False
-    since: float = 0.0  # when settling began
+    since: float = 0.0  # start of settling
     unsettled: int = 0  # times in a row that it could not be told
 
 
 class RayGrid(OwnGrid):
-    """A Grid over actors that are homes to clients.
+    """Grid over Ray actors, each of which serves some of the clients.
 
-    An actor whose machine has left the cluster, and that finds no other within ``_LOST_SECONDS``,
-    is given up: its clients move to those that are left, by their files. As soon as the cluster has
-    room again, another actor takes them.
+    An actor that Ray does not restart within ``_LOST_SECONDS``, because its node has left the
+    cluster, is removed, and the remaining actors load its clients' states. When the cluster has
+    room again, a new actor takes over a part of the clients.
 
     Args:
-        start: makes a new actor of the cluster.
-        place: (actors wanted) -> how many more there is room for, now.
-        moves: whether clients may change actors between messages: not where an actor's memory holds
-            the secrets of a round's masks.
+        start: creates an actor.
+        room: number of actors wanted -> how many of them the cluster has room for.
+        moves: whether clients may move to a new actor between messages. Not under masks, whose
+            secrets an actor holds in memory for the duration of a round.
     """
 
     def __init__(
@@ -270,15 +270,15 @@ class RayGrid(OwnGrid):
         tenancy: Any,
         clients: int,
         start: Callable[[], Any],
-        place: Callable[[int], int],
+        room: Callable[[int], int],
         moves: bool,
     ) -> None:
         super().__init__(clients)
-        self._moves, self._room = moves, 0
-        self._tenancy, self._start, self._place = tenancy, start, place
+        self._moves, self._free = moves, 0
+        self._tenancy, self._start, self._room = tenancy, start, room
         self._seats = [_Seat(actor) for actor in actors]
-        self._homes = list(self._seats)  # by client modulo their number
-        self._joining: _Seat | None = None
+        self._assigned = list(self._seats)  # client modulo length -> seat
+        self._replacement: _Seat | None = None
         self._probed = time.monotonic()
         self._probe: threading.Thread | None = None
         self._deaths: dict[str, int] = {}
@@ -310,7 +310,7 @@ class RayGrid(OwnGrid):
         )
         actors = [host.remote() for _ in range(_pool(there, num_cpus, num_gpus, most))]
 
-        def place(wanted: int) -> int:
+        def room(wanted: int) -> int:
             left: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             try:
                 return _pool(left, num_cpus, num_gpus, wanted)
@@ -333,18 +333,18 @@ class RayGrid(OwnGrid):
                     f"Ray's actors do not start: {str(error).strip().splitlines()[-1]}",
                     "install the same fedgen on every machine of the cluster",
                 ) from error
-        return cls(actors, tenancy, clients, host.remote, place, moves)
+        return cls(actors, tenancy, clients, host.remote, room, moves)
 
     def _send(self, name: str, message: Message) -> None:
-        self._take_over()
+        self._rebalance()
         client = client_of(message.metadata.dst_node_id)
-        self._homes[client % len(self._homes)].queue.append(message)
+        self._assigned[client % len(self._assigned)].queue.append(message)
 
     def _pull(self, asked: list[str]) -> list[Message]:
         import ray
 
-        self._give_up_lost()
-        self._join()
+        self._drop_lost()
+        self._add_replacement()
         for seat in self._seats:
             self._call(seat)
         calls = {seat.call: seat for seat in self._seats if seat.call is not None}
@@ -395,67 +395,69 @@ class RayGrid(OwnGrid):
             seat.since = time.monotonic()
         seat.settling, seat.call = True, seat.actor.settle.remote(self._tenancy)
 
-    def _give_up_lost(self) -> None:
-        """Moves the clients of actors that find no machine to those that are left.
+    def _drop_lost(self) -> None:
+        """Move the clients of actors that Ray does not restart to the remaining ones.
 
         Raises:
-            UnansweredError: if none is left.
+            UnansweredError: if no actor remains.
         """
         import ray
 
         now = time.monotonic()
         for seat in [s for s in self._seats if s.settling and now - s.since > _LOST_SECONDS]:
-            ray.kill(seat.actor, no_restart=True)  # so that none writes a client's files any more
-            self._seats.remove(seat)
-            if seat is self._joining:
-                self._joining = None
-            left = [each for each in self._seats if not each.settling] or self._seats
+            left = [each for each in self._seats if not each.settling]
+            if not left and now - seat.since <= _ALONE_SECONDS:
+                continue  # it may just take long to start
             if not left:
                 raise UnansweredError(
-                    "runtime.address",
-                    f"no machine of the Ray cluster has had room for {_LOST_SECONDS:g} s",
-                    "add a machine, and go on with resume=",
+                    "runtime",
+                    f"Ray restarted no actor within {_ALONE_SECONDS:g} s",
+                    "add a machine to the cluster, and go on with resume=",
                 )
-            for number, home in enumerate(self._homes):
-                if home is seat:
-                    self._homes[number] = left[number % len(left)]
+            ray.kill(seat.actor, no_restart=True)  # so that it writes no client's files any more
+            self._seats.remove(seat)
+            if seat is self._replacement:
+                self._replacement = None
+            for number, assigned in enumerate(self._assigned):
+                if assigned is seat:
+                    self._assigned[number] = left[number % len(left)]
             for message in (*seat.out.values(), *seat.suspects, *seat.queue):
                 self._send(message.metadata.message_id, message)
 
-    def _join(self) -> None:
-        """Starts an actor in place of a lost one, once the cluster has room."""
-        missing = len(self._homes) - len(self._seats)
-        if not missing or self._joining is not None or not self._moves:
+    def _add_replacement(self) -> None:
+        """Start an actor in place of a lost one when the cluster has room."""
+        missing = len(self._assigned) - len(self._seats)
+        if not missing or self._replacement is not None or not self._moves:
             return
-        if self._room:
-            self._room = 0
+        if self._free:
+            self._free = 0
             seat = _Seat(self._start())
             self._seats.append(seat)
-            self._joining = seat
+            self._replacement = seat
             self._settle(seat)
 
-    def _take_over(self) -> None:
-        """Gives an actor that has joined clients of the one that has most, while no message is in
-        the hands of any: two actors must not work for one client at a time."""
-        if self._joining is None or self._joining.settling:
+    def _rebalance(self) -> None:
+        """Assign half of the busiest actor's clients to a new one, while no message is pending: two
+        actors must never serve one client at a time."""
+        if self._replacement is None or self._replacement.settling:
             return
         if any(seat.queue or seat.out or seat.suspects for seat in self._seats):
             return
-        counts = Counter(id(home) for home in self._homes)
-        most = max(self._homes, key=lambda home: counts[id(home)])
-        theirs = [number for number, home in enumerate(self._homes) if home is most]
+        counts = Counter(map(id, self._assigned))
+        most = max(self._assigned, key=lambda each: counts[id(each)])
+        theirs = [number for number, each in enumerate(self._assigned) if each is most]
         for number in theirs[: len(theirs) // 2]:
-            self._homes[number] = self._joining
-        self._joining = None
+            self._assigned[number] = self._replacement
+        self._replacement = None
 
     def _ask(self) -> None:
-        """Asks the cluster's head how much room there is, in a thread: it may never answer."""
-        with contextlib.suppress(Exception):  # an answer, too
-            self._room = self._place(1)
+        """Ask the head node for free resources; in a thread, as it may never answer."""
+        with contextlib.suppress(Exception):  # an error is an answer, too
+            self._free = self._room(1)
 
     def _check_cluster(self) -> None:
-        """Raises UnansweredError if the cluster's head does not answer, though actors may: Ray ends
-        a process that hears nothing of it for a minute, without a word to that process."""
+        """Raises UnansweredError if the head node does not answer, even if actors do: Ray would
+        exit this process after a minute."""
         now = time.monotonic()
         if self._probe is None or not self._probe.is_alive():
             if now - self._probed > _PROBE_EVERY_SECONDS:
@@ -463,8 +465,8 @@ class RayGrid(OwnGrid):
                 self._probe.start()
         elif now - self._probed > _PROBE_SECONDS:
             raise UnansweredError(
-                "runtime.address",
-                f"the head of the Ray cluster has not answered for {_PROBE_SECONDS:g} s",
+                "runtime",
+                f"the head node of the Ray cluster has not answered for {_PROBE_SECONDS:g} s",
                 "start it again, and go on with resume=",
             )
 

@@ -70,9 +70,9 @@ def under_masks(
     """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
     them with the first. ``signed``: whether clients sign what the others rely on.
 
-    A client whose keys or shares the protocol does not allow is left out as if it were silent, by
-    name: were they passed on, honest clients would refuse them and be taken for the ones at fault.
-    What is wrong with words, or with a revealed share, cannot be told from outside.
+    A client whose keys or shares violate the protocol is named and treated as a dropout. If they
+    were passed on, honest clients would reject them and be blamed. Invalid words and revealed
+    shares cannot be attributed.
 
     Raises:
         UnansweredError: if too few answer or help.
@@ -99,7 +99,7 @@ def under_masks(
     length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
     announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), announcement)
     halves = Counter(half for text in announced.values() for half in (text[:32], text[32:64]))
-    # of two clients with one key nobody can tell who copied it
+    # who copied a key cannot be told: both are dropouts
     told_keys = {
         client: text
         for client, text in announced.items()

@@ -181,22 +181,22 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
 
 
 def _is_floor(leaves: Leaves, delta: float, relation: Relation) -> bool:
-    """Whether the RDP bound of a spend is the least that its orders can state: noise ten times as
-    loud hardly lowers it. As a second opinion it would be no estimate."""
-    louder: Leaves = tuple((_with_noise(event, 10), count) for event, count in leaves)
-    return _by_rdp(louder, delta, relation) > 0.8 * _by_rdp(leaves, delta, relation)
+    """Whether the RDP bound of a spend is limited by its orders: ten times the noise barely lowers
+    it, and it estimates nothing."""
+    noisier: Leaves = tuple((_with_noise(event, 10), count) for event, count in leaves)
+    return _by_rdp(noisier, delta, relation) > 0.8 * _by_rdp(leaves, delta, relation)
 
 
 def _with_noise(event: DpEvent, factor: float) -> DpEvent:
-    """The same leaf at ``factor`` times its noise multiplier."""
-    louder = GaussianDpEvent(_gaussian(event).noise_multiplier * factor)
+    """Return a leaf with ``factor`` times its noise multiplier."""
+    noisier = GaussianDpEvent(_gaussian(event).noise_multiplier * factor)
     match event:
         case PoissonSampledDpEvent(sampling_probability=rate):
-            return PoissonSampledDpEvent(rate, louder)
+            return PoissonSampledDpEvent(rate, noisier)
         case SampledWithoutReplacementDpEvent(source_dataset_size=population, sample_size=taken):
-            return SampledWithoutReplacementDpEvent(population, taken, louder)
+            return SampledWithoutReplacementDpEvent(population, taken, noisier)
         case _:
-            return louder
+            return noisier
 
 
 def _gaussian(event: DpEvent) -> GaussianDpEvent:
@@ -270,7 +270,7 @@ def _smallest_epsilon(delta_at: Callable[[float], float], delta: float, to: floa
 
 
 def _gaussian_rdp(mu: float, delta: float) -> float:
-    # beyond the usual orders, so that a small epsilon is not the floor log(1 / delta) / order
+    # high orders, since the bound is at least log(1 / delta) / order
     high = np.geomspace(ORDERS[-1], 1e12, 2000)
     orders = np.concatenate([np.linspace(1.01, 2, 100), np.asarray(ORDERS, dtype=float), high])
     return _rdp_to_epsilon(orders, orders * mu**2 / 2, delta)
@@ -465,7 +465,7 @@ def _claimed(spend: tuple[tuple[DpEvent, int], ...], delta: float, relation: Rel
         drawn = any(isinstance(event, SampledWithoutReplacementDpEvent) for event, _ in spend)
         if best < max(orders) or max(orders) >= _HIGHEST_ORDER or drawn:
             return float(found)
-        orders.append(2 * max(orders))  # at the last order, what is found is its floor
+        orders.append(2 * max(orders))  # the last order is the best: higher ones may be better
 
 
 _THEIRS = {

@@ -68,7 +68,7 @@ def _error_rates(
 def _threshold(
     a: Scores, b: Scores, confidence: float, worth: Callable[[float, float], float]
 ) -> tuple[float, float]:
-    """Return the threshold that is worth most on these scores, and its worth."""
+    """Return the threshold with the largest worth on these scores, and that worth."""
     thresholds = np.quantile(np.concatenate([a, b]), np.linspace(0.005, 0.995, _THRESHOLDS))
     of = {t: worth(*_rates(a, b, t, confidence)) for t in np.unique(thresholds).tolist()}
     best = max(of, key=of.__getitem__)
@@ -89,15 +89,15 @@ def _at_most(count: int, of: int, error: float) -> float:
 
 
 def byte_features(array: NDArray[np.generic], places: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Count what the bytes of an array hold besides its values.
+    """Count properties of an array's bytes that its values need not have.
 
     Args:
         array: numbers of one release.
-        places: a group of each entry, of the same shape: -1, 0 or 1.
+        places: group of each entry (-1, 0 or 1), of the same shape.
 
     Returns:
-        For each group, counts over its entries: negative zeros, positive zeros, subnormal and
-        non-finite numbers (0 for integers), then words with each bit set, the lowest first.
+        For each group: numbers of negative zeros, positive zeros, subnormal and non-finite entries
+        (0 for integers), then of entries with each bit set, lowest first.
     """
     counts: list[int] = []
     for group in (-1, 0, 1):
@@ -117,13 +117,13 @@ def byte_features(array: NDArray[np.generic], places: NDArray[np.int8]) -> NDArr
 def feature_lower_bound(
     first: NDArray[np.float64], second: NDArray[np.float64], delta: float, confidence: float
 ) -> float:
-    """As ``lower_bound``, by the feature that tells two neighbours apart best.
+    """As ``lower_bound``, for the feature that best distinguishes two neighbours.
 
-    The feature is chosen on the first halves, as its threshold is, so that the choice costs no
-    confidence.
+    Feature and threshold are chosen on the first halves of the releases and evaluated on the
+    second, so that the choice does not affect the confidence.
 
     Args:
-        first, second: features of releases on two neighbours (releases, features).
+        first, second: features of releases on two neighbours, (releases, features).
     """
     half, implied = len(first) // 2, partial(_implied, delta=delta)
 

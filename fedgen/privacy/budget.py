@@ -65,13 +65,13 @@ def smaller(first: Epsilon | None, second: Epsilon) -> Epsilon:
 
 
 LARGEST_DELTA = 0.01
-"""δ from which no guarantee is stated in words: one record in a hundred may be published whole."""
+"""Largest δ of a release, whatever the number of records."""
 
 
 def delta_limit(protected: int | None) -> float:
-    """Return the largest δ of a release: 1/n for n protected records, clients or persons (a
-    mechanism that publishes each record whole with probability δ is (0, δ)-private), and at most
-    ``LARGEST_DELTA``.
+    """Return the largest δ of a release: 1/n for n protected records, clients or persons, and at
+    most ``LARGEST_DELTA``. A mechanism that publishes each record in full with probability δ is
+    (0, δ)-private.
 
     Args:
         protected: public number of protected units; None: unknown.
@@ -80,7 +80,7 @@ def delta_limit(protected: int | None) -> float:
 
 
 def delta_problem(delta: float, protected: int | None, unit: str) -> tuple[str, str] | None:
-    """Return what is wrong with a δ above ``delta_limit``, and what to do; None if nothing is."""
+    """Return problem and remedy for a δ above ``delta_limit``; None for a smaller one."""
     limit = delta_limit(protected)
     if delta <= limit:
         return None

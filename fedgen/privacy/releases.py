@@ -121,7 +121,7 @@ class Secure:
     """Each of the ``asked`` clients adds a share of the noise; see the module.
 
     threshold: answers without which nothing is opened. colluders: clients that tell the server what
-        they added. bits: of a word of the ring; 64 where 32 have no room for the sum (``fits``).
+        they added. bits: width of a word of the ring; 64 if the sum does not fit 32 (``fits``).
     """
 
     asked: int
@@ -132,7 +132,7 @@ class Secure:
 
     @property
     def arrive_as(self) -> tuple[torch.dtype, ...]:
-        """Types of words that are taken in."""
+        """Accepted types of words."""
         return (torch.int32,) if self.bits == 32 else (torch.int64,)
 
     @property
@@ -182,13 +182,12 @@ class Secure:
 
     @property
     def _most(self) -> float:
-        """Units of the grid that a sum may be long."""
+        """Largest absolute value of a sum, in units of the grid."""
         return 0.9 * 2.0 ** (self.bits - 1)
 
     def fits(self, std: float, largest: float) -> bool:
-        """Whether a sum whose entries are at most ``largest`` has room in the ring beside its
-        noise, and each contribution is a whole number that double precision knows exactly. What
-        goes past is of no use; it harms nobody's privacy."""
+        """Whether the ring holds a sum with entries up to ``largest`` plus its noise, and double
+        precision represents each contribution exactly. An overflow spoils the sum, not privacy."""
         share = self.share_std(std)
         grid = grid_of(share, _SHARE_BITS)
         noise = _TAIL * share * math.sqrt(self.asked)

@@ -27,7 +27,7 @@ from fedgen.files import (
     as_json,
     check_no_links,
     digest,
-    is_unfinished_file,
+    is_temporary,
     read_json,
     read_yaml,
     to_disk,
@@ -51,7 +51,7 @@ _OF_A_NEW_RUN = (
     *("SERVER_SIDE.md", "run.json", "config.yaml", "nodes.json", "partition.png", "unanswered"),
     *("clients", "samples", "public", "checkpoints", "metrics.jsonl", "failures.jsonl"),
 )
-"""What there is of a run before a client is asked."""
+"""What a run may create before it asks a client."""
 _LINE_BYTES = 2**16  # more than a line of metrics has
 _LOOK_SECONDS = 1.0  # that others take for a look, at most
 
@@ -108,7 +108,7 @@ class RunDir:
         self._failures = path / "failures.jsonl"
         self._sums = path / "sums.jsonl"
         self._opened: dict[str, str] | None = None
-        self._made, self._before = False, set[str]()  # of a new one: whether, and what was there
+        self._made, self._before = False, set[str]()  # whether ``create`` made it; what was there
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
@@ -142,25 +142,26 @@ class RunDir:
         return run
 
     def undo(self) -> None:
-        """Remove what this process made of a new run directory in which nothing was begun."""
+        """Remove what this process created of a new run, before any client was asked."""
         for name in _OF_A_NEW_RUN:
             left = self.path / name
             if left.is_symlink() or (name in self._before and not left.is_dir()):
                 continue
             with suppress(FileNotFoundError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-                if name in self._before:  # it was empty, or no run could have begun here
+                if name in self._before:  # an empty folder (``_is_free``)
                     left.mkdir(0o700)
         if self._made:
             with suppress(OSError):  # unless somebody put something there
                 self.path.rmdir()
 
-    def make_ready(self) -> None:
-        """Before a run that goes on writes anything: make folders again that are missing (archives
-        and git leave out empty ones), and look for what stands in the way.
+    def prepare_resume(self) -> None:
+        """Reject conflicting paths and recreate missing folders, which archives and git leave out
+        when they are empty. To be called before a resumed run writes.
 
         Raises:
-            FedgenError: for something else where a file or folder of the run belongs.
+            FedgenError: for a file in the place of a folder of the run, or a folder in that of a
+                file.
         """
         for folder in (self.clients, self.samples, self.public, self.checkpoints):
             if folder.exists() and not folder.is_dir():
@@ -447,7 +448,6 @@ def _append(path: Path, line: object, durable: bool = False) -> None:
             file.truncate(file.seek(0, os.SEEK_END) - torn)
         file.write(json.dumps(line).encode() + b"\n")
         if durable:
-            file.flush()
             to_disk(file, path)
 
 
@@ -484,7 +484,7 @@ def _of_no_run(path: Path) -> bool:
             return path.is_file() and {"run", "branch"} <= set(read_json(path))
         except (OSError, ValueError, TypeError):
             return False
-    return is_unfinished_file(path)
+    return is_temporary(path)
 
 
 def schema(name: str) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from fedgen.federation.in_process import InProcessGrid
 from fedgen.privacy import releases
 from fedgen.privacy.releases import Local
 
-LOUD = 1e9
+HIGH_NOISE = 1e9
 """The largest noise multiplier. One record changes a released integer of d with probability below
-2 sqrt(d) / LOUD (the seed is fixed): 3e-7 for the largest release here."""
+2 sqrt(d) / HIGH_NOISE (the seed is fixed): 3e-7 for the largest release here."""
 
 TRIALS = 6
 
@@ -53,7 +53,7 @@ def to_bytes(content: RecordDict) -> bytes:
     return recorddict_to_proto(content).SerializeToString(deterministic=True)
 
 
-def loud(method: str, words: list[str]) -> Setup:
+def at_high_noise(method: str, words: list[str]) -> Setup:
     own = [] if method == "fedavg_gan" else ["method.draws=server"]
     words = tiny(method, *words, *(own if words else []), "rounds=4")
     return setup(compose("audit", [f"method={method}", *words, "audit.canaries=0"]))
@@ -61,7 +61,7 @@ def loud(method: str, words: list[str]) -> Setup:
 
 def replies(ready: Setup) -> Iterator[tuple[bytes, bytes]]:
     """What two neighbours send, or what is made of it by an aggregator that clients trust."""
-    method = ready.at_noise(LOUD)
+    method = ready.at_noise(HIGH_NOISE)
     for worst in method.worst_cases():
         for trial in range(TRIALS):
             both = []
@@ -81,14 +81,14 @@ def replies(ready: Setup) -> Iterator[tuple[bytes, bytes]]:
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_neighbours_send_the_same_bytes(method: str, aggregation: str) -> None:
-    pairs = list(replies(loud(method, SECURE if aggregation == "secure" else [])))
+    pairs = list(replies(at_high_noise(method, SECURE if aggregation == "secure" else [])))
     assert len(pairs) >= TRIALS
     assert sum(first != second for first, second in pairs) == 0
 
 
 @pytest.mark.parametrize("method", ["dpgan_small", "psg_small", "mixture_small"])
 def test_whole_clients_send_the_same_bytes(method: str) -> None:
-    pairs = list(replies(loud(method, [*SECURE[:2], "privacy.unit=client"])))
+    pairs = list(replies(at_high_noise(method, [*SECURE[:2], "privacy.unit=client"])))
     assert sum(first != second for first, second in pairs) == 0
 
 
@@ -130,7 +130,7 @@ def test_a_run_sends_and_publishes_the_same_bytes(
         sent.clear()
         words = [*tiny(method), *PARTITIONS[clients], "rounds=2", "data=folder"]
         data = ["data.path=digits.npz", "data.classes=10", "data.public_rows=60"]
-        noise = ["privacy.target_epsilon=null", f"privacy.noise_multiplier={LOUD:g}"]
+        noise = ["privacy.target_epsilon=null", f"privacy.noise_multiplier={HIGH_NOISE:g}"]
         own = ["privacy.adversary=release"] if trusting(method) else []
         run = folder / "run"
         line = ["train", f"method={method}", *words, *data, *noise, *own, f"run_dir={run}"]

@@ -321,7 +321,7 @@ def test_names_that_are_no_unicode(tmp_path: Path) -> None:
     (tmp_path / "a" / "0.png").rename(tmp_path / "a" / f"{odd}.png")
     assert read(str(tmp_path)).classes == 1
     draw(tmp_path / odd, 20)
-    with pytest.raises(FedgenError, match="names that cannot be published") as raised:
+    with pytest.raises(FedgenError, match="cannot be names of folders") as raised:
         read(str(tmp_path))
     str(raised.value).encode()
     assert read(str(tmp_path), names=False).classes == 2

@@ -124,6 +124,20 @@ def test_a_changed_label_moves_no_other_image(tmp_path: Path) -> None:
         for image in (tmp_path / "after" / split / "b").iterdir():
             image.unlink()
     assert hugging_face(str(tmp_path / "after")).names == ("a", "b", "c")
+    nested = pictures(tmp_path / "deeper" / "images", 30).parent
+    assert hugging_face(str(nested)).names == ("a", "b", "c")
+
+
+def test_names_that_cannot_name_folders_are_not_published(tmp_path: Path) -> None:
+    """A generator with such names could not be loaded."""
+    images, labels = made()
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        file = tmp_path / "set" / f"{split}.parquet"
+        write_parquet(images, labels.tolist(), ["cat/dog", "bird"], file)
+    with pytest.raises(FedgenError, match=r"data\.names: .*cannot be names of folders"):
+        hugging_face(str(tmp_path / "set"))
+    assert hugging_face(str(tmp_path / "set"), names=False).names is None
 
 
 def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path) -> None:

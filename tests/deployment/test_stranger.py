@@ -17,12 +17,12 @@ import psutil
 import pytest
 from deployed import Deployment
 
-from fedgen.deployment.flower_door import (
-    LEAST_RATE,
-    MOST_CONNECTIONS,
-    PATIENCE_SECONDS,
-    SMALL_BODY,
-    Bounded,
+from fedgen.deployment.flower_limits import (
+    MAX_ANONYMOUS_BODY,
+    MAX_CONNECTIONS,
+    MIN_BYTES_PER_SECOND,
+    TIMEOUT_SECONDS,
+    BodyLimit,
 )
 
 SECONDS = float(os.environ.get("FEDGEN_STRANGER_SECONDS", 12))
@@ -121,21 +121,21 @@ def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: Non
     port, halves = link.port, []
     body = b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n"
     kinds = [b"", b"POST /v1/fleet/pull-messages HT", body]
-    for number in range(MOST_CONNECTIONS + 20):
+    for number in range(MAX_CONNECTIONS + 20):
         with suppress(OSError):
             raw = number % 4 == 3
             halves.append(connect(port, tls=not raw))
             if not raw:
                 halves[-1].sendall(kinds[number % 3])
-    assert len(halves) <= MOST_CONNECTIONS + 20
+    assert len(halves) <= MAX_CONNECTIONS + 20
     assert link.link is not None
     served = [
         each
         for each in psutil.Process(link.link.pid).net_connections()
         if each.raddr and each.raddr.ip == STRANGER[0]
     ]
-    assert len(served) <= MOST_CONNECTIONS
-    end = time.monotonic() + 3 * PATIENCE_SECONDS
+    assert len(served) <= MAX_CONNECTIONS
+    end = time.monotonic() + 3 * TIMEOUT_SECONDS
     while served and time.monotonic() < end:
         time.sleep(0.5)
         served = [
@@ -153,10 +153,10 @@ def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: Non
     ("length", "caller", "status"),
     [
         (b"0", "10.0.0.7", None),
-        (str(SMALL_BODY).encode(), "10.0.0.7", None),
-        (str(SMALL_BODY + 1).encode(), "10.0.0.7", 413),
-        (str(SMALL_BODY + 1).encode(), "127.0.0.1", None),
-        (str(LEAST_RATE + 1).encode(), "127.0.0.1", 413),
+        (str(MAX_ANONYMOUS_BODY).encode(), "10.0.0.7", None),
+        (str(MAX_ANONYMOUS_BODY + 1).encode(), "10.0.0.7", 413),
+        (str(MAX_ANONYMOUS_BODY + 1).encode(), "127.0.0.1", None),
+        (str(MIN_BYTES_PER_SECOND + 1).encode(), "127.0.0.1", 413),
         (b"-1", "127.0.0.1", 411),
         (b"many", "10.0.0.7", 411),
     ],
@@ -172,6 +172,6 @@ def test_bodies_are_refused_by_their_length(length: bytes, caller: str, status: 
 
     scope = {"type": "http", "path": "/v1/fleet/x", "client": (caller, 1), "method": "POST"}
     scope["headers"] = [(b"content-length", length)]
-    asyncio.run(Bounded(app, LEAST_RATE)(scope, None, send))
+    asyncio.run(BodyLimit(app, MIN_BYTES_PER_SECOND)(scope, None, send))
     assert bool(reached) == (status is None)
     assert [each["status"] for each in sent if "status" in each] == ([status] if status else [])

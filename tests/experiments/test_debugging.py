@@ -20,7 +20,7 @@ from fedgen import cli
 from fedgen.experiments.configuration import check_restored, compose
 from fedgen.experiments.debugging import _of_part
 from fedgen.experiments.settings import setup
-from fedgen.files import UNFINISHED
+from fedgen.files import TEMPORARY
 
 SMALL = [
     "method=mixture_small",
@@ -158,7 +158,7 @@ def test_a_run_does_not_go_on_with_other_clients(
 
 @pytest.mark.slow
 def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
-    (tmp_path / f"{UNFINISHED}1.json").touch()  # one before it was killed as it began
+    (tmp_path / f"{TEMPORARY}1.json").touch()  # one before it was killed as it began
     assert cli.run(["debug", *SMALL, f"run_dir={tmp_path}"]) == 0
     assert results(tmp_path)["verdict"]["bug"] is False
 

@@ -104,5 +104,5 @@ def test_an_address_that_stops_answering_ends_the_run_in_a_line(
     status = run.wait(150)
     said = place.with_suffix(".txt").read_text()
     assert status == 2, said
-    assert "runtime.address: " in said.splitlines()[-1] and "resume=" in said.splitlines()[-1]
+    assert "runtime: the head node" in said.splitlines()[-1] and "resume=" in said.splitlines()[-1]
     assert (place / "checkpoints" / "checkpoint.json").exists()

@@ -24,7 +24,7 @@ from PIL import Image
 from tiny import Train
 
 from fedgen.errors import FedgenError
-from fedgen.files import UNFINISHED
+from fedgen.files import TEMPORARY
 from fedgen.reporting import memory as memory_
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.memory import PeakMemory, memory_of_tree
@@ -208,7 +208,7 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     config = OmegaConf.create({})
     left = tmp_path / "left"
     RunDir.create(left, config, {"run": "a", "branch": ""})
-    (left / "config.yaml").rename(left / f"{UNFINISHED}1.yaml")
+    (left / "config.yaml").rename(left / f"{TEMPORARY}1.yaml")
     RunDir.create(left, config, {"run": "a", "branch": ""})
     (left / "config.yaml").unlink()
     (left / "public" / "samples.png").touch()

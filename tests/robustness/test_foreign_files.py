@@ -549,7 +549,7 @@ def test_nor_is_one_where_another_run_begins(tmp_path: Path, capsys: Captured) -
     words = [*TINY, "privacy=none", f"start={start}", f"run_dir={tmp_path}/run"]
     assert "start: " in refused(capsys, "train", *words)
     os.mkfifo(tmp_path / "matrix.yaml")
-    assert "no file" in refused(capsys, "benchmark", f"matrix={tmp_path}/matrix.yaml")
+    assert "not a regular file" in refused(capsys, "benchmark", f"matrix={tmp_path}/matrix.yaml")
     (tmp_path / "free").mkdir()
     os.mkfifo(tmp_path / "free" / "SERVER_SIDE.md")
     assert "exists" in refused(capsys, "train", *TINY, f"run_dir={tmp_path}/free")

@@ -11,7 +11,7 @@ from tiny import TINY, Train, fingerprint
 
 from fedgen import cli
 from fedgen.experiments.configuration import compose
-from fedgen.files import UNFINISHED
+from fedgen.files import TEMPORARY
 
 Captured = pytest.CaptureFixture[str]
 
@@ -87,7 +87,7 @@ def test_samples_that_do_not_fit_leave_those_before(
     assert done.returncode == 2, done.stderr[-2000:]
     assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
     assert out.read_bytes() == before
-    assert [p.name for p in tmp_path.glob(f"{UNFINISHED}*")] == []
+    assert [p.name for p in tmp_path.glob(f"{TEMPORARY}*")] == []
 
 
 def test_several_clients_have_the_same_threads_on_every_runtime() -> None:
