@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import configs
 from fedgen.errors import FedgenError
 
+CONFIGS = Path(__file__).parent / "configs"
 _NAMED = re.compile(r"^\s*(?:_target_|model): *([\w.]+) *$", re.MULTILINE)
 _PARTS, _CALLS = re.compile(r"[.\[\]]+"), ("_target_", "_partial_")
 _OF_PARTS = ("method", "evaluation")
@@ -39,7 +39,7 @@ def own() -> frozenset[str]:
 @functools.cache
 def _by_group() -> dict[str, frozenset[str]]:
     found = {}
-    for folder in Path(configs.__path__[0]).iterdir():
+    for folder in CONFIGS.iterdir():
         files = folder.rglob("*.yaml")
         found[folder.name] = frozenset(
             n for file in files for n in _NAMED.findall(file.read_text())
@@ -75,7 +75,7 @@ def _found(declared: str) -> tuple[str, ...]:
 
 def places() -> list[Path]:
     """Folders of settings: fedgen's own, and those of extensions."""
-    found = [Path(configs.__path__[0])]
+    found = [CONFIGS]
     for name in extensions():
         spec = importlib.util.find_spec(name)
         inside = list(spec.submodule_search_locations or []) if spec else []
@@ -130,6 +130,8 @@ def check(settings: object, key: str) -> None:
             continue
         if isinstance(name, str) and name in own():
             raise FedgenError(place, f"{name!r} does not belong there", "leave it out")
+        if f"fedgen.{name}" in own():
+            raise FedgenError(place, f"{name!r} has another name now", f"write 'fedgen.{name}'")
         raise FedgenError(
             place,
             f"{name!r} is not fedgen's",

@@ -48,7 +48,7 @@ from fedgen.federation.rounds import Rounds, RunState
 from fedgen.method import ClientProgram, Method, PublicFacts
 from fedgen.privacy.budget import Budget
 from fedgen.reporting.memory import memory_of_tree
-from strategies.sample_gradients import SampleGradients
+from fedgen.strategies.sample_gradients import SampleGradients
 
 CASES = ((1, 1), (10, 10), (100, 100), (10, 3400))  # clients of a round, of all
 FLOATS = 25_000  # 100 KB

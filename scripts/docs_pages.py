@@ -31,7 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
         "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
         "reference/command-line.md": f"# Command line\n\n```text\n{help_text()}```\n",
-        "reference/settings.md": settings(ROOT / "configs"),
+        "reference/settings.md": settings(ROOT / "fedgen" / "configs"),
         "reference/python.md": "# Python\n\n::: fedgen.library\n",
         "reference/contract.md": _modules("A method's contract", CONTRACT),
         "reference/privacy.md": _modules("Privacy", PRIVACY),
@@ -68,7 +68,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     place = Path(page.file.src_uri)
     if place.parent.name != "methods":
         return markdown
-    file = ROOT / "configs" / "method" / f"{place.stem}.yaml"
+    file = ROOT / "fedgen" / "configs" / "method" / f"{place.stem}.yaml"
     whole = OmegaConf.load(file)
     while "_target_" not in whole:  # one that begins with another's settings
         whole = OmegaConf.load(file.with_stem(str(whole.defaults[0])))

@@ -29,9 +29,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAZY = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "sklearn.datasets", "ray")
-OWN = ("fedgen", "strategies", "configs", "conftest", "tiny")
+OWN = ("fedgen", "conftest", "tiny")
 PLAIN = ("-x", "-q", "--tb=native", "--assert=plain", "-p", "no:cacheprovider")
-COPIED = ("fedgen", "strategies", "configs", "tests", "pyproject.toml")
+COPIED = ("fedgen", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -1101,7 +1101,7 @@ MUTANTS = [
     ),
     Mutant(
         "single-answers-are-rounded-before-their-sum",
-        "strategies/sample_gradients.py",
+        "fedgen/strategies/sample_gradients.py",
         'torch.from_numpy(answers[client].arrays["answer"]).double()',
         'torch.from_numpy(answers[client].arrays["answer"]).half().double()',
         f"{GS_WGAN_TESTS}::test_the_generator_follows_the_sum_alone",
@@ -1539,7 +1539,7 @@ MUTANTS = [
     ),
     Mutant(
         "mean-over-those-who-came",
-        "strategies/cohort.py",
+        "fedgen/strategies/cohort.py",
         "            over = self.cohort.answers_per_row\n",
         "            over = max(1, len(answers))\n",
         f"{FEDAVG_TESTS}::test_an_empty_cohort_and_a_missing_client_do_not_show",
@@ -1553,7 +1553,7 @@ MUTANTS = [
     ),
     Mutant(
         "cohort-drawn-once-for-all",
-        "strategies/cohort.py",
+        "fedgen/strategies/cohort.py",
         'self._coins.secret("cohort", server_round)',
         'self._coins.secret("cohort")',
         f"{FEDAVG_TESTS}::test_a_cohort_is_drawn_as_it_is_counted",
@@ -2137,7 +2137,7 @@ def _load_what_others_wrote() -> None:
     """All packages that tests import, once: each mutant is judged in a fork of this process, which
     then imports what is ours from its copy."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    for path in [*ROOT.glob("fedgen/**/*.py"), *ROOT.glob("strategies/*.py")]:
+    for path in [*ROOT.glob("fedgen/**/*.py"), *ROOT.glob("fedgen/strategies/*.py")]:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         importlib.import_module(name.removesuffix(".__init__"))
     for name in ("conftest", *LAZY):

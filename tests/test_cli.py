@@ -81,6 +81,11 @@ MISTAKES = [
     ("privacy.aggregation", ["privacy.aggregation=${nothing}"], "not found"),
     ("runtime.threads", ["runtime.threads=${nothing}"], "not found"),
     ("method._target_", ["method._target_=[1,2]"], "is not fedgen's"),
+    (
+        "method.strategy._target_",
+        ["method.strategy._target_=strategies.one_shot.OneShot"],
+        "write 'fedgen.strategies.one_shot.OneShot'",
+    ),
     ("evaluation.inception_weights", ["evaluation.inception_weights=[1]"], "must be text"),
     ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),
     (

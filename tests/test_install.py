@@ -14,18 +14,18 @@ from tiny import TINY, fingerprint
 from fedgen import cli
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("fedgen", "strategies", "configs")
+PACKAGES = ("fedgen", "fedgen/strategies", "fedgen/configs")
 
 
 def imports_from(place: Path) -> None:
     """In a fresh process with ``place`` first on the path: all from there, and they work."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "import fedgen, strategies.sample_gradients, configs, fedgen.flower_app;"
+        "import fedgen, fedgen.strategies.sample_gradients, fedgen.configs, fedgen.flower_app;"
         "from fedgen.experiments.configuration import compose;"
         "from fedgen.reporting import run_dir;"
         "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
-        "print(*(m.__path__[0] for m in (fedgen, strategies, configs)), sep='\\n')"
+        "print(*(m.__path__[0] for m in (fedgen, fedgen.strategies, fedgen.configs)), sep='\\n')"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, str(place)],
@@ -49,18 +49,25 @@ def tracked() -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def test_from_a_checkout(tmp_path: Path) -> None:
+def copy_checkout(folder: Path) -> None:
+    """Copy the tracked files: no earlier build, no link between folders."""
     for name in tracked():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+
+
+def test_from_a_checkout(tmp_path: Path) -> None:
+    copy_checkout(tmp_path)
     imports_from(tmp_path)
 
 
 @pytest.mark.slow
 def test_from_a_wheel(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy_checkout(source)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)],
-        cwd=ROOT,
+        cwd=source,
         check=True,
         capture_output=True,
     )
@@ -69,7 +76,7 @@ def test_from_a_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(place)
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fedgen"}
     imports_from(place)
 
 
@@ -87,9 +94,7 @@ def test_from_a_flower_app_bundle(tmp_path: Path) -> None:
 def test_flwr_run_on_a_fresh_clone(tmp_path: Path, nothing_left: None) -> None:
     """It ends with the bits of any other runtime, and leaves no process; a run that fails says so
     by its exit status."""
-    for name in tracked():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    copy_checkout(tmp_path)
     settings = [*TINY, "partition=iid", "partition.clients=3", "rounds=3"]
     settings = [word for word in settings if not word.startswith("runtime=")]
 

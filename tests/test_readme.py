@@ -115,12 +115,12 @@ def test_recipe_at_two_rounds(
 
 def test_every_method_has_a_page() -> None:
     pages = {page.stem for page in PAGES}
-    for file in (ROOT / "configs" / "method").glob("*.yaml"):
+    for file in (ROOT / "fedgen" / "configs" / "method").glob("*.yaml"):
         assert file.stem.removesuffix("_small") in pages, file.stem
 
 
 def test_the_site_shows_a_method_without_another_edit(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(ROOT / "fedgen" / "configs", tmp_path / "configs")
     mine = tmp_path / "configs" / "method" / "mine.yaml"
     mine.write_text("# Of my own.\n_target_: fedgen.methods.dpgan.dpgan\n")
     code = (
@@ -149,7 +149,7 @@ def test_the_page_of_measured_runs_is_that_of_the_figures() -> None:
 
 def test_every_experiment_is_complete() -> None:
     """Each composes, and each is named in the README or the pages."""
-    for file in (ROOT / "configs" / "experiment").glob("*.yaml"):
+    for file in (ROOT / "fedgen" / "configs" / "experiment").glob("*.yaml"):
         compose("config", [f"experiment={file.stem}"])
         assert re.search(rf"\b{file.stem}\b", TEXT), file.stem
 
@@ -157,5 +157,5 @@ def test_every_experiment_is_complete() -> None:
 def test_the_help_names_every_option_group() -> None:
     text = re.sub(r"\|\s+", "|", cli.help_text())
     for group in ("method", "warm_up", "data", "partition", "privacy", "runtime", "evaluation"):
-        for file in (ROOT / "configs" / group).glob("*.yaml"):
+        for file in (ROOT / "fedgen" / "configs" / group).glob("*.yaml"):
             assert re.search(rf"{group}=[\w|]*\b{file.stem}\b", text), (group, file.stem)

@@ -81,7 +81,7 @@ def test_the_control_of_the_mixture(train: Train, tmp_path: Path, data_root: Pat
 
 def test_the_page_of_results_is_of_what_is_kept(tmp_path: Path) -> None:
     """Written again from the records in ``docs/results``, it is the page that is there."""
-    for name in ("scripts", "docs", "fedgen", "configs", "strategies"):
+    for name in ("scripts", "docs", "fedgen"):
         shutil.copytree(ROOT / name, tmp_path / name)
     script("results_page.py", [], tmp_path, tmp_path)
     for name in ("measured.md",):

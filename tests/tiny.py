@@ -50,7 +50,7 @@ METHODS = sorted(p.stem for p in _FOLDER.glob("*.yaml"))
 @cache
 def _chosen(method: str) -> DictConfig:
     """The settings of a method, under ``method``: a tenth of the work of composing all settings."""
-    with initialize_config_module("configs", version_base="1.3"):
+    with initialize_config_module("fedgen.configs", version_base="1.3"):
         return hydra.compose(f"method/{method}")
 
 

@@ -135,7 +135,7 @@ def _composed(
         edited: when the settings of extensions were, as they may be while a notebook is open.
     """
     del edited
-    with initialize_config_module("configs", version_base="1.3"):
+    with initialize_config_module("fedgen.configs", version_base="1.3"):
         config = hydra_compose(name, list(choices), return_hydra_config=True)
     groups = dict(config.hydra.runtime.choices)
     with open_dict(config):

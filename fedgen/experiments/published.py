@@ -81,7 +81,7 @@ class Recipe:
         )
 
 
-_FOLDER = resources.files("configs") / "published"
+_FOLDER = resources.files("fedgen.configs") / "published"
 
 
 def names() -> list[str]:

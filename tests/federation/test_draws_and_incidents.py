@@ -21,7 +21,7 @@ from fedgen.federation.client_app import ClientHome
 from fedgen.federation.messages import Answer
 from fedgen.privacy.accounting import gaussian_epsilon
 from fedgen.privacy.routing import Routing
-from strategies.sample_gradients import SampleGradients
+from fedgen.strategies.sample_gradients import SampleGradients
 
 ROUNDS, BATCH, NOISE = 10, 2, 4.0
 RUN = [

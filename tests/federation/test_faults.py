@@ -560,7 +560,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
     from fedgen.privacy.events import Unit
     from fedgen.privacy.mechanisms import NoMechanism
     from fedgen.privacy.routing import Routing
-    from strategies.sample_gradients import SampleGradients
+    from fedgen.strategies.sample_gradients import SampleGradients
 
     strategy = SampleGradients(make(3, routing="mean"), COINS)
     strategy.nodes = {client: client for client in range(3)}

@@ -36,7 +36,7 @@ from fedgen.models.functional import adam_start, adam_step, part
 from fedgen.privacy.batches import PoissonBatches
 from fedgen.privacy.events import Unit, canonical
 from fedgen.privacy.per_example import Precision, clipped_sum
-from strategies.parameter_updates import ParameterUpdates
+from fedgen.strategies.parameter_updates import ParameterUpdates
 
 BATCH, RATE, CLIP, RATES = 5, 0.2, 0.3, (1e-2, (0.5, 0.999))
 EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])

@@ -26,7 +26,7 @@ from fedgen.models import cdcgan
 from fedgen.models.functional import flat, part
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Unit, canonical
-from strategies.parameter_updates import ParameterUpdates
+from fedgen.strategies.parameter_updates import ParameterUpdates
 
 CLIENTS, COHORT, CLIP, RATE = 20, 5, 0.1, 0.05
 

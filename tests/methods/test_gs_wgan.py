@@ -27,7 +27,7 @@ from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, part, split, template
 from fedgen.privacy.accounting import epsilon, gaussian_delta
 from fedgen.privacy.events import RevealedDraw, Unit, canonical
-from strategies.sample_gradients import SampleGradients
+from fedgen.strategies.sample_gradients import SampleGradients
 
 
 def prepared(method: Method, shard: Shard = SHARD) -> dict:

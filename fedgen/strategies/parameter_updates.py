@@ -13,7 +13,7 @@ from torch import Tensor
 from fedgen.federation import messages
 from fedgen.federation.messages import Answer
 from fedgen.method import Query
-from strategies.cohort import CohortStrategy
+from fedgen.strategies.cohort import CohortStrategy
 
 
 class ParameterUpdates(CohortStrategy):

@@ -15,7 +15,7 @@ from fedgen.federation import messages
 from fedgen.federation.messages import Answer
 from fedgen.method import Method, Query
 from fedgen.privacy.releases import Local
-from strategies.cohort import CohortStrategy
+from fedgen.strategies.cohort import CohortStrategy
 
 
 class SampleGradients(CohortStrategy):

@@ -3,7 +3,7 @@ server takes the mean and has all that it needs. It moves arrays and knows no me
 
 from __future__ import annotations
 
-from strategies.parameter_updates import ParameterUpdates
+from fedgen.strategies.parameter_updates import ParameterUpdates
 
 
 class OneShot(ParameterUpdates):
