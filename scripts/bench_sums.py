@@ -56,12 +56,13 @@ def masked_round(
         for client in dealt:
             if client not in gone[1]:
                 inbox = {o: each[client] for o, each in dealt.items() if client in each}
-                total += maskers[client].mask(words[client], inbox)
+                maskers[client].open(inbox)
+                total += maskers[client].mask(words[client])
                 answered.add(client)
         silent = set(dealt) - answered
         told = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
         moved += sum(len(share) for each in told.values() for share in each.values())
-        found = unmasked(total, keys, answered, silent, told, sums, CONTEXT)
+        found, _ = unmasked(total, keys, answered, silent, told, sums, CONTEXT)
     except MaskingError:
         return None, sorted(answered), moved // len(words)
     return found, sorted(answered), moved // len(words)

@@ -478,7 +478,7 @@ MUTANTS = [
     Mutant(
         "keys-for-one-question-serve-another",
         CLIENT,
-        "if _masker(home, message).context != context:",
+        "if masker.context != context:",
         "if False:",
         f"{SITE_TESTS}::test_another_question_than_keys_were_announced_for",
     ),
@@ -584,7 +584,7 @@ MUTANTS = [
     Mutant(
         "shares-are-revealed-on-the-servers-word",
         CLIENT,
-        "if len(signatures) < signers_needed(masker.sums):",
+        "if len(signers) < signers_needed(masker.sums):",
         "if False:",
         f"{SIGNING_TESTS}::test_both_secrets_of_a_client_are_never_revealed",
     ),
@@ -902,8 +902,8 @@ MUTANTS = [
     Mutant(
         "two-vectors-under-one-mask",
         MASKING,
-        "if self._graph is None or self._used:",
-        "if self._graph is None:",
+        "and bool(self._held) and not self._used",
+        "and bool(self._held)",
         f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
     ),
     Mutant(
@@ -916,9 +916,30 @@ MUTANTS = [
     Mutant(
         "fewer-shares-than-the-threshold",
         MASKING,
-        "    if len(places) < threshold:\n",
-        "    if len(places) < 1:\n",
+        "    if len(shares) < threshold:\n",
+        "    if len(shares) < 1:\n",
         f"{MASKING_TESTS}::test_shares_below_the_threshold_tell_nothing",
+    ),
+    Mutant(
+        "wrong-shares-are-taken",
+        MASKING,
+        "return _commitment(secret, context) == text[64:]",
+        "return len(secret) == 32",
+        f"{MASKING_TESTS}::test_wrong_shares_are_left_out_or_the_sum_is_void",
+    ),
+    Mutant(
+        "words-are-masked-beside-a-broken-seal",
+        MASKING,
+        "            self._held.clear()",
+        "            self._held.copy()",
+        f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "charged-before-the-shares-are-opened",
+        CLIENT,
+        "if not masker.is_ready:",
+        "if masker is None:",
+        "tests/deployment/test_site.py::test_no_answer_before_the_shares_are_opened",
     ),
     Mutant(
         "shares-that-are-the-secret",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _IN_WORDS = {
     messages.ASK: "sent a noised answer",
     messages.KEYS: "announced keys for masks",
     messages.SHARES: "dealt sealed shares of its masks' secrets",
+    messages.OPEN: "said which shares it can open",
     messages.AGREE: "signed who answered, and who did not",
     messages.REVEAL: "revealed shares that take the masks off a sum",
     messages.KEEP: "said that it kept its state",
@@ -56,11 +57,26 @@ class Log:
         """A run that the policy does not allow."""
         self._add({"what": "refused", "run": run, "why": why})
 
-    def left(self, run: str, kind: str, size: int, spend: Spend, code: int | None) -> None:
-        """A message that is about to leave. ``spend``: with an answer, what the run has cost."""
+    def left(
+        self,
+        run: str,
+        kind: str,
+        size: int,
+        spend: Spend,
+        code: int | None,
+        rejected: Collection[int] = (),
+    ) -> None:
+        """A message that is about to leave.
+
+        Args:
+            spend: with an answer, what the run has cost.
+            rejected: the clients whose signatures or seals it rejects.
+        """
         line: dict[str, Any] = {"what": "left", "run": run, "kind": kind, "bytes": size}
         if spend:
             line["spend"] = spend_to_json(spend)
+        if rejected:
+            line["rejected"] = sorted(rejected)
         self._add(line if code is None else {**line, "error": code})
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -111,6 +127,9 @@ def _words(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
         )
     if "error" in line:
         return f"{place}  sent a code of failure ({line['error']}) to {plain(line['kind'])}"
+    if "rejected" in line:
+        clients = ", ".join(str(int(client)) for client in line["rejected"])
+        return f"{place}  rejected the signature or sealed share of client {clients}"
     said = f"{place}  {_IN_WORDS[line['kind']]}, {bytes_in_words(line['bytes'])}"
     if "spend" not in line:
         return said

@@ -176,7 +176,9 @@ class _Serving:
             self._close_if_unbounded(name)
         else:
             spend = self._spend(name) if kind == messages.ASK else {}
-            self._log.left(name, kind, messages.count_bytes(reply), spend, None)
+            checked = kind in (messages.SHARES, messages.OPEN)
+            rejected = messages.read_rejected(reply) if checked else set()
+            self._log.left(name, kind, messages.count_bytes(reply), spend, None, rejected)
         return reply
 
     def _ledger(self, name: str) -> Ledger:

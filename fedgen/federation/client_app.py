@@ -379,13 +379,28 @@ def _keys(home: ClientHome, message: Message) -> RecordDict:
 def _shares(home: ClientHome, message: Message) -> RecordDict:
     masker, signer = _masker(home, message), home.terms.signer
     told = messages.read_texts(message, KEY_BYTES + (CREDENTIAL_BYTES if signer else 0))
+    server_round, rejected = messages.read_place(message), []
     if signer is not None:
         for client, text in told.items():
             keys_ = text[:KEY_BYTES]
             said = announcement(masker.context, client, masker.sums, keys_, home.terms.about)
-            signer.check(client, said, text[KEY_BYTES:])
+            try:
+                signer.check(client, said, text[KEY_BYTES:])
+            except MaskingError as error:
+                write_down(home.store.folder(home.number), messages.SHARES, error)
+                rejected.append(client)
+    if rejected:
+        return messages.pack_rejected(server_round, rejected)
     keys = {client: text[:KEY_BYTES] for client, text in told.items()}
-    return messages.pack_texts(messages.read_place(message), masker.deal(keys))
+    return messages.pack_texts(server_round, masker.deal(keys))
+
+
+def _open(home: ClientHome, message: Message) -> RecordDict:
+    broken = _masker(home, message).open(messages.read_texts(message, SEALED_BYTES))
+    for client in broken:
+        error = MaskingError(f"client {client} dealt a share whose seal is broken")
+        write_down(home.store.folder(home.number), messages.OPEN, error)
+    return messages.pack_rejected(messages.read_place(message), broken)
 
 
 def _agree(home: ClientHome, message: Message) -> RecordDict:
@@ -411,10 +426,9 @@ def _reveal(home: ClientHome, message: Message) -> RecordDict:
         signatures = messages.read_texts(message, CREDENTIAL_BYTES)
         if home.agreed != (server_round, text) or not set(signatures) <= set(masker.book):
             raise MaskingError("these are not the lists that were agreed on")
-        if len(signatures) < signers_needed(masker.sums):
+        signers = [c for c, credential in signatures.items() if signer.is_by(c, text, credential)]
+        if len(signers) < signers_needed(masker.sums):
             raise MaskingError("too few agree")
-        for client, credential in signatures.items():
-            signer.check(client, text, credential)
     return messages.pack_texts(server_round, masker.reveal(*lists))
 
 
@@ -430,8 +444,7 @@ def _leaving(home: ClientHome, answer: Answer, message: Message) -> RecordDict:
     any, and without them only within a simulation."""
     if home.terms.masks:
         words, masker = answer.arrays["answer"], _masker(home, message)
-        sealed = messages.read_texts(message, SEALED_BYTES)
-        masked = masker.mask(words.reshape(-1).view(f"u{words.itemsize}"), sealed)
+        masked = masker.mask(words.reshape(-1).view(f"u{words.itemsize}"))
         answer = replace(answer, arrays={"answer": masked.view(words.dtype).reshape(words.shape)})
     return messages.pack_answer(answer)
 
@@ -440,8 +453,11 @@ def _check_question(home: ClientHome, server_round: int, query: Query, message: 
     """Raises an exception for a question that is none, whatever the client's rows are."""
     if home.terms.masks:
         context = context_of(home.terms.run, server_round, messages.framed_digest(message.content))
-        if _masker(home, message).context != context:
+        masker = _masker(home, message)
+        if masker.context != context:
             raise MaskingError("keys were announced for another question")
+        if not masker.is_ready:
+            raise MaskingError("no shares were opened for this question")
     arrays = [*query.rows.items(), *query.shared.items()]
     if query.count > home.terms.rows:
         raise BudgetError
@@ -524,6 +540,7 @@ _VERBS = {
     messages.TRAIN: _train,
     messages.KEYS: _keys,
     messages.SHARES: _shares,
+    messages.OPEN: _open,
     messages.ASK: _ask,
     messages.AGREE: _agree,
     messages.REVEAL: _reveal,

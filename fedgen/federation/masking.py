@@ -2,9 +2,11 @@
 Privacy-Preserving Machine Learning" (CCS 2017, figure 4, semi-honest, double masks), on the graph
 of neighbours of Bell et al. 2020 ("SecAgg+") where there are many clients.
 
-    keys      each client announces two fresh public keys
+    keys      each client announces two fresh public keys, and a commitment to the seed of a mask
+              of its own
     shares    each deals shares of its two secrets to itself and its neighbours, sealed: of the key
-              that its masks with neighbours follow from, and of the seed of a mask of its own
+              that its masks with neighbours follow from, and of that seed
+    open      each opens the seals of what its neighbours dealt, and names those that are broken
     masked    words + own mask + masks with those neighbours that dealt (minus, if their number is
               smaller), modulo the ring: uniform for whoever lacks one of these
     reveal    for each of these one share: of its seed if its words arrived, of its key if not
@@ -29,17 +31,24 @@ below 2^-60 a round (``_degree``), as long as clients drop out and collude whoev
 are.
 
 A server that forges keys, or tells clients different lists, is noticed where clients sign
-(``signing.py``): between sites, not in a simulation. A client that announces
-another's keys or no keys, deals broken seals or reveals wrong shares can void rounds, or make a sum
-useless; it learns nothing by it.
+(``signing.py``): between sites, not in a simulation.
+
+**Clients that violate the protocol** learn nothing by it. Invalid keys, signatures and seals are
+rejected before any client answers, and the exchange starts again without the clients concerned
+(``sums.py``). A revealed share is checked against the commitments: a wrong one is left out if the
+others suffice, and whoever revealed it is named. What cannot be attributed: wrong words, a dealer
+whose shares give another secret than it committed to, and wrong shares if too few others are right.
+The commitment is a SHA-256 digest of 256 random bits and their context, and hides the seed under
+the same assumption as the masks do: the digest and the stream look independent.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -60,8 +69,8 @@ from fedgen.privacy.releases import Secure
 
 Words = NDArray[np.uint32] | NDArray[np.uint64]
 
-KEY_BYTES = 64
-"""Of what a client announces: two public keys."""
+KEY_BYTES = 96
+"""Of what a client announces: two public keys and a commitment."""
 
 _PRIME = 2**256 + 297
 SHARE_BYTES = 33
@@ -71,6 +80,7 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16
 """Of what a client deals to a neighbour: a share of each secret, and the seal."""
 
 _RARE = 2.0**-60
+_SUBSETS = 2000  # of shares that are tried for a secret
 _NONCE = bytes(12)  # a key seals one text
 
 
@@ -148,7 +158,7 @@ def _degree(count: int, threshold: int, colluders: int) -> int:
 def check_keys(announced: bytes) -> None:
     """Raises ValueError for public keys of small order, such as zeros, with which no secret can be
     agreed on, and for one key in both roles."""
-    mask_key, box_key = announced[:32], announced[32:KEY_BYTES]
+    mask_key, box_key = announced[:32], announced[32:64]
     if mask_key == box_key:
         raise ValueError("one key in two roles")
     for key in (mask_key, box_key):
@@ -171,13 +181,15 @@ class Masker:
     _keys: dict[int, bytes] = field(default_factory=dict, repr=False)
     _graph: Graph | None = None
     _held: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    _opened: bool = False
     _used: bool = False
     _told: bool = False
     whole: bool = False
 
     def announce(self) -> bytes:
-        """The public keys: of masks, and of boxes."""
-        return _public(self._mask_key) + _public(self._box_key)
+        """Return the public keys of masks and of boxes, and the commitment to the seed."""
+        keys = _public(self._mask_key) + _public(self._box_key)
+        return keys + _commitment(self._seed, self.context)
 
     def deal(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
         """Shares of both secrets for each neighbour, sealed.
@@ -185,10 +197,10 @@ class Masker:
         Raises:
             MaskingError: for keys that are not those of a cohort with this client in it.
         """
-        flat = [key for pair in keys.values() for key in (pair[:32], pair[32:])]
+        flat = [key for text in keys.values() for key in (text[:32], text[32:64])]
         if self._graph is not None or keys.get(self.me) != self.announce():
             raise MaskingError("these are not the keys of a cohort with me in it")
-        if len(set(flat)) < len(flat) or any(len(pair) != KEY_BYTES for pair in keys.values()):
+        if len(set(flat)) < len(flat) or any(len(text) != KEY_BYTES for text in keys.values()):
             raise MaskingError("one client twice")
         self._graph, self._keys = graph(keys, self.sums, self.whole), dict(keys)
         around, shamir = self._graph.around(self.me), self._graph.shamir
@@ -205,26 +217,48 @@ class Masker:
         """The keys that this client dealt shares for, its own among them."""
         return self._keys
 
-    def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
-        """The words under all masks. ``sealed``: what neighbours dealt; those missing are silent.
+    def open(self, sealed: Mapping[int, bytes]) -> list[int]:
+        """Open the seals, once. ``sealed``: what neighbours dealt; those missing are silent.
+
+        Returns:
+            The neighbours whose seals are broken; if there are any, these keys mask nothing.
 
         Raises:
-            MaskingError: if these keys masked words before, or too few neighbours dealt.
+            MaskingError: if seals were opened before, or too few neighbours dealt.
         """
-        if self._graph is None or self._used:
-            raise MaskingError("one vector for one set of keys")
+        if self._graph is None or self._opened:
+            raise MaskingError("one set of shares for one set of keys")
         others = set(self._graph.around(self.me)) - {self.me}
         if not set(sealed) <= others or len(sealed) + 1 < self._graph.shamir:
             raise MaskingError("these are not shares of my neighbours")
+        self._opened, broken = True, []
         for other, text in sealed.items():
             try:
                 plain = self._box(other, True).decrypt(_NONCE, text, _names(other, self.me))
-            except InvalidTag as error:
-                raise MaskingError("a seal is broken") from error
-            self._held[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
+            except InvalidTag:
+                broken.append(other)
+            else:
+                self._held[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
+        if broken:
+            self._held.clear()
+        return broken
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all seals were opened, and no words masked."""
+        return self._opened and bool(self._held) and not self._used
+
+    def mask(self, words: Words) -> Words:
+        """Return the words under all masks.
+
+        Raises:
+            MaskingError: if no shares were opened, or these keys masked words before.
+        """
+        if not self.is_ready:
+            raise MaskingError("one vector for one set of keys")
         self._used = True
         masked = words + stream(self._seed, len(words), words.dtype)
-        for other in sealed:
+        for other in self._held.keys() - {self.me}:
             pair = stream(self._pair(self._mask_key, other), len(words), words.dtype)
             (np.add if self.me < other else np.subtract)(masked, pair, out=masked)
         return masked
@@ -256,7 +290,7 @@ class Masker:
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.me) if of_other else (self.me, other)
-        key = _agree(self._box_key, self._keys[other][32:], b"box" + self.context + _names(*pair))
+        key = _agree(self._box_key, self._keys[other][32:64], b"box" + self.context + _names(*pair))
         return ChaCha20Poly1305(key)
 
 
@@ -269,34 +303,50 @@ def unmasked(
     sums: Secure,
     context: bytes,
     whole: bool = False,
-) -> Words:
-    """The sum of the words of those that ``answered``, from that of their masked ones.
+) -> tuple[Words, set[int]]:
+    """Compute the sum of the words of those that ``answered`` from that of their masked ones.
 
     Args:
         silent: those that dealt and did not answer. told: helper -> client -> share.
 
+    Returns:
+        The sum, and helpers that revealed a wrong share, which was left out.
+
     Raises:
-        MaskingError: if too few shares were told, or wrong ones.
+        MaskingError: if too few shares were revealed, or too many wrong ones.
     """
-    found, net = total.copy(), graph(keys, sums, whole)
+    found, net, wrong = total.copy(), graph(keys, sums, whole), set[int]()
     for client in answered | silent:
         around = net.around(client)
+        places = sorted(enumerate(around, 1), key=lambda place: place[1] in wrong)
         shares = {
             place: told[helper][client]
-            for place, helper in enumerate(around, 1)
+            for place, helper in places
             if client in told.get(helper, {})
         }
-        secret = _combine(shares, net.shamir)
-        if client in answered:
+        text, has_answered = keys[client], client in answered
+
+        def is_secret(secret: bytes, text: bytes = text, seed: bool = has_answered) -> bool:
+            if seed:
+                return _commitment(secret, context) == text[64:]
+            return _public(secret) == text[:32]
+
+        secret, bad = _secret(shares, net.shamir, is_secret)
+        if secret is None:
+            helpers = ", ".join(str(around[place - 1]) for place in sorted(shares))
+            raise MaskingError(
+                f"the shares of client {client} do not match what it announced; the client, or "
+                f"some of those that revealed them ({helpers}), violate the protocol"
+            )
+        wrong |= {around[place - 1] for place in bad}
+        if has_answered:
             found -= stream(secret, len(found), found.dtype)
             continue
-        if _public(secret) != keys[client][:32]:
-            raise MaskingError("shares of no key")
         for other in answered.intersection(around):
             pair = _agree(secret, keys[other][:32], b"mask" + context)
             mask = stream(pair, len(found), found.dtype)
             found = found - mask if other < client else found + mask  # what ``other`` put in
-    return found
+    return found, wrong
 
 
 def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
@@ -305,6 +355,10 @@ def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
     cipher = Cipher(AES256(key), CTR(bytes(16))).encryptor()
     text = cipher.update(bytes(dtype.itemsize * count))
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
+
+
+def _commitment(seed: bytes, context: bytes) -> bytes:
+    return hashlib.sha256(b"fedgen/seed" + seed + context).digest()
 
 
 def _public(private: bytes) -> bytes:
@@ -338,26 +392,62 @@ def _split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     return found
 
 
-def _combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """The secret, from shares by their place. Raises MaskingError if they are too few, or none."""
-    places = tuple(sorted(shares)[:threshold])
-    if len(places) < threshold:
+def _secret(
+    shares: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]
+) -> tuple[bytes | None, list[int]]:
+    """Recover a secret from shares of which some may be wrong.
+
+    Subsets of ``threshold`` shares are tried, the first ones first: one wrong share, or any number
+    of them behind the first ``threshold``, takes ``threshold`` + 1 trials at most.
+
+    Returns:
+        The secret (None: no subset that was tried gives it), and the places of shares that were
+        found to be wrong. None are looked for if the first subset gives the secret, and none are
+        named where they are too many to be certain: another polynomial of this degree with the same
+        secret meets the right one in ``threshold`` - 2 other places at most, so b liars can have
+        b honest places named only if 2 b > shares - ``threshold`` + 1.
+
+    Raises:
+        MaskingError: if there are fewer than ``threshold`` shares.
+    """
+    if len(shares) < threshold:
         raise MaskingError("too few shares")
-    parts = zip(_at_zero(places), (int.from_bytes(shares[x], "big") for x in places), strict=True)
-    value = sum(weight * share for weight, share in parts) % _PRIME
-    if value >= 2**256:
-        raise MaskingError("shares of no secret")
-    return value.to_bytes(32, "big")
+    numbers = {place: int.from_bytes(share, "big") for place, share in shares.items()}
+    tried = itertools.islice(_subsets(list(shares), threshold), _SUBSETS)
+    for number, places in enumerate(tried):
+        value = _value_at(0, places, numbers)
+        if value < 2**256 and is_secret(secret := value.to_bytes(32, "big")):
+            others = shares.keys() - set(places) if number else ()
+            wrong = [x for x in others if _value_at(x, places, numbers) != numbers[x]]
+            certain = 2 * len(wrong) <= len(shares) - threshold + 1
+            return secret, wrong if certain else []
+    return None, []
+
+
+def _subsets(places: list[int], size: int) -> Iterator[tuple[int, ...]]:
+    """All subsets of a size; each place is left out in one of the first few."""
+    first, spare = places[:size], places[size:]
+    yield tuple(first)
+    if spare:
+        for out in first:
+            yield tuple({*first, spare[0]} - {out})
+    yield from itertools.combinations(reversed(places), size)
+
+
+def _value_at(x: int, places: tuple[int, ...], numbers: Mapping[int, int]) -> int:
+    """Evaluate at x the polynomial through the numbers at some places."""
+    order = tuple(sorted(places))
+    return sum(w * numbers[p] for w, p in zip(_weights(x, order), order, strict=True)) % _PRIME
 
 
 @lru_cache(maxsize=1024)
-def _at_zero(places: tuple[int, ...]) -> tuple[int, ...]:
-    """Lagrange's weights."""
+def _weights(at: int, places: tuple[int, ...]) -> tuple[int, ...]:
+    """Lagrange's weights for the value at a point."""
     found = []
     for x in places:
         top = bottom = 1
         for other in places:
             if other != x:
-                top, bottom = top * other % _PRIME, bottom * (other - x) % _PRIME
+                top, bottom = top * (at - other) % _PRIME, bottom * (x - other) % _PRIME
         found.append(top * pow(bottom, -1, _PRIME) % _PRIME)
     return tuple(found)

@@ -30,11 +30,12 @@ HELLO, ACCOUNT = "query.hello", "query.account"
 """Message types: who are you; what have you spent."""
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Make one part of your state; train; answer."""
-KEYS, SHARES, REVEAL = "query.keys", "query.shares", "query.reveal"
-"""Of a sum under masks: announce keys; deal shares; reveal some (``masking.py``)."""
+KEYS, SHARES, OPEN, REVEAL = "query.keys", "query.shares", "query.open", "query.reveal"
+"""Of a sum under masks: announce keys; deal shares; open those dealt; reveal some
+(``masking.py``)."""
 AGREE = "query.agree"
 """Sign who answered and who did not (``signing.py``)."""
-IN_A_ROUND = (TRAIN, KEYS, SHARES, ASK, AGREE, REVEAL)
+IN_A_ROUND = (TRAIN, KEYS, SHARES, OPEN, ASK, AGREE, REVEAL)
 """What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
 KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
 """Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
@@ -47,6 +48,7 @@ _MOST_WORDS = 10_000  # of an event, as text
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 _TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
+_REJECTED = "rejected"
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def pack_texts(server_round: int, texts: Mapping[int, bytes]) -> RecordDict:
 
 
 def with_texts(content: RecordDict, texts: Mapping[int, bytes]) -> RecordDict:
-    """A question with the shares that its reader's neighbours dealt."""
+    """A message with bytes by client: signatures under its lists."""
     return RecordDict({**content, _TEXTS: _by_client(texts)})
 
 
@@ -244,6 +246,20 @@ def read_texts(message: Message, length: int) -> dict[int, bytes]:
             raise ValueError("one client twice")
         found[client] = whole[start + 8 : start + 8 + length]
     return found
+
+
+def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
+    """The clients whose announcements or shares this one rejects."""
+    numbers = b"".join(map(_number, [len(clients), *clients]))
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, _REJECTED: numbers})})
+
+
+def read_rejected(message: Message) -> set[int]:
+    """The inverse of ``pack_rejected``; empty if the message rejects none."""
+    rejected = message.content.config_records[_FACTS].get(_REJECTED, b"")
+    if not isinstance(rejected, bytes):
+        raise ValueError("no list")
+    return set(_numbers(rejected)[1:])
 
 
 def pack_lists(server_round: int, answered: list[int], silent: list[int]) -> RecordDict:

@@ -349,21 +349,35 @@ class Rounds:
         for each in questions:
             each.content = content
 
+        failures: list[Failure] = []  # of this round
+
         def exchange(
             kind: str, asked: Mapping[int, RecordDict], read: Callable[[int, Message], T]
         ) -> dict[int, T]:
             sent = [self._message(each, kind, client) for client, each in asked.items()]
-            return self._exchange(sent, place, read, count=True, of=len(cohort))
+            replies, failed = self._send(sent, read, count=True)
+            failures.extend(failed)
+            if len(replies) < self._min_success * len(cohort):
+                raise too_few(
+                    place, len(cohort), failures, self._causes, len(cohort) - len(replies)
+                )
+            return replies
+
+        def leave_out(kind: str, client: int) -> None:
+            failures.append(self._fail(kind, client))
 
         asked = dict.fromkeys(cohort, content)
         if self._masks:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
-            answers = under_masks(server_round, asked, sums, run, self._signed, exchange, read)
+            answers = under_masks(
+                server_round, asked, sums, run, self._signed, exchange, leave_out, read
+            )
         else:
             part = partial(self._part, set(cohort), read)
             answers, lost = that_are_there(exchange(messages.ASK, asked, part))
-            failures = [self._fail("unavailable", client) for client in lost]
+            for client in lost:
+                leave_out("unavailable", client)
             if len(answers) < self._min_success * len(cohort):
                 raise too_few(place, len(cohort), failures, self._causes)
         self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
@@ -453,24 +467,21 @@ class Rounds:
         read: Callable[[int, Message], T],
         must: float | None = None,
         count: bool = False,
-        of: int | None = None,
     ) -> dict[int, T]:
         """Sends messages and waits for the replies; see ``_send``.
 
         Args:
             place: what the exchange is, in words.
             must: the share that must answer; None: the run's.
-            of: clients that it is a share of; None: those that are sent something.
 
         Raises:
             FedgenError: if too few answered.
         """
         sent = list(asked)
         found, failures = self._send(sent, read, count)
-        share, whole = self._min_success if must is None else must, of or len(sent)
-        answered = len(sent) - len(failures)  # a client may be sent several
-        if answered < share * whole:
-            raise too_few(place, whole, failures, self._causes, whole - answered)
+        share = self._min_success if must is None else must
+        if len(sent) - len(failures) < share * len(sent):  # a client may be sent several
+            raise too_few(place, len(sent), failures, self._causes)
         return found
 
     def _send(

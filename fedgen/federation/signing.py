@@ -114,3 +114,11 @@ class Signer:
             key.verify(encode_dss_signature(r, s), text, ECDSA(SHA384()))
         except (InvalidSignature, ValueError) as error:
             raise MaskingError(f"client {client} did not sign this") from error
+
+    def is_by(self, client: int, text: bytes, credential: bytes) -> bool:
+        """Return whether a client, one of the peers, signed this."""
+        try:
+            self.check(client, text, credential)
+        except MaskingError:
+            return False
+        return True

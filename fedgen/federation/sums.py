@@ -65,14 +65,20 @@ def under_masks(
     run: str,
     signed: bool,
     exchange: Exchange,
+    leave_out: Callable[[str, int], None],
     read: Callable[[int, Message], Answer],
 ) -> dict[int, Answer]:
     """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
     them with the first. ``signed``: whether clients sign what the others rely on.
 
-    A client whose keys or shares violate the protocol is named and treated as a dropout. If they
-    were passed on, honest clients would reject them and be blamed. Invalid words and revealed
-    shares cannot be attributed.
+    A client whose keys or shares violate the protocol is left out before any client answers. Where
+    two clients contradict each other, one of them rejecting the other's signature or seal, nobody
+    can tell which of them violates it: ``_violators`` leaves out as few as it can, and the exchange
+    starts again with fresh keys. Wrong revealed shares are left out if the others suffice
+    (``masking.unmasked``); invalid words cannot be attributed.
+
+    Args:
+        leave_out: called with (kind of failure, client) for each that is left out or named.
 
     Raises:
         UnansweredError: if too few answer or help.
@@ -85,11 +91,26 @@ def under_masks(
         check_keys(told[client])
         return told[client]
 
-    def dealt_by(client: int, reply: Message) -> dict[int, bytes]:
-        told = messages.read_texts(reply, SEALED_BYTES)
-        if set(told) != set(net.around(client)) - {client}:
+    def rejected_by(client: int, reply: Message) -> set[int]:
+        rejected = messages.read_rejected(reply)
+        if not rejected <= set(keys):
+            raise ValueError("rejects a client that announced no keys")
+        return rejected
+
+    def dealt_by(client: int, reply: Message) -> dict[int, bytes] | set[int]:
+        if rejected := rejected_by(client, reply):
+            return rejected
+        dealt = messages.read_texts(reply, SEALED_BYTES)
+        if set(dealt) != set(net.around(client)) - {client}:
             raise ValueError("shares for others than the neighbours")
-        return told
+        return dealt
+
+    def leave_out_violators(rejections: Mapping[int, set[int]]) -> bool:
+        violators = _violators(rejections)
+        for client in violators:
+            leave_out("contradicted", client)
+        cohort.difference_update(violators)
+        return bool(violators)
 
     def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
         return lambda client, reply: messages.read_texts(reply, length)
@@ -97,31 +118,37 @@ def under_masks(
     question = messages.framed_digest(next(iter(asked.values())))
     hello = messages.pack_keys_for(server_round, question)
     length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
-    announced = exchange(messages.KEYS, dict.fromkeys(asked, hello), announcement)
-    halves = Counter(half for text in announced.values() for half in (text[:32], text[32:64]))
-    # who copied a key cannot be told: both are dropouts
-    told_keys = {
-        client: text
-        for client, text in announced.items()
-        if halves[text[:32]] == halves[text[32:64]] == 1
-    }
-    keys = {client: text[:KEY_BYTES] for client, text in told_keys.items()}
-    if len(keys) < sums.threshold:
-        raise UnansweredError(
-            "runtime",
-            f"{len(keys)} of {len(asked)} clients announced keys of their own for round "
-            f"{server_round + 1}, and a sum rests on {sums.threshold}",
-            "go on with resume=",
-        )
-    net = graph(keys, sums, signed)
-    book = messages.pack_texts(server_round, told_keys)
-    dealt = exchange(messages.SHARES, dict.fromkeys(keys, book), dealt_by)
-    inboxes = {
-        client: {other: each[client] for other, each in dealt.items() if client in each}
-        for client in dealt
-    }
-    questions = {c: messages.with_texts(asked[c], inbox) for c, inbox in inboxes.items()}
-    answers = exchange(messages.ASK, questions, read)
+    cohort = set(asked)
+    while True:
+        announced = exchange(messages.KEYS, dict.fromkeys(sorted(cohort), hello), announcement)
+        for client in _copies(announced):
+            leave_out("copied", client)
+            del announced[client]
+        cohort = set(announced)
+        keys = {client: text[:KEY_BYTES] for client, text in announced.items()}
+        if len(keys) < sums.threshold:
+            raise UnansweredError(
+                "runtime",
+                f"{len(keys)} of {len(asked)} clients announced keys of their own for round "
+                f"{server_round + 1}, and a sum rests on {sums.threshold}",
+                "go on with resume=",
+            )
+        net = graph(keys, sums, signed)
+        book = messages.pack_texts(server_round, announced)
+        replies = exchange(messages.SHARES, dict.fromkeys(keys, book), dealt_by)
+        cohort.intersection_update(replies)
+        dealt = {client: each for client, each in replies.items() if isinstance(each, dict)}
+        if leave_out_violators({c: each for c, each in replies.items() if isinstance(each, set)}):
+            continue
+        inboxes = {
+            client: {other: each[client] for other, each in dealt.items() if client in each}
+            for client in dealt
+        }
+        sealed = {c: messages.pack_texts(server_round, inbox) for c, inbox in inboxes.items()}
+        opened = exchange(messages.OPEN, sealed, rejected_by)
+        if not leave_out_violators(opened):
+            break
+    answers = exchange(messages.ASK, {client: asked[client] for client in opened}, read)
     answered, silent = set(answers), set(dealt) - set(answers)
     lists = messages.pack_lists(server_round, sorted(answered), sorted(silent))
     if signed:
@@ -136,15 +163,41 @@ def under_masks(
         total += answer.arrays["answer"].reshape(-1).view(total.dtype)
     try:
         context = context_of(run, server_round, question)
-        words = unmasked(total, keys, answered, silent, told, sums, context, signed)
+        words, wrong = unmasked(total, keys, answered, silent, told, sums, context, signed)
     except MaskingError as error:
         raise UnansweredError(
             "runtime",
             f"the sum of round {server_round + 1} cannot be unmasked: {error}",
             "go on with resume=",
         ) from error
+    for client in wrong:
+        leave_out("wrong share", client)
     found = {client: replace(each, arrays={}) for client, each in answers.items()}
     whole = replace(
         answers[first], arrays={"answer": words.view(sample.dtype).reshape(sample.shape)}
     )
     return {**found, first: whole}
+
+
+def _copies(announced: Mapping[int, bytes]) -> list[int]:
+    """The clients that announced a key that another announced, too: which of them copied it cannot
+    be told."""
+    counts = Counter(key for text in announced.values() for key in (text[:32], text[32:64]))
+    return [c for c, text in announced.items() if max(counts[text[:32]], counts[text[32:64]]) > 1]
+
+
+def _violators(rejections: Mapping[int, set[int]]) -> set[int]:
+    """Choose clients to leave out so that no rejection is left between the others.
+
+    Those with most contradictions go first, all of them if several have as many: a client that
+    rejects several others, or is rejected by several, goes alone; of two that contradict only each
+    other both go.
+    """
+    pairs = {frozenset((c, other)) for c, others in rejections.items() for other in others}
+    violators: set[int] = set()
+    while pairs:
+        counts = Counter(client for pair in pairs for client in pair)
+        most = max(counts.values())
+        violators |= {client for client, count in counts.items() if count == most}
+        pairs = {pair for pair in pairs if not pair & violators}
+    return violators

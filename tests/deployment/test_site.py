@@ -25,6 +25,7 @@ from fedgen.data.datasets import digits
 from fedgen.deployment import log, policy, request
 from fedgen.deployment.flower_coordinator import bundle_hash
 from fedgen.deployment.flower_node import Run
+from fedgen.deployment.log import Log
 from fedgen.deployment.node import _Serving
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
@@ -395,9 +396,15 @@ def dealt(
     found = {}
     for site in sites:
         reply = site(messages.SHARES, messages.pack_texts(server_round, book))
-        if not reply.has_error():
+        if not reply.has_error() and not messages.read_rejected(reply):
             found[site.number] = messages.read_texts(reply, SEALED_BYTES)
     return found
+
+
+def opened(site: Site, sealed: dict[int, bytes], server_round: int = 0) -> bool:
+    """Whether a site opened all shares that were dealt to it."""
+    reply = site(messages.OPEN, messages.pack_texts(server_round, sealed))
+    return not reply.has_error() and not messages.read_rejected(reply)
 
 
 def question(method: Method, server_round: int = 0) -> RecordDict:
@@ -425,8 +432,8 @@ def test_no_share_stands_by_itself(tmp_path: Path) -> None:
     asked = question(method)
     shares = dealt(sites, [asked] * 3)
     for site, but in zip(sites, ([2], [], []), strict=True):
-        content = messages.with_texts(asked, inbox(shares, site, but))
-        assert not site(messages.ASK, content).has_error()
+        assert opened(site, inbox(shares, site, but))
+        assert not site(messages.ASK, asked).has_error()
     for answered, silent in (([0, 2], [1]), ([0, 1, 2], [])):
         lists = messages.pack_lists(0, answered, silent)
         signed: dict[int, bytes] = {}
@@ -460,8 +467,31 @@ def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
     shares = dealt(sites, [asked] * 3)
     facts = asked.config_records["facts"]
     other = RecordDict({**asked, "facts": ConfigRecord({**facts, "cohort": "another"})})
-    assert sites[0](messages.ASK, messages.with_texts(other, inbox(shares, sites[0]))).has_error()
+    assert opened(sites[0], inbox(shares, sites[0]))
+    assert sites[0](messages.ASK, other).has_error()
     assert sites[0].spend.releases == 0
+
+
+def test_no_answer_before_the_shares_are_opened(tmp_path: Path) -> None:
+    """None is charged either, nor after a broken seal."""
+    sites, method = three(tmp_path)
+    asked = question(method)
+    shares = dealt(sites, [asked] * 3)
+    assert sites[0](messages.ASK, asked).has_error()
+    sealed = inbox(shares, sites[0])
+    sealed[1] = sealed[1][:-1] + bytes([sealed[1][-1] ^ 1])
+    reply = sites[0](messages.OPEN, messages.pack_texts(0, sealed))
+    assert messages.read_rejected(reply) == {1}
+    assert sites[0](messages.ASK, asked).has_error()
+    assert sites[0].spend.releases == 0
+
+
+def test_the_log_says_what_a_site_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Log(tmp_path).left("run", messages.OPEN, 40, {}, None, {2, 1})
+    assert cli.run(["node", "log", f"home={tmp_path}"]) == 0
+    assert "rejected the signature or sealed share of client 1, 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -478,7 +508,8 @@ def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
         few = messages.pack_arrays({name: each[:count] for name, each in rows.items()})
         asked = RecordDict({**asked, "rows": few})
         shares = dealt(sites, [asked] * 3, server_round)
-        sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+        opened(sites[0], inbox(shares, sites[0]), server_round)
+        sites[0](messages.ASK, asked)
     assert sites[0].spend.releases == (3 if count else 0)
     assert sites[0].spend.spend == (canonical(made.plan.server(3)) if count else {})
 
@@ -505,7 +536,8 @@ def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
             assert not site(messages.TRAIN, content).has_error()
     asked = question(made)
     shares = dealt(sites, [asked] * 3)
-    reply = sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+    assert opened(sites[0], inbox(shares, sites[0]))
+    reply = sites[0](messages.ASK, asked)
     assert not reply.has_error()
 
 
@@ -518,7 +550,8 @@ def test_a_question_that_fails_on_some_labels_meets_no_private_row(tmp_path: Pat
     cut = messages.pack_arrays({**shared, name: shared[name][:5]})
     asked = RecordDict({**asked, "shared": cut})
     shares = dealt(sites, [asked] * 3)
-    reply = sites[0](messages.ASK, messages.with_texts(asked, inbox(shares, sites[0])))
+    assert opened(sites[0], inbox(shares, sites[0]))
+    reply = sites[0](messages.ASK, asked)
     assert reply.has_error()
     assert sites[0].spend.spend == {}, "it was tried on rows that are no secret"
     whole = question(method)

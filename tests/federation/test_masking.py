@@ -49,9 +49,9 @@ class Played:
             c: each.deal(self.keys) for c, each in self.maskers.items() if c not in no_shares
         }
         self.masked = {
-            c: self.maskers[c].mask(self.words[c], self.inbox(c))
+            c: self.maskers[c].mask(self.words[c])
             for c in self.dealt
-            if c not in no_words
+            if c not in no_words and self.maskers[c].open(self.inbox(c)) == []
         }
         self.answered, self.silent = set(self.masked), set(self.dealt) - set(self.masked)
         self.told = {
@@ -61,15 +61,16 @@ class Played:
     def inbox(self, client: int) -> dict[int, bytes]:
         return {c: each[client] for c, each in self.dealt.items() if client in each}
 
-    def sum(self, told: dict[int, dict[int, bytes]] | None = None) -> Words:
+    def sum(self, told: dict[int, dict[int, bytes]] | None = None) -> tuple[Words, set[int]]:
+        """The sum, and who revealed a wrong share."""
         total = np.sum(list(self.masked.values()), axis=0, dtype=f"u{self.sums.bits // 8}")
         shares = self.told if told is None else told
         return unmasked(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
 
-    def right(self) -> bool:
+    def right(self, told: dict[int, dict[int, bytes]] | None = None) -> bool:
         kind = f"u{self.sums.bits // 8}"
         expected = np.sum([self.words[c] for c in self.answered], axis=0, dtype=kind)
-        return np.array_equal(self.sum(), expected)
+        return np.array_equal(self.sum(told)[0], expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -170,7 +171,9 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
     keys = {c: each.announce() for c, each in maskers.items()}
     dealt = {c: each.deal(keys) for c, each in maskers.items()}
     zeros = np.zeros(20_000, np.uint32)
-    masked = {c: maskers[c].mask(zeros, {o: dealt[o][c] for o in dealt if o != c}) for c in maskers}
+    for c, each in maskers.items():
+        assert each.open({o: dealt[o][c] for o in dealt if o != c}) == []
+    masked = {c: each.mask(zeros) for c, each in maskers.items()}
     late = masked[0].copy()
     for other in range(1, 5):
         late -= stream(maskers[0]._pair(maskers[0]._mask_key, other), len(late), late.dtype)
@@ -194,7 +197,7 @@ def test_masks_are_those_of_aes() -> None:
         each.deal(keys)
     assert pair[0]._pair(pair[0]._mask_key, 1) == pair[1]._pair(pair[1]._mask_key, 0)
     other = Masker(0, FIVE, b"run/2", pair[0]._mask_key, pair[0]._box_key)
-    other.deal(keys)
+    other.deal({**keys, 0: other.announce()})
     assert pair[0]._pair(pair[0]._mask_key, 1) != other._pair(other._mask_key, 1)
 
 
@@ -203,11 +206,59 @@ def test_shares_below_the_threshold_tell_nothing() -> None:
     secret = bytes(range(32))
     shares = masking._split(secret, 3, 5)
     for some in itertools.combinations(range(5), 3):
-        assert masking._combine({x + 1: shares[x] for x in some}, 3) == secret
+        found, bad = masking._secret({x + 1: shares[x] for x in some}, 3, secret.__eq__)
+        assert (found, bad) == (secret, [])
     with pytest.raises(MaskingError):
-        masking._combine({1: shares[0], 2: shares[1]}, 3)
+        masking._secret({1: shares[0], 2: shares[1]}, 3, secret.__eq__)
     firsts = [masking._split(secret, 2, 3)[0][-1] for _ in range(2000)]
     assert stats.chisquare(np.bincount(np.array(firsts) >> 4, minlength=16)).pvalue > 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(3, 9), st.data())
+def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataObject) -> None:
+    """Whoever lies about whichever shares: the exact sum, or an error if fewer than ``shamir``
+    tell the truth. Nobody honest is named unless those who lie are too many."""
+    threshold = data.draw(st.integers(asked // 2 + 1, asked - 1))
+    silent = data.draw(st.sets(st.integers(0, asked - 1), max_size=asked - threshold))
+    played = Played(Secure(asked, threshold, 0), ((), silent, ()))
+    helpers = sorted(played.told)
+    liars = data.draw(st.sets(st.sampled_from(helpers)))
+    told = {c: dict(each) for c, each in played.told.items()}
+    for liar in liars:
+        lies = data.draw(st.sets(st.sampled_from(sorted(told[liar])), min_size=1))
+        for about in lies:
+            other = data.draw(st.sampled_from([1, 2**255]))
+            share = int.from_bytes(told[liar][about], "big") ^ other
+            told[liar][about] = share.to_bytes(33, "big")
+    shamir = graph(played.keys, played.sums).shamir
+    try:
+        assert played.right(told)
+    except MaskingError:
+        assert len(helpers) - len(liars) < shamir
+    else:
+        named = played.sum(told)[1]
+        if len(liars) + len(named) < len(helpers) - shamir + 2:
+            assert named <= liars
+
+
+def test_one_wrong_share_among_the_first_is_named() -> None:
+    played = Played(Secure(6, 5, 0), ((), (5,), ()))
+    liar = graph(played.keys, played.sums).around(0)[0]
+    liar = liar if liar in played.told else graph(played.keys, played.sums).around(0)[1]
+    about = 5  # the key of one that is silent
+    told = {c: dict(each) for c, each in played.told.items()}
+    told[liar][about] = bytes(33)
+    assert played.right(told)
+    assert played.sum(told)[1] == {liar}
+
+
+def test_a_dealer_whose_shares_give_another_secret_voids_the_sum() -> None:
+    """It and its helpers cannot be told apart, and the error says so."""
+    played = Played(FIVE)
+    told = {helper: {**each, 2: bytes(33)} for helper, each in played.told.items()}
+    with pytest.raises(MaskingError, match=r"client 2 do not match .*; the client, or"):
+        played.sum(told)
 
 
 def refused(act: Callable[[], object]) -> bool:
@@ -222,7 +273,8 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
     played = Played(FIVE, ((), (), ()))
     one = played.maskers[0]
     assert refused(lambda: one.reveal(range(5), []))  # a second time
-    assert refused(lambda: one.mask(played.words[0], played.inbox(0)))  # two vectors, one mask
+    assert refused(lambda: one.mask(played.words[0]))  # two vectors, one mask
+    assert refused(lambda: one.open(played.inbox(0)))
     assert refused(lambda: one.deal(played.keys))
     few = {helper: played.told[helper] for helper in (0, 1)}
     assert refused(lambda: played.sum(few))  # fewer than the threshold help
@@ -235,7 +287,9 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
 
     one, _, inbox = fresh()
     assert refused(lambda: one.reveal(range(5), []))  # before its own words
-    one.mask(played.words[0], inbox)
+    assert refused(lambda: one.mask(played.words[0]))  # no shares were opened
+    assert one.open(inbox) == []
+    one.mask(played.words[0])
     assert refused(lambda: one.reveal([0, 1, 2, 3], [3, 4]))  # both secrets of one client
     assert refused(lambda: one.reveal([0, 1, 2], [3, 4]))  # less noise than was counted
     assert refused(lambda: one.reveal([1, 2, 3, 4], [0]))  # its own words left
@@ -243,10 +297,12 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
     assert refused(lambda: one.reveal([0, 1, 2, 3, 9], [4]))  # a stranger
     one, _, inbox = fresh()
     broken = {**inbox, 1: inbox[1][:-1] + bytes([inbox[1][-1] ^ 1])}
-    assert refused(lambda: one.mask(played.words[0], broken))
+    assert one.open(broken) == [1]
+    assert refused(lambda: one.mask(played.words[0]))
     one, _, inbox = fresh()
     swapped = {**inbox, 1: inbox[2], 2: inbox[1]}
-    assert refused(lambda: one.mask(played.words[0], swapped))
+    assert one.open(swapped) == [1, 2]
+    assert refused(lambda: one.mask(played.words[0]))
 
     def dealing(change: Callable[[dict[int, bytes]], dict[int, bytes]]) -> bool:
         maskers = cohort(FIVE)

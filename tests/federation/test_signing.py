@@ -79,7 +79,8 @@ def masked(homes: list[ClientHome], book: Mapping[int, bytes]) -> list[np.ndarra
     for home in homes:
         inbox = {other: each[home.number] for other, each in dealt.items() if other != home.number}
         assert home.masker is not None
-        found.append(home.masker.mask(ones, inbox))
+        assert home.masker.open(inbox) == []
+        found.append(home.masker.mask(ones))
     return found
 
 
@@ -95,6 +96,14 @@ def revealed(
     return texts(client_app._reveal(home, asked(lists)), SHARE_BYTES)
 
 
+def rejected(home: ClientHome, book: Mapping[int, bytes]) -> set[int]:
+    """Whose announcements a client rejects; it deals no shares then."""
+    reply = asked(client_app._shares(home, asked(messages.pack_texts(0, book))))
+    with pytest.raises(ValueError, match="no texts"):
+        messages.read_texts(reply, SHARE_BYTES)
+    return messages.read_rejected(reply)
+
+
 ALL = [0, 1, 2, 3]
 
 
@@ -103,6 +112,16 @@ def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientHome]) -> No
     signatures: dict[int, bytes] = {}
     for home in homes:
         signatures |= agreed(home, ALL, [])
+    for home in homes:
+        assert set(revealed(home, ALL, [], signatures)) == set(ALL)
+
+
+def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientHome]) -> None:
+    masked(homes, announced(homes))
+    signatures: dict[int, bytes] = {}
+    for home in homes:
+        signatures |= agreed(home, ALL, [])
+    signatures[3] = signatures[3][:-1] + bytes([signatures[3][-1] ^ 1])
     for home in homes:
         assert set(revealed(home, ALL, [], signatures)) == set(ALL)
 
@@ -116,15 +135,13 @@ def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientHome]) ->
         forged + book[3][KEY_BYTES:],
         book[2],
     ):
-        with pytest.raises(MaskingError):
-            client_app._shares(homes[0], asked(messages.pack_texts(0, {**book, 3: text})))
+        assert rejected(homes[0], {**book, 3: text}) == {3}
 
 
 def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientHome]) -> None:
     before = announced(homes, 1)
     now = announced(homes, 0)
-    with pytest.raises(MaskingError, match="client 3 did not sign"):
-        client_app._shares(homes[0], asked(messages.pack_texts(0, {**now, 3: before[3]})))
+    assert rejected(homes[0], {**now, 3: before[3]}) == {3}
     keys = now[3][:KEY_BYTES]
     for context, sums in (("other", SUMS), ("run", Secure(4, 3, 1)), ("run", Secure(5, 3, 0))):
         text = announcement(context_of(context, 0, "question"), 3, sums, keys)

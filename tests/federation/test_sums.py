@@ -12,7 +12,9 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from flwr.app import Message, RecordDict
-from tiny import COINS, SETTINGS, SHARD, Train, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import COINS, SETTINGS, SHARD, Train, fingerprint, tiny
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
@@ -21,12 +23,13 @@ from fedgen.experiments import settings, training
 from fedgen.experiments.configuration import compose
 from fedgen.federation import client_app as client_app_module
 from fedgen.federation import messages
+from fedgen.federation import sums as sums_module
 from fedgen.federation.client_app import ClientHome, Terms, client_app
 from fedgen.federation.client_store import ClientStore
 from fedgen.federation.failures import UnansweredError
 from fedgen.federation.flower_compat import identify_process, set_message_id
 from fedgen.federation.in_process import InProcessGrid
-from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, Masker, context_of
+from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES, SHARE_BYTES, Masker, context_of
 from fedgen.federation.messages import Answer
 from fedgen.federation.rounds import Rounds
 from fedgen.federation.sums import that_are_there, whose
@@ -251,7 +254,8 @@ def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: 
     keys |= {c: each.announce() for c, each in others.items()}
     assert not ask(messages.SHARES, messages.pack_texts(0, keys)).has_error()
     inbox = {c: each.deal(keys)[0] for c, each in others.items()}
-    content = messages.with_texts(messages.pack_query(0, query), inbox)
+    assert not ask(messages.OPEN, messages.pack_texts(0, inbox)).has_error()
+    content = messages.pack_query(0, query)
     assert not ask(messages.ASK, content).has_error()
     assert ask(messages.ASK, content).has_error()
     assert ask(messages.KEYS, messages.pack_keys_for(0, question)).has_error()
@@ -466,59 +470,116 @@ def test_canaries_of_a_run_are_its_neighbours() -> None:
     assert 0 < absent == sum(len(shard) == 0 for shard in ready.shards)
 
 
-def _lies(how: str, right: RecordDict, place: int, others: dict[int, bytes]) -> RecordDict:
-    """What client 3 says in place of keys or shares."""
-    texts = {
-        "zero keys": {3: bytes(KEY_BYTES)},
-        "one key for both": {3: 2 * next(iter(others.values()))[:32]},
-        "keys of client 0": {0: next(iter(others.values()))},
+LIAR = 3
+
+
+def _lie(how: str, honest: RecordDict, place: int, seen: dict[int, bytes]) -> RecordDict:
+    """What client 3 replies in place of an honest reply. ``seen``: client 0's keys."""
+    if how.startswith("rejects"):
+        return messages.pack_rejected(place, [0] if how == "rejects one" else [0, 1, 2, 4])
+    length = SHARE_BYTES if how == "wrong shares" else KEY_BYTES if "key" in how else SEALED_BYTES
+    texts = messages.read_texts(Message(honest, 1, "query"), length)
+    first = min(texts)
+    flipped = {c: text[:-1] + bytes([text[-1] ^ 1]) for c, text in texts.items()}
+    lies = {
+        "zero keys": {LIAR: bytes(KEY_BYTES)},
+        "one key for both": {LIAR: 2 * texts[first][:32] + bytes(32)},
+        "keys of client 0": {0: texts[first]},
+        "copied keys": seen,
         "no keys": {},
         "no shares": {},
-        "shares for some": dict(list(others.items())[:1]),
-        "shares for a stranger": {**others, 9: next(iter(others.values()))},
+        "some shares": {first: texts[first]},
+        "shares for a stranger": {**texts, 9: texts[first]},
+        "broken seals": flipped,
+        "one broken seal": {**texts, first: flipped[first]},
+        "wrong shares": flipped,
     }
-    del right
-    return messages.pack_texts(place, texts[how])
+    return messages.pack_texts(place, lies[how])
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "how", "failure", "named"),
     [
-        (messages.KEYS, "zero keys"),
-        (messages.KEYS, "one key for both"),
-        (messages.KEYS, "keys of client 0"),
-        (messages.KEYS, "no keys"),
-        (messages.SHARES, "no shares"),
-        (messages.SHARES, "shares for some"),
-        (messages.SHARES, "shares for a stranger"),
+        (messages.KEYS, "zero keys", "malformed", {LIAR}),
+        (messages.KEYS, "one key for both", "malformed", {LIAR}),
+        (messages.KEYS, "keys of client 0", "malformed", {LIAR}),
+        (messages.KEYS, "no keys", "malformed", {LIAR}),
+        (messages.KEYS, "copied keys", "copied", {0, LIAR}),
+        (messages.SHARES, "no shares", "malformed", {LIAR}),
+        (messages.SHARES, "some shares", "malformed", {LIAR}),
+        (messages.SHARES, "shares for a stranger", "malformed", {LIAR}),
+        (messages.SHARES, "broken seals", "contradicted", {LIAR}),
+        (messages.SHARES, "one broken seal", "contradicted", {0, LIAR}),
+        (messages.SHARES, "rejects all", "contradicted", {LIAR}),
+        (messages.OPEN, "rejects all", "contradicted", {LIAR}),
+        (messages.OPEN, "rejects one", "contradicted", {0, LIAR}),
+        (messages.REVEAL, "wrong shares", "wrong share", {LIAR}),
     ],
 )
 def test_a_client_that_breaks_the_protocol_is_named_and_left_out(
-    kind: str, how: str, train: Train, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    how: str,
+    failure: str,
+    named: set[int],
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sum of the others is opened, and nobody else is taken for the one at fault."""
-    whole = client_app_module._VERBS[kind]
+    """The sum of the others is opened in each round, and an honest client is named only where
+    nobody can tell it from the liar. Who is left out is not charged."""
+    whole, keys = client_app_module._VERBS[kind], client_app_module._VERBS[messages.KEYS]
+    seen: dict[int, bytes] = {}
 
     def lies(home: ClientHome, message: Message) -> RecordDict:
-        said = whole(home, message)
-        if home.number != 3:
-            return said
-        texts = said.config_records["texts"]["all"]
-        assert isinstance(texts, bytes)
-        size = KEY_BYTES if kind == messages.KEYS else SEALED_BYTES
-        parts = range(8, len(texts), 8 + size)
-        others = {
-            int.from_bytes(texts[at : at + 8], "big"): texts[at + 8 : at + 8 + size] for at in parts
-        }
-        return _lies(how, said, messages.read_place(message), others)
+        honest = whole(home, message)
+        if home.number == 0 and whole is keys:
+            text = messages.read_texts(Message(honest, 1, "query"), KEY_BYTES)
+            seen.update({LIAR: text[0]})
+        if home.number != LIAR:
+            return honest
+        return _lie(how, honest, messages.read_place(message), seen)
 
     monkeypatch.setitem(client_app_module._VERBS, kind, lies)
-    words = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure"]
-    words += ["privacy.threshold=3", "runtime.masks=true", "runtime.min_success=0.75", "rounds=2"]
+    words = ["partition=iid", "partition.clients=5", "privacy.aggregation=secure"]
+    words += ["privacy.threshold=3", "runtime.masks=true", "runtime.min_success=0.6", "rounds=2"]
     run = train("method=dpgan_small", *words)
     failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
-    assert {each["client"] for each in failures} == {3}
-    assert len(failures) == 2
+    assert {each["kind"] for each in failures} == {failure}
+    assert sorted(each["client"] for each in failures) == sorted([*named, *named])
+    record = json.loads((run / "privacy.json").read_text())
+    for client in range(5):
+        answered = failure == "wrong share" or client not in named
+        assert (record["clients"][str(client)]["releases"] > 0) == answered
+
+
+def test_wrong_revealed_shares_change_no_sum(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure", "rounds=2"]
+    words += ["privacy.threshold=3", "runtime.masks=true"]
+    honest = train("method=dpgan_small", *words)
+    whole = client_app_module._VERBS[messages.REVEAL]
+
+    def lies(home: ClientHome, message: Message) -> RecordDict:
+        reply = whole(home, message)
+        if home.number != LIAR:
+            return reply
+        return _lie("wrong shares", reply, messages.read_place(message), {})
+
+    monkeypatch.setitem(client_app_module._VERBS, messages.REVEAL, lies)
+    lied = train("method=dpgan_small", *words, name="lied")
+    assert fingerprint(lied)["generator"] == fingerprint(honest)["generator"]
+
+
+@given(st.dictionaries(st.integers(0, 8), st.sets(st.integers(0, 8)), max_size=9))
+def test_no_rejection_is_left_and_two_make_a_violator(rejections: dict[int, set[int]]) -> None:
+    out = sums_module._violators(rejections)
+    for client, others in rejections.items():
+        assert client in out or others <= out
+
+
+@given(st.integers(0, 8), st.sets(st.integers(0, 8), min_size=2))
+def test_one_liar_that_contradicts_several_goes_alone(liar: int, others: set[int]) -> None:
+    if len(honest := others - {liar}) > 1:
+        assert sums_module._violators({liar: honest}) == {liar}
+        assert sums_module._violators({client: {liar} for client in honest}) == {liar}
 
 
 def test_a_sum_that_cannot_be_is_not_put_down_to_rows() -> None:
