@@ -53,9 +53,9 @@ class Deployment:
                 test_labels=rows.test_labels,
             )
 
-    def start_link(self) -> None:
+    def start_link(self, *more: str) -> None:
         """Starts the link, and waits until it answers."""
-        words = [f"home={self.place / 'link'}", f"port={self.port}", "host=0.0.0.0"]
+        words = [f"home={self.place / 'link'}", f"port={self.port}", "host=0.0.0.0", *more]
         self.link = Command(["link", *words])
         end = time.monotonic() + 180
         while True:
@@ -139,11 +139,13 @@ def deployment(
     nodes: int,
     policies: Sequence[dict[str, Any]] = (),
     later: Collection[int] = (),
+    link: Collection[str] = (),
 ) -> Iterator[Deployment]:
-    """A deployment for as long as the block. ``later``: nodes that are not started yet."""
+    """A deployment for as long as the block. ``later``: nodes that are not started yet; ``link``:
+    settings of the link."""
     here = Deployment(place, nodes)
     try:
-        here.start_link()
+        here.start_link(*link)
         for node in range(nodes):
             here.allow(node, **(policies[node] if policies else {}))
             here.accept(node)

@@ -28,7 +28,7 @@ from fedgen.coins import Coins
 from fedgen.data.labels import are_names, check_range, identities, named, numbers
 from fedgen.data.rows import row_coins
 from fedgen.errors import FedgenError
-from fedgen.files import cache, digest, read_arrays, share, temporary_path, user_umask
+from fedgen.files import cache, digest, read_arrays, read_bounded, share, temporary_path, user_umask
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -429,43 +429,55 @@ def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.ge
     }
 
 
+_LONGEST_LIST = 2**26  # bytes; CelebA's own have 30 MB
+
+
 def celeba(root: str | None, **_: object) -> Dataset:
-    """CelebA at 32x32 with gender as the label, from the user's own copy in torchvision's layout:
-    ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
-    ``celeba/list_eval_partition.txt``. The validation part is left alone."""
-    from PIL import Image
+    """Load CelebA at 32x32 with gender as the label, from the user's own copy in torchvision's
+    layout: ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
+    ``celeba/list_eval_partition.txt``. The validation part is left alone.
+
+    Raises:
+        FedgenError: for files that are missing, or hold something else.
+    """
+    from fedgen.data.images import read_images
 
     folder = root_of(root) / "celeba"
     try:
         names, male = _celeba_attribute(folder / "list_attr_celeba.txt", "Male")
-        parts = dict(
-            line.split() for line in (folder / "list_eval_partition.txt").read_text().splitlines()
-        )
+        parts = dict(map(str.split, _lines(folder / "list_eval_partition.txt")))
         part = np.array([int(parts[name]) for name in names])
-        images = np.stack(
-            [
-                centre_square(Image.open(folder / "img_align_celeba" / name).convert("RGB"), 32)
-                for name in names
-            ]
-        )
-    except (OSError, ValueError, KeyError) as error:
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a name of no file")
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise FedgenError(
             "data.root",
             f"no readable CelebA in {folder} ({type(error).__name__})",
             "put your own copy there: img_align_celeba/, list_attr_celeba.txt, "
             "list_eval_partition.txt",
         ) from error
+
+    def images_of(rows: NDArray[np.bool_]) -> Images:
+        files = [(n, folder / "img_align_celeba" / n) for n in np.array(names)[rows].tolist()]
+        return read_images(folder, files, 32, 3, key="data.root")
+
     train, test = part == 0, part == 2
     places = Places("a line of list_attr_celeba.txt", "its number")
-    return checked("celeba", images[train], male[train], images[test], male[test], None, 2, places)
+    return checked(
+        "celeba", images_of(train), male[train], images_of(test), male[test], None, 2, places
+    )
 
 
 def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
-    lines = file.read_text().splitlines()
+    lines = _lines(file)
     column = lines[1].split().index(attribute)
     rows = [line.split() for line in lines[2:] if line.strip()]
     values = np.array([int(row[1 + column] == "1") for row in rows], dtype=np.int64)
     return [row[0] for row in rows], values
+
+
+def _lines(file: Path) -> list[str]:
+    return read_bounded(file, _LONGEST_LIST).decode().splitlines()
 
 
 def centre_square(image: object, size: int) -> Images:

@@ -40,6 +40,7 @@ def read_images(
     sources: Sequence[tuple[str, Path | IO[bytes]]],
     size: int | None,
     channels: int | None,
+    key: str = "data.path",
 ) -> Images:
     """All images (n, channels, h, w), in this order, as viewers show them: turned by what a camera
     noted (EXIF), on white where they are transparent.
@@ -47,6 +48,7 @@ def read_images(
     Args:
         place: where they are, for errors.
         sources: what each is called in errors, and its file.
+        key: the setting that named ``place``, for errors.
 
     Raises:
         FedgenError: for files that are no images, and images that do not fit together.
@@ -114,10 +116,10 @@ def read_images(
         remedy = "set data.size=32 (or another): the middle square is kept, and resized"
         wrong.append((problem, remedy))
     if len(wrong) == 1:
-        raise FedgenError("data.path", *wrong[0])
+        raise FedgenError(key, *wrong[0])
     if wrong:
         told = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
-        raise FedgenError("data.path", told, "correct these")
+        raise FedgenError(key, told, "correct these")
     return as_images(place, np.stack(found))
 
 

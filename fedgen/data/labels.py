@@ -36,11 +36,15 @@ def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
         FedgenError: for a label that is none of those told, or what is no list of names.
     """
     labels = ordered(found) if told is None else named(told)
-    if unknown := set(found).difference(labels):
+    _check_known(found, labels)
+    return labels
+
+
+def _check_known(found: Iterable[str], names: Sequence[str]) -> None:
+    if unknown := set(found).difference(names):
         some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
         problem = f"the data have labels that it does not name: {some}"
         raise FedgenError("data.labels", problem, "add them, or move their images away")
-    return labels
 
 
 def are_names(told: Sequence[object]) -> bool:
@@ -146,7 +150,7 @@ def _by_name(
         some = ",".join(each[:_LONG] for each in ordered(texts)[:_SHOWN])
         problem = f"{where} holds names of labels, and data.labels does not list them"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
-    known(texts, names)
+    _check_known(texts, names)
     index = {name: number for number, name in enumerate(names)}
     return np.array([index[text] for text in texts], dtype=np.int64)
 

@@ -35,6 +35,7 @@ REQUEST = "request"
 """The setting of a Flower run that holds what fedgen asks."""
 
 _TASK_SECONDS = 30.0  # until a run that was started has its task
+_ENVELOPE_BYTES = 2**16  # of a message around its arrays
 _BUNDLE = """\
 [project]
 name = "fedgen"
@@ -121,7 +122,7 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
         TaskIdentity.run_id = task.run.run_id
         TaskIdentity.node_id = task.context.node_id
         grid.set_run(run_from_proto(task.run))
-        yield _Packed(grid)
+        yield PackedGrid(grid, link.largest() - _ENVELOPE_BYTES)
         details = ""
     finally:
         status = "failed" if details else "completed"
@@ -132,19 +133,26 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
         grid.close()
 
 
-class _Packed(GridAround):
+class PackedGrid(GridAround):
     """A grid whose messages travel in one piece, and which leaves its SuperLink time between two
-    looks. Flower takes an array for an object, and asks for each by itself."""
+    looks. Flower takes an array for an object, and asks for each by itself.
 
-    def __init__(self, inner: Grid) -> None:
+    Args:
+        largest: limit on the arrays of a message, in bytes.
+    """
+
+    def __init__(self, inner: Grid, largest: int) -> None:
         super().__init__(inner)
-        self._heard = time.monotonic()
+        self.largest, self._heard = largest, time.monotonic()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See Grid."""
         whole = list(messages)
         names = list(self._inner.push_messages(list(map(packed, whole))))
         self._heard = time.monotonic()
+        if whole and not names:
+            problem = "a question is larger than the link accepts"
+            raise FedgenError(KEY, problem, "restart fedgen link with a larger largest=MB; resume=")
         for message, name in zip(whole, names, strict=True):
             set_message_id(message, name or "")
         return names

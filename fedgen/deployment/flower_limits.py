@@ -40,6 +40,8 @@ TIMEOUT_SECONDS = 10.0
 MAX_HEADER_BYTES = 2**16
 MIN_BYTES_PER_SECOND = 2**16
 MAX_ANONYMOUS_BODY = 2**13
+LIMIT_HEADER = "fedgen-largest"
+"""Header of responses: the limit on the body of a request, in bytes."""
 
 
 class LimitedListener(socket.socket):
@@ -200,7 +202,14 @@ class BodyLimit:
             said = f"{int(length):,} bytes, limit {limit:,} (fedgen link largest=MB)"
             await _rejected(said, 413)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+
+        async def send_with_limit(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                told = (LIMIT_HEADER.encode(), str(self._largest).encode())
+                message["headers"] = [*message["headers"], told]
+            await send(message)
+
+        await self._app(scope, receive, send_with_limit)
 
 
 def _rejected(said: str, status: int) -> PlainTextResponse:

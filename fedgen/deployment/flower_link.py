@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
 from fedgen.deployment import flower_limits
-from fedgen.deployment.flower_limits import LOOPBACK, BodyLimit, LimitedListener
+from fedgen.deployment.flower_limits import LIMIT_HEADER, LOOPBACK, BodyLimit, LimitedListener
 from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
 from fedgen.files import read_bounded
@@ -141,6 +142,20 @@ class Link:
             raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
         finally:
             client.close()
+
+    def largest(self) -> int:
+        """Return the limit on the body of a request, in bytes.
+
+        Raises:
+            FedgenError: if the link does not answer, or is not one of fedgen's.
+        """
+        try:
+            context = ssl.create_default_context(cadata=self.ca.decode())
+            response = httpx.get(f"https://{self.address}/health", verify=context)
+            return int(response.headers[LIMIT_HEADER])
+        except (httpx.HTTPError, ssl.SSLError, ValueError, KeyError) as error:
+            problem = f"no link of fedgen at {self.address} ({type(error).__name__})"
+            raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
 
     def register(self, public_key: bytes, name: str) -> int:
         """Lets a node with this public key (PEM) in; returns its id."""

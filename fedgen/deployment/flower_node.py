@@ -72,12 +72,17 @@ class RunOverError(Exception):
     """The run that a message was of has ended."""
 
 
+class TooLargeError(Exception):
+    """The SuperLink takes no message of this size."""
+
+
 class Connection:
     """A node's connection while it is open.
 
     Raises:
         LostError: by every call, if the SuperLink does not answer.
         RunOverError: by those about a message.
+        TooLargeError: by ``reply``.
         FedgenError: if it does not let the node in.
     """
 
@@ -118,6 +123,8 @@ class Connection:
             status, told = error.response.status_code, said(error)
             if status == httpx.codes.FORBIDDEN:
                 raise RunOverError from error
+            if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+                raise TooLargeError(error.response.text[:100]) from error
             known = FlowerError.from_json(error.response.text)
             if known and known.code == _NOT_ACTIVATED:
                 raise LostError(_NOT_LET_IN) from error

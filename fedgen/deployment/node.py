@@ -27,6 +27,7 @@ from fedgen.deployment.flower_node import (
     LostError,
     RunOverError,
     Told,
+    TooLargeError,
     connected,
     error_reply,
 )
@@ -143,6 +144,9 @@ class _Serving:
                 connection.reply(*unsent)
                 unsent, heard = None, time.monotonic()
             except RunOverError:  # it ended before this reply
+                unsent = None
+            except TooLargeError as error:
+                told.once(f"a reply does not fit the link: {error}")
                 unsent = None
             except LostError as error:
                 told.once(str(error))

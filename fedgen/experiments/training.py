@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -240,6 +241,7 @@ class Training:
     def _rounds(self, grid: Grid, state: RunState) -> None:
         """What the ServerApp does."""
         self.begun = True
+        largest = getattr(grid, "largest", math.inf)
         if self.ready.faults.total:
             coins = Coins.of(self.config.seed, "seeded").at("faults")  # as the clients'
             grid = FaultyGrid(grid, self.ready.faults, coins)
@@ -261,6 +263,7 @@ class Training:
             masks=self.config.runtime.masks,
             signed=self.ready.dataset.elsewhere,
             run=self.name,
+            largest=largest,
             opens=self._opens,
             says=self.progress.say,
         )

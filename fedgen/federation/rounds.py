@@ -112,6 +112,7 @@ class Rounds:
         causes: of clients' failures, as far as they are known.
         masks: whether answers travel under masks; run: its name, which these are made for; signed:
             whether clients sign for these.
+        largest: limit on a response, in bytes.
         opens: called with each secure sum before it is looked at: (round, digest of the question,
             whose it is).
     """
@@ -133,6 +134,7 @@ class Rounds:
         masks: bool = False,
         signed: bool = False,
         run: str = "",
+        largest: float = math.inf,
         opens: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
         says: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -140,7 +142,7 @@ class Rounds:
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._causes = begins, failed, causes
         self._masks, self._signed, self._run, self._opens = masks, signed, run, opens
-        self._says = says
+        self._says, self._largest = says, largest
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds until each client was asked to train
@@ -305,6 +307,7 @@ class Rounds:
         routed = self.strategy.route(server_round, query.count)
         for rows in routed.values():
             self._plan_for(len(rows))
+        self._check_size(server_round, max(map(len, routed.values()), default=0))
         for client, rows in routed.items():  # spent as soon as it is sent
             state.asks[client] += 1
             state.rows[client] += len(rows)
@@ -332,6 +335,18 @@ class Rounds:
             "generator": time.perf_counter() - answered,
         }
         return RoundFacts(rounds, len(answers), norm, seconds)
+
+    def _check_size(self, server_round: int, rows: int) -> None:
+        """Raises FedgenError, before any client is charged, for responses that would not arrive."""
+        plan = self.method.plan
+        item = max(kind.itemsize for kind in plan.aggregation.arrive_as)
+        size = math.prod(plan.answer(rows, server_round)) * item
+        if size > self._largest:
+            raise FedgenError(
+                "runtime.superlink",
+                f"a response of {size / 2**20:.1f} MB does not fit the link",
+                f"restart fedgen link with largest={math.ceil(size / 2**20) + 1}, then resume=",
+            )
 
     def _sum(
         self,

@@ -109,6 +109,32 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
     assert data.classes == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("list_attr_celeba.txt", "1\nYoung Male\n../../secret.png 1 1\n"),
+        ("list_attr_celeba.txt", "1\nYoung\n000001.jpg 1\n"),
+        ("list_attr_celeba.txt", ""),
+        ("list_attr_celeba.txt", None),
+        ("list_eval_partition.txt", "000001.jpg 0 0\n"),
+        ("list_eval_partition.txt", None),
+    ],
+)
+def test_lists_of_celeba_that_are_none_are_one_line(
+    name: str, content: str | None, tmp_path: Path
+) -> None:
+    """Among them one that names a file elsewhere, and a pipe, which nobody writes to."""
+    test_celeba_in_its_layout(tmp_path)
+    file = tmp_path / "celeba" / name
+    file.unlink()
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+    with pytest.raises(FedgenError, match=r"data\.root: no readable CelebA"):
+        datasets.celeba(str(tmp_path))
+
+
 def test_the_number_of_labels_is_not_read_off_private_rows(tmp_path: Path, coins: Coins) -> None:
     with pytest.raises(FedgenError, match=r"data\.classes"):
         folder(coins, None, npz(tmp_path / "a.npz"))

@@ -193,3 +193,18 @@ def test_two_are_not_at_home_in_one_folder(sites: Deployment) -> None:
     node = Command(["node", *sites.words(0)])
     assert node.wait(60) == 2
     assert "another node is at home" in node.errors
+
+
+def test_messages_that_do_not_fit_the_link_are_named_before_anybody_is_charged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with deployment(tmp_path, 1, link=["largest=1"]) as sites:
+        for words, problem in (
+            (["method=dp_merf_small", "method.features=40000"], "a response of 1.5 MB"),
+            (["method=dpgan_small", "method.generator.width=200"], "a question is larger than"),
+        ):
+            run = tmp_path / words[0]
+            words += ["privacy.target_epsilon=5", "rounds=2", f"run_dir={run}"]
+            assert cli.run(sites.asked(*words)) == 2
+            assert f"runtime.superlink: {problem}" in capsys.readouterr().err
+        assert not [each for each in sites.log(0) if each.get("spend")]
