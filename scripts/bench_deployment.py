@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 import ssl
@@ -179,7 +180,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--nodes", type=int, nargs="+", default=[1, 10])
     arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--stock-rounds", type=int, default=2)
+    arguments.add_argument("--stock-rounds", type=int, default=2, help="0: without Flower's own")
     chosen = arguments.parse_args()
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, **QUIET, "PATH": path}
@@ -188,7 +189,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             environment["FEDGEN_HOME"] = place
             ours = of_fedgen(nodes, chosen.rounds, Path(place, "ours"), environment)
-            theirs = of_flower(nodes, chosen.stock_rounds, Path(place, "theirs"), environment)
+            theirs = math.nan
+            if chosen.stock_rounds:
+                theirs = of_flower(nodes, chosen.stock_rounds, Path(place, "theirs"), environment)
         print(f"| {nodes} | {ours:,.0f} ms | {theirs:,.0f} ms | {theirs / ours:.0f} |", flush=True)
 
 

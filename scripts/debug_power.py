@@ -39,7 +39,8 @@ class Found:
 
 def once(experiment: str, settings: list[str], fraction: float, seed: int) -> Found:
     """``fedgen debug`` in a folder of its own."""
-    words = [f"experiment={experiment}", *settings, f"corruption.fraction={fraction:g}"]
+    words = [*([f"experiment={experiment}"] if experiment else []), *settings]
+    words.append(f"corruption.fraction={fraction:g}")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         begin = time.perf_counter()
         with contextlib.redirect_stderr(io.StringIO()):
@@ -58,7 +59,7 @@ def largest(found: list[Found], view: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often fedgen debug is right.")
-    parser.add_argument("--experiment", default="femnist_debug_small")
+    parser.add_argument("--experiment", default="femnist_debug_small", help="'': settings alone")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])
     parser.add_argument("--fraction", type=float, default=0.5, help="of clients, with the bug")

@@ -19,9 +19,21 @@ SMALLEST: dict[str, list[str]] = {
         *("--critics", "20", "--widths", "4", "--rows", "4", "--timed", "20"),
         *("--steps", "1", "--repeats", "1", "--threads", "1"),
     ],
+    "bench_deployment.py": ["--nodes", "1", "--rounds", "1", "--stock-rounds", "0"],
+    "bench_dpsgd.py": [
+        *("--width", "4", "--rows", "4", "--repeats", "1", "--threads", "1"),
+    ],
+    "bench_scale.py": ["--clients", "4", "--rounds", "2", "data=digits", "method=gs_wgan_small"],
     "bench_runtimes.py": ["--rounds", "1", "--clients", "2"],
     "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],
     "check_noise.py": ["--numbers", "1e4"],
+    "debug_power.py": [
+        *("--experiment", "", "--repetitions", "1", "method=mixture_small"),
+        *("privacy.unit=client", "privacy.aggregation=secure", "privacy.threshold=all"),
+        *("partition=iid", "partition.clients=120", "runtime=in_process", "runtime.threads=1"),
+        *("debug.quantiles=true", "debug.apart=40", "debug.suspect=0.4", "debug.normal=0.6"),
+        *("debug.samples=100", "evaluation=none"),
+    ],
     "gradient_norms.py": ["--help"],
     "make_shapes.py": ["shapes.npz", "--side", "16", "--rows", "20"],
     "mutants.py": ["--tests-passed", "the-sign-of-zero-leaks"],
@@ -30,10 +42,6 @@ SMALLEST: dict[str, list[str]] = {
 ``tests/experiments/test_sweeps.py``."""
 
 OTHERS = {
-    "bench_deployment.py": "by hand: a minute for each number of nodes",
-    "bench_dpsgd.py": "by hand: its whole steps take minutes at any width",
-    "bench_scale.py": "by hand: it needs MNIST",
-    "debug_power.py": "by hand: one repetition takes a minute",
     "docs_pages.py": "by mkdocs, in make docs",
     "flwr_run.py": "by tests/test_install.py",
     "mixture_control.py": "below",
