@@ -356,10 +356,24 @@ def branch_of(
         chosen.append(whole["warm_up"])
     if held.classes != held.labels.max(initial=-1) + 1:
         chosen.append(held.classes)  # labels that no row has: the rows' digest does not tell
+    chosen = _without_packages(chosen)
     facts = json.dumps(chosen, sort_keys=True).encode(), held.digest.encode()
     if factories.is_outside(config.partition["_target_"]):  # settings do not say what it does
         return digest(*facts, *(shard.tobytes() for shard in shards))
     return digest(*facts)
+
+
+def _without_packages(settings: Any) -> Any:
+    """Return plain settings with fedgen's own functions by their last module and name, which are
+    unique in a group: a package that is renamed changes no run."""
+    if isinstance(settings, dict):
+        return {
+            key: ".".join(value.split(".")[-2:])
+            if key == "_target_" and not factories.is_outside(value)
+            else _without_packages(value)
+            for key, value in settings.items()
+        }
+    return [_without_packages(e) for e in settings] if isinstance(settings, list) else settings
 
 
 def _rehearsed(config: DictConfig, noise_multiplier: float | None) -> str | None:

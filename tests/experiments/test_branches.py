@@ -12,7 +12,7 @@ import torch
 from omegaconf import open_dict
 from tiny import tiny
 
-from fedgen import cli
+from fedgen import cli, factories
 from fedgen.errors import FedgenError
 from fedgen.experiments import settings
 from fedgen.experiments.configuration import compose
@@ -55,6 +55,21 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first[2] != second[2] or other == "seed=1"  # all coins follow from the seed as well
+
+
+def test_a_package_that_is_renamed_changes_no_run() -> None:
+    """A function is known by its module and name, as no other function of its group is."""
+    config = compose("config", WORDS)
+    before = branch_of(config, ready().dataset, [], 1.0)
+    with open_dict(config):
+        config.method._target_ = "fedgen.elsewhere.dp_merf.dp_merf"
+    assert branch_of(config, ready().dataset, [], 1.0) == before
+    with open_dict(config):
+        config.method._target_ = "fedgen.elsewhere.dp_hp.dp_hp"
+    assert branch_of(config, ready().dataset, [], 1.0) != before
+    for group in ("method", "partition"):
+        bare = [name.split(".")[-2:] for name in factories._by_group()[group]]
+        assert len({tuple(each) for each in bare}) == len(bare), group
 
 
 def test_another_noise_is_another_run() -> None:
