@@ -131,7 +131,7 @@ def check(settings: object, key: str) -> None:
         if isinstance(name, str) and name in own():
             raise FedgenError(place, f"{name!r} does not belong there", "leave it out")
         if f"fedgen.{name}" in own():
-            raise FedgenError(place, f"{name!r} has another name now", f"write 'fedgen.{name}'")
+            raise FedgenError(place, f"{name!r} was renamed", f"write 'fedgen.{name}'")
         raise FedgenError(
             place,
             f"{name!r} is not fedgen's",

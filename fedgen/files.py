@@ -35,7 +35,7 @@ _LARGE, _MOST_INFLATED = 2**29, 100  # bytes; times: images of digits inflate te
 
 
 TEMPORARY = ".fedgen-"
-"""Prefix of temporary names. A file of such a name is left behind by a killed process alone."""
+"""Prefix of temporary names. A file with this prefix remains only if its process was killed."""
 
 
 def is_temporary(path: Path) -> bool:
@@ -48,8 +48,8 @@ _umask: list[int] = []  # of the user, while ``private_umask`` has replaced it
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Create files and folders for their owner alone (0600, 0700): a run directory holds models of
-    private records."""
+    """Create files and folders accessible only to their owner (0600, 0700): a run directory holds
+    models of private records."""
     before = os.umask(0o077)
     _umask.append(before)
     try:
@@ -61,7 +61,7 @@ def private_umask() -> Iterator[None]:
 
 @contextmanager
 def user_umask() -> Iterator[None]:
-    """Create files by the user's own umask inside of ``private_umask``: public data sets, and files
+    """Create files by the user's own umask inside ``private_umask``: public data sets, and files
     in a place that the user named."""
     before = os.umask(_user_umask())
     try:
@@ -85,8 +85,8 @@ def _user_umask() -> int:
 
 @contextmanager
 def temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Create a file or folder beside ``path`` under a random name, to be renamed to ``path``. It is
-    removed if it is still there in the end.
+    """Create a file or folder in the directory of ``path`` under a random name, to be renamed to
+    ``path``. It is removed on exit if it was not renamed.
 
     Raises:
         OSError: with ``path`` as its file, if it is about the temporary one.
@@ -146,13 +146,13 @@ def to_disk(file: IO[Any], path: Path) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the content of a file that somebody else may have made or named.
+    """Read an untrusted file of at most ``limit`` bytes.
 
     Raises:
         OSError: if it cannot be read.
         ValueError: for a device or a pipe, or more than ``limit`` bytes.
     """
-    # non-blocking: to open a pipe is to wait for its writer
+    # non-blocking: opening a FIFO would wait for its writer
     with open(path, "rb", opener=lambda p, f: os.open(p, f | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -231,10 +231,10 @@ def read_yaml(path: Path) -> str:
                 raise ValueError("it has aliases")
             if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
                 raise ValueError("it has ${")
-            if isinstance(event, yaml.ScalarEvent) and (known := _misread_number(event)):
+            if isinstance(event, yaml.ScalarEvent) and (parsed := _misread_number(event)):
                 raise ValueError(
-                    f"it has {event.value}, which YAML reads as {known}: write {known}, or "
-                    f'"{event.value}"'
+                    f"it has {event.value}, which YAML parses as {parsed}: write {parsed} for the "
+                    f'number, or "{event.value}" for the text'
                 )
             if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
                 raise ValueError(f"it has a tag ({event.tag})")
@@ -249,8 +249,8 @@ def read_yaml(path: Path) -> str:
 
 
 def _misread_number(event: yaml.ScalarEvent) -> str | None:
-    """What YAML 1.1 reads in place of a number that is written in another base, or with colons or
-    underscores: 010 is 8, and 5:30 is 330. None for all else."""
+    """Return the number that YAML 1.1 parses from a scalar written in another base or with colons
+    or underscores (010 is 8, 5:30 is 330); None otherwise."""
     text = event.value
     if event.style is not None or not _NUMBER_BEGINS.match(text):
         return None

@@ -31,8 +31,8 @@ NonNegativeInt = Annotated[int, _FROM_ZERO]
 Decay = Annotated[float, Range(open=False, below=1.0)]
 Betas = tuple[Decay, Decay]
 Steps = Annotated[int, Range(below=10_001)]
-"""Iterations for each sample, bounded since untrusted files may set them."""
+"""Iterations per sample; bounded because untrusted files may set them."""
 Depth = Annotated[int, Range(below=65)]
-"""Number of layers, bounded since untrusted files may set it."""
+"""Number of layers; bounded because untrusted files may set it."""
 ClipNorm = Annotated[float, Range(1e-9)]
 """Of gradients in single precision: below, squares vanish."""

@@ -180,7 +180,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--nodes", type=int, nargs="+", default=[1, 10])
     arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--stock-rounds", type=int, default=2, help="0: without Flower's own")
+    arguments.add_argument(
+        "--stock-rounds", type=int, default=2, help="of stock Flower; 0 skips it"
+    )
     chosen = arguments.parse_args()
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, **QUIET, "PATH": path}

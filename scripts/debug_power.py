@@ -59,7 +59,7 @@ def largest(found: list[Found], view: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often fedgen debug is right.")
-    parser.add_argument("--experiment", default="femnist_debug_small", help="'': settings alone")
+    parser.add_argument("--experiment", default="femnist_debug_small", help="'': the settings only")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])
     parser.add_argument("--fraction", type=float, default=0.5, help="of clients, with the bug")

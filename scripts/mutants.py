@@ -928,7 +928,7 @@ MUTANTS = [
         f"{MASKING_TESTS}::test_wrong_shares_are_left_out_or_the_sum_is_void",
     ),
     Mutant(
-        "words-are-masked-beside-a-broken-seal",
+        "words-are-masked-despite-a-broken-seal",
         MASKING,
         "            self._held.clear()",
         "            self._held.copy()",

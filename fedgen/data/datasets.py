@@ -80,13 +80,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Places:
-    """Identity of a record, and what its row number depends on.
+    """Record identity and row order of a data set.
 
     Under replace-one, methods that split rows by their number (GS-WGAN's critics) assume that
     replacing one record leaves the row numbers of all others unchanged.
 
     record: identity of a record; neighbouring data sets differ in one such record.
-    order: order of the rows.
+    order: key that determines the row number.
     moves: why replacing a record may renumber others, with a remedy in parentheses; else "".
     """
 
@@ -429,16 +429,16 @@ def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.ge
     }
 
 
-_LONGEST_LIST = 2**26  # bytes; CelebA's own have 30 MB
+_MAX_LIST_BYTES = 2**26  # CelebA's own lists take 30 MB
 
 
 def celeba(root: str | None, **_: object) -> Dataset:
     """Load CelebA at 32x32 with gender as the label, from the user's own copy in torchvision's
     layout: ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
-    ``celeba/list_eval_partition.txt``. The validation part is left alone.
+    ``celeba/list_eval_partition.txt``. The validation split is not used.
 
     Raises:
-        FedgenError: for files that are missing, or hold something else.
+        FedgenError: if files are missing or malformed.
     """
     from fedgen.data.images import read_images
 
@@ -448,7 +448,7 @@ def celeba(root: str | None, **_: object) -> Dataset:
         parts = dict(map(str.split, _lines(folder / "list_eval_partition.txt")))
         part = np.array([int(parts[name]) for name in names])
         if any(Path(name).name != name for name in names):
-            raise ValueError("a name of no file")
+            raise ValueError("an image name contains a path")
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise FedgenError(
             "data.root",
@@ -477,7 +477,7 @@ def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
 
 
 def _lines(file: Path) -> list[str]:
-    return read_bounded(file, _LONGEST_LIST).decode().splitlines()
+    return read_bounded(file, _MAX_LIST_BYTES).decode().splitlines()
 
 
 def centre_square(image: object, size: int) -> Images:
@@ -608,8 +608,8 @@ def checked(
     for split_labels in (labels, test_labels):
         check_range(name, split_labels, classes)
     if names is not None and not are_names(names):
-        problem = f"{name} has names of labels that cannot be names of folders"
-        remedy = "rename them, name them by data.labels=[...], or set data.names=false"
+        problem = f"{name} has label names that are not valid folder names"
+        remedy = "rename the labels, set data.labels=[...], or set data.names=false"
         raise FedgenError("data.names", problem, remedy)
     of = None if writers is None else writers.astype(np.int64)
     shown = None if persons is None else persons.astype(np.int64)

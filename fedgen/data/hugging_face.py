@@ -4,9 +4,9 @@ images in them; or ``imagefolder``. Nothing else in a folder says what is read: 
 that leads out of it.
 
 Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
-A record is a row of the split, as in an ``.npz``. In ``imagefolder`` a record is a file, identified
-by its name. Rows are ordered by digests of names: the library orders them by label, so that
-relabelling one image would renumber others. The test split is ``test``, or
+A record is a row of the split, or in ``imagefolder`` a file, identified by its name. Files are
+ordered by a digest of the name: in the library's own order, by label, relabelling one image would
+change the row numbers of others. The test split is ``test``, or
 ``validation``: none is drawn, since rows have no names that a draw could go by, and by their places
 one row less would move others between the splits. No code comes with a data set: the library runs
 none since version 4.
@@ -194,12 +194,11 @@ def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool)
     names = [str(name) for name in described]
     if not by_folder:
         return names
-    # the library leaves out empty folders: without them the number of labels, which is published,
-    # would depend on a single record
-    folders = [each for each in Path(path).expanduser().rglob("*") if each.is_dir()]
-    homes = {each.parent for each in folders if each.name in names}
-    empty = {each.name for each in folders if each.parent in homes and each.name[0] not in "._"}
-    return ordered({*names, *empty})
+    # the library omits empty folders: the published number of labels would depend on one record
+    folders = [path for path in Path(path).expanduser().rglob("*") if path.is_dir()]
+    parents = {folder.parent for folder in folders if folder.name in names}
+    labels = [f.name for f in folders if f.parent in parents and f.name[0] not in "._"]
+    return ordered({*names, *labels})
 
 
 def _rows(

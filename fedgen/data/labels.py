@@ -43,7 +43,7 @@ def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
 def _check_known(found: Iterable[str], names: Sequence[str]) -> None:
     if unknown := set(found).difference(names):
         some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
-        problem = f"the data have labels that it does not name: {some}"
+        problem = f"lacks labels of the data: {some}"
         raise FedgenError("data.labels", problem, "add them, or move their images away")
 
 
@@ -148,7 +148,7 @@ def _by_name(
     texts = [_text(value) for value in values.tolist()]
     if names is None:
         some = ",".join(each[:_LONG] for each in ordered(texts)[:_SHOWN])
-        problem = f"{where} holds names of labels, and data.labels does not list them"
+        problem = f"{where} holds label names that data.labels does not list"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
     _check_known(texts, names)
     index = {name: number for number, name in enumerate(names)}

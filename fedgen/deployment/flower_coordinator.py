@@ -35,7 +35,7 @@ REQUEST = "request"
 """The setting of a Flower run that holds what fedgen asks."""
 
 _TASK_SECONDS = 30.0  # until a run that was started has its task
-_ENVELOPE_BYTES = 2**16  # of a message around its arrays
+_ENVELOPE_BYTES = 2**16  # overhead of a message beyond its arrays
 _BUNDLE = """\
 [project]
 name = "fedgen"
@@ -134,8 +134,8 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
 
 
 class PackedGrid(GridAround):
-    """A grid whose messages travel in one piece, and which leaves its SuperLink time between two
-    looks. Flower takes an array for an object, and asks for each by itself.
+    """Grid that sends each message as one object and pauses between polls. Flower would fetch each
+    array as a separate object.
 
     Args:
         largest: limit on the arrays of a message, in bytes.
@@ -151,8 +151,10 @@ class PackedGrid(GridAround):
         names = list(self._inner.push_messages(list(map(packed, whole))))
         self._heard = time.monotonic()
         if whole and not names:
-            problem = "a question is larger than the link accepts"
-            raise FedgenError(KEY, problem, "restart fedgen link with a larger largest=MB; resume=")
+            problem = "a query exceeds the link's request limit"
+            raise FedgenError(
+                KEY, problem, "restart fedgen link with a higher largest=MB, then resume="
+            )
         for message, name in zip(whole, names, strict=True):
             set_message_id(message, name or "")
         return names

@@ -9,7 +9,7 @@
 | body | request | the setting ``largest``, at ``MIN_BYTES_PER_SECOND`` or faster |
 
 Flower reads a whole body before it checks the key in the headers, and uvicorn has none of these
-limits. Here the key is checked first, by Flower's own rule: the headers carry a fresh, signed
+limits. This module checks the key first, by Flower's rule: the headers carry a fresh, signed
 timestamp.
 """
 
@@ -88,10 +88,10 @@ class _Counted(socket.socket):
 
 
 def listeners(host: str, port: int) -> list[LimitedListener]:
-    """Bind to every address of a host that this machine has.
+    """Bind to every local address that a host name resolves to.
 
     Raises:
-        OSError: if it has none, or the port is taken.
+        OSError: if there is none, or the port is in use.
     """
     bound: list[LimitedListener] = []
     refused: OSError | None = None
@@ -199,7 +199,7 @@ class BodyLimit:
         if int(length) > limit and (_is_local(scope) or _is_accepted(scope, headers)):
             limit = self._largest
         if int(length) > limit:
-            said = f"{int(length):,} bytes, limit {limit:,} (fedgen link largest=MB)"
+            said = f"body of {int(length):,} bytes exceeds the limit of {limit:,} bytes"
             await _rejected(said, 413)(scope, receive, send)
             return
 
@@ -240,8 +240,8 @@ def _is_accepted(scope: Any, headers: Mapping[str, str]) -> bool:
 def serve(
     bound: Sequence[LimitedListener], *, app: Any, ssl_keyfile: str, ssl_certfile: str, **_: Any
 ) -> None:
-    """Serve an ASGI application on bound sockets until the process is terminated. Takes the place
-    of ``uvicorn.run`` in Flower's SuperLink, whose other arguments are ignored."""
+    """Serve an ASGI application on bound sockets until the process is terminated. Replaces
+    ``uvicorn.run`` in Flower's SuperLink, whose other arguments are ignored."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     config = uvicorn.Config(

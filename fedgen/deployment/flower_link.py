@@ -154,7 +154,7 @@ class Link:
             response = httpx.get(f"https://{self.address}/health", verify=context)
             return int(response.headers[LIMIT_HEADER])
         except (httpx.HTTPError, ssl.SSLError, ValueError, KeyError) as error:
-            problem = f"no link of fedgen at {self.address} ({type(error).__name__})"
+            problem = f"no fedgen link answers at {self.address} ({type(error).__name__})"
             raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
 
     def register(self, public_key: bytes, name: str) -> int:

@@ -73,7 +73,7 @@ class RunOverError(Exception):
 
 
 class TooLargeError(Exception):
-    """The SuperLink takes no message of this size."""
+    """Raised when the SuperLink rejects a message for its size."""
 
 
 class Connection:

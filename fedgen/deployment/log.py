@@ -30,9 +30,9 @@ _IN_WORDS = {
     messages.ASK: "sent a noised answer",
     messages.KEYS: "announced keys for masks",
     messages.SHARES: "dealt sealed shares of its masks' secrets",
-    messages.OPEN: "said which shares it can open",
+    messages.OPEN: "reported which sealed shares it could open",
     messages.AGREE: "signed who answered, and who did not",
-    messages.REVEAL: "revealed shares that take the masks off a sum",
+    messages.REVEAL: "revealed shares that remove the masks from a sum",
     messages.KEEP: "said that it kept its state",
     messages.RESTORE: "said that it went back to its state",
     messages.FORGET: "said that it dropped its state",
@@ -66,11 +66,11 @@ class Log:
         code: int | None,
         rejected: Collection[int] = (),
     ) -> None:
-        """A message that is about to leave.
+        """Log an outgoing message.
 
         Args:
-            spend: with an answer, what the run has cost.
-            rejected: the clients whose signatures or seals it rejects.
+            spend: for a response, privacy events charged to the run so far.
+            rejected: clients whose signatures or sealed shares this node rejects.
         """
         line: dict[str, Any] = {"what": "left", "run": run, "kind": kind, "bytes": size}
         if spend:
@@ -129,7 +129,8 @@ def _words(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
         return f"{place}  sent a code of failure ({line['error']}) to {plain(line['kind'])}"
     if "rejected" in line:
         clients = ", ".join(str(int(client)) for client in line["rejected"])
-        return f"{place}  rejected the signature or sealed share of client {clients}"
+        word = "clients" if len(line["rejected"]) > 1 else "client"
+        return f"{place}  rejected the signature or sealed share of {word} {clients}"
     said = f"{place}  {_IN_WORDS[line['kind']]}, {bytes_in_words(line['bytes'])}"
     if "spend" not in line:
         return said

@@ -146,7 +146,7 @@ class _Serving:
             except RunOverError:  # it ended before this reply
                 unsent = None
             except TooLargeError as error:
-                told.once(f"a reply does not fit the link: {error}")
+                told.once(f"reply exceeds the link's request limit: {error}")
                 unsent = None
             except LostError as error:
                 told.once(str(error))

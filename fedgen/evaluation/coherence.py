@@ -12,7 +12,7 @@ NOISE = 0.1
 Fashion-MNIST 0.83."""
 
 _COLLAPSED = 4.0  # of 255: diversity below which samples of a label are nearly equal
-_COLLAPSED_SHARE = 0.05  # the same, relative to the standard deviation over all samples
+_COLLAPSED_SHARE = 0.05  # _COLLAPSED relative to the standard deviation of all samples
 _SATURATED = 0.99  # share of pixels that are 0 or 255
 
 Verdict = Literal["diverged", "collapsed", "noise"]
@@ -51,7 +51,7 @@ def diversity(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> float:
 
 
 def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | None:
-    """Return the visible fault of samples, None for none.
+    """Return the failure mode of samples, or None.
 
     diverged: nearly all pixels are 0 or 255, and images are all equal or uncorrelated noise.
     collapsed: samples of a label are nearly equal.

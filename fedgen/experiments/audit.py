@@ -44,7 +44,7 @@ _TOGETHER = (1, 2, 4, 8)  # releases that one attack on the client program sees
 _LEAST_TRIALS = 100
 _TELLING = 4.0  # an epsilon
 _HIGH_NOISE = 1e9  # noise multiplier at which values reveal nothing
-_LOW_NOISE = 1e-4  # noise multiplier at which exact values show
+_LOW_NOISE = 1e-4  # noise multiplier at which released values reveal the exact ones
 _BYTES = "bytes of a reply"
 
 

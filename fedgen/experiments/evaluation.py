@@ -195,7 +195,7 @@ def judge_run(
     found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
     with temporary_path(
         pictures, folder=True
-    ) as fresh:  # an evaluation that fails leaves the last one
+    ) as fresh:  # a failed evaluation keeps the previous pictures
         found |= _judged_run(ready, generator, progress, fresh)
         for name in PICTURES:
             (pictures / name).unlink(missing_ok=True)
@@ -233,7 +233,7 @@ PICTURES = ("nearest.png", "distances.png")
 def check_judged(chosen: DictConfig, data: Dataset) -> None:
     """Raises FedgenError for a test split that is too small for an inception score."""
     if chosen.judge and len(data.test_images) < PARTS:
-        problem = f"needs {PARTS} test images, there are {len(data.test_images)}"
+        problem = f"needs at least {PARTS} test images, the data set has {len(data.test_images)}"
         raise FedgenError("evaluation.judge", problem, "set it to false")
 
 

@@ -21,7 +21,7 @@ from fedgen.errors import FedgenError
 
 _SHOWN = 200  # letters of a value, in an error
 _LONGEST, _DEEPEST = 100_000, 50  # letters of a word; lists within lists
-_TOO_MUCH = "is too long, or nested too deep", "shorten it"
+_TOO_MUCH = "is too long or nested too deeply", "shorten it"
 _HINTS = 3  # settings that a hint names
 _HOME = re.compile(r"(?<=[=,\[])~(?=/)")  # a shell leaves it as it is, within a word or quotes
 # what is quoted already; or a name inside of a list with a letter that Hydra's grammar has no place

@@ -155,7 +155,7 @@ def _check_masks(config: DictConfig, play: Play | None) -> None:
 
 
 def _check_rows(ready: Setup) -> None:
-    """Raises FedgenError unless rows are where the runtime looks for them and suffice to judge."""
+    """Raise FedgenError if the runtime cannot reach the rows, or if the test split is too small."""
     config, deployed = ready.config, ready.config.names.runtime == "deployed"
     if deployed and not ready.dataset.elsewhere:
         problem = "asks nodes with rows of their own, and reads none here"

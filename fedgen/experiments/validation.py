@@ -19,7 +19,7 @@ from fedgen.privacy.events import Unit
 
 LEAST, MOST = 1e-9, 1e9  # of an epsilon, of a noise multiplier
 _MOST_OF_A_PERSON = 50  # more take minutes to account
-_LEAST_JUDGED = 256  # images for an inception score, and a covariance of 128 features
+_MIN_SAMPLES = 256  # for the inception score and the covariance of 128 features
 
 
 def faults(config: DictConfig) -> Faults:
@@ -217,7 +217,7 @@ def check_evaluation(config: DictConfig) -> None:
 def least_samples(chosen: DictConfig) -> int:
     """How many samples an evaluation takes."""
     if chosen.judge:
-        return _LEAST_JUDGED
+        return _MIN_SAMPLES
     return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
 
 

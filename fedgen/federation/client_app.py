@@ -398,7 +398,7 @@ def _shares(home: ClientHome, message: Message) -> RecordDict:
 def _open(home: ClientHome, message: Message) -> RecordDict:
     broken = _masker(home, message).open(messages.read_texts(message, SEALED_BYTES))
     for client in broken:
-        error = MaskingError(f"client {client} dealt a share whose seal is broken")
+        error = MaskingError(f"the sealed share of client {client} fails authentication")
         write_down(home.store.folder(home.number), messages.OPEN, error)
     return messages.pack_rejected(messages.read_place(message), broken)
 
@@ -455,9 +455,9 @@ def _check_question(home: ClientHome, server_round: int, query: Query, message: 
         context = context_of(home.terms.run, server_round, messages.framed_digest(message.content))
         masker = _masker(home, message)
         if masker.context != context:
-            raise MaskingError("keys were announced for another question")
+            raise MaskingError("keys were announced for another query")
         if not masker.is_ready:
-            raise MaskingError("no shares were opened for this question")
+            raise MaskingError("no shares have been opened for this query")
     arrays = [*query.rows.items(), *query.shared.items()]
     if query.count > home.terms.rows:
         raise BudgetError

@@ -46,10 +46,10 @@ class Failure:
     kind: failed, refused (by a site's policy), raised, died, deadline, unavailable, unknown;
         malformed (no release in the reply, or not of the shape that was asked for), not finite, too
         long (for honest noise: see ``Plan.longest``), unplanned (a release of other noise than was
-        planned); of a secure sum copied (it announced a key that another client announced, too),
-        contradicted (it rejected another client's signature or seal, or was rejected: one of the
-        two violates the protocol), wrong share (it revealed a share that no secret has); late,
-        repeated (a reply to a message that is over: ``DROPPED``).
+        planned); for a secure sum: copied (announced a key also announced by another client),
+        contradicted (rejected another client's signature or sealed share, or was rejected), wrong
+        share (revealed a share inconsistent with the reconstructed secret); late, repeated (a reply
+        to a message that is over: ``DROPPED``).
     """
 
     kind: str
@@ -122,8 +122,8 @@ def too_few(
         remedy = "mend it and go on with resume="
     if of_kind.keys() & {"copied", "contradicted"}:
         remedy = (
-            "of clients that contradict each other one violates the protocol: fedgen node log at "
-            "each says what it saw; start a new run without that one"
+            "of clients that reject each other, or announce the same key, at least one violates "
+            "the protocol: compare fedgen node log at each, then start a new run without it"
         )
     if set(of_kind) == {"refused"}:
         remedy = "fedgen node log at a site says why; then resume=, or start anew"

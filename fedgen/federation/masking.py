@@ -2,11 +2,12 @@
 Privacy-Preserving Machine Learning" (CCS 2017, figure 4, semi-honest, double masks), on the graph
 of neighbours of Bell et al. 2020 ("SecAgg+") where there are many clients.
 
-    keys      each client announces two fresh public keys, and a commitment to the seed of a mask
-              of its own
-    shares    each deals shares of its two secrets to itself and its neighbours, sealed: of the key
-              that its masks with neighbours follow from, and of that seed
-    open      each opens the seals of what its neighbours dealt, and names those that are broken
+    keys      each client announces two fresh public keys and a commitment to the seed of its
+              self-mask
+    shares    each client deals encrypted Shamir shares of two secrets to itself and its neighbours:
+              its mask key, from which the masks with neighbours follow, and its self-mask seed
+    open      each client decrypts the shares from its neighbours and reports those that fail
+              authentication
     masked    words + own mask + masks with those neighbours that dealt (minus, if their number is
               smaller), modulo the ring: uniform for whoever lacks one of these
     reveal    for each of these one share: of its seed if its words arrived, of its key if not
@@ -33,13 +34,13 @@ are.
 A server that forges keys, or tells clients different lists, is noticed where clients sign
 (``signing.py``): between sites, not in a simulation.
 
-**Clients that violate the protocol** learn nothing by it. Invalid keys, signatures and seals are
-rejected before any client answers, and the exchange starts again without the clients concerned
-(``sums.py``). A revealed share is checked against the commitments: a wrong one is left out if the
-others suffice, and whoever revealed it is named. What cannot be attributed: wrong words, a dealer
-whose shares give another secret than it committed to, and wrong shares if too few others are right.
-The commitment is a SHA-256 digest of 256 random bits and their context, and hides the seed under
-the same assumption as the masks do: the digest and the stream look independent.
+**Clients that violate the protocol** gain no information. Invalid keys, signatures and shares are
+rejected before any client responds, and the exchange restarts without the clients concerned
+(``sums.py``). A revealed share is checked against the commitment: a wrong one is ignored if the
+others suffice, and its sender is named where that is certain. Not attributable: wrong words, shares
+that do not reconstruct the committed secret, and wrong shares if too few correct ones remain. The
+commitment, a SHA-256 digest of 256 random bits and their context, hides the seed under the
+assumption that digest and mask stream are computationally independent.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from fedgen.privacy.releases import Secure
 Words = NDArray[np.uint32] | NDArray[np.uint64]
 
 KEY_BYTES = 96
-"""Of what a client announces: two public keys and a commitment."""
+"""Size of an announcement: two public keys and a commitment."""
 
 _PRIME = 2**256 + 297
 SHARE_BYTES = 33
@@ -80,7 +81,7 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16
 """Of what a client deals to a neighbour: a share of each secret, and the seal."""
 
 _RARE = 2.0**-60
-_SUBSETS = 2000  # of shares that are tried for a secret
+_MAX_SUBSETS = 2000  # of shares tried for a secret
 _NONCE = bytes(12)  # a key seals one text
 
 
@@ -156,11 +157,11 @@ def _degree(count: int, threshold: int, colluders: int) -> int:
 
 
 def check_keys(announced: bytes) -> None:
-    """Raises ValueError for public keys of small order, such as zeros, with which no secret can be
-    agreed on, and for one key in both roles."""
+    """Raise ValueError for public keys of small order, such as zeros, which allow no key
+    agreement, and for equal mask and box keys."""
     mask_key, box_key = announced[:32], announced[32:64]
     if mask_key == box_key:
-        raise ValueError("one key in two roles")
+        raise ValueError("mask key and box key are equal")
     for key in (mask_key, box_key):
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
 
@@ -218,16 +219,20 @@ class Masker:
         return self._keys
 
     def open(self, sealed: Mapping[int, bytes]) -> list[int]:
-        """Open the seals, once. ``sealed``: what neighbours dealt; those missing are silent.
+        """Decrypt the shares from neighbours, once.
+
+        Args:
+            sealed: neighbour -> encrypted shares; missing neighbours count as dropouts.
 
         Returns:
-            The neighbours whose seals are broken; if there are any, these keys mask nothing.
+            Neighbours whose shares fail authentication. If there are any, no words are masked with
+            these keys.
 
         Raises:
             MaskingError: if seals were opened before, or too few neighbours dealt.
         """
         if self._graph is None or self._opened:
-            raise MaskingError("one set of shares for one set of keys")
+            raise MaskingError("shares for these keys were opened before, or no keys received")
         others = set(self._graph.around(self.me)) - {self.me}
         if not set(sealed) <= others or len(sealed) + 1 < self._graph.shamir:
             raise MaskingError("these are not shares of my neighbours")
@@ -255,7 +260,7 @@ class Masker:
             MaskingError: if no shares were opened, or these keys masked words before.
         """
         if not self.is_ready:
-            raise MaskingError("one vector for one set of keys")
+            raise MaskingError("no shares were opened, or these keys masked words before")
         self._used = True
         masked = words + stream(self._seed, len(words), words.dtype)
         for other in self._held.keys() - {self.me}:
@@ -304,13 +309,13 @@ def unmasked(
     context: bytes,
     whole: bool = False,
 ) -> tuple[Words, set[int]]:
-    """Compute the sum of the words of those that ``answered`` from that of their masked ones.
+    """Remove the masks from the sum of the responders' masked words.
 
     Args:
         silent: those that dealt and did not answer. told: helper -> client -> share.
 
     Returns:
-        The sum, and helpers that revealed a wrong share, which was left out.
+        The sum, and helpers whose wrong shares were ignored.
 
     Raises:
         MaskingError: if too few shares were revealed, or too many wrong ones.
@@ -335,8 +340,8 @@ def unmasked(
         if secret is None:
             helpers = ", ".join(str(around[place - 1]) for place in sorted(shares))
             raise MaskingError(
-                f"the shares of client {client} do not match what it announced; the client, or "
-                f"some of those that revealed them ({helpers}), violate the protocol"
+                f"the revealed shares of client {client} do not match its commitment; this client "
+                f"or some of those that revealed them ({helpers}) violate the protocol"
             )
         wrong |= {around[place - 1] for place in bad}
         if has_answered:
@@ -397,15 +402,15 @@ def _secret(
 ) -> tuple[bytes | None, list[int]]:
     """Recover a secret from shares of which some may be wrong.
 
-    Subsets of ``threshold`` shares are tried, the first ones first: one wrong share, or any number
-    of them behind the first ``threshold``, takes ``threshold`` + 1 trials at most.
+    Tries subsets of ``threshold`` shares in order. With one wrong share, or any number after the
+    first ``threshold``, at most ``threshold`` + 1 trials are needed.
 
     Returns:
-        The secret (None: no subset that was tried gives it), and the places of shares that were
-        found to be wrong. None are looked for if the first subset gives the secret, and none are
-        named where they are too many to be certain: another polynomial of this degree with the same
-        secret meets the right one in ``threshold`` - 2 other places at most, so b liars can have
-        b honest places named only if 2 b > shares - ``threshold`` + 1.
+        The secret, or None if no tried subset reconstructs it; and the places of wrong shares. The
+        list is empty if the first subset succeeds, or if the wrong shares are too many to be
+        identified with certainty: another polynomial of this degree with the same secret agrees
+        with the true one at no more than ``threshold`` - 2 further places, so b malicious helpers
+        can incriminate b honest ones only if 2 b > shares - ``threshold`` + 1.
 
     Raises:
         MaskingError: if there are fewer than ``threshold`` shares.
@@ -413,7 +418,7 @@ def _secret(
     if len(shares) < threshold:
         raise MaskingError("too few shares")
     numbers = {place: int.from_bytes(share, "big") for place, share in shares.items()}
-    tried = itertools.islice(_subsets(list(shares), threshold), _SUBSETS)
+    tried = itertools.islice(_subsets(list(shares), threshold), _MAX_SUBSETS)
     for number, places in enumerate(tried):
         value = _value_at(0, places, numbers)
         if value < 2**256 and is_secret(secret := value.to_bytes(32, "big")):
@@ -425,7 +430,7 @@ def _secret(
 
 
 def _subsets(places: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """All subsets of a size; each place is left out in one of the first few."""
+    """Yield all subsets of a size; the first ones each omit one place."""
     first, spare = places[:size], places[size:]
     yield tuple(first)
     if spare:
@@ -435,7 +440,7 @@ def _subsets(places: list[int], size: int) -> Iterator[tuple[int, ...]]:
 
 
 def _value_at(x: int, places: tuple[int, ...], numbers: Mapping[int, int]) -> int:
-    """Evaluate at x the polynomial through the numbers at some places."""
+    """Evaluate at x the polynomial that interpolates the numbers at some places."""
     order = tuple(sorted(places))
     return sum(w * numbers[p] for w, p in zip(_weights(x, order), order, strict=True)) % _PRIME
 

@@ -31,7 +31,7 @@ HELLO, ACCOUNT = "query.hello", "query.account"
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Make one part of your state; train; answer."""
 KEYS, SHARES, OPEN, REVEAL = "query.keys", "query.shares", "query.open", "query.reveal"
-"""Of a sum under masks: announce keys; deal shares; open those dealt; reveal some
+"""Message types of a masked sum: announce keys, deal shares, open received shares, reveal shares
 (``masking.py``)."""
 AGREE = "query.agree"
 """Sign who answered and who did not (``signing.py``)."""
@@ -221,7 +221,7 @@ def pack_texts(server_round: int, texts: Mapping[int, bytes]) -> RecordDict:
 
 
 def with_texts(content: RecordDict, texts: Mapping[int, bytes]) -> RecordDict:
-    """A message with bytes by client: signatures under its lists."""
+    """Add bytes by client to a message: signatures of its lists."""
     return RecordDict({**content, _TEXTS: _by_client(texts)})
 
 
@@ -249,7 +249,7 @@ def read_texts(message: Message, length: int) -> dict[int, bytes]:
 
 
 def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
-    """The clients whose announcements or shares this one rejects."""
+    """Pack the clients whose announcements or shares the sender rejects."""
     numbers = b"".join(map(_number, [len(clients), *clients]))
     return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, _REJECTED: numbers})})
 
@@ -258,7 +258,7 @@ def read_rejected(message: Message) -> set[int]:
     """The inverse of ``pack_rejected``; empty if the message rejects none."""
     rejected = message.content.config_records[_FACTS].get(_REJECTED, b"")
     if not isinstance(rejected, bytes):
-        raise ValueError("no list")
+        raise ValueError("rejected clients are no list")
     return set(_numbers(rejected)[1:])
 
 

@@ -97,7 +97,7 @@ def ray_folder() -> Iterator[str]:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a process of this user and host created this folder and is gone, by its mark."""
+    """Return whether the owner recorded in this folder, of this user and host, has ended."""
     try:
         mark = (path / _OWNER).read_text()
         host, pid, _ = mark.split()
@@ -111,7 +111,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _process(pid: int) -> str:
-    """Identity of a process, whose number may be used again after its end."""
+    """Return host, PID and creation time: a PID may be reused."""
     return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time()}"
 
 

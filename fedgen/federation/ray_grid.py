@@ -259,9 +259,9 @@ class RayGrid(OwnGrid):
 
     Args:
         start: creates an actor.
-        room: number of actors wanted -> how many of them the cluster has room for.
-        moves: whether clients may move to a new actor between messages. Not under masks, whose
-            secrets an actor holds in memory for the duration of a round.
+        room: function from the number of actors wanted to the number that the cluster can run.
+        moves: whether clients may move to a new actor between messages. False for secure sums with
+            masks, because an actor keeps mask secrets in memory during a round.
     """
 
     def __init__(
@@ -411,8 +411,8 @@ class RayGrid(OwnGrid):
             if not left:
                 raise UnansweredError(
                     "runtime",
-                    f"Ray restarted no actor within {_ALONE_SECONDS:g} s",
-                    "add a machine to the cluster, and go on with resume=",
+                    f"Ray did not restart any actor within {_ALONE_SECONDS:g} s",
+                    "add a machine to the cluster, then resume=",
                 )
             ray.kill(seat.actor, no_restart=True)  # so that it writes no client's files any more
             self._seats.remove(seat)
@@ -467,7 +467,7 @@ class RayGrid(OwnGrid):
             raise UnansweredError(
                 "runtime",
                 f"the head node of the Ray cluster has not answered for {_PROBE_SECONDS:g} s",
-                "start it again, and go on with resume=",
+                "start it again, then resume=",
             )
 
     def _call(self, seat: _Seat) -> None:

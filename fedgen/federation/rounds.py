@@ -344,7 +344,7 @@ class Rounds:
         if size > self._largest:
             raise FedgenError(
                 "runtime.superlink",
-                f"a response of {size / 2**20:.1f} MB does not fit the link",
+                f"a response of {size / 2**20:.1f} MB exceeds the link's request limit",
                 f"restart fedgen link with largest={math.ceil(size / 2**20) + 1}, then resume=",
             )
 

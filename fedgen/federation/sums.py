@@ -71,14 +71,14 @@ def under_masks(
     """Asks for a sum, and learns nothing else (``masking.py``): who answered, the words of all of
     them with the first. ``signed``: whether clients sign what the others rely on.
 
-    A client whose keys or shares violate the protocol is left out before any client answers. Where
-    two clients contradict each other, one of them rejecting the other's signature or seal, nobody
-    can tell which of them violates it: ``_violators`` leaves out as few as it can, and the exchange
-    starts again with fresh keys. Wrong revealed shares are left out if the others suffice
-    (``masking.unmasked``); invalid words cannot be attributed.
+    A client with invalid keys or shares is excluded before any client responds. If one client
+    rejects another's signature or sealed share, the violator cannot be identified: ``_violators``
+    excludes clients until no rejection remains, and the exchange restarts with fresh keys. Wrong
+    revealed shares are ignored if the others suffice (``masking.unmasked``); invalid words cannot
+    be attributed.
 
     Args:
-        leave_out: called with (kind of failure, client) for each that is left out or named.
+        leave_out: called with (kind of failure, client) for each excluded or named client.
 
     Raises:
         UnansweredError: if too few answer or help.
@@ -94,7 +94,7 @@ def under_masks(
     def rejected_by(client: int, reply: Message) -> set[int]:
         rejected = messages.read_rejected(reply)
         if not rejected <= set(keys):
-            raise ValueError("rejects a client that announced no keys")
+            raise ValueError("rejects clients that announced no keys")
         return rejected
 
     def dealt_by(client: int, reply: Message) -> dict[int, bytes] | set[int]:
@@ -129,9 +129,9 @@ def under_masks(
         if len(keys) < sums.threshold:
             raise UnansweredError(
                 "runtime",
-                f"{len(keys)} of {len(asked)} clients announced keys of their own for round "
-                f"{server_round + 1}, and a sum rests on {sums.threshold}",
-                "go on with resume=",
+                f"only {len(keys)} of {len(asked)} clients announced distinct keys for round "
+                f"{server_round + 1}; a secure sum needs at least {sums.threshold}",
+                "resume with resume=",
             )
         net = graph(keys, sums, signed)
         book = messages.pack_texts(server_round, announced)
@@ -180,18 +180,18 @@ def under_masks(
 
 
 def _copies(announced: Mapping[int, bytes]) -> list[int]:
-    """The clients that announced a key that another announced, too: which of them copied it cannot
-    be told."""
+    """Return the clients that share a key with another client. Which of them copied it cannot be
+    determined, so all are returned."""
     counts = Counter(key for text in announced.values() for key in (text[:32], text[32:64]))
     return [c for c, text in announced.items() if max(counts[text[:32]], counts[text[32:64]]) > 1]
 
 
 def _violators(rejections: Mapping[int, set[int]]) -> set[int]:
-    """Choose clients to leave out so that no rejection is left between the others.
+    """Choose clients to exclude so that no rejection remains between the others.
 
-    Those with most contradictions go first, all of them if several have as many: a client that
-    rejects several others, or is rejected by several, goes alone; of two that contradict only each
-    other both go.
+    Repeatedly excludes all clients with the highest number of contradictions. A client that rejects
+    several others, or is rejected by several, is excluded alone; two clients that contradict only
+    each other are both excluded.
     """
     pairs = {frozenset((c, other)) for c, others in rejections.items() for other in others}
     violators: set[int] = set()

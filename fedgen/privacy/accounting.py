@@ -181,8 +181,8 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
 
 
 def _is_floor(leaves: Leaves, delta: float, relation: Relation) -> bool:
-    """Whether the RDP bound of a spend is limited by its orders: ten times the noise barely lowers
-    it, and it estimates nothing."""
+    """Return whether the RDP bound is limited by the available orders: with ten times the noise it
+    barely decreases, so it is no estimate of ε."""
     noisier: Leaves = tuple((_with_noise(event, 10), count) for event, count in leaves)
     return _by_rdp(noisier, delta, relation) > 0.8 * _by_rdp(leaves, delta, relation)
 
@@ -465,7 +465,7 @@ def _claimed(spend: tuple[tuple[DpEvent, int], ...], delta: float, relation: Rel
         drawn = any(isinstance(event, SampledWithoutReplacementDpEvent) for event, _ in spend)
         if best < max(orders) or max(orders) >= _HIGHEST_ORDER or drawn:
             return float(found)
-        orders.append(2 * max(orders))  # the last order is the best: higher ones may be better
+        orders.append(2 * max(orders))  # the optimum is at the highest order: extend
 
 
 _THEIRS = {

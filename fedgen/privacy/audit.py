@@ -89,7 +89,7 @@ def _at_most(count: int, of: int, error: float) -> float:
 
 
 def byte_features(array: NDArray[np.generic], places: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Count properties of an array's bytes that its values need not have.
+    """Count byte-level features of an array that do not depend on its values.
 
     Args:
         array: numbers of one release.
@@ -117,7 +117,7 @@ def byte_features(array: NDArray[np.generic], places: NDArray[np.int8]) -> NDArr
 def feature_lower_bound(
     first: NDArray[np.float64], second: NDArray[np.float64], delta: float, confidence: float
 ) -> float:
-    """As ``lower_bound``, for the feature that best distinguishes two neighbours.
+    """Return the lower bound on ε for the most distinguishing feature (``lower_bound``).
 
     Feature and threshold are chosen on the first halves of the releases and evaluated on the
     second, so that the choice does not affect the confidence.

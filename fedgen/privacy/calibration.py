@@ -35,7 +35,7 @@ def least_noise(
         with suppress(FedgenError):  # the account may be too rough to be of use
             noise = least_noise(rough_at, target, close=target / 50)
             rough = rough_at(noise)
-            if rough < target / 2:  # the estimate has a floor above the target
+            if rough < target / 2:  # the rough estimate is too far off to start from
                 return least_noise(epsilon_at, target, close=close)
             found, factor = epsilon_at(noise), 1.1
             if found == rough:  # it is not rough at all

@@ -51,7 +51,7 @@ _OF_A_NEW_RUN = (
     *("SERVER_SIDE.md", "run.json", "config.yaml", "nodes.json", "partition.png", "unanswered"),
     *("clients", "samples", "public", "checkpoints", "metrics.jsonl", "failures.jsonl"),
 )
-"""What a run may create before it asks a client."""
+"""Paths that a new run may create before its first query to a client."""
 _LINE_BYTES = 2**16  # more than a line of metrics has
 _LOOK_SECONDS = 1.0  # that others take for a look, at most
 
@@ -108,7 +108,10 @@ class RunDir:
         self._failures = path / "failures.jsonl"
         self._sums = path / "sums.jsonl"
         self._opened: dict[str, str] | None = None
-        self._made, self._before = False, set[str]()  # whether ``create`` made it; what was there
+        self._made, self._before = (
+            False,
+            set[str](),
+        )  # created by this process; entries that existed before
 
     @classmethod
     def create(cls, path: Path, config: DictConfig, identity: dict[str, Any]) -> RunDir:
@@ -142,7 +145,7 @@ class RunDir:
         return run
 
     def undo(self) -> None:
-        """Remove what this process created of a new run, before any client was asked."""
+        """Remove the files of a new run that this process created, before any query to a client."""
         for name in _OF_A_NEW_RUN:
             left = self.path / name
             if left.is_symlink() or (name in self._before and not left.is_dir()):
@@ -157,11 +160,11 @@ class RunDir:
 
     def prepare_resume(self) -> None:
         """Reject conflicting paths and recreate missing folders, which archives and git leave out
-        when they are empty. To be called before a resumed run writes.
+        when they are empty. Call before a resumed run writes.
 
         Raises:
-            FedgenError: for a file in the place of a folder of the run, or a folder in that of a
-                file.
+            FedgenError: if a file stands where the run needs a folder, or a folder where it needs
+                a file.
         """
         for folder in (self.clients, self.samples, self.public, self.checkpoints):
             if folder.exists() and not folder.is_dir():

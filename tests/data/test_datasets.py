@@ -252,7 +252,7 @@ def test_labels_that_are_names_are_numbered_in_their_order(
     data = folder(coins, None, file, labels=[0, 5, 10])
     assert data.labels.tolist() == [1, 0, 2, 1]
     assert data.names == ("0", "5", "10")
-    with pytest.raises(FedgenError, match=r"data\.labels: .* does not name: 10"):
+    with pytest.raises(FedgenError, match=r"data\.labels: lacks labels of the data: 10"):
         folder(coins, None, file, labels=[0, 5])
 
 

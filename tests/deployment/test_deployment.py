@@ -201,7 +201,7 @@ def test_messages_that_do_not_fit_the_link_are_named_before_anybody_is_charged(
     with deployment(tmp_path, 1, link=["largest=1"]) as sites:
         for words, problem in (
             (["method=dp_merf_small", "method.features=40000"], "a response of 1.5 MB"),
-            (["method=dpgan_small", "method.generator.width=200"], "a question is larger than"),
+            (["method=dpgan_small", "method.generator.width=200"], "a query exceeds"),
         ):
             run = tmp_path / words[0]
             words += ["privacy.target_epsilon=5", "rounds=2", f"run_dir={run}"]

@@ -491,7 +491,7 @@ def test_the_log_says_what_a_site_rejected(
 ) -> None:
     Log(tmp_path).left("run", messages.OPEN, 40, {}, None, {2, 1})
     assert cli.run(["node", "log", f"home={tmp_path}"]) == 0
-    assert "rejected the signature or sealed share of client 1, 2" in capsys.readouterr().out
+    assert "rejected the signature or sealed share of clients 1, 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [0, 1])

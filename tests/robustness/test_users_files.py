@@ -248,7 +248,7 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
     ("words", "said"),
     [
         (["account", f"rounds={'9' * 5000}"], "rounds: is too long"),
-        (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long, or nested too deep"),
+        (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long or nested too deeply"),
         (["account", "hydra.run.dir=x"], "hydra.run.dir: is of Hydra's own"),
         (["account", "hydra.verbose=true"], "hydra.verbose: is of Hydra's own"),
         (["account", "spent", "rounds=5"], "rounds: is not read by fedgen account spent"),
@@ -263,7 +263,7 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
         (
             ["train", "evaluation.judge=true", "evaluation.samples=300", "data=folder",
              "data.path=few.npz", "data.classes=2", "method=mixture_small", "data.public_rows=40"],
-            "evaluation.judge: needs 10 test images, there are 9",
+            "evaluation.judge: needs at least 10 test images, the data set has 9",
         ),
     ],
 )  # fmt: skip
@@ -327,7 +327,7 @@ def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["epsilon: 5:30", "threshold: 010", "peers: {010: ab}", "a: 0x10"])
 def test_numbers_that_yaml_reads_otherwise_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(text)
-    with pytest.raises(ValueError, match="which YAML reads as"):
+    with pytest.raises(ValueError, match="which YAML parses as"):
         files.read_yaml(tmp_path / "policy.yaml")
     (tmp_path / "policy.yaml").write_text("peers: {'010': ab, 0: cd}\nepsilon: 0.5\n")
     files.read_yaml(tmp_path / "policy.yaml")
