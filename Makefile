@@ -6,10 +6,14 @@ INSTALLED := .venv/installed
 # hundreds of processes begin in the tests: each sooner if it finds what others compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint docs clean
+.PHONY: demo check test lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
+
+# in minutes: what can be seen without whole runs
+check: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/privacy tests/models tests/losses tests/data
 
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint docs

@@ -29,6 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {
         "index.md": _moved((ROOT / "README.md").read_text()),
         "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
+        "contributing.md": _moved((ROOT / "CONTRIBUTING.md").read_text()),
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
         "reference/command-line.md": f"# Command line\n\n```text\n{help_text()}```\n",
         "reference/settings.md": settings(ROOT / "fedgen" / "configs"),
@@ -44,7 +45,9 @@ def on_files(files: Files, config: Any) -> Files:
 def _moved(text: str) -> str:
     """A page of the top folder, with links as they are inside of ``docs/``."""
     text = text.replace("](docs/", "](").replace("](SECURITY.md)", "](security.md)")
-    return text.replace("](CHANGELOG.md)", "](changelog.md)")
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        text = text.replace(f"]({name}.md)", f"]({name.lower()}.md)")
+    return text
 
 
 def settings(configs: Path) -> str:

@@ -37,6 +37,7 @@ def test_shuffled_labels_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FULL))
+@pytest.mark.slow
 def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
     if name == "xgboost":
         pytest.importorskip("xgboost")

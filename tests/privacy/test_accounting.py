@@ -96,6 +96,7 @@ def test_sampled_gaussian(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_third_opinion_by_opacus() -> None:
     """PRV: 9.29 for DPGAN at batch 128. It rounds up by at most 0.01; RDP agrees to rounding."""
     spend = poisson(128 / 60_000, 1.0, 450_000)
@@ -197,6 +198,7 @@ def test_extremes_are_bounded_or_not_at_all(delta: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "draws", "poisson"])
+@pytest.mark.slow
 def test_thousands_of_histories_are_bounded_one_by_one(kind: str) -> None:
     """What 3,400 clients are told is at least the smallest bound of each, and hardly more; the
     largest is exact."""

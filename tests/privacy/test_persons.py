@@ -64,6 +64,7 @@ def test_epsilon_is_the_second_accountants(
 
 @settings(max_examples=25)
 @given(st.integers(2, 12), st.floats(0.001, 0.5), st.floats(0.5, 5), st.integers(1, 50))
+@pytest.mark.slow
 def test_it_lies_between_one_row_and_all_of_them_at_once(
     size: int, rate: float, sigma: float, count: int
 ) -> None:

@@ -100,6 +100,7 @@ def _charge(path: Path) -> int:
     return released
 
 
+@pytest.mark.slow
 def test_copies_that_charge_at_once_are_counted_together(tmp_path: Path) -> None:
     path = tmp_path / "spent.sqlite"
     with ProcessPoolExecutor(4, mp_context=get_context("forkserver")) as pool:
