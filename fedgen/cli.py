@@ -204,7 +204,7 @@ def _command(command: str, *rest: str) -> None:
         _check_only(rest[1:], ("data", "privacy.delta", "output"), "account spent")
     published = [word for word in rest if word.startswith("published=")]
     if command == "account" and published and published[-1] != "published=null":
-        _check_only(rest, ("published", "output", "third_opinion"), "account published=...")
+        _check_only(rest, ("published", "output"), "account published=...")
     if command == "link":
         asked = {word.partition("=")[0] for word in rest}
         if "name" in asked and "accept" not in asked:

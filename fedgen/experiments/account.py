@@ -16,8 +16,8 @@ from fedgen.experiments.data import of_delta, of_the_digits
 from fedgen.experiments.planning import UNLIMITED, view
 from fedgen.experiments.settings import Setup
 from fedgen.method import Kind, Plan
-from fedgen.privacy.accounting import Epsilon, opacus_opinions
-from fedgen.privacy.events import Relation, canonical, in_words
+from fedgen.privacy.accounting import Epsilon
+from fedgen.privacy.events import canonical, in_words
 from fedgen.privacy.releases import Local, Secure
 from fedgen.reporting.progress import epsilon_in_words
 from fedgen.reporting.run_dir import or_null
@@ -97,8 +97,6 @@ def _words(ready: Setup, views: dict[str, Epsilon]) -> str:
     if clients > 1 and privacy.noise_multiplier is not None:
         lines += _side_by_side(ready)
     lines += [*of_delta(ready), *of_the_digits(ready.config)]
-    if ready.config.third_opinion:
-        lines.append(_third_opinion(ready))
     if claim is not None:
         formula = epsilon_in_words(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
         lines.append(f"its formula would claim ε = {formula} ({claim.source})")
@@ -148,12 +146,3 @@ def _asking(plan: Plan, rounds: int) -> str:
     """Where not all rounds ask clients."""
     asking = plan.asked(rounds)
     return "" if asking == rounds else f" ({asking} ask clients)"
-
-
-def _third_opinion(ready: Setup) -> str:
-    plan, budget = ready.method.plan, ready.privacy.budget
-    found = opacus_opinions(canonical(plan.server(budget.rows)), ready.privacy.delta)
-    if found is None or plan.relation is not Relation.ADD_OR_REMOVE_ONE:
-        return "third opinion: Opacus accounts for Poisson draws under add or remove one alone"
-    by_prv, by_rdp = (epsilon_in_words(value) for value in found)
-    return f"third opinion, server: Opacus says {by_prv} by PRV and {by_rdp} by RDP"

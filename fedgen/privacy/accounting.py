@@ -219,23 +219,6 @@ def _rate(event: DpEvent) -> float:
             return 1.0
 
 
-def opacus_opinions(spend: Spend, delta: float) -> tuple[float, float] | None:
-    """A third opinion, for Poisson draws under add or remove: epsilon by Opacus' PRV accountant
-    (its upper end) and by its RDP accountant. None for any other spend."""
-    if {type(event) for event in spend} != {PoissonSampledDpEvent}:
-        return None
-    from opacus.accountants import PRVAccountant, RDPAccountant  # slow to import, seldom asked
-
-    found = []
-    for accountant in (PRVAccountant(), RDPAccountant()):
-        accountant.history = [
-            (event.event.noise_multiplier, event.sampling_probability, count)
-            for event, count in spend.items()
-        ]
-        found.append(float(accountant.get_epsilon(delta)))
-    return found[0], found[1]
-
-
 # --- Gaussian: exact (Balle and Wang 2018, theorem 8) ---------------------------------------------
 
 

@@ -95,12 +95,3 @@ def test_one_recipe_by_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("| recipe")
     assert cli.run(["account", "published=dp_murf"]) == 2
     assert "there is no 'dp_murf'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_third_opinion(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["account", "method=dpgan_small", "rounds=100"]
-    assert cli.run([*words, "third_opinion=true"]) == 0
-    assert "Opacus says" in capsys.readouterr().out
-    assert cli.run(["account", "third_opinion=true"]) == 0
-    assert "Poisson draws under add or remove one alone" in capsys.readouterr().out
