@@ -367,7 +367,6 @@ def method_of(
         lambda: worst_case(nets, facts.shape, local),
         sampling_rate,
         source,
-        exact=True,  # Adam's second moments vanish in half precision, and its steps miscount
     )
 
 

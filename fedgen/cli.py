@@ -84,7 +84,7 @@ settings (defaults in brackets):
                          privacy.budget_epsilon=E, of all secure runs on the same data
   runtime=<runtime> [auto: ray for several clients, else in_process]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
-                         runtime.checkpoint_every=N runtime.transport=float32|float16
+                         runtime.checkpoint_every=N
                          runtime.faults.<fault>=PROBABILITY
       in_process         runtime.store=memory|disk
       ray                runtime.address=HOST:PORT runtime.actors=N runtime.cache_gb=N

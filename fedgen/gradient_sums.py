@@ -83,7 +83,6 @@ def method_of(
     worst_case: Callable[[], WorstCase],
     rate: float,
     source: str | None,
-    exact: bool = False,
 ) -> Method:
     """The method whose clients, all of them, answer with such sums, or with where they lead, and
     keep nothing.
@@ -91,9 +90,8 @@ def method_of(
     Args:
         answer: see ``ClientProgram``. size: its numbers. worst_case: what an audit plays.
         rate: of the Poisson draw. source: of the epsilon that is claimed; None: nobody claims one.
-        exact: see ``Plan``.
     """
-    plan = _plan(mechanism, size, rate, source, exact)
+    plan = _plan(mechanism, size, rate, source)
     return Method(
         ClientProgram(answer),
         server,
@@ -105,9 +103,7 @@ def method_of(
     )
 
 
-def _plan(
-    mechanism: GradientSum, answer: int, rate: float, source: str | None, exact: bool
-) -> Plan:
+def _plan(mechanism: GradientSum, answer: int, rate: float, source: str | None) -> Plan:
     """What steps along noised sums promise to spend at most: a step is one sampled Gaussian,
     against everybody, since clients draw their batches in secret; where the aggregator makes the
     noise, against all others. At client level a step is one Gaussian. ``answer``: its numbers."""
@@ -142,7 +138,6 @@ def _plan(
         )
         if source and isinstance(mechanism, SumGaussian) and mechanism.unit is Unit.RECORD
         else None,
-        exact=exact,
         images_per_person=mechanism.most if isinstance(mechanism, SumGaussian) else 1,
         aggregation=mechanism.aggregation,
         extents=() if isinstance(mechanism, PlainSum) else (mechanism.extent,),

@@ -162,7 +162,6 @@ class PublicFacts:
     all_answer: whether a run ends when a client does not answer. One that goes on without it shows
         by the gap whom a secret draw chose.
     unanswered: whether a client was asked in this run and did not answer.
-    half: whether answers travel as float16.
     aggregating: who makes the noise of a sum of answers (``privacy.aggregation``); None: as the
         method was published.
     ring_bits: of a word of a secure sum (``Secure.bits``).
@@ -177,7 +176,6 @@ class PublicFacts:
     shape: tuple[int, int, int]
     all_answer: bool = True
     unanswered: bool = False
-    half: bool = False
     aggregating: Kind | None = None
     ring_bits: Literal[32, 64] = 32
     threshold: int | Literal["all"] | None = None
@@ -240,12 +238,6 @@ class PublicFacts:
         """Whether nothing shows whom a secret draw of clients chose."""
         return self.all_answer and not self.unanswered
 
-    @property
-    def sums_are_whole(self) -> bool:
-        """Whether the server's sum of clients' answers is that of all that they noised: of all who
-        were asked, and with nothing between the noise and the sum."""
-        return self.all_answer and not self.half
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -272,7 +264,6 @@ class Plan:
     rest: rounds in between that are the server's alone: the first of them, and how many.
     length: rounds of a run, where the method has a number of its own; None: as many as are wanted.
     before: what was spent on what the run begins with, by each client. None: nothing.
-    exact: whether answers hold what half precision spoils, as an optimizer's state.
     answer: (rows of a query, round) -> shape of the answer.
     longest: an L2 norm that no row of an honest answer exceeds; infinity where the method knows
         none, and where an aggregator clips what arrives, or sees sums alone.
@@ -304,7 +295,6 @@ class Plan:
     rest: tuple[int, int] = (0, 0)
     length: int | None = None
     before: DpEvent | None = None
-    exact: bool = False
     longest: float = math.inf
     aggregation: Aggregation = LOCAL
     extents: tuple[tuple[float, float], ...] = ()

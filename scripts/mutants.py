@@ -656,13 +656,6 @@ MUTANTS = [
         f"{SUM_TESTS}::test_a_client_that_answered_announces_no_other_keys_for_the_round",
     ),
     Mutant(
-        "rounded-to-half-before-the-noise",
-        "fedgen/experiments/settings.py",
-        "if plan.trusted and plan.unit is not Unit.CLIENT and",
-        "if plan.trusted and not plan.unit and",
-        f"{SUM_TESTS}::test_mistakes_are_said_before_anything_runs",
-    ),
-    Mutant(
         "a-client-without-rows-trains",
         CRITICS,
         'round draws) descend; without rows, none."""\n        if not len(shard):',
@@ -1109,16 +1102,9 @@ MUTANTS = [
     Mutant(
         "noise-that-may-be-missing-adds-up",
         ANSWERING,
-        "and facts.sums_are_whole and draw.count_is_fixed",
+        "and facts.all_answer and draw.count_is_fixed",
         "and draw.count_is_fixed",
         f"{GS_WGAN_TESTS}::test_noise_that_may_be_missing_does_not_add_up",
-    ),
-    Mutant(
-        "half-precision-is-not-told",
-        "fedgen/experiments/settings.py",
-        "        half=half,\n        aggregating",
-        "        aggregating",
-        f"{GS_WGAN_TESTS}::test_a_setting_reaches_what_is_proven",
     ),
     Mutant(
         "single-answers-are-rounded-before-their-sum",
@@ -1435,13 +1421,6 @@ MUTANTS = [
         "tests/methods/test_dp_merf_ae.py::test_a_step_that_was_paid_for_is_not_done_again",
     ),
     Mutant(
-        "clipped-again-in-half-precision",
-        RELEASES,
-        "each.astype(np.promote_types(each.dtype, np.float32))",
-        "each",
-        f"{RELEASE_TESTS}::test_what_arrives_in_half_precision_is_in_the_ball_all_the_same",
-    ),
-    Mutant(
         "what-clients-send-whole-is-not-clipped-again",
         SEQUENCE,
         "meeting = self.facts.aggregation(self.facts.clients, most)",
@@ -1531,7 +1510,7 @@ MUTANTS = [
     Mutant(
         "aggregator-believes-what-arrives",
         RELEASES,
-        "answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in wide]",
+        "answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]",
         "answers = list(answers)",
         f"{TESTS}::test_an_aggregator_clips_what_arrives",
     ),

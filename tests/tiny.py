@@ -174,10 +174,9 @@ def make(
     *,
     all_answer: bool = True,
     unanswered: bool = False,
-    half: bool = False,
     **changed: Any,
 ) -> Method:
-    known = {"all_answer": all_answer, "unanswered": unanswered, "half": half}
+    known = {"all_answer": all_answer, "unanswered": unanswered}
     facts = PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), **known)
     return gs_wgan(facts, noise, **{**SETTINGS, **changed})
 

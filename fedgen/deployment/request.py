@@ -25,7 +25,7 @@ _ALONE = ("rounds", "seed")
 _INSIDE = {
     "data": ("classes", "labels", "shape", "public_rows"),
     "partition": ("clients",),
-    "runtime": ("threads", "min_success", "transport", "masks"),
+    "runtime": ("threads", "min_success", "masks"),
 }
 _MOST_TEXT = 2**18
 _DEEPEST = 12  # levels of settings

@@ -130,7 +130,6 @@ def _site(place: Place, request: Request) -> tuple[Site, Relation]:
         limits=most,
         aggregation=plan.aggregation,
         holds=privacy.noise == "secure" and plan.sends_again,
-        half=asked.runtime.transport == "float16",
         masks=isinstance(plan.aggregation, Secure),
         signer=place.signer,
         about=request.text().encode(),

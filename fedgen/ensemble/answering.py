@@ -249,7 +249,7 @@ def _plan(
     meeting, own = mechanism.aggregation, mechanism.draw
     local, trusted = isinstance(meeting, Local), isinstance(meeting, Trusted)
     by_clients = own.rate < 1
-    of_sums = federated and local and facts.sums_are_whole and draw.count_is_fixed
+    of_sums = federated and local and facts.all_answer and draw.count_is_fixed
     of_sums = of_sums and not by_clients  # their own bound holds for everybody
 
     def server(answered: int) -> DpEvent:

@@ -33,12 +33,11 @@ class Runtime(TypedDict):
     """Of ``configs/runtime/`` and ``configs/config.yaml``."""
 
     store: Literal["memory", "disk"]
-    transport: Literal["float32", "float16"]
     timeout: float | None
     masks: bool | Literal["auto"]
 
 
-SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "transport", "masks", "faults")
+SAME_ON_EVERY_RUNTIME = ("threads", "min_success", "masks", "faults")
 """Settings of the runtime group that a run's bits and its privacy depend on."""
 
 

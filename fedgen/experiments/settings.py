@@ -175,7 +175,6 @@ def decided(
     Raises:
         FedgenError: for the first setting that does not work.
     """
-    half = config.runtime.transport == "float16"
     asked_for = config.privacy
     facts = PublicFacts(
         clients,
@@ -183,7 +182,6 @@ def decided(
         classes,
         shape,
         all_answer=config.runtime.min_success >= 1,
-        half=half,
         aggregating=asked_for.aggregation,
         threshold=asked_for.threshold,
         colluders=asked_for.colluders,
@@ -195,9 +193,6 @@ def decided(
     open_: dict[str, int | None] = {}
     if (length := make(None).plan.length) not in (None, config.rounds):
         open_["rounds"], config.rounds = config.rounds, length
-    if half and make(None).plan.exact:
-        problem = f"float16 would spoil the optimizer's state that {config.names.method} answers"
-        raise FedgenError("runtime.transport", problem, "set it to float32")
     privacy = decide(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).settled:
@@ -265,12 +260,6 @@ def _has_room(plan: Plan) -> bool:
 def _check_meeting(config: DictConfig, plan: Plan) -> None:
     """Raises FedgenError for answers that their aggregation cannot take in."""
     aggregation = plan.aggregation
-    # what a client sends as a whole is clipped again; of a sum over rows, one row would move what
-    # is rounded by more than the noise was made for
-    if plan.trusted and plan.unit is not Unit.CLIENT and config.runtime.transport == "float16":
-        raise FedgenError(
-            "runtime.transport", "float16 would round a sum before its noise", "set it to float32"
-        )
     if not isinstance(aggregation, Secure):
         if config.runtime.masks:
             raise FedgenError(
@@ -281,12 +270,6 @@ def _check_meeting(config: DictConfig, plan: Plan) -> None:
         return
     for std, largest in plan.extents:
         aggregation.check_range(std, aggregation.asked * largest)
-    if config.runtime.transport == "float16":
-        raise FedgenError(
-            "runtime.transport",
-            "float16 would spoil the whole numbers of a secure sum",
-            "set it to float32",
-        )
     answers = config.runtime.min_success * aggregation.asked
     if answers < aggregation.threshold:
         raise FedgenError(
@@ -349,7 +332,7 @@ def branch_of(
     if whole["privacy"]["images_per_person"] is None:
         whole["privacy"].pop("images_per_person")
     chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
-    chosen += [whole["runtime"][key] for key in ("threads", "min_success", "transport")]
+    chosen += [whole["runtime"][key] for key in ("threads", "min_success")]
     chosen += [whole.get("audit"), device(config.device), sorted(whole["group"] or [])]
     chosen.append(in_short(noise_multiplier))
     if whole["warm_up"]["method"] is not None:

@@ -46,7 +46,6 @@ def site(ready: Setup, run_dir: RunDir, name: str) -> Site:
         limits=most if len(most) > 1 else None,
         aggregation=ready.method.plan.aggregation,
         holds=secure and ready.method.plan.sends_again,
-        half=runtime.transport == "float16",
         masks=runtime.masks,
         marks=secure and ready.gaps_show,
     )

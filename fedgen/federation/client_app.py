@@ -77,7 +77,6 @@ class Terms:
     aggregation: who makes the noise of what clients answer.
     holds: whether an answer is written down before it is charged, and sent again by a run that
         goes on (``Plan.sends_again``).
-    half: whether answers travel in half precision.
     masks: whether answers travel under masks (``masking.py``); a simulation's sums need none.
     signer: what keys and lists of these are signed by (``signing.py``); None: nothing is signed.
     about: what all clients of the run must have been asked to take part in, if they sign.
@@ -92,7 +91,6 @@ class Terms:
     limits: Spend | None = None
     aggregation: Aggregation = LOCAL
     holds: bool = False
-    half: bool = False
     masks: bool = False
     signer: Signer | None = None
     about: bytes = b""
@@ -517,7 +515,7 @@ def _ask(home: ClientHome, message: Message) -> RecordDict:
                 server_round,
                 lambda: home.program.answer(state, query, home.shard, server_round, coins),
             )
-        answer = messages.answer_of(release, home.terms.aggregation, home.terms.half)
+        answer = messages.answer_of(release, home.terms.aggregation)
     if not repeat and home.terms.limits is not None:
         after = total([home.ledger.account().spend, canonical(answer.event)])
         if any(count > home.terms.limits.get(event, 0) for event, count in after.items()):

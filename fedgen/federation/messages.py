@@ -43,9 +43,8 @@ KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
 T = TypeVar("T")
 
 _RAW = "fedgen.raw"
-_KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
+_KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
 _MOST_WORDS = 10_000  # of an event, as text
-_LARGEST_HALF = float(np.finfo(np.float16).max)
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 _TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
 _REJECTED = "rejected"
@@ -334,27 +333,15 @@ def read_account(message: Message) -> Account:
     return Account(releases, rows, spend)
 
 
-def answer_of(sent: Sent, aggregation: Aggregation, half: bool = False) -> Answer:
-    """What leaves a client: what its aggregation takes, and nothing else.
-
-    Args:
-        half: rounds to half precision, and what is out of its range to the end of that: of a
-            Release this is post-processing. A Clipped may be rounded where the aggregator clips it
-            again as the sensitivity counts, at client level alone, and a Share never: its words
-            are a ring's.
+def answer_of(sent: Sent, aggregation: Aggregation) -> Answer:
+    """Return what may leave a client: what its aggregation accepts, and nothing else.
 
     Raises:
         TypeError: for anything else.
     """
     if not isinstance(sent, aggregation.leaves):
         raise TypeError(f"{type(sent).__name__} must not leave a client")
-    arrays: Mapping[str, NDArray[np.generic]] = sent.arrays
-    if half:
-        arrays = {
-            name: value.clip(-_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
-            for name, value in sent.arrays.items()
-        }
-    return Answer(arrays, sent.event, sent.unit)
+    return Answer(sent.arrays, sent.event, sent.unit)
 
 
 def pack_answer(answer: Answer) -> RecordDict:
@@ -427,8 +414,6 @@ def read_answer(message: Message, aggregation: Aggregation) -> Answer:
         raise ValueError("no release") from error
     if found.dtype not in aggregation.arrive_as:
         raise ValueError("no release")
-    if found.dtype is torch.float16:
-        found = found.float()
     return Answer({"answer": found.numpy()}, event, unit, clients)
 
 

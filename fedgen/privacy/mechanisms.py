@@ -512,11 +512,11 @@ def _longest(clip: float, std: float, size: int) -> float:
     Proof. The noise's squared norm over std^2 is chi-squared with ``size`` degrees of freedom, and
     exceeds size + 2 sqrt(size t) + 2 t with probability at most e^-t (Laurent and Massart 2000,
     lemma 1). A hundredth more pays for the grid, which moves each number by less than std / 1,024,
-    and for single or half precision, whose least numbers are paid for apart. An honest client is
+    and for single precision, whose least numbers are paid for apart. An honest client is
     taken for another in no run that anybody will see: the probability is below rounding in any
     delta, times any e^epsilon that is worth a run.
     """
-    least = math.sqrt(size) * 2**-24  # of numbers in half precision
+    least = math.sqrt(size) * 2**-24
     squared = size + 2 * math.sqrt(size * _UNLIKELY) + 2 * _UNLIKELY
     return 1.01 * (clip + std * math.sqrt(squared)) + least
 

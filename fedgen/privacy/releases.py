@@ -103,7 +103,7 @@ class Local:
     """Every client noises in full, against everybody."""
 
     leaves, adds_up, opens_one = Release, False, True
-    arrive_as = (torch.float32, torch.float16)
+    arrive_as = (torch.float32,)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
         """A contribution (rows first) on its way; ``std``, ``event``: of what it is released as."""
@@ -214,7 +214,7 @@ class Trusted:
 
     clip: float
     leaves, adds_up, opens_one = Clipped, False, False  # sent again, they meet other noise
-    arrive_as = (torch.float32, torch.float64, torch.float16)
+    arrive_as = (torch.float32, torch.float64)
 
     def sent(self, exact: Tensor, std: float, event: DpEvent, unit: Unit, coins: Coins) -> Sent:
         """See ``Local.sent``; nothing is noised yet."""
@@ -227,9 +227,7 @@ class Trusted:
         done again may bring other answers, which must not share the noise of the first."""
         told = digest(*(each.tobytes() for each in answers))
         if not math.isinf(self.clip):
-            # in half precision what is clipped would be rounded to beyond it
-            wide = [each.astype(np.promote_types(each.dtype, np.float32)) for each in answers]
-            answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in wide]
+            answers = [clip_rows(torch.from_numpy(each), self.clip).numpy() for each in answers]
         return noised(_added(answers), std, coins.salted(told)).double()
 
 

@@ -196,7 +196,7 @@ def test_all_runs_together_stay_within_a_budget(tmp_path: Path) -> None:
         {"rounds": "many"},
         {"rounds": 10**9},
         {"privacy": {}},
-        {"runtime": {"threads": 10**9, "min_success": 1, "transport": "float32", "masks": True}},
+        {"runtime": {"threads": 10**9, "min_success": 1, "masks": True}},
         {"partition": {"clients": "many"}},
         {"method": {"rows": [[[[[[[[[[[[[[1]]]]]]]]]]]]]]}},
     ],

@@ -9,7 +9,6 @@ import pytest
 from flwr.app import Message
 from tiny import Train, fingerprint
 
-from fedgen import cli
 from fedgen.federation import messages
 
 FEDERATED = [
@@ -103,24 +102,6 @@ def test_a_cluster_of_two_machines_is_joined(train: Train, nothing_left: None) -
     finally:
         ray.shutdown()
         machines.shutdown()
-
-
-def test_half_precision_is_the_same_run_wherever_it_runs(train: Train) -> None:
-    whole = fingerprint(train(*FEDERATED, name="whole"))
-    first = fingerprint(train(*FEDERATED, "runtime.transport=float16", name="half"))
-    assert first["generator"] != whole["generator"]
-    # a run of its own, by other draws, under the same plan
-    assert first["privacy"]["views"]["release"] == whole["privacy"]["views"]["release"]
-    wire = ["runtime.transport=float16", "runtime.serialize=true", "runtime.store=disk"]
-    assert fingerprint(train(*FEDERATED, *wire, name="wire")) == first
-
-
-def test_an_optimizers_state_does_not_travel_in_half_precision(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for method in ("dpgan_small", "dp_wgan_gp_small"):
-        assert cli.run(["account", f"method={method}", "runtime.transport=float16"]) == 2
-        assert "runtime.transport" in capsys.readouterr().err
 
 
 SUMS = ["partition=iid", "partition.clients=6", "privacy.aggregation=secure", "rounds=4"]

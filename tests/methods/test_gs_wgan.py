@@ -18,8 +18,6 @@ from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
-from fedgen.experiments import settings as run_settings
-from fedgen.experiments.configuration import compose
 from fedgen.federation.messages import Answer
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
 from fedgen.method import Method
@@ -342,7 +340,7 @@ def test_noise_adds_up_in_what_is_published() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"all_answer": False}, {"half": True}, {"cohort_sampling": "poisson"}, {"clients": 1}],
+    [{"all_answer": False}, {"cohort_sampling": "poisson"}, {"clients": 1}],
 )
 def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
     method = make(**{"clients": 5, "noise": 0.5, "answerers": 4, **changed})
@@ -362,17 +360,6 @@ def test_sums_stay_whole_where_draws_show() -> None:
         assert "adds up" in str(method.plan.reasons["release"])
     everybody = make(clients=4, noise=0.5, routing="mean", unanswered=True)
     assert canonical(everybody.plan.release(6)) == {GaussianDpEvent(1.0): 36}
-
-
-def test_a_setting_reaches_what_is_proven() -> None:
-    """Answers as float16 are not summed as they were noised."""
-    words = ["method=gs_wgan_small", "partition=iid", "partition.clients=4", "method.routing=mean"]
-    words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=0.5"]
-    found = {}
-    for name, word in (("whole", "seed=0"), ("half", "runtime.transport=float16")):
-        plan = run_settings.setup(compose("config", [*words, word])).method.plan
-        [found[name]] = canonical(plan.release(1))
-    assert found == {"whole": GaussianDpEvent(1.0), "half": GaussianDpEvent(0.5)}
 
 
 def test_the_generator_follows_the_sum_alone() -> None:

@@ -266,12 +266,3 @@ def test_rounding_comes_after_the_noise() -> None:
     mean = float(total_of(mechanism)([sent.arrays["answer"]], 0, COINS).mean())
     error = meeting.share_std(mechanism.std) / 2000
     assert abs(mean - 0.3 * grid) < 4.5 * error < abs(mean)
-
-
-def test_what_arrives_in_half_precision_is_in_the_ball_all_the_same() -> None:
-    """Clipped in half precision it was rounded to 1.0004 of the norm."""
-    for seed in range(50):
-        row = np.random.default_rng(seed).normal(size=(1, 50))
-        sent = (1.3 * row / np.linalg.norm(row)).astype(np.float16)
-        found = Trusted(1.0).total([sent], 1e-9, Coins.of(seed, "seeded"))
-        assert float(found.norm()) <= 1 + 1e-7
