@@ -9,13 +9,14 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from deployed import Deployment
+from forked import Command
 
 from fedgen.deployment.flower_limits import (
     MAX_ANONYMOUS_BODY,
@@ -24,6 +25,7 @@ from fedgen.deployment.flower_limits import (
     TIMEOUT_SECONDS,
     BodyLimit,
 )
+from fedgen.federation import messages
 
 SECONDS = float(os.environ.get("FEDGEN_STRANGER_SECONDS", 12))
 STRANGER = ("127.0.0.2", 0)
@@ -35,9 +37,33 @@ def link(tmp_path: Path) -> Iterator[Deployment]:
     place = Deployment(tmp_path, 1)
     place.start_link()
     yield place
-    assert place.link is not None
-    place.link.send_signal(15)
-    place.link.wait(60)
+    place.end()
+
+
+@contextmanager
+def training(place: Deployment) -> Iterator[Callable[[], int]]:
+    """A run of one node for as long as the block; yields the number of its responses so far."""
+    place.allow(0)
+    place.accept(0)
+    place.start_node(0)
+    words = ["method=dpgan_small", "rounds=100000", "privacy.target_epsilon=5"]
+    run = Command(place.asked(*words, f"run_dir={place.place / 'run'}"))
+
+    def responses() -> int:
+        assert run.poll() is None, run.errors
+        log = place.home(0) / "log.jsonl"
+        lines = place.log(0) if log.exists() else []
+        return sum(line.get("kind") == messages.ASK for line in lines)
+
+    try:
+        end = time.monotonic() + 120
+        while not responses():
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        yield responses
+    finally:
+        run.send_signal(9)
+        run.wait(30)
 
 
 def connect(port: int, tls: bool = True) -> socket.socket:
@@ -80,8 +106,15 @@ def healthy(place: Deployment) -> float:
 
 @pytest.mark.slow
 def test_a_stranger_stops_nobody(link: Deployment, nothing_left: None) -> None:
-    """For ``FEDGEN_STRANGER_SECONDS``: the link answers others, and keeps its memory."""
+    """For ``FEDGEN_STRANGER_SECONDS``: a node's run continues, the link answers others, and keeps
+    its memory."""
+    with training(link) as responses:
+        _attack(link, responses)
+
+
+def _attack(link: Deployment, responses: Callable[[], int]) -> None:
     port, begin, first = link.port, time.monotonic(), resident(link)
+    before = responses()
     assert b" 413 " in post(port, "/v1/fleet/pull-messages", 400 * MEGABYTE, body=40 * MEGABYTE)
     assert b" 411 " in post(port, "/v1/fleet/pull-messages", -1)
     signed = "flwr-public-key: AAAA\r\nflwr-signature: AAAA\r\nflwr-timestamp: 2020-01-01T00:00\r\n"
@@ -109,7 +142,10 @@ def test_a_stranger_stops_nobody(link: Deployment, nothing_left: None) -> None:
     over.set()
     for each in floods:
         each.join()
-    print(f"{SECONDS:g} s: slowest answer {slowest:.2f} s, memory {first:.0f} to {most:.0f} MB")
+    done = responses() - before
+    print(f"{SECONDS:g} s: {done} responses of a node, slowest answer {slowest:.2f} s, ", end="")
+    print(f"memory {first:.0f} to {most:.0f} MB")
+    assert done > SECONDS / 20
     assert slowest < 15
     assert most - first < 200
 
