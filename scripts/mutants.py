@@ -874,8 +874,8 @@ MUTANTS = [
     Mutant(
         "one-mask-for-two-rounds",
         MASKING,
-        'b"mask" + self.context',
-        'b"mask" + self.context[:0]',
+        'b"mask" + _names(*sorted((one, other))) + context',
+        'b"mask" + _names(*sorted((one, other)))',
         f"{MASKING_TESTS}::test_masks_are_those_of_aes",
     ),
     Mutant(
@@ -912,6 +912,27 @@ MUTANTS = [
         "    if len(shares) < threshold:\n",
         "    if len(shares) < 1:\n",
         f"{MASKING_TESTS}::test_shares_below_the_threshold_tell_nothing",
+    ),
+    Mutant(
+        "masks-without-their-clients-names",
+        MASKING,
+        'b"mask" + _names(*sorted((one, other))) + context',
+        'b"mask" + context',
+        f"{MASKING_TESTS}::test_a_variant_of_another_key_shares_no_mask_with_it",
+    ),
+    Mutant(
+        "two-liars-evict-one",
+        "fedgen/federation/sums.py",
+        "if count >= certain}",
+        "if count >= 2}",
+        f"{SUM_TESTS}::test_two_liars_do_not_have_an_honest_client_blamed_alone",
+    ),
+    Mutant(
+        "masked-sums-are-of-one-client",
+        "fedgen/federation/sums.py",
+        "        of=tuple(sorted(answers)),\n",
+        "",
+        f"{SUM_TESTS}::test_under_masks_a_sum_is_of_all_who_answered",
     ),
     Mutant(
         "wrong-shares-are-taken",

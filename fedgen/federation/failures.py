@@ -48,8 +48,8 @@ class Failure:
         long (for honest noise: see ``Plan.longest``), unplanned (a release of other noise than was
         planned); for a secure sum: copied (announced a key also announced by another client),
         contradicted (rejected another client's signature or sealed share, or was rejected), wrong
-        share (revealed a share inconsistent with the reconstructed secret); late, repeated (a reply
-        to a message that is over: ``DROPPED``).
+        share (revealed a share inconsistent with the reconstructed secret, or dealt it); late,
+        repeated (a reply to a message that is over: ``DROPPED``).
     """
 
     kind: str

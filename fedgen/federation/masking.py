@@ -37,8 +37,9 @@ A server that forges keys, or tells clients different lists, is noticed where cl
 **Clients that violate the protocol** gain no information. Invalid keys, signatures and shares are
 rejected before any client responds, and the exchange restarts without the clients concerned
 (``sums.py``). A revealed share is checked against the commitment: a wrong one is ignored if the
-others suffice, and its sender is named where that is certain. Not attributable: wrong words, shares
-that do not reconstruct the committed secret, and wrong shares if too few correct ones remain. The
+others suffice; its sender or its dealer violates the protocol. Not attributable: wrong words,
+shares that do not reconstruct the committed secret, and wrong shares if too few correct ones
+remain. The
 commitment, a SHA-256 digest of 256 random bits and their context, hides the seed under the
 assumption that digest and mask stream are computationally independent.
 """
@@ -291,7 +292,7 @@ class Masker:
         return {c: shares[c in heard] for c, shares in self._held.items()}
 
     def _pair(self, own: bytes, other: int) -> bytes:
-        return _agree(own, self._keys[other][:32], b"mask" + self.context)
+        return _mask_key(own, self._keys[other][:32], self.me, other, self.context)
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.me) if of_other else (self.me, other)
@@ -308,19 +309,20 @@ def unmasked(
     sums: Secure,
     context: bytes,
     whole: bool = False,
-) -> tuple[Words, set[int]]:
+) -> tuple[Words, dict[int, set[int]]]:
     """Remove the masks from the sum of the responders' masked words.
 
     Args:
         silent: those that dealt and did not answer. told: helper -> client -> share.
 
     Returns:
-        The sum, and helpers whose wrong shares were ignored.
+        The sum, and helper -> dealers of its wrong shares, which were ignored: the helper revealed
+        another share than it received, or the dealer dealt it a wrong one.
 
     Raises:
         MaskingError: if too few shares were revealed, or too many wrong ones.
     """
-    found, net, wrong = total.copy(), graph(keys, sums, whole), set[int]()
+    found, net, wrong = total.copy(), graph(keys, sums, whole), dict[int, set[int]]()
     for client in answered | silent:
         around = net.around(client)
         places = sorted(enumerate(around, 1), key=lambda place: place[1] in wrong)
@@ -343,12 +345,13 @@ def unmasked(
                 f"the revealed shares of client {client} do not match its commitment; this client "
                 f"or some of those that revealed them ({helpers}) violate the protocol"
             )
-        wrong |= {around[place - 1] for place in bad}
+        for place in bad:
+            wrong.setdefault(around[place - 1], set()).add(client)
         if has_answered:
             found -= stream(secret, len(found), found.dtype)
             continue
         for other in answered.intersection(around):
-            pair = _agree(secret, keys[other][:32], b"mask" + context)
+            pair = _mask_key(secret, keys[other][:32], client, other, context)
             mask = stream(pair, len(found), found.dtype)
             found = found - mask if other < client else found + mask  # what ``other`` put in
     return found, wrong
@@ -360,6 +363,16 @@ def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
     cipher = Cipher(AES256(key), CTR(bytes(16))).encryptor()
     text = cipher.update(bytes(dtype.itemsize * count))
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
+
+
+def _mask_key(own: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
+    """Derive the key of the mask between two clients.
+
+    It depends on both clients' numbers: different public keys can agree on the same secret (X25519
+    ignores bit 255 and clears the cofactor), and with equal masks a client that announces a variant
+    of another's key would cancel that client's masks.
+    """
+    return _agree(own, public, b"mask" + _names(*sorted((one, other))) + context)
 
 
 def _commitment(seed: bytes, context: bytes) -> bytes:

@@ -255,8 +255,11 @@ def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
 
 def read_rejected(message: Message) -> set[int]:
     """The inverse of ``pack_rejected``; empty if the message rejects none."""
-    rejected = message.content.config_records[_FACTS].get(_REJECTED, b"")
-    if not isinstance(rejected, bytes):
+    facts = message.content.config_records.get(_FACTS)
+    if facts is None:
+        raise ValueError("no facts")
+    rejected = facts.get(_REJECTED, b"")
+    if not isinstance(rejected, bytes) or len(rejected) % 8:
         raise ValueError("rejected clients are no list")
     return set(_numbers(rejected)[1:])
 

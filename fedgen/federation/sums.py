@@ -72,8 +72,8 @@ def under_masks(
     them with the first. ``signed``: whether clients sign what the others rely on.
 
     A client with invalid keys or shares is excluded before any client responds. If one client
-    rejects another's signature or sealed share, the violator cannot be identified: ``_violators``
-    excludes clients until no rejection remains, and the exchange restarts with fresh keys. Wrong
+    rejects another's signature or sealed share, one of the two violates the protocol:
+    ``_violators`` decides who is excluded, and the exchange restarts with fresh keys. Wrong
     revealed shares are ignored if the others suffice (``masking.unmasked``); invalid words cannot
     be attributed.
 
@@ -93,12 +93,14 @@ def under_masks(
 
     def rejected_by(client: int, reply: Message) -> set[int]:
         rejected = messages.read_rejected(reply)
-        if not rejected <= set(keys):
-            raise ValueError("rejects clients that announced no keys")
+        if not rejected <= inboxes[client].keys():
+            raise ValueError("rejects clients that dealt it no share")
         return rejected
 
     def dealt_by(client: int, reply: Message) -> dict[int, bytes] | set[int]:
-        if rejected := rejected_by(client, reply):
+        if signed and (rejected := messages.read_rejected(reply)):
+            if not rejected <= keys.keys():
+                raise ValueError("rejects clients that announced no keys")
             return rejected
         dealt = messages.read_texts(reply, SEALED_BYTES)
         if set(dealt) != set(net.around(client)) - {client}:
@@ -106,7 +108,7 @@ def under_masks(
         return dealt
 
     def leave_out_violators(rejections: Mapping[int, set[int]]) -> bool:
-        violators = _violators(rejections)
+        violators = _violators(rejections, net.shamir)
         for client in violators:
             leave_out("contradicted", client)
         cohort.difference_update(violators)
@@ -170,11 +172,13 @@ def under_masks(
             f"the sum of round {server_round + 1} cannot be unmasked: {error}",
             "go on with resume=",
         ) from error
-    for client in wrong:
+    for client in _violators(wrong, net.shamir):
         leave_out("wrong share", client)
     found = {client: replace(each, arrays={}) for client, each in answers.items()}
     whole = replace(
-        answers[first], arrays={"answer": words.view(sample.dtype).reshape(sample.shape)}
+        answers[first],
+        arrays={"answer": words.view(sample.dtype).reshape(sample.shape)},
+        of=tuple(sorted(answers)),
     )
     return {**found, first: whole}
 
@@ -186,18 +190,14 @@ def _copies(announced: Mapping[int, bytes]) -> list[int]:
     return [c for c, text in announced.items() if max(counts[text[:32]], counts[text[32:64]]) > 1]
 
 
-def _violators(rejections: Mapping[int, set[int]]) -> set[int]:
+def _violators(rejections: Mapping[int, set[int]], certain: int) -> set[int]:
     """Choose clients to exclude so that no rejection remains between the others.
 
-    Repeatedly excludes all clients with the highest number of contradictions. A client that rejects
-    several others, or is rejected by several, is excluded alone; two clients that contradict only
-    each other are both excluded.
+    Of the neighbours of an honest client fewer than ``certain`` violate the protocol (``Graph``'s
+    ``shamir``), so a client that contradicts as many is a violator and is excluded alone. Of all
+    other pairs that contradict each other both are excluded: one of them is a violator.
     """
     pairs = {frozenset((c, other)) for c, others in rejections.items() for other in others}
-    violators: set[int] = set()
-    while pairs:
-        counts = Counter(client for pair in pairs for client in pair)
-        most = max(counts.values())
-        violators |= {client for client, count in counts.items() if count == most}
-        pairs = {pair for pair in pairs if not pair & violators}
-    return violators
+    counts = Counter(client for pair in pairs for client in pair)
+    violators = {client for client, count in counts.items() if count >= certain}
+    return violators.union(*(pair for pair in pairs if not pair & violators))
