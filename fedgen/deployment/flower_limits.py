@@ -2,7 +2,10 @@
 
 | limit | per | value |
 |---|---|---|
-| connections | remote address | ``MAX_CONNECTIONS`` |
+| connections | remote address (IPv6: /64 network) | ``MAX_CONNECTIONS`` |
+| connections | listener, without local ones | ``MAX_TOTAL`` |
+| requests | connection | one, and one that waits: more close it |
+| unread response | connection | ``TIMEOUT_SECONDS`` without progress |
 | TLS handshake | connection | ``TIMEOUT_SECONDS`` |
 | headers | request | ``TIMEOUT_SECONDS``, ``MAX_HEADER_BYTES`` |
 | body, without an accepted key | request | ``MAX_ANONYMOUS_BODY`` bytes |
@@ -18,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import ipaddress
 import resource
 import socket
 from base64 import b64decode
@@ -35,7 +39,7 @@ from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LOOPBACK = ("127.0.0.1", "::1")
-MAX_CONNECTIONS = 128
+MAX_CONNECTIONS, MAX_TOTAL = 128, 2048
 TIMEOUT_SECONDS = 10.0
 MAX_HEADER_BYTES = 2**16
 MIN_BYTES_PER_SECOND = 2**16
@@ -45,7 +49,8 @@ LIMIT_HEADER = "fedgen-largest"
 
 
 class LimitedListener(socket.socket):
-    """Listening socket with at most ``MAX_CONNECTIONS`` open connections per remote address."""
+    """Listening socket with at most ``MAX_CONNECTIONS`` open connections per remote address, and
+    ``MAX_TOTAL`` in all. Local callers are not limited."""
 
     def __init__(self, family: int) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -55,12 +60,14 @@ class LimitedListener(socket.socket):
         """Accept a connection, as ``socket.socket.accept``.
 
         Raises:
-            ConnectionAbortedError: if its address has too many connections; it is closed. asyncio
+            ConnectionAbortedError: if there are too many connections; this one is closed. asyncio
                 ignores this error.
         """
         accepted, address = super().accept()
-        caller = str(address[0])
-        if caller not in LOOPBACK and self._open[caller] >= MAX_CONNECTIONS:
+        caller = _network(str(address[0]))
+        local = sum(self._open[each] for each in LOOPBACK)
+        full = self._open[caller] >= MAX_CONNECTIONS or self._open.total() - local >= MAX_TOTAL
+        if full and caller not in LOOPBACK:
             accepted.close()
             raise ConnectionAbortedError
         self._open[caller] += 1
@@ -72,6 +79,14 @@ class LimitedListener(socket.socket):
         self._open[caller] -= 1
         if not self._open[caller]:
             del self._open[caller]
+
+
+def _network(address: str) -> str:
+    """Return an IPv4 or local address as it is, and the /64 network of another IPv6 address: one
+    host may use all addresses of it."""
+    if ":" not in address or address in LOOPBACK:
+        return address
+    return ipaddress.ip_address(address.partition("%")[0]).packed[:8].hex()
 
 
 class _Counted(socket.socket):
@@ -124,9 +139,11 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class TimedHttp(HttpToolsProtocol):
-    """HTTP/1.1 connection that is aborted when headers or a body arrive too slowly."""
+    """HTTP/1.1 connection that is aborted when headers or a body arrive too slowly, when a response
+    is not read, and when several requests wait for earlier ones: uvicorn would queue any number."""
 
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _in_headers, _received = True, 0
 
     def connection_made(self, transport: Any) -> None:
@@ -145,6 +162,9 @@ class TimedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the timer of the body."""
+        if self.pipeline:  # one may wait: a response can arrive before its server has finished it
+            self.transport.abort()
+            raise ValueError("pipelined requests")  # ends the parsing of what has arrived
         self._in_headers = False
         length = dict(self.headers).get(b"content-length", b"0")
         seconds = TIMEOUT_SECONDS + int(length if length.isdigit() else 0) / MIN_BYTES_PER_SECOND
@@ -157,10 +177,26 @@ class TimedHttp(HttpToolsProtocol):
         self._stop()
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        """Start the timer of an unread response: the write buffer is full."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(TIMEOUT_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop the timer of an unread response."""
+        super().resume_writing()
+        self._stop_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timers."""
         self._stop()
+        self._stop_writing()
         super().connection_lost(exc)
+
+    def _stop_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._write_timer = None
 
     def _await_headers(self) -> None:
         self._received, self._in_headers = 0, True

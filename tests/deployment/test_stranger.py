@@ -24,6 +24,7 @@ from fedgen.deployment.flower_limits import (
     MIN_BYTES_PER_SECOND,
     TIMEOUT_SECONDS,
     BodyLimit,
+    _network,
 )
 from fedgen.federation import messages
 
@@ -183,6 +184,47 @@ def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: Non
     assert healthy(link) < 10
     for each in halves:
         each.close()
+
+
+@pytest.mark.slow
+def test_pipelined_requests_and_unread_responses_are_closed(
+    link: Deployment, nothing_left: None
+) -> None:
+    """Each of them would be queued, and its response kept until it is read."""
+    first = resident(link)
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    held = []
+    for _ in range(4):
+        held.append(connect(link.port))
+        held[-1].settimeout(3)
+        with suppress(OSError):
+            for _ in range(40):
+                held[-1].sendall(4000 * request)
+    one_by_one = connect(link.port)  # and never read
+    one_by_one.settimeout(3)
+    with suppress(OSError):
+        for _ in range(2000):
+            one_by_one.sendall(request)
+            time.sleep(0.002)
+    end = time.monotonic() + 5 * TIMEOUT_SECONDS
+    assert link.link is not None
+    process = psutil.Process(link.link.pid)
+    while time.monotonic() < end:
+        left = [c for c in process.net_connections() if c.raddr and c.raddr.ip == STRANGER[0]]
+        if not left:
+            break
+        time.sleep(0.5)
+    assert not left
+    assert resident(link) - first < 100
+    assert healthy(link) < 10
+    for each in (*held, one_by_one):
+        each.close()
+
+
+def test_addresses_of_one_ipv6_network_count_as_one() -> None:
+    one, other, elsewhere = "2001:db8:0:1::1", "2001:db8:0:1:ffff::2", "2001:db8:0:2::1"
+    assert _network(one) == _network(other) != _network(elsewhere)
+    assert [_network(each) for each in ("10.0.0.7", "::1")] == ["10.0.0.7", "::1"]
 
 
 @pytest.mark.parametrize(
