@@ -55,11 +55,13 @@ def link(config: DictConfig) -> str:
         return f"accepted node {name} ({here.register(node, name)})"
     if type(config.largest) is not int or not 1 <= config.largest <= 2000:
         raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
-    bound = _listeners(config.host, config.port)
-    certificates(home, list(config.hosts), config.days)
-    print(f"hand {home / _CA} to each site; listening on {config.host}:{config.port}", flush=True)
-    ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
-    serve(bound, ca, certificate, key, home / "link.sqlite", config.largest * 2**20)
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(each) for each in _listeners(config.host, config.port)]
+        certificates(home, list(config.hosts), config.days)
+        where = f"listening on {config.host}:{config.port}"
+        print(f"hand {home / _CA} to each site; {where}", flush=True)
+        ca, certificate, key = (home / name for name in (_CA, _CERTIFICATE, _KEY))
+        serve(bound, ca, certificate, key, home / "link.sqlite", config.largest * 2**20)
     return "ended"
 
 

@@ -6,7 +6,7 @@ cost is its own figure, against a server that keeps all it sees.
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,8 +18,9 @@ from omegaconf import DictConfig
 from fedgen import factories
 from fedgen.errors import FedgenError
 from fedgen.experiments.planning import view
-from fedgen.experiments.settings import Decided
+from fedgen.experiments.settings import Decided, wrong_delta
 from fedgen.files import read_yaml
+from fedgen.privacy.budget import LARGEST_DELTA
 from fedgen.privacy.releases import Local, Secure
 from fedgen.reporting.progress import epsilon_in_words
 
@@ -82,14 +83,17 @@ def read(path: Path) -> Policy:
         if name not in found:
             raise FedgenError(f"{_KEY}.{name}", "is not given", _REMEDY)
     for name in ("epsilon", "delta", "budget_epsilon"):
-        if isinstance(found.get(name), str):  # YAML takes 1e-5 for a word
-            with contextlib.suppress(ValueError):
-                found[name] = float(found[name])
+        given = found.get(name)
+        if isinstance(given, str) and _PLAIN_FLOAT.fullmatch(given):  # YAML takes 1e-5 for a word
+            found[name] = float(given)
     for name, check in _KINDS.items():
         if name in found and not check(found[name]):
             choices = _CHOICES.get(name)
             remedy = f"give a list of: {', '.join(choices())}" if choices else _REMEDY
             raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", remedy)
+    if found["delta"] > LARGEST_DELTA:
+        problem = f"{found['delta']:g} is above {LARGEST_DELTA:g}: it permits publishing records"
+        raise FedgenError(f"{_KEY}.delta", problem, "e.g. 1e-5, well below 1 / number of records")
     found.setdefault("budget_epsilon", found["epsilon"])
     peers = found.get("peers")
     if peers and len(set(peers.values())) < len(peers):
@@ -99,6 +103,7 @@ def read(path: Path) -> Policy:
 
 
 _REMEDY = "see docs/deployment.md"
+_PLAIN_FLOAT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 
 
 def _number(value: Any) -> bool:
@@ -199,6 +204,8 @@ def check_cost(policy: Policy, config: DictConfig, found: Decided) -> None:
             raise RefusedError(
                 f"{sums.colluders} clients are counted as colluding, below {policy.colluders}"
             )
+    if privacy.noise == "secure" and (wrong := wrong_delta(found.privacy, plan)) is not None:
+        raise RefusedError(f"δ = {wrong[0]}")
     rows = found.privacy.budget.rows
     cost = view(found.method, found.privacy.budget, config.rounds, rows, privacy.delta, True)
     if cost.or_infinity > policy.epsilon:

@@ -43,18 +43,24 @@ def diversity(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> float:
     Args:
         images: (n, channels, height, width). labels: (n,).
     """
-    squares = [
-        ((images[labels == label] - images[labels == label].mean(0)) ** 2).mean(axis=(1, 2, 3))
-        for label in np.unique(labels)
-    ]
-    return float(np.sqrt(np.concatenate(squares).mean()))
+    return float(np.sqrt(np.concatenate(list(_squares(images, labels).values())).mean()))
+
+
+def _squares(
+    images: NDArray[np.uint8], labels: NDArray[np.int64]
+) -> dict[int, NDArray[np.float64]]:
+    """Return label -> mean squared deviation of each of its images from their mean."""
+    of_label = {int(label): images[labels == label] for label in np.unique(labels)}
+    return {
+        label: ((each - each.mean(0)) ** 2).mean(axis=(1, 2, 3)) for label, each in of_label.items()
+    }
 
 
 def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | None:
     """Return the failure mode of samples, or None.
 
     diverged: nearly all pixels are 0 or 255, and images are all equal or uncorrelated noise.
-    collapsed: samples of a label are nearly equal.
+    collapsed: samples of a label, of any one, are nearly equal.
     noise: neighbouring pixels are uncorrelated.
 
     Args:
@@ -62,9 +68,13 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
     """
     within, correlation = diversity(images, labels), coherence(images)
     whole = float(images.astype(float).std(axis=0).mean())
+    few = max(_COLLAPSED, _COLLAPSED_SHARE * whole)
     saturated = float(((images == 0) | (images == 255)).mean()) >= _SATURATED
     if saturated and (within < _COLLAPSED or correlation < NOISE):
         return "diverged"
-    if within < max(_COLLAPSED, _COLLAPSED_SHARE * whole):
+    if within < few:
         return "collapsed"
-    return "noise" if correlation < NOISE else None
+    if correlation < NOISE:
+        return "noise"
+    squares = [each for each in _squares(images, labels).values() if len(each) > 1]
+    return "collapsed" if any(each.mean() < few**2 for each in squares) else None

@@ -12,6 +12,7 @@ from fedgen.experiments import validation
 from fedgen.experiments.configuration import compose
 from fedgen.experiments.overrides import in_grammar, in_shell
 from fedgen.experiments.settings import Decided, Setup, shared_out, wrong_delta
+from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Unit
 
 
@@ -44,13 +45,15 @@ def check(config: DictConfig) -> str:
         names = ", ".join(found.names[:_SHOWN])
         lines.append(f"labels, published by name (data.names=false: by number): {names}")
     lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
+    if (wrong := delta_problem(config.privacy.delta, rows, "image")) is not None:
+        lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
     fitting = _fitting(found, usual.data.get("public_rows") is not None)
     lines.append(f"fits: fedgen train {in_shell([*_given(config, usual), *fitting, epsilon])}")
     lines.append(
-        f"(privacy.target_epsilon: yours to choose, 1 is strong; without it, ε is "
-        f"{usual.privacy.target_epsilon:g})"
+        "(privacy.target_epsilon: yours to choose, 1 is strong if δ is well below 1 / number of "
+        f"images; without it, ε is {usual.privacy.target_epsilon:g})"
     )
     lines.append("(method.teacher=none: many times as fast, and better where images are few)")
     lines.append("these numbers are private: they are for whoever has the images alone")

@@ -250,10 +250,15 @@ def _in_targets(told: Any) -> Any:
             raise ValueError
         return {"_target_": known.get(name, name), "_partial_": True, **settings}
     if isinstance(told, list):
+        if len(told) > _MOST_LISTED:
+            raise ValueError
         return [_in_targets(each) for each in told]
     if isinstance(told, str) and "${" in told:
         raise ValueError
     return told
+
+
+_MOST_LISTED = 256  # entries of a setting, e.g. widths of layers
 
 
 def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:

@@ -48,8 +48,10 @@ def opened(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         factories.check(OmegaConf.to_container(config, resolve=True), "")
         check_restored(config)
     except FedgenError as error:
-        problem = f"{path}/config.yaml was altered ({error.key}: {error.problem})"
-        raise FedgenError(key, problem, f"restore it; {error.remedy}") from error
+        what = f"{error.key}: {error.problem}"
+        problem = f"{path}/config.yaml was altered, or written by another version ({what})"
+        remedy = f"restore it, or use that version; {error.remedy}"
+        raise FedgenError(key, problem, remedy) from error
     except OmegaConfBaseException as error:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
     check_unaltered(path, config, identity, key)

@@ -16,6 +16,7 @@ from fedgen.experiments.accounts import ended_over_an_answer
 from fedgen.experiments.settings import Setup
 from fedgen.federation.failures import DROPPED
 from fedgen.files import read_json
+from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import larger, with_told
 from fedgen.privacy.spent import Entry, SpentFile, spent_together
@@ -201,6 +202,8 @@ def _words(record: dict[str, Any], file: SpentFile) -> str:
         f"what clients send ({each['accountant']})"
         for each in record["together"]
     ]
+    if (wrong := delta_problem(record["delta"], None, "record")) is not None:
+        lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
     if len(record["together"]) > 1:
         lines.append(
             "runs have no ε together that protect other neighbours, or clients of other rows"

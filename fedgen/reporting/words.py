@@ -280,7 +280,7 @@ def summary(path: Path) -> str:
         )
     elif looks == "collapsed":
         lines.append(
-            "the generator collapsed: samples of a label are all alike; lower the generator's "
+            "the generator collapsed: samples of a label are nearly equal; lower the generator's "
             "learning rate, or take fewer rounds or method=mixture"
         )
     elif looks == "noise":

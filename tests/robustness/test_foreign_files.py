@@ -197,7 +197,7 @@ def test_names_are_options_and_no_words_of_hydras(
     change(run / "config.yaml", lambda told: told["names"].update(names))
     signed(run)
     before = content(run)
-    assert "altered (names." in refused(capsys, command[0], f"{command[1]}{run}")
+    assert "another version (names." in refused(capsys, command[0], f"{command[1]}{run}")
     assert "this" not in sys.modules
     assert content(run) == before
 
