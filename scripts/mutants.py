@@ -684,10 +684,17 @@ MUTANTS = [
         f"{ACCOUNT_TESTS}::test_colluders_and_clients_without_a_bound_add_up",
     ),
     Mutant(
+        "one-colluder-more-opens-no-smaller-sum-between-sites",
+        ACCOUNTS,
+        "(self.signed or sums.colluders >= sums.threshold // 2)",
+        "(sums.colluders >= sums.threshold // 2)",
+        f"{ACCOUNT_TESTS}::test_one_colluder_more_counts_as_all_where_clients_sign",
+    ),
+    Mutant(
         "masks-hold-however-many-collude",
         ACCOUNTS,
-        "if self.masks and sums.colluders >= sums.threshold // 2 else 1",
-        "if self.masks and sums.colluders >= sums.threshold else 1",
+        "(self.signed or sums.colluders >= sums.threshold // 2)",
+        "(self.signed or sums.colluders >= sums.threshold)",
         f"{ACCOUNT_TESTS}::test_colluders_and_clients_without_a_bound_add_up",
     ),
     Mutant(
@@ -888,8 +895,8 @@ MUTANTS = [
     Mutant(
         "shares-told-twice",
         MASKING,
-        "or self._told or not self._used:",
-        "or not self._used:",
+        "        if self._told:",
+        "        if self._told is None:",
         f"{MASKING_TESTS}::test_what_the_protocol_does_not_allow_is_refused",
     ),
     Mutant(
@@ -919,6 +926,20 @@ MUTANTS = [
         'b"mask" + _names(*sorted((one, other))) + context',
         'b"mask" + context',
         f"{MASKING_TESTS}::test_a_variant_of_another_key_shares_no_mask_with_it",
+    ),
+    Mutant(
+        "a-server-passes-shares-on-to-some",
+        MASKING,
+        "        shamir = (len(keys) + sums.colluders) // 2 + 1\n",
+        "        pass\n",
+        f"{SIGNING_TESTS}::test_no_two_disjoint_sets_of_honest_clients_give_a_secret_back",
+    ),
+    Mutant(
+        "lists-are-signed-before-an-answer",
+        CLIENT,
+        "masker.check_lists(*map(set, lists))",
+        "assert lists",
+        f"{SIGNING_TESTS}::test_lists_are_signed_by_those_who_answered_alone",
     ),
     Mutant(
         "two-liars-evict-one",

@@ -281,7 +281,9 @@ class Accounts:
             return found
         own_alone = sums.honest - 1
         # masks: as many as ``shamir`` have the secrets of each client (``masking.Graph``)
-        one_more = own_alone if self.masks and sums.colluders >= sums.threshold // 2 else 1
+        # with one colluder more, a server that deviates opens sums of fewer clients
+        opened = self.masks and (self.signed or sums.colluders >= sums.threshold // 2)
+        one_more = own_alone if opened else 1
         shares = {sums.colluders + 1: min(one_more + len(lost), own_alone)}
         shares[sums.asked - 1] = own_alone
         more = []

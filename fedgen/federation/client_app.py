@@ -404,10 +404,12 @@ def _open(home: ClientHome, message: Message) -> RecordDict:
 def _agree(home: ClientHome, message: Message) -> RecordDict:
     """Signs the lists of a round, and no others in that round."""
     server_round, signer = messages.read_place(message), home.terms.signer
-    masker = _masker(home, message)
-    text = agreement(masker.context, masker.book, *messages.read_lists(message))
+    masker, lists = _masker(home, message), messages.read_lists(message)
+    text = agreement(masker.context, masker.book, *lists)
     if signer is None:
         raise MaskingError("nothing is signed here")
+    # a client that masked words announces no other keys in this round: what it signs is one text
+    masker.check_lists(*map(set, lists))
     last, signed = home.agreed
     if last == server_round and signed != text:
         raise MaskingError("other lists were signed for this round")

@@ -29,7 +29,8 @@ ring of clients in an order that nobody chose (a digest of all keys), each the n
 ``degree`` / 2 next ones on both sides: it is in two parts only if ``degree`` / 2 clients in a row
 are silent or colluding. The degree keeps that, and ``shamir`` colluders in one neighbourhood,
 below 2^-60 a round (``_degree``), as long as clients drop out and collude whoever their neighbours
-are.
+are. A colluder that sees the others' keys before it announces its own may try several, and each try
+counts: that server deviates from the protocol, and signed sums have no ring.
 
 A server that forges keys, or tells clients different lists, is noticed where clients sign
 (``signing.py``): between sites, not in a simulation.
@@ -121,12 +122,17 @@ def graph(keys: Mapping[int, bytes], sums: Secure, whole: bool = False) -> Graph
     """The graph that everybody derives from the same keys; ``whole``: all are neighbours, where who
     is silent may be a server's choice, who knows who is whose neighbour.
 
+    Where ``whole``, a server may also pass shares on to some clients and not to others. Then with
+    2 ``shamir`` > clients + colluders (Bonawitz et al. 2017, section 6.2), as many clients as open
+    shares of a part of the clients, and as many as reveal shares of the rest, would have an honest
+    client in common, which does only one of both.
+
     Raises:
         MaskingError: for keys of too few clients, or of more than were to be asked.
     """
     if not sums.threshold <= len(keys) <= sums.asked:
         raise MaskingError("keys of a cohort that was not to be asked")
-    told = b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
+    told = _book(keys)
 
     def place(client: int) -> bytes:
         return hashlib.sha256(told + client.to_bytes(8, "big")).digest()
@@ -134,7 +140,13 @@ def graph(keys: Mapping[int, bytes], sums: Secure, whole: bool = False) -> Graph
     degree = len(keys) - 1 if whole else _degree(len(keys), sums.threshold, sums.colluders)
     half = (degree + 1) // 2
     shamir = (max(half, sums.colluders) if degree == len(keys) - 1 else half) + 1
+    if whole:  # two sets of clients that each give a secret back share an honest one
+        shamir = (len(keys) + sums.colluders) // 2 + 1
     return Graph(tuple(sorted(keys, key=place)), degree, shamir)
+
+
+def _book(keys: Mapping[int, bytes]) -> bytes:
+    return b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
 
 
 @lru_cache(maxsize=64)
@@ -210,7 +222,7 @@ class Masker:
         dealt = dict(zip(around, zip(of_key, of_seed, strict=True), strict=True))
         self._held[self.me] = dealt.pop(self.me)
         return {
-            other: self._box(other).encrypt(_NONCE, key + seed, _names(self.me, other))
+            other: self._box(other).encrypt(_NONCE, key + seed, self._about(self.me, other))
             for other, (key, seed) in dealt.items()
         }
 
@@ -240,7 +252,7 @@ class Masker:
         self._opened, broken = True, []
         for other, text in sealed.items():
             try:
-                plain = self._box(other, True).decrypt(_NONCE, text, _names(other, self.me))
+                plain = self._box(other, True).decrypt(_NONCE, text, self._about(other, self.me))
             except InvalidTag:
                 broken.append(other)
             else:
@@ -277,8 +289,16 @@ class Masker:
                 second time.
         """
         heard, unheard = set(answered), set(silent)
-        if self._graph is None or self._told or not self._used:
-            raise MaskingError("nothing was masked, or asked twice")
+        if self._told:
+            raise MaskingError("shares are revealed once")
+        self.check_lists(heard, unheard)
+        self._told = True
+        return {c: shares[c in heard] for c, shares in self._held.items()}
+
+    def check_lists(self, heard: set[int], unheard: set[int]) -> None:
+        """Raise MaskingError for lists by which this client would reveal no shares."""
+        if self._graph is None or not self._used:
+            raise MaskingError("nothing was masked")
         if heard & unheard or self.me not in heard:
             raise MaskingError("not two lists of one cohort")
         if len(heard) < self.sums.threshold or not heard | unheard <= set(self._keys):
@@ -288,11 +308,13 @@ class Masker:
         if not heard & set(self._graph.around(self.me)) <= set(self._held):
             # its mask is not in my words: in a sum without it they would stand by themselves
             raise MaskingError("a neighbour answered whose shares never came here")
-        self._told = True
-        return {c: shares[c in heard] for c, shares in self._held.items()}
 
     def _pair(self, own: bytes, other: int) -> bytes:
         return _mask_key(own, self._keys[other][:32], self.me, other, self.context)
+
+    def _about(self, source: int, target: int) -> bytes:
+        """What a seal is bound to: who dealt it to whom, and all announced keys."""
+        return _names(source, target) + hashlib.sha256(_book(self._keys)).digest()
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.me) if of_other else (self.me, other)
@@ -338,7 +360,9 @@ def unmasked(
                 return _commitment(secret, context) == text[64:]
             return _public(secret) == text[:32]
 
-        secret, bad = _secret(shares, net.shamir, is_secret)
+        # a mask key has variants that X25519 takes for the same: one more place to agree in
+        liars = sums.colluders + (not has_answered)
+        secret, bad = _secret(shares, net.shamir, is_secret, liars)
         if secret is None:
             helpers = ", ".join(str(around[place - 1]) for place in sorted(shares))
             raise MaskingError(
@@ -411,7 +435,10 @@ def _split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def _secret(
-    shares: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]
+    shares: Mapping[int, bytes],
+    threshold: int,
+    is_secret: Callable[[bytes], bool],
+    colluders: int = 0,
 ) -> tuple[bytes | None, list[int]]:
     """Recover a secret from shares of which some may be wrong.
 
@@ -420,10 +447,10 @@ def _secret(
 
     Returns:
         The secret, or None if no tried subset reconstructs it; and the places of wrong shares. The
-        list is empty if the first subset succeeds, or if the wrong shares are too many to be
-        identified with certainty: another polynomial of this degree with the same secret agrees
-        with the true one at no more than ``threshold`` - 2 further places, so b malicious helpers
-        can incriminate b honest ones only if 2 b > shares - ``threshold`` + 1.
+        list is empty if the first subset succeeds, or if it is uncertain: another polynomial of
+        this degree with the same secret agrees with the true one at no more than ``threshold`` - 2
+        further places. More agreeing shares than that, by more than the larger of ``colluders`` and
+        the number of wrong shares, are proof as long as no more clients lie.
 
     Raises:
         MaskingError: if there are fewer than ``threshold`` shares.
@@ -437,7 +464,8 @@ def _secret(
         if value < 2**256 and is_secret(secret := value.to_bytes(32, "big")):
             others = shares.keys() - set(places) if number else ()
             wrong = [x for x in others if _value_at(x, places, numbers) != numbers[x]]
-            certain = 2 * len(wrong) <= len(shares) - threshold + 1
+            agreeing = len(shares) - len(wrong)
+            certain = agreeing > threshold - 2 + max(colluders, len(wrong))
             return secret, wrong if certain else []
     return None, []
 

@@ -88,6 +88,19 @@ def test_colluders_and_clients_without_a_bound_add_up() -> None:
         assert others["epsilon"] == pytest.approx(gaussian_epsilon(math.sqrt(4) / 4, 1e-5))
 
 
+def test_one_colluder_more_counts_as_all_where_clients_sign() -> None:
+    """The coordinator of sites may deviate, and with a colluder more than was counted opens sums of
+    few clients."""
+    state = RunState({}, rounds=1, rows=Counter(dict.fromkeys(range(10), 1)))
+    privacy = Privacy(1e-5, "secure", 3.0, Budget(1, 1, 0.0))
+    for signed, shares in ((False, 6), (True, 1)):
+        accounts = Accounts(summing(3.0, 8, 1), privacy, 10, masks=True, signed=signed)
+        one, _ = accounts.record(state, None)["aggregation"]["if_more_collude"]
+        assert one["colluders"] == 2
+        expected = gaussian_epsilon(math.sqrt(7 / shares) / 3, 1e-5)
+        assert one["epsilon"] == pytest.approx(expected)
+
+
 def test_noise_of_clients_without_a_bound_is_not_relied_on() -> None:
     """Two clients that failed or lied count as colluders beyond those that were counted: the others
     have the noise of five shares of seven; and without any left, no bound."""

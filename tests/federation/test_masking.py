@@ -321,6 +321,9 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
     assert one.open(broken) == [1]
     assert refused(lambda: one.mask(played.words[0]))
     one, _, inbox = fresh()
+    _, _, others = fresh()  # dealt under other keys, as by clients that announced anew
+    assert one.open({**inbox, 1: others[1]}) == [1]
+    one, _, inbox = fresh()
     swapped = {**inbox, 1: inbox[2], 2: inbox[1]}
     assert one.open(swapped) == [1, 2]
     assert refused(lambda: one.mask(played.words[0]))
