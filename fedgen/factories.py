@@ -131,7 +131,8 @@ def check(settings: object, key: str) -> None:
         if isinstance(name, str) and name in own():
             raise FedgenError(place, f"{name!r} does not belong there", "leave it out")
         if f"fedgen.{name}" in own():
-            raise FedgenError(place, f"{name!r} was renamed", f"write 'fedgen.{name}'")
+            problem = f"{name!r} was renamed to 'fedgen.{name}'"
+            raise FedgenError(place, problem, "use the new name in settings of your own")
         raise FedgenError(
             place,
             f"{name!r} is not fedgen's",

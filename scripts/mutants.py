@@ -2179,7 +2179,7 @@ def _load_what_others_wrote() -> None:
     """All packages that tests import, once: each mutant is judged in a fork of this process, which
     then imports what is ours from its copy."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    for path in [*ROOT.glob("fedgen/**/*.py"), *ROOT.glob("fedgen/strategies/*.py")]:
+    for path in ROOT.glob("fedgen/**/*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         importlib.import_module(name.removesuffix(".__init__"))
     for name in ("conftest", *LAZY):

@@ -84,7 +84,7 @@ MISTAKES = [
     (
         "method.strategy._target_",
         ["method.strategy._target_=strategies.one_shot.OneShot"],
-        "write 'fedgen.strategies.one_shot.OneShot'",
+        "was renamed to 'fedgen.strategies.one_shot.OneShot'",
     ),
     ("evaluation.inception_weights", ["evaluation.inception_weights=[1]"], "must be text"),
     ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),

@@ -429,7 +429,7 @@ def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.ge
     }
 
 
-_MAX_LIST_BYTES = 2**26  # CelebA's own lists take 30 MB
+_MAX_LIST_BYTES = 2**26
 
 
 def celeba(root: str | None, **_: object) -> Dataset:
@@ -449,6 +449,8 @@ def celeba(root: str | None, **_: object) -> Dataset:
         part = np.array([int(parts[name]) for name in names])
         if any(Path(name).name != name for name in names):
             raise ValueError("an image name contains a path")
+        if not {0, 2} <= set(part.tolist()):
+            raise ValueError("a split is empty")
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise FedgenError(
             "data.root",

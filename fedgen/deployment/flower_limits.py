@@ -235,22 +235,22 @@ class BodyLimit:
         if int(length) > limit and (_is_local(scope) or _is_accepted(scope, headers)):
             limit = self._largest
         if int(length) > limit:
-            said = f"body of {int(length):,} bytes exceeds the limit of {limit:,} bytes"
-            await _rejected(said, 413)(scope, receive, send)
+            problem = f"body of {int(length):,} bytes exceeds the limit of {limit:,} bytes"
+            await _rejected(problem, 413)(scope, receive, send)
             return
 
         async def send_with_limit(message: Any) -> None:
             if message["type"] == "http.response.start":
-                told = (LIMIT_HEADER.encode(), str(self._largest).encode())
-                message["headers"] = [*message["headers"], told]
+                header = (LIMIT_HEADER.encode(), str(self._largest).encode())
+                message["headers"] = [*message["headers"], header]
             await send(message)
 
         await self._app(scope, receive, send_with_limit)
 
 
-def _rejected(said: str, status: int) -> PlainTextResponse:
+def _rejected(problem: str, status: int) -> PlainTextResponse:
     """Response that closes the connection, so that the rest of the body is not awaited."""
-    return PlainTextResponse(said, status, headers={"connection": "close"})
+    return PlainTextResponse(problem, status, headers={"connection": "close"})
 
 
 def _is_local(scope: Any) -> bool:

@@ -155,7 +155,7 @@ class Link:
             return int(response.headers[LIMIT_HEADER])
         except (httpx.HTTPError, ssl.SSLError, ValueError, KeyError) as error:
             problem = f"no fedgen link answers at {self.address} ({type(error).__name__})"
-            raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
+            raise FedgenError(KEY, problem, "start fedgen link, or correct runtime.ca") from error
 
     def register(self, public_key: bytes, name: str) -> int:
         """Lets a node with this public key (PEM) in; returns its id."""

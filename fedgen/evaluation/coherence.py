@@ -68,13 +68,13 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
     """
     within, correlation = diversity(images, labels), coherence(images)
     whole = float(images.astype(float).std(axis=0).mean())
-    few = max(_COLLAPSED, _COLLAPSED_SHARE * whole)
+    limit = max(_COLLAPSED, _COLLAPSED_SHARE * whole)
     saturated = float(((images == 0) | (images == 255)).mean()) >= _SATURATED
     if saturated and (within < _COLLAPSED or correlation < NOISE):
         return "diverged"
-    if within < few:
+    if within < limit:
         return "collapsed"
     if correlation < NOISE:
         return "noise"
     squares = [each for each in _squares(images, labels).values() if len(each) > 1]
-    return "collapsed" if any(each.mean() < few**2 for each in squares) else None
+    return "collapsed" if any(each.mean() < limit**2 for each in squares) else None

@@ -40,9 +40,8 @@ rejected before any client responds, and the exchange restarts without the clien
 (``sums.py``). A revealed share is checked against the commitment: a wrong one is ignored if the
 others suffice; its sender or its dealer violates the protocol. Not attributable: wrong words,
 shares that do not reconstruct the committed secret, and wrong shares if too few correct ones
-remain. The
-commitment, a SHA-256 digest of 256 random bits and their context, hides the seed under the
-assumption that digest and mask stream are computationally independent.
+remain. The commitment, a SHA-256 digest of 256 random bits and their context, hides the seed under
+the assumption that digest and mask stream are computationally independent.
 """
 
 from __future__ import annotations
@@ -193,6 +192,7 @@ class Masker:
     _box_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     _seed: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     _keys: dict[int, bytes] = field(default_factory=dict, repr=False)
+    _digest: bytes = b""
     _graph: Graph | None = None
     _held: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _opened: bool = False
@@ -217,6 +217,7 @@ class Masker:
         if len(set(flat)) < len(flat) or any(len(text) != KEY_BYTES for text in keys.values()):
             raise MaskingError("one client twice")
         self._graph, self._keys = graph(keys, self.sums, self.whole), dict(keys)
+        self._digest = hashlib.sha256(_book(keys)).digest()
         around, shamir = self._graph.around(self.me), self._graph.shamir
         of_key, of_seed = (_split(s, shamir, len(around)) for s in (self._mask_key, self._seed))
         dealt = dict(zip(around, zip(of_key, of_seed, strict=True), strict=True))
@@ -310,11 +311,11 @@ class Masker:
             raise MaskingError("a neighbour answered whose shares never came here")
 
     def _pair(self, own: bytes, other: int) -> bytes:
-        return _mask_key(own, self._keys[other][:32], self.me, other, self.context)
+        return _pair_key(own, self._keys[other][:32], self.me, other, self.context)
 
     def _about(self, source: int, target: int) -> bytes:
-        """What a seal is bound to: who dealt it to whom, and all announced keys."""
-        return _names(source, target) + hashlib.sha256(_book(self._keys)).digest()
+        """Return the associated data of a seal: dealer, recipient and a digest of all keys."""
+        return _names(source, target) + self._digest
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.me) if of_other else (self.me, other)
@@ -375,7 +376,7 @@ def unmasked(
             found -= stream(secret, len(found), found.dtype)
             continue
         for other in answered.intersection(around):
-            pair = _mask_key(secret, keys[other][:32], client, other, context)
+            pair = _pair_key(secret, keys[other][:32], client, other, context)
             mask = stream(pair, len(found), found.dtype)
             found = found - mask if other < client else found + mask  # what ``other`` put in
     return found, wrong
@@ -389,7 +390,7 @@ def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
 
 
-def _mask_key(own: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
+def _pair_key(own: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
     """Derive the key of the mask between two clients.
 
     It depends on both clients' numbers: different public keys can agree on the same secret (X25519

@@ -11,10 +11,10 @@ are sites with keys of their own, each signs
     the lists           run, round, question, all announced keys, who answered and who did not
 
 and checks these of all others against the fingerprints that its site was told by the others
-(``peers``). A client signs one pair of lists a round, and reveals shares after it saw the same pair
-signed by more than (asked + colluders) / 2 clients, and by as many as the noise counts on: two
-pairs would need an honest client that signed both (Bonawitz et al. 2017, section 6.2, with the
-consistency round of its figure 4).
+(``peers``). A client signs one pair of lists a round, after it answered, and reveals shares after
+it saw the same pair signed by more than (asked + colluders) / 2 clients, and by as many as the
+noise counts on: two pairs would need an honest client that signed both (Bonawitz et al. 2017,
+section 6.2, with the consistency round of its figure 4).
 
 Not covered: a site whose peers are not told takes whoever the server says.
 """
