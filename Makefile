@@ -3,8 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# hundreds of processes begin in the tests: each sooner if it finds what others compiled
+# hundreds of processes start in the tests: sooner with byte code that others wrote
 unexport PYTHONDONTWRITEBYTECODE
+# files of tests in memory if it has room: they are flushed and deleted thousands of times
+SHM_KB := $(shell df --output=avail -k /dev/shm 2>/dev/null | tail -1)
+ifeq ($(shell [ "0$(SHM_KB)" -gt 8000000 ] && echo yes),yes)
+export PYTEST_DEBUG_TEMPROOT := /dev/shm
+endif
 
 .PHONY: demo check test lint docs clean
 

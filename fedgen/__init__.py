@@ -1,7 +1,7 @@
-"""fedgen: private generative models of images, trained from clients' shards.
+"""fedgen: private generative models of images, trained from the shards of clients.
 
-What ``fedgen.library`` has is here as well, and is imported when it is asked for: torch and Flower
-take seconds.
+The names of ``fedgen.api`` are available here and imported on first use: torch and Flower take
+seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedgen.errors import FedgenError, check_system
 
 if TYPE_CHECKING:
-    from fedgen.library import Generator, Run, Samples, account, audit, evaluate, load, train
+    from fedgen.api import Generator, Run, Samples, account, audit, evaluate, load, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,9 +31,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_system()
-    from fedgen import library
+    from fedgen import api
 
-    return getattr(library, name)
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:

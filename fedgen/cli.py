@@ -1,4 +1,4 @@
-"""``fedgen <command> [hydra overrides]``: composition only, and one line for a user's mistake."""
+"""Run ``fedgen <command> [hydra overrides]``; report every mistake of the user in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedgen.allocator import keep_freed_memory
-from fedgen.errors import INTERRUPTED, FedgenError, Interrupted, check_system, status_of
+from fedgen.errors import INTERRUPTED, FedgenError, Interrupted, check_system, run_and_report
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,52 +29,52 @@ usage: fedgen <command> [key=value ...]
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
                                           and of the axes of sweep=NAME, or the rest of them with
                                           run_dir=DIR, and compares
-  fedgen train resume=DIR [runtime=...]   go on with a run that was cut off; rounds=N: with more,
-                                          or to end early, at the ε of all that were planned
-  fedgen account [overrides]              what a run would cost, before it runs; output=words|json
-  fedgen account spent [data=...]         what all secure runs on a data set have cost so far
-  fedgen account published=all|NAME       published recipes: ε claimed beside ε proven
+  fedgen train resume=DIR [runtime=...]   resume an interrupted run; rounds=N extends it, or ends
+                                          it early at the ε of all planned rounds
+  fedgen account [overrides]              the cost of a run before it starts; output=words|json
+  fedgen account spent [data=...]         total ε of all secure runs on a data set
+  fedgen account published=all|NAME       published recipes: claimed and proven ε
   fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
                                           audit.releases=N audit.confidence=P
-  fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: runs what is missing, with
-                                          run_dir=DIR of an earlier one; jobs=N at a time
-  fedgen debug experiment=NAME            are some clients' images inverted? private generators of
-                                          those that a classifier recognizes, as many of the others,
-                                          and a verdict; corruption.fraction=F plants it
-  fedgen data check data=... [overrides]  what a data set holds, and which settings fit; for those
-                                          who have it: the counts are private
-  fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] of these alone;
+  fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: trains the missing runs, with
+                                          run_dir=DIR of an earlier one; jobs=N in parallel
+  fedgen debug experiment=NAME            detect inverted images of clients from private generators
+                                          of clients with high and with low accuracy;
+                                          corruption.fraction=F injects the bug
+  fedgen data check data=... [overrides]  describe a data set, and suggest settings; for its holder:
+                                          the counts are private
+  fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] only of these;
                                           out=GRID.png, FILE.parquet, or FOLDER of label/00000.png
-  fedgen evaluate run=DIR                 judge a finished run again
-  fedgen evaluate samples=FILE.npz data=NAME     judge samples that fedgen did not make
+  fedgen evaluate run=DIR                 evaluate a finished run again
+  fedgen evaluate samples=FILE.npz data=NAME     evaluate any samples
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
                                           about.controller|purpose|data|persons=TEXT
-  fedgen release run=DIR out=FILE.zip     train once more as a rehearsal did, with secret noise and
-                                          nothing else that looks at the rows; pack what to hand out
+  fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
+                                          access to the images; pack the publishable files
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
-                                          a package with a method of your own, that runs as it is
-  fedgen check method=NAME [overrides]    does a method keep what each promises? runs that are
-                                          repeated, moved, cut off, shared out; attacks
-  fedgen link [hosts=[...]] [port=N]      the coordinator's guarded SuperLink; accept=KEY.pub lets a
-                                          node in
-  fedgen node [superlink=HOST:PORT] ...   a client at a site of its own; number=N data=...
+                                          a package with your own method, which runs unchanged
+  fedgen check method=NAME [overrides]    test the contract of methods: repeated, moved, interrupted
+                                          and federated runs; attacks
+  fedgen link [hosts=[...]] [port=N]      the SuperLink of the coordinator; accept=KEY.pub admits a
+                                          node
+  fedgen node [superlink=HOST:PORT] ...   the client of a site; number=N data=...
                                           policy=FILE.yaml ca=FILE key=FILE home=DIR
-  fedgen node log [home=DIR] [lines=N]    what left the site, and its ε so far
+  fedgen node log [home=DIR] [lines=N]    messages sent by the site, and ε so far
   fedgen <command> --cfg ...              print the resolved settings, run nothing
-  fedgen completion                       for a shell's TAB key: eval "$(fedgen completion)"
+  fedgen completion                       completion by the TAB key: eval "$(fedgen completion)"
   fedgen --version
 
 settings (defaults in brackets):
   method=<method> [gs_wgan_small]
                          method.<parameter>=...   method/generator=dcgan|resnet
-                         method/loss=logistic|hinge|wasserstein, of dpgan and dp_cgan
-  warm_up=<warm_up> [none]     of methods of gradient sums
+                         method/loss=logistic|hinge|wasserstein, for dpgan and dp_cgan
+  warm_up=<warm_up> [none]     for methods of gradient sums
                          warm_up.rounds=N warm_up.noise_multiplier=S warm_up.method.<parameter>=...
   data=<data> [digits]
                          data.root=DIR data.path=FOLDER|[A,B]|FILE.npz|TABLE.csv|NAME
                          data.size=N data.channels=1|3
-                         data.classes=N, of an .npz   data.public_rows=N, about
-                         data.labels=[A,B]   data.shape=[C,H,W], of public_facts
+                         data.classes=N, for an .npz   data.public_rows=N, approximate
+                         data.labels=[A,B]   data.shape=[C,H,W], for public_facts
   partition=<partition> [single]
                          partition.clients=N partition.alpha=A
   privacy=<privacy> [dp]
@@ -91,22 +91,22 @@ settings (defaults in brackets):
       deployed           runtime.superlink=HOST:PORT runtime.ca=FILE runtime.rehearses=RUN_DIR
       ray, flower        runtime.num_cpus=N runtime.num_gpus=N
   evaluation=<evaluation> [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
-  logger=<logger> [tensorboard]   logger.uri=URL of mlflow   logger.online=true of wandb
+  logger=<logger> [tensorboard]   logger.uri=URL for mlflow   logger.online=true for wandb
   experiment=<experiment>
-  debug.apart=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
+  debug.reserved_clients=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
                          debug.generators=N corruption.fraction=SHARE
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """
 
-_WIDE = 76  # letters of a line of options
+_WIDE = 76  # characters of a line of options
 
-_OF_RUNS = ("config", "account", "audit", "debug")  # whose settings make a run
+_RUN_COMMANDS = ("config", "account", "audit", "debug")  # commands with the settings of a run
 
 
 def main() -> None:
-    """The console script. Told to end (SIGTERM) it ends as by Ctrl-C, with a line of what to do."""
-    for name in ("stdout", "stderr"):  # closed by the shell (>&-)
+    """Run the console script. SIGTERM ends it like Ctrl-C, with one line."""
+    for name in ("stdout", "stderr"):  # if closed by the shell (>&-)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (open to the end)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -115,7 +115,7 @@ def main() -> None:
     # after an interruption threads of an engine may still wait for clients, and after an account
     # there is nothing to put away: taking torch down alone takes a second
     if status == INTERRUPTED or sys.argv[1:2] == ["account"]:
-        with contextlib.suppress(BrokenPipeError):  # whoever reads it has seen enough
+        with contextlib.suppress(BrokenPipeError):  # the reader has closed the output
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command line; returns its exit status (2 for a user's mistake)."""
+    """Run one command line; return the exit status (2 for a mistake of the user)."""
     if arguments == ["--version"]:
         from fedgen.version import VERSION
 
@@ -133,19 +133,23 @@ def run(arguments: list[str]) -> int:
         from fedgen import completion
 
         names = {word: command.settings for word, command in COMMANDS.items()}
-        words = completion.candidates(arguments[-1], names) if len(arguments) > 1 else []
+        words = completion.complete(arguments[-1], names) if len(arguments) > 1 else []
         text = completion.SCRIPT if arguments[0] == "completion" else "\n".join(words)
-        return status_of(partial(print, text, flush=True))
+        return run_and_report(partial(print, text, flush=True))
     if not arguments or {"-h", "--help", "help"} & set(arguments):
-        return status_of(partial(print, help_text(*arguments[:1]), end="", flush=True))
+        return run_and_report(partial(print, help_text(*arguments[:1]), end="", flush=True))
     # threads that spin while they wait make everything crawl when another process wants a core
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return status_of(partial(_command, *arguments))
+    return run_and_report(partial(_command, *arguments))
 
 
 def help_text(command: str = "") -> str:
-    """What ``fedgen --help`` prints: each group with its options, those of extensions too.
-    ``command``: of this one alone, if there is such a one."""
+    """Return the text of ``fedgen --help``: each group with its options, including those of
+    extensions.
+
+    Args:
+        command: describe only this command, if it exists.
+    """
     text = _HELP
     if command in COMMANDS:
         head, _, options = _HELP.partition("settings (defaults")
@@ -154,16 +158,16 @@ def help_text(command: str = "") -> str:
         words = " ".join(itertools.takewhile(str.isalpha, own[0].split()))
         own.append(f"  {words} --cfg".ljust(42) + "its settings and their defaults")
         text = "\n".join(["usage:", *own, ""])
-        if COMMANDS[command].settings in _OF_RUNS:
+        if COMMANDS[command].settings in _RUN_COMMANDS:
             text += f"\nsettings (defaults{options}"
-    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_listed(found[1])}", text)
+    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_list_group(found[1])}", text)
 
 
-def _listed(group: str) -> str:
-    """The options of a group as ``a|b|c``, wrapped below each other."""
-    from fedgen.factories import places
+def _list_group(group: str) -> str:
+    """Return the options of a group as ``a|b|c``, wrapped."""
+    from fedgen.config.extensions import config_folders
 
-    found = {file.stem for place in places() for file in (place / group).glob("*.yaml")}
+    found = {file.stem for place in config_folders() for file in (place / group).glob("*.yaml")}
     lines = [""]
     for name in sorted(found):
         if len(lines[-1]) + len(name) > _WIDE:
@@ -216,9 +220,9 @@ def _command(command: str, *rest: str) -> None:
         _check_only(rest[1:], ("home", "lines"), "node log")
     configs = _configurations(command, rest)
     if "--cfg" in rest:
-        print("\n".join(map(_resolved, configs)))
+        print("\n".join(map(_print_resolved, configs)))
         return
-    from fedgen.files import private_umask
+    from fedgen.storage.io import private_umask
 
     try:
         with private_umask():
@@ -229,15 +233,15 @@ def _command(command: str, *rest: str) -> None:
     except Interrupted as error:
         if error.place is None:
             raise
-        from fedgen.experiments.overrides import in_shell
+        from fedgen.config.overrides import shell_quote
 
         words = [*(w for w in rest if not w.startswith("run_dir=")), f"run_dir={error.place}"]
-        again = in_shell(["fedgen", command, *words])
-        raise Interrupted(f"{error}; go on with: {again}") from error
+        again = shell_quote(["fedgen", command, *words])
+        raise Interrupted(f"{error}; continue with: {again}") from error
 
 
 def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None:
-    """Raises FedgenError for a setting that a command does not read."""
+    """Raise FedgenError for a setting that a command does not read."""
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
         known = key in keys or key.partition(".")[0] in keys or key == "hydra.searchpath"
@@ -247,15 +251,15 @@ def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None
 
 
 def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
-    """One configuration, or with -m one for each combination, each with a run directory."""
-    from fedgen.experiments.configuration import compose
-    from fedgen.experiments.overrides import combinations
+    """Return one configuration, or with -m one per combination, each with a run directory."""
+    from fedgen.config.compose import compose
+    from fedgen.config.overrides import combinations
 
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):
         return [compose(COMMANDS[command].settings, overrides)]
     if command != "train" or any(word.startswith("resume=") for word in overrides):
-        what = command if command != "train" else "a run that goes on"
+        what = command if command != "train" else "a resumed run"
         raise FedgenError("-m", f"{what} runs once", "leave it out")
     configs = [compose("config", batch) for batch in combinations(overrides)]
     place = time.strftime("runs/sweep-%Y%m%d-%H%M%S")
@@ -265,16 +269,17 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
 
 
 def _sweep(configs: list[DictConfig]) -> None:
-    """Runs what is missing, goes on with what was cut off, and writes down how all of it came out.
-    No combination runs if the settings of one are wrong by themselves, without its data."""
-    from fedgen.experiments import sweep, validation
-    from fedgen.files import check_no_links
+    """Train the missing runs, resume interrupted ones, and write a table of all. Nothing runs if
+    the settings of one combination are invalid."""
+    from fedgen.commands import sweep
+    from fedgen.config import validation
+    from fedgen.storage.io import check_no_links
 
     for place in {Path(config.run_dir).parent for config in configs}:
         check_no_links(place, "run_dir")
     for config in configs:
         validation.check(config)
-    settings = sweep.varied(configs)
+    settings = sweep.varied_settings(configs)
     for number, (config, label) in enumerate(zip(configs, sweep.labels(settings), strict=True), 1):
         print(f"{number}/{len(configs)}  {label}", flush=True)
         try:
@@ -284,7 +289,7 @@ def _sweep(configs: list[DictConfig]) -> None:
     print("\n".join(map(str, sweep.table(configs, settings))))
 
 
-def _resolved(config: DictConfig) -> str:
+def _print_resolved(config: DictConfig) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(config, resolve=True).rstrip("\n")
@@ -294,89 +299,92 @@ def _resolved(config: DictConfig) -> str:
 
 
 def _train(config: DictConfig) -> str:
-    from fedgen.experiments import training
+    from fedgen.run import train
 
-    return _made(training.train(config))
+    return _print_run_dir(train.train(config))
 
 
-def _made(run_dir: Path, *more: str) -> str:
-    from fedgen.experiments import spent
-    from fedgen.reporting.words import summary
+def _print_run_dir(run_dir: Path, *more: str) -> str:
+    from fedgen.reporting.summary import summary
+    from fedgen.run import privacy_budget
 
-    return "\n".join([summary(run_dir), *spent.in_all(run_dir), *more])
+    return "\n".join([summary(run_dir), *privacy_budget.total_spend(run_dir), *more])
 
 
 def _account(config: DictConfig) -> str:
     if config.spent:
-        from fedgen.experiments import spent
+        from fedgen.run import privacy_budget
 
-        return spent.spent(config)
+        return privacy_budget.account_spent(config)
+    if config.resume is not None:
+        problem = "is not read by fedgen account"
+        raise FedgenError("resume", problem, "give the settings of the run")
     if config.published is not None:
-        from fedgen.experiments import published
+        from fedgen.commands import account_published as published
 
         return published.account(config)
-    from fedgen.experiments import account
+    from fedgen.commands import account
 
     return account.account(config)
 
 
 def _audit(config: DictConfig) -> str:
-    from fedgen.experiments import audit
+    from fedgen.commands import audit
 
     return audit.audit(config).text
 
 
 def _check(config: DictConfig) -> str:
-    from fedgen.experiments import check
+    from fedgen.commands import check_method
 
-    return check.check(config)
+    return check_method.check(config)
 
 
 def _data(config: DictConfig) -> str:
-    from fedgen.experiments import data
+    from fedgen.commands import check_data
 
-    return data.check(config)
+    return check_data.check(config)
 
 
 def _sample(config: DictConfig) -> str:
-    from fedgen.experiments import generation
+    from fedgen.run import generator
 
-    return str(generation.sample(config))
+    return str(generator.sample(config))
 
 
 def _evaluate(config: DictConfig) -> str:
-    from fedgen.experiments import evaluation
+    from fedgen.commands import evaluate
 
-    return evaluation.evaluate(config)
+    return evaluate.evaluate(config)
 
 
 def _benchmark(config: DictConfig) -> str:
-    from fedgen.experiments import benchmark
+    from fedgen.commands import benchmark
 
     return benchmark.benchmark(config).rstrip("\n")
 
 
 def _debug(config: DictConfig) -> str:
-    from fedgen.experiments import debugging
+    from fedgen.commands import debug
 
-    return debugging.debug(config)
+    return debug.debug(config)
 
 
 def _report(config: DictConfig) -> str:
-    from fedgen.experiments import report
+    from fedgen.commands import report
 
     return str(report.report(config))
 
 
 def _release(config: DictConfig) -> str:
-    from fedgen.experiments import release
+    from fedgen.commands import release
 
     made, packed = release.release(config)
-    return _made(made, f"{packed} may be handed out; all else is the server's")
+    return _print_run_dir(made, f"publish {packed} only; keep everything else on the server")
 
 
 def _new(config: DictConfig) -> str:
-    from fedgen.experiments import new_method
+    from fedgen.commands import new_method
 
     return new_method.new(config)
 
@@ -398,7 +406,8 @@ def _link(config: DictConfig) -> str:
 
 
 class _Command(NamedTuple):
-    """The file in ``configs`` that has its settings, and what runs it and says what to print."""
+    """The file in ``configs`` with the settings of a command, and the function that runs it and
+    returns its output."""
 
     settings: str
     run: Callable[[DictConfig], str]

@@ -1,4 +1,4 @@
-"""What may come next on the command line: for a shell's TAB key.
+"""Complete command lines for the TAB key of a shell.
 
 ``eval "$(fedgen completion)"`` in ``~/.bashrc``; in zsh after ``autoload bashcompinit`` and
 ``bashcompinit``.
@@ -26,11 +26,12 @@ complete -o default -F _fedgen fedgen
 """
 
 
-def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
-    """Whole words that may stand where the last one of ``line`` stands.
+def complete(line: str, commands: Mapping[str, str]) -> list[str]:
+    """Return possible completions of the last word of ``line``.
 
     Args:
-        line: as typed so far, the program's name first; behind a space a new word begins.
+        line: the line so far, starting with the name of the program; a trailing space starts a new
+            word.
         commands: each with the name of its settings.
     """
     _, *words = line.split(" ")
@@ -46,30 +47,34 @@ def candidates(line: str, commands: Mapping[str, str]) -> list[str]:
 
 
 def _settings(name: str, given: Sequence[str], last: str) -> Iterator[str]:
-    """Keys with ``=`` behind them, of the options that are chosen so far; or a group's options."""
+    """Return keys with ``=``, of the options chosen so far; or the options of a group."""
     from omegaconf import OmegaConf
 
-    from fedgen.experiments.configuration import compose, defaults
-    from fedgen.factories import places
+    from fedgen.config.compose import compose, defaults
+    from fedgen.config.extensions import CONFIGS, config_folders
 
     key, told, _ = last.partition("=")
-    options = [file for place in places() for file in (place / key).glob("*.yaml") if told]
+    options = [file for place in config_folders() for file in (place / key).glob("*.yaml") if told]
     if options:
         yield from (f"{key}={file.stem}" for file in options)
         return
+    if key == "published" and told:
+        recipes = OmegaConf.load(CONFIGS / "published.yaml")
+        yield from (f"published={recipe!s}" for recipe in recipes)
+        return
     config, groups = defaults(name)
-    with suppress(FedgenError):  # what is given needs more, or is wrong: as it is by default
+    with suppress(FedgenError):  # incomplete or invalid overrides: use the defaults
         config = compose(name, list(given))
     yield from (f"{group}=" for group in groups)
     plain: Any = OmegaConf.to_container(config, resolve=False)
     for each in _keys({key: value for key, value in plain.items() if key != "names"}, ""):
         behind, dot, _ = each[len(last) :].partition(".")
-        yield f"{each[: len(last)]}{behind}{dot or '='}"  # as far as the next dot
+        yield f"{each[: len(last)]}{behind}{dot or '='}"  # up to the next dot
 
 
 def _keys(settings: Mapping[Any, Any], above: str) -> Iterator[str]:
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _keys(value, f"{above}{key}.")
-        elif not str(key).startswith("_"):
+        elif key not in ("type", "strategy"):
             yield f"{above}{key}"

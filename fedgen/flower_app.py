@@ -1,9 +1,9 @@
-"""The apps that ``flwr run`` runs: those of every other runtime, on Flower's own federation.
+"""Apps for ``flwr run``: those of every other runtime, on a federation of Flower.
 
-Settings come as one string of Hydra overrides, ``flwr run -c 'overrides="method=... rounds=..."'``.
-The federation needs as many SuperNodes as the partition has clients. The run directory, on a file
-system that server and clients share, is ``runs/flwr-RUN_ID`` where the SuperLink was started, if
-``run_dir`` names no other.
+Settings are one string of Hydra overrides, ``flwr run -c 'overrides="method=... rounds=..."'``. The
+federation needs one SuperNode per client of the partition. The run directory, on a file system
+shared by server and clients, is ``runs/flwr-RUN_ID`` in the working directory of the SuperLink,
+unless ``run_dir`` is set.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from omegaconf import DictConfig
 
+from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.sites import SiteOf
-from fedgen.experiments.training import train
-from fedgen.federation.client_app import ClientHome, client_app
-from fedgen.federation.flower_engine import HomesAgain
+from fedgen.federation.client.app import ClientContext, client_app
+from fedgen.federation.runtimes.flower_engine import RebuiltContexts
+from fedgen.run.clients import RunClientSetup
+from fedgen.run.train import train
 
 
 @lru_cache(maxsize=1)
@@ -33,10 +33,10 @@ def _config(overrides: str, run_id: int) -> DictConfig:
     return config
 
 
-def _home(context: Context) -> ClientHome:
+def _home(context: Context) -> ClientContext:
     config = _config(str(context.run_config["overrides"]), context.run_id)
     path = Path(config.resume or config.run_dir).absolute()
-    return HomesAgain(SiteOf(str(path)))(context)
+    return RebuiltContexts(RunClientSetup(str(path)))(context)
 
 
 client = client_app(_home)
@@ -45,7 +45,7 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Trains on Flower's grid."""
+    """Train on the grid of Flower."""
     try:
         config = _config(str(context.run_config["overrides"]), context.run_id)
         print(f"fedgen: {train(config, lambda rounds: rounds(grid))}")

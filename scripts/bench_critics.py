@@ -26,18 +26,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedgen.coins import Coins
+from fedgen.config.build import build
+from fedgen.config.compose import compose
 from fedgen.data.datasets import Shard
-from fedgen.ensemble.critics import at_once
-from fedgen.experiments.building import build
-from fedgen.experiments.configuration import compose
-from fedgen.federation.client_store import ClientStore
-from fedgen.method import PublicFacts
+from fedgen.federation.client.state_store import ClientStore
+from fedgen.methods.api import PublicFacts
+from fedgen.methods.families.critic_ensemble import critics_at_once
 from fedgen.models.dcgan import Critic
-from fedgen.models.functional import template
+from fedgen.models.functional import meta_module
+from fedgen.randomness import RandomStreams
 
 SHAPE, CLASSES, ROWS_EACH, TURN = (1, 28, 28), 10, 60, 20
-COINS = Coins.of(0, "seeded")
+STREAMS = RandomStreams.from_seed(0, "seeded")
 Train = Callable[[range, int], None]
 """(critics, steps): each of them takes so many steps."""
 
@@ -101,7 +101,7 @@ def fedgen(
     """The client program. ``stack``: another than the code chooses; ``disk``: states are files."""
     settings = ["method=gs_wgan", "method/generator=dcgan", f"method.critic.width={width}"]
     settings += [f"method.critics={critics}", f"method.critic_batch={batch}"]
-    make = build(compose("config", settings).method, "method", without=("strategy",))
+    make = build(compose("config", settings).method, "method")
     facts = PublicFacts(1, ROWS_EACH * critics, CLASSES, SHAPE)
     program = make(facts=facts, noise_multiplier=1.0, device=device).client.train.__self__
     shard, store = rows(critics), ClientStore(folder, not disk)
@@ -109,9 +109,10 @@ def fedgen(
     rounds = itertools.count()
 
     def train(members: range, steps: int) -> None:
-        turn = replace(program, turn=len(members), steps=steps, most=stack or program.most)
+        most = stack or program.max_members
+        turn = replace(program, turn_size=len(members), steps=steps, max_members=most)
         round_ = members.start // len(members)
-        changed = turn.train(store.state(0), broadcast, shard, round_, COINS)
+        changed = turn.train(store.state(0), broadcast, shard, round_, STREAMS)
         store.commit(0, "train", next(rounds), changed, None)
 
     return train
@@ -119,8 +120,8 @@ def fedgen(
 
 def chosen_stack(width: int, device: str) -> int:
     """How many critics the code stacks."""
-    critic = template(Critic(CLASSES, SHAPE, width))
-    return min(TURN, at_once(critic, device))
+    critic = meta_module(Critic(CLASSES, SHAPE, width))
+    return min(TURN, critics_at_once(critic, device))
 
 
 WAYS: dict[str, Callable[..., Train]] = {

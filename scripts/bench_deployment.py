@@ -27,15 +27,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from fedgen.config.compose import compose
 from fedgen.deployment.flower_link import QUIET, Link
-from fedgen.deployment.keys import key_at, public_at
+from fedgen.deployment.keys import load_or_create_key, read_public_key
 from fedgen.deployment.link import certificates
-from fedgen.experiments import settings
-from fedgen.experiments.configuration import compose
+from fedgen.run import setup
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 METHOD = [
     "method=dpgan_small",
+    "method.sampling_rate=0.0445",
     "privacy.noise_multiplier=1",
     "privacy.target_epsilon=null",
     "evaluation=none",
@@ -96,7 +97,7 @@ def per_round(run: Path) -> float:
 def of_fedgen(nodes: int, rounds: int, place: Path, environment: dict[str, str]) -> float:
     """Nodes of fedgen."""
     words = ["data=digits", "partition=iid", f"partition.clients={nodes}"]
-    rows, shards = settings.shared_out(compose("config", words))
+    rows, shards = setup.partitioned_data(compose("config", words))
     port, link, fedgen = free_port(), place / "link", str(BIN / "fedgen")
     place.mkdir()
     (place / "policy.yaml").write_text(
@@ -109,8 +110,8 @@ def of_fedgen(nodes: int, rounds: int, place: Path, environment: dict[str, str])
         here = Link(f"127.0.0.1:{port}", (link / "ca.crt").read_bytes())
         for node, shard in enumerate(shards):
             home = place / f"n{node}"
-            key_at(home / "key")
-            here.register(public_at(home / "key.pub"), f"n{node}")
+            load_or_create_key(home / "key")
+            here.register(read_public_key(home / "key.pub"), f"n{node}")
             np.savez(
                 home / "rows.npz",
                 train_images=rows.images[shard][:, 0],
@@ -154,8 +155,8 @@ def of_flower(nodes: int, rounds: int, place: Path, environment: dict[str, str])
         until_up(port, ca)
         here = Link(f"127.0.0.1:{port}", ca.read_bytes())
         for node in range(nodes):
-            key_at(place / f"n{node}" / "key")
-            here.register(public_at(place / f"n{node}" / "key.pub"), f"n{node}")
+            load_or_create_key(place / f"n{node}" / "key")
+            here.register(read_public_key(place / f"n{node}" / "key.pub"), f"n{node}")
             command = [str(BIN / "flower-supernode"), "--root-certificates", str(ca)]
             command += ["--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"]
             command += ["--port", str(free_port()), "--auth-supernode-private-key"]

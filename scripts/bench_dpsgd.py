@@ -39,9 +39,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgen.adversarial import Networks, Server
+from fedgen.methods.families.gan import Networks, Server
 from fedgen.models.cdcgan import Discriminator, Generator
-from fedgen.privacy.per_example import by_vmap, clipped_sum
+from fedgen.privacy.clipping import by_vmap, clipped_sum
 
 Step = Callable[[], object]
 T = TypeVar("T")
@@ -210,25 +210,25 @@ class Clock:
 
 def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> dict[str, float]:
     """Seconds of a step of a run, by part: those of the second of two messages of 50 steps."""
-    from fedgen import adversarial
-    from fedgen.experiments import training
-    from fedgen.experiments.configuration import compose
+    from fedgen.config.compose import compose
     from fedgen.federation import messages, rounds
-    from fedgen.federation.client_store import ClientStore
+    from fedgen.federation.client.state_store import ClientStore
     from fedgen.methods import dpgan
+    from fedgen.methods.families import gan
     from fedgen.privacy import mechanisms
     from fedgen.privacy.ledger import Ledger
+    from fedgen.run import train
 
     clock = Clock()
     clock.timed("round", rounds.Rounds, "_round")
     clock.timed("sum", dpgan, "clipped_sum")
     clock.timed("noise", mechanisms, "noised")
-    clock.timed("adam", adversarial, "adam_step")
+    clock.timed("adam", gan, "adam_step")
     clock.timed("fakes", Networks, "generate")
     clock.timed("ledger", Ledger, "charge")
     clock.timed("server", Server, "update")
     clock.timed("messages", ClientStore, "commit")
-    for name in ("pack_query", "read_query", "digest_of", "pack_answer", "read_answer"):
+    for name in ("pack_query", "read_query", "digest_of", "pack_response", "read_response"):
         clock.timed("messages", messages, name)
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -242,7 +242,7 @@ def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> 
         words += [f"method.batch={rows // 2}", f"method.sampling_rate={rows / 2 / 60_000}"]
         words += [f"privacy.noise={noise}", "evaluation=none", "rounds=100", f"device={device}"]
         words += [f"runtime.threads={threads}", f"run_dir={folder}/run", "data.classes=10"]
-        training.train(compose("config", words))
+        train.train(compose("config", words))
     return {part: seconds / 50 for part, seconds in clock.rounds[-1].items()}
 
 

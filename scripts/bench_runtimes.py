@@ -34,20 +34,20 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedgen.coins import Coins
+from fedgen.config.build import build
+from fedgen.config.compose import compose
 from fedgen.data.datasets import Shard
-from fedgen.experiments.building import build
-from fedgen.experiments.configuration import compose
-from fedgen.federation.client_app import Homes, Site, Terms, client_app
-from fedgen.federation.failures import Causes
-from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.client.app import ClientContexts, ClientSetup, RunTerms, client_app
+from fedgen.federation.failures import FailureCauses
 from fedgen.federation.messages import pack_arrays, unpack_arrays
-from fedgen.federation.ray_cluster import cluster
-from fedgen.federation.ray_grid import RayGrid
 from fedgen.federation.rounds import Rounds, RunState
-from fedgen.method import ClientProgram, Method, PublicFacts
+from fedgen.federation.runtimes.in_process import InProcessGrid
+from fedgen.federation.runtimes.ray_cluster import cluster
+from fedgen.federation.runtimes.ray_grid import RayGrid
+from fedgen.methods.api import ClientProgram, Method, PublicFacts
 from fedgen.privacy.budget import Budget
-from fedgen.reporting.memory import memory_of_tree
+from fedgen.randomness import RandomStreams
+from fedgen.run.memory import memory_of_tree
 from fedgen.strategies.sample_gradients import SampleGradients
 
 CASES = ((1, 1), (10, 10), (100, 100), (10, 3400))  # clients of a round, of all
@@ -128,7 +128,7 @@ def on_ray(clients: int, of: int, rounds: int) -> Cost:
     """fedgen's actors, one per core."""
     cost, begin = Cost(), time.perf_counter()
     with cluster(None):
-        cost.measure(RayGrid.of(trivial_app, of, 60.0, 1, 1.0, 0.0, of), clients, rounds, begin)
+        cost.measure(RayGrid.start(trivial_app, of, 60.0, 1, 1.0, 0.0, of), clients, rounds, begin)
         end = time.perf_counter()
     cost.down = time.perf_counter() - end
     return cost
@@ -191,7 +191,7 @@ def method(clients: int) -> Method:
     words = ["method=gs_wgan_small", "method.generator.width=4", "method.critic.width=4"]
     words += ["method.batch=32", "method.fakes_per_label=4", "method.critics=1"]
     words += ["method.critics_per_step=1", "method.critic_steps=1", "method.critic_batch=8"]
-    made = build(compose("config", words).method, "method", without=("strategy",))
+    made = build(compose("config", words).method, "method")
     facts = PublicFacts(clients, None, 10, (1, 28, 28))
     found: Method = made(facts=facts, noise_multiplier=1.0, device="cpu")
     return found
@@ -200,15 +200,15 @@ def method(clients: int) -> Method:
 class Bare:
     """The loop without anything around it."""
 
-    def __init__(self, made: Method, shards: list[Shard], coins: Coins) -> None:
-        self.method, self.shards, self.coins = made, shards, coins
-        self.server = dict(made.server.init(coins.at("server")))
+    def __init__(self, made: Method, shards: list[Shard], streams: RandomStreams) -> None:
+        self.method, self.shards, self.streams = made, shards, streams
+        self.server = dict(made.server.init(streams.at("server")))
         self.states: list[dict] = [{} for _ in shards]
 
     def round(self, number: int) -> None:
         """One round of plain calls."""
-        client, server, coins = self.method.client, self.method.server, self.coins
-        here = coins.at("server")
+        client, server, streams = self.method.client, self.method.server, self.streams
+        here = streams.at("server")
         broadcast = server.broadcast(self.server, number, here)
         trained = number % len(self.shards)
         self.states[trained] |= client.train(
@@ -216,12 +216,12 @@ class Bare:
             broadcast,
             self.shards[trained],
             number,
-            coins.at("client", trained),
+            streams.at("client", trained),
         )
         query = server.query(self.server, number, here)
-        total = torch.zeros(query.rows["images"].shape)
+        total = torch.zeros(query.samples["images"].shape)
         for i, (state, shard) in enumerate(zip(self.states, self.shards, strict=True)):
-            release = client.answer(state, query, shard, number, coins.at("client", i))
+            release = client.respond(state, query, shard, number, streams.at("client", i))
             total += torch.from_numpy(release.arrays["answer"])
         self.server = dict(server.update(self.server, total / len(self.shards), number, here))
 
@@ -229,11 +229,11 @@ class Bare:
 class InProcess:
     """The same rounds through messages, grid, store and ledger."""
 
-    def __init__(self, made: Method, site: Site, clients: int, serialize: bool) -> None:
-        grid = InProcessGrid(client_app(Homes(site)), clients, 60.0, serialize)
-        coins = Coins.of(site.seed, site.noise)
-        strategy = SampleGradients(made, coins.at("strategy"))
-        state = RunState(made.server.init(coins.at("server")))
+    def __init__(self, made: Method, site: ClientSetup, clients: int, serialize: bool) -> None:
+        grid = InProcessGrid(client_app(ClientContexts(site)), clients, 60.0, serialize)
+        streams = RandomStreams.from_seed(site.seed, site.noise)
+        strategy = SampleGradients(made, streams.at("strategy"))
+        state = RunState(made.server.init(streams.at("server")))
         self.rounds = Rounds(
             grid,
             strategy,
@@ -242,18 +242,18 @@ class InProcess:
             clients=clients,
             min_success=1.0,
             timeout=60.0,
-            begins=lambda round_: None,
-            failed=print,
-            rows=10**9,
-            causes=Causes(site.folder, told=True),
+            on_round=lambda round_: None,
+            on_failure=print,
+            max_samples=10**9,
+            causes=FailureCauses(site.folder, printed=True),
         )
         self.rounds.hello()
-        self.coins = coins
+        self.streams = streams
 
     def round(self, number: int) -> None:
         """One round."""
         budget = Budget(number + 1, 10**9, 0.0)
-        self.rounds.run(self.coins.at("server"), budget, lambda *_: None, number + 1)
+        self.rounds.run(self.streams.at("server"), budget, lambda *_: None, number + 1)
 
 
 def program_of(clients: int) -> ClientProgram:
@@ -263,28 +263,28 @@ def program_of(clients: int) -> ClientProgram:
 
 def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
     """The second table."""
-    coins = Coins.of(0, "seeded")
+    streams = RandomStreams.from_seed(0, "seeded")
     shards = [
         Shard(torch.randint(0, 256, (50, 1, 28, 28), dtype=torch.uint8), torch.arange(50) % 10)
         for _ in range(clients)
     ]
     made = method(clients)
     with tempfile.TemporaryDirectory() as root:
-        site = Site(
+        site = ClientSetup(
             program=partial(program_of, clients),
             shard=shards.__getitem__,
             seed=0,
-            branch="",
+            domain="",
             noise="seeded",
             folder=Path(root) / "a",
-            terms=Terms(rows=10**9, run="bench"),
+            terms=RunTerms(samples=10**9, run="bench"),
             in_memory=True,
             cache_bytes=0.0,
             threads=1,
         )
         on_disk = replace(site, folder=Path(root) / "c", in_memory=False)
         runners = {
-            "bare loop": Bare(made, shards, coins),
+            "bare loop": Bare(made, shards, streams),
             "in process": InProcess(made, site, clients, False),
             "in process, serialized": InProcess(
                 made, replace(site, folder=Path(root) / "b"), clients, True

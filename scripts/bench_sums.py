@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from flwr.app import Message
 
-from fedgen.coins import Coins
-from fedgen.experiments import training
-from fedgen.experiments.configuration import compose
+from fedgen.config.compose import compose
 from fedgen.federation import messages
-from fedgen.federation.masking import Masker, MaskingError, unmasked
-from fedgen.federation.ray_grid import RayGrid
+from fedgen.federation.runtimes.ray_grid import RayGrid
+from fedgen.federation.secagg.masking import Masker, MaskingError, unmask
+from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import Relation
 from fedgen.privacy.mechanisms import ClientGaussian
-from fedgen.privacy.releases import Secure
+from fedgen.randomness import RandomStreams
+from fedgen.run import train
 
 CONTEXT = b"bench/0"
 
@@ -47,7 +47,7 @@ def masked_round(
     void round), who answered, and the bytes that a client sends and receives, but for the words."""
     maskers = {client: Masker(client, sums, CONTEXT) for client in words}
     keys = {client: each.announce() for client, each in maskers.items()}
-    dealt = {c: each.deal(keys) for c, each in maskers.items() if c not in gone[0]}
+    dealt = {c: each.seal_shares(keys) for c, each in maskers.items() if c not in gone[0]}
     moved = sum(map(len, keys.values())) * (1 + len(keys))
     moved += 2 * sum(len(text) for each in dealt.values() for text in each.values())
     answered, total = set(), np.zeros(len(words[0]), np.uint32)
@@ -62,7 +62,7 @@ def masked_round(
         silent = set(dealt) - answered
         told = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
         moved += sum(len(share) for each in told.values() for share in each.values())
-        found, _ = unmasked(total, keys, answered, silent, told, sums, CONTEXT)
+        found, _ = unmask(total, keys, answered, silent, told, sums, CONTEXT)
     except MaskingError:
         return None, sorted(answered), moved // len(words)
     return found, sorted(answered), moved // len(words)
@@ -71,11 +71,11 @@ def masked_round(
 def masks(clients: int, numbers: int, rates: Iterable[float], repeats: int) -> None:
     sums = Secure(clients, -(-2 * clients // 3), 0)
     mechanism = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=sums)
-    coins, vector = Coins.of(0, "seeded"), torch.zeros(numbers)
+    streams, vector = RandomStreams.from_seed(0, "seeded"), torch.zeros(numbers)
     begin = time.perf_counter()
     words = {}
     for client in range(clients):
-        share = mechanism.release(numbers, lambda: vector, coins.at(client)).arrays["answer"]
+        share = mechanism.release(numbers, lambda: vector, streams.at(client)).arrays["answer"]
         words[client] = share.reshape(-1).view(np.uint32)
     ideal_sum = np.sum(list(words.values()), axis=0, dtype=np.uint32)
     ideal = time.perf_counter() - begin
@@ -115,7 +115,7 @@ def on_ray(clients: int) -> None:
     words += ["privacy.aggregation=secure", "runtime=ray", "runtime.num_cpus=1"]
     words += ["runtime.threads=1", "method.rows=60000"]
     found: dict[str, dict[str, Any]] = {}
-    whole, arrived, count = RayGrid.of, Counter[str](), messages.count_bytes
+    whole, arrived, count = RayGrid.start, Counter[str](), messages.count_bytes
 
     def counting(message: Message) -> int:  # a run counts what each client would have sent
         arrived[name] += count(message) if message.metadata.reply_to_message_id else 0
@@ -124,11 +124,11 @@ def on_ray(clients: int) -> None:
     messages.count_bytes = counting
     for name in ("added up in the actors", "each by itself"):
         if name == "each by itself":
-            RayGrid.of = classmethod(  # type: ignore[assignment, method-assign]
+            RayGrid.start = classmethod(  # type: ignore[assignment, method-assign]
                 lambda cls, *known: whole(*known[:7], False)
             )
         with tempfile.TemporaryDirectory() as place:
-            run = training.train(compose("config", [*words, f"run_dir={place}/run"]))
+            run = train.train(compose("config", [*words, f"run_dir={place}/run"]))
             results = json.loads((Path(run) / "results.json").read_text())
         found[name] = {
             "clients": clients,

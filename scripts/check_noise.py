@@ -18,8 +18,8 @@ import time
 import torch
 from scipy import stats
 
-from fedgen.coins import Coins
-from fedgen.privacy.noise import rounded_gaussian
+from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.randomness import RandomStreams
 
 _AT_ONCE = 2**22
 _STD = 1024.0
@@ -33,14 +33,14 @@ def main() -> None:
     parser.add_argument("--numbers", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    coins, begin = Coins.of(chosen.seed, "seeded"), time.perf_counter()
+    streams, begin = RandomStreams.from_seed(chosen.seed, "seeded"), time.perf_counter()
     at_once = min(_AT_ONCE, math.ceil(chosen.numbers))
     turns = math.ceil(chosen.numbers / at_once)
     count, zeros = turns * at_once, torch.zeros(at_once, dtype=torch.float64)
     sums = torch.zeros(len(_MOMENTS), dtype=torch.float64)
     beyond = {(k, sign): 0 for k in _TAILS for sign in (1, -1)}
     for turn in range(turns):
-        k = rounded_gaussian(zeros, _STD, coins, "check", turn)
+        k = rounded_gaussian(zeros, _STD, streams, "check", turn)
         for tail, sign in beyond:
             beyond[tail, sign] += int((sign * k >= tail * _STD).sum())
         z, power = k / _STD, torch.ones(())

@@ -4,9 +4,9 @@
                                   [--epsilons 10 5 2] [KEY=VALUE ...]
 
 Runs an experiment (or what the settings make of it) with the bug and without it, with a seed of
-its own each time: other clients have the bug, others are in a generator's part, and all coins
+its own each time: other clients have the bug, others are in a generator's part, and all streams
 differ; the classifier is the same. Prints a line for each ε: misses (a bug, and another verdict
-than "bug"), false alarms (no bug, and the verdict "bug"), how many verdicts were "cannot tell", the
+than "bug"), false alarms (no bug, and the verdict "bug"), how many were "inconclusive", the
 seconds of one, and the largest ε against both adversaries. ``--epsilons`` are those of the
 adversary that ``privacy.adversary`` names.
 """
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.debugging import debug
+from fedgen.commands.debug import debug
+from fedgen.config.compose import compose
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one call said. ``verdict``: true for a bug, None for "cannot tell"."""
+    """What one call said. ``verdict``: true for a bug, None for "inconclusive"."""
 
     verdict: bool | None
     epsilon: dict[str, float | None]
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])
     parser.add_argument("--fraction", type=float, default=0.5, help="of clients, with the bug")
     options, settings = parser.parse_known_args()
-    print("| ε asked | server | release | misses | false alarms | cannot tell | s each |")
+    print("| ε asked | server | release | misses | false alarms | inconclusive | s each |")
     print("|---|---|---|---|---|---|---|")
     for epsilon in options.epsilons:
         here = [*settings, f"privacy.target_epsilon={epsilon:g}"]

@@ -14,12 +14,13 @@ from omegaconf import OmegaConf
 from fedgen.cli import help_text
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTRACT = ["fedgen.method"]
+CONTRACT = ["fedgen.methods.api"]
 PRIVACY = [
-    f"fedgen.privacy.{room}"
-    for room in (
-        "events", "accounting", "secret_draws", "calibration", "mechanisms", "bounds", "batches",
-        "releases", "routing", "per_example", "noise", "budget", "ledger", "audit",
+    f"fedgen.privacy.{name}"
+    for name in (
+        "events", "accounting", "subsampling", "calibration", "mechanisms", "bounds",
+        "batch_sampling", "aggregation", "routing", "clipping", "exact_gaussian", "budget",
+        "ledger", "audit_bounds",
     )
 ]  # fmt: skip
 
@@ -33,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
         "security.md": _moved((ROOT / "SECURITY.md").read_text()),
         "reference/command-line.md": f"# Command line\n\n```text\n{help_text()}```\n",
         "reference/settings.md": settings(ROOT / "fedgen" / "configs"),
-        "reference/python.md": "# Python\n\n::: fedgen.library\n",
+        "reference/python.md": "# Python\n\n::: fedgen.api\n",
         "reference/contract.md": _modules("A method's contract", CONTRACT),
         "reference/privacy.md": _modules("Privacy", PRIVACY),
     }
@@ -73,9 +74,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return markdown
     file = ROOT / "fedgen" / "configs" / "method" / f"{place.stem}.yaml"
     whole = OmegaConf.load(file)
-    while "_target_" not in whole:  # one that begins with another's settings
+    while "type" not in whole:  # settings that extend those of another method
         whole = OmegaConf.load(file.with_stem(str(whole.defaults[0])))
-    module = ROOT.joinpath(*whole["_target_"].split(".")[:-1]).with_suffix(".py")
+    module = ROOT / "fedgen" / "methods" / f"{whole.type}.py"
     text = ast.get_docstring(ast.parse(module.read_text())) or ""
     return (
         f"{markdown}\n\n## The algorithm\n\n```text\n{text}\n```\n\n"

@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.training import train
-from fedgen.privacy import per_example
+from fedgen.config.compose import compose
+from fedgen.privacy import clipping
+from fedgen.run.train import train
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TENTHS = 10
@@ -37,7 +37,7 @@ def observed(settings: list[str]) -> tuple[Path, list[NDArray[np.float64]], floa
     """Trains; returns the run directory, the norms of each call that clipped, and the clip norm."""
     norms: list[NDArray[np.float64]] = []
     clips: list[float] = []
-    factors = per_example.clipping_factors
+    factors = clipping.clipping_factors
 
     def looking(found: Tensor, clip: float, *below: float) -> Tensor:
         if len(found):
@@ -45,7 +45,7 @@ def observed(settings: list[str]) -> tuple[Path, list[NDArray[np.float64]], floa
             clips.append(clip)
         return factors(found, clip, *below)
 
-    with mock.patch.object(per_example, "clipping_factors", looking):
+    with mock.patch.object(clipping, "clipping_factors", looking):
         place = train(compose("config", [*settings, "runtime=in_process"]))
     if len(norms) < TENTHS:
         raise SystemExit(f"the run clipped {len(norms)} times, {TENTHS} are needed: more rounds")

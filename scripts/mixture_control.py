@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import fedgen
-from fedgen.coins import Coins
-from fedgen.methods.mixture import WARPS
+from fedgen.methods.mixture import AUGMENTATIONS
+from fedgen.randomness import RandomStreams
 
 AT_ONCE = 1000
 
@@ -26,8 +26,8 @@ def warped(images: np.ndarray) -> np.ndarray:
     """The same images after the rule for digits."""
     found = []
     for number, part in enumerate(np.split(images, range(AT_ONCE, len(images), AT_ONCE))):
-        coins = Coins.of(number, "seeded").public("warps")
-        moved = WARPS["digits"](torch.from_numpy(part).float() / 255, coins).clamp(0, 1)
+        streams = RandomStreams.from_seed(number, "seeded").public("warps")
+        moved = AUGMENTATIONS["digits"](torch.from_numpy(part).float() / 255, streams).clamp(0, 1)
         found.append((moved * 255).round().to(torch.uint8).numpy())
     return np.concatenate(found)
 

@@ -5,9 +5,9 @@
     python scripts/results_page.py benchmark MATRIX DIR             # those of all of its runs
 
 DIR is of ``fedgen benchmark matrix=MATRIX``, mnist or hour: its runs are compared in a table, those
-of the former in a figure as well, ``docs/comparison.png``, beside what papers have. A run is kept
-as one small JSON file: its results without what only its directory needs, the versions that made
-it, its date, and the command, which has to compose to the run's own settings.
+of the former in a figure as well, ``docs/comparison.png``, beside what papers have. Each run
+is one line of its section's JSON Lines file: trimmed results, versions, date and command. The
+command must compose to the settings of the run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from fedgen.commands.matrix import expand, read_matrix
+from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.identity import opened
-from fedgen.experiments.matrix import points_of, read_matrix
-from fedgen.files import digest
-from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.progress import format_bytes, format_epsilon
+from fedgen.run.resume import open_run
+from fedgen.storage.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "measured.md"
@@ -46,33 +45,33 @@ _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
 _HEAD = """# Measured runs
 
-Every line is a run, or one run by several seeds (mean ± standard deviation). `python
-scripts/results_page.py` writes this page. `docs/results/` has the figures of each run. Seeded coins
-follow from settings' names, and draws from the code: a command may repeat a run with other draws.
-CNN and logistic regression: accuracy in percent of a classifier that learnt from samples alone.
-Its own classifier: one that the run publishes. real2gen: how often a classifier of real rows sees
-the label that was asked for. ε is at δ = 1e-5, against the server / for whoever gets the generator.
-Minutes are of one core beside other runs. What a table's commands have in common stands above it.
+Each line is a run, or one setting with several seeds (mean ± standard deviation). `python
+scripts/results_page.py` writes this page from the results in `docs/results/`. Seeded random streams
+depend on the names of settings and on the code, so that a repeated command may have other noise.
+CNN and logistic regression: accuracy in percent on real images of a classifier trained only on
+samples. Private classifier: the one that the run publishes. real2gen: accuracy on samples of a
+classifier trained on real images. ε is at δ = 1e-5, against the server / a reader of the release.
+Minutes are of one core, with other runs on the machine. Settings common to a table are above it.
 """
 
 
 _TABLES = {
     "mnist": """## Compared
 
-Methods on MNIST and Fashion-MNIST at the same proven ε, by recipes of minutes (`fedgen benchmark
-matrix=mnist`): CNN, in percent, mean ± standard deviation over the seeds; minutes of training.
-Papers' figures, in brackets, are at the ε that they claim, and come of hours on GPUs: GANs are far
-from done so soon.
+Methods on MNIST and Fashion-MNIST at the same proven ε, in minutes each (`fedgen benchmark
+matrix=mnist`): accuracy of the CNN in percent, mean ± standard deviation over seeds; minutes of
+training. In brackets: published figures at their claimed ε, after hours on GPUs. GANs do not
+converge in minutes.
 
 ![Accuracy of all methods](comparison.png)
 
-*Filled: at a proven ε. Hollow: the papers' figures, at the ε that they claim.*
+*Filled: at a proven ε. Hollow: published, at the claimed ε.*
 """,
     "hour": """## In up to an hour
 
-The longer recipes of `configs/experiment` (`fedgen benchmark matrix=hour`), judged by a CNN of ten
-epochs in place of four; otherwise as above. On MNIST, the runs of DPGAN and G-PATE stood still
-for 27 of their minutes.
+The longer recipes of `configs/experiment` (`fedgen benchmark matrix=hour`), evaluated by a CNN
+trained for ten epochs instead of four; otherwise as above. On MNIST, the runs of DPGAN and G-PATE
+were paused for 27 of their minutes.
 """,
 }
 
@@ -85,10 +84,10 @@ def main() -> None:
         case ["add", section, run, command]:
             add(section, Path(run), command)
         case ["benchmark", ("mnist" | "hour") as matrix, place]:
-            for point in points_of(read_matrix(matrix), Path(place)):
+            for point in expand(read_matrix(matrix), Path(place)):
                 run_dir = RunDir(point.run_dir)
                 if run_dir.finished and run_dir.results()["judged"]:
-                    words = [*point.words, *([f"seed={point.seed}"] if point.seed else [])]
+                    words = [*point.overrides, *([f"seed={point.seed}"] if point.seed else [])]
                     command = shlex.join(["fedgen", "train", *words])
                     add(COMPARED[matrix], point.run_dir, command, point.method)
         case _:
@@ -99,7 +98,7 @@ def main() -> None:
 
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
     """Keeps the figures of a finished run. ``method``: as its benchmark's matrix calls it."""
-    run_dir, made, identity = opened(run, "run")
+    run_dir, made, identity = open_run(run, "run")
     asked = compose("config", shlex.split(command)[2:])
     for key, value in identity["left_open"].items():  # what the method settled for itself
         OmegaConf.update(made, key, value)
@@ -109,7 +108,7 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
     if plain[0] != plain[1]:
         sys.exit(f"results_page: {command} has other settings than {run}")
     privacy = run_dir.privacy()
-    told = {
+    record = {
         "section": section,
         "method": method,
         "command": command,
@@ -120,10 +119,12 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
         "aggregation": privacy["aggregation"]["kind"],
         "results": _small(run_dir.results()),
     }
-    slug = re.sub(r"[^a-z0-9]+", "-", command.removeprefix("fedgen train ").lower())
-    name = f"{slug[:80].strip('-')}-{digest(command.encode())[:8]}.json"
+    file = KEPT / f"{re.sub(r'[^a-z0-9]+', '-', section.lower()).strip('-')}.jsonl"
+    others = _lines(file) if file.exists() else []
+    runs = [*(other for other in others if other["command"] != command), record]
+    runs.sort(key=lambda kept_run: kept_run["command"])
     KEPT.mkdir(exist_ok=True)
-    (KEPT / name).write_text(json.dumps(told, indent=1) + "\n")
+    file.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in runs))
 
 
 def _small(value: Any) -> Any:
@@ -134,7 +135,11 @@ def _small(value: Any) -> Any:
 
 def kept() -> list[dict[str, Any]]:
     """All runs that are kept."""
-    return [json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))]
+    return [run for file in sorted(KEPT.glob("*.jsonl")) for run in _lines(file)]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]  # (data, ε) -> runs that differ by seeds
@@ -176,7 +181,7 @@ _cnn = _figures("gen2real", "cnn", "mean", scale=100)
 _COLUMNS = {
     "CNN": _cnn,
     "logistic regression": _figures("gen2real", "logistic_regression", "mean", scale=100),
-    "its own classifier": _figures("classifier", "mean", scale=100),
+    "private classifier": _figures("classifier", "mean", scale=100),
     "real2gen CNN": _figures("real2gen", "cnn", "mean", scale=100),
     "inception score": _figures("inception_score", "generated", "mean"),
     "FCD": _figures("fcd", "generated"),
@@ -231,7 +236,7 @@ def draw(methods: dict[str, Cells]) -> None:
                     axes.plot(papers[data, e], line, "o", fillstyle="none", **style)
         axes.set_title(title, fontsize=10)
         axes.set_xlim(0, 100)
-        axes.set_xlabel("accuracy of a CNN that learnt from samples, %")
+        axes.set_xlabel("accuracy of a CNN trained on samples, %")
         axes.grid(alpha=0.3)
         axes.set_yticks(range(len(methods)), list(methods))
         axes.tick_params(labelleft=place == 0)
@@ -293,14 +298,14 @@ def _told(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> b
 def _line(settings: str, runs: list[dict[str, Any]], columns: list[str]) -> str:
     first, seeds = runs[0], sorted(run["results"]["seed"] for run in runs)
     results = [run["results"] for run in runs]
-    server, release = (epsilon_in_words(results[0]["epsilon"][n]) for n in ("server", "release"))
+    server, release = (format_epsilon(results[0]["epsilon"][n]) for n in ("server", "release"))
     cells = [
         settings + (f", seeds {', '.join(map(str, seeds))}" if len(runs) > 1 else ""),
         f"{first['unit']}, {results[0]['clients']}",
         f"{server} / {release}",
         *(_mean(_COLUMNS[name](results)) for name in columns),
         f"{statistics.mean(each['seconds'] for each in results) / 60:.1f}",
-        bytes_in_words(results[0]["bytes"]["up"]),
+        format_bytes(results[0]["bytes"]["up"]),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -23,7 +23,7 @@ import torch
 from tiny import TINY, Train, tiny
 
 from fedgen import cli
-from fedgen.coins import Coins
+from fedgen.randomness import RandomStreams
 
 torch.set_num_threads(1)
 _PHASES = [each for each in hypothesis.Phase if each.name != os.environ.get("FEDGEN_TEST_WITHOUT")]
@@ -49,8 +49,8 @@ def fuzz(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def coins() -> Coins:
-    return Coins.of(0, "seeded")
+def streams() -> RandomStreams:
+    return RandomStreams.from_seed(0, "seeded")
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import yaml
 from forked import Command
 
 from fedgen import cli
-from fedgen.experiments import settings
-from fedgen.experiments.configuration import compose
+from fedgen.config.compose import compose
+from fedgen.run import setup
 
 POLICY = {
     "epsilon": 5.01,
@@ -43,7 +43,7 @@ class Deployment:
         self.ca = place / "link" / "ca.crt"
         self.doors = dict.fromkeys(range(nodes), (self.port, self.ca))  # where each knocks
         config = compose("config", ["data=digits", "partition=iid", f"partition.clients={nodes}"])
-        rows, shards = settings.shared_out(config)
+        rows, shards = setup.partitioned_data(config)
         for node, shard in enumerate(shards):
             np.savez(
                 place / f"rows{node}.npz",

@@ -14,7 +14,7 @@ from pathlib import Path
 from fedgen import cli
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["fedgen.experiments.training", "matplotlib.figure", "sklearn"])
+_server.set_forkserver_preload(["fedgen.run.train", "matplotlib.figure", "sklearn"])
 
 
 class Command:

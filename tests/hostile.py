@@ -12,8 +12,8 @@ from types import FrameType
 import pytest
 from flwr.app import Message, RecordDict
 
-from fedgen.federation import client_app
-from fedgen.federation.client_app import ClientHome
+from fedgen.federation.client import app
+from fedgen.federation.client.app import ClientContext
 
 Lie = Callable[[RecordDict], None]
 
@@ -29,16 +29,16 @@ def content(place: Path) -> dict[str, bytes]:
 
 def lying(monkeypatch: pytest.MonkeyPatch, kind: str, lie: Lie, liar: int = 0) -> None:
     """A client's replies of a kind, after its lie."""
-    honest = client_app._VERBS[kind]
+    honest = app._HANDLERS[kind]
 
-    def answered(home: ClientHome, message: Message) -> RecordDict:
+    def answered(home: ClientContext, message: Message) -> RecordDict:
         told = honest(home, message)
-        if home.number == liar:
+        if home.index == liar:
             told = RecordDict(dict(told))
             lie(told)
         return told
 
-    monkeypatch.setitem(client_app._VERBS, kind, answered)
+    monkeypatch.setitem(app._HANDLERS, kind, answered)
 
 
 class Hang(BaseException):

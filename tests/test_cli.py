@@ -22,12 +22,12 @@ from tiny import TINY, Train, tiny
 
 import fedgen
 from fedgen import cli
+from fedgen.config.compose import compose
+from fedgen.config.overrides import shell_quote
 from fedgen.errors import FedgenError
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.evaluation import JUDGED
-from fedgen.experiments.generation import _number
-from fedgen.experiments.overrides import in_shell
-from fedgen.experiments.settings import dataset, setup
+from fedgen.run.generator import _number
+from fedgen.run.judge import JUDGED
+from fedgen.run.setup import dataset, setup
 
 MISTAKES = [
     ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
@@ -38,60 +38,70 @@ MISTAKES = [
     ("method", ["method=blur"], "FEDGEN_EXTENSIONS"),
     ("noise", ["noise"], "key=value"),
     ("rounds", ["rounds=many"], "whole number"),
-    ("rounds", ["rounds=0"], "from 1 to"),
+    ("rounds", ["rounds=0"], "at least 1"),
     ("method.clip", ["method.clip=wide"], "must be a number"),
-    ("method.clip", ["method.clip=0"], "must be positive"),
+    ("method.clip", ["method.clip=0"], "must be at least"),
     ("method.clip", ["method.clip=1e-20"], "at least"),
     ("method.generator_betas", ["method.generator_betas=0.5"], "must be a list"),
-    ("method.generator", ["method.generator=null"], "inside of it"),
-    ("held_out", ["held_out=300", "privacy.noise=secure"], "nothing to judge"),
+    ("method.generator", ["method.generator=null"], "it is a group of settings"),
+    ("held_out", ["held_out=300", "privacy.noise=secure"], "nothing is evaluated"),
     (
         "evaluation.samples",
         ["evaluation=quick", "evaluation.samples=5", "evaluation.judge=true"],
-        "from 256",
+        "at least 256",
     ),
     ("method.batch", ["method.batch=-3"], "must be positive"),
     ("method.clip", ["method.clip=inf"], "must be finite"),
     ("method.clip", ["method.clip=nan"], "must be finite"),
     ("method.ema", ["method.ema=5"], "below 1"),
     ("method.critic.width", ["method.critic.width=0"], "must be positive"),
-    ("method.generator_betas", ["method.generator_betas=[0.5]"], "two numbers"),
+    ("method.generator_betas", ["method.generator_betas=[0.5]"], "at least 2 entries"),
     ("method.generator_betas", ["method.generator_betas=[2,3]"], "below 1"),
     ("method.routing", ["method.routing=7"], "per_sample"),
-    ("seed", ["seed=99999999999999999999"], "whole number"),
-    ("runtime.threads", ["runtime.threads=100000"], "whole number"),
-    ("evaluation.samples", ["evaluation=quick", "evaluation.samples=0"], "from 1 to"),
-    ("evaluation.seeds", ["evaluation=quick", "evaluation.seeds=0"], "from 1 to"),
-    ("data.size", ["data=folder", "data.path=x", "data.size=-3"], "must lie in 8"),
-    ("data.size", ["data=folder", "data.path=x", "data.size=100000"], "must lie in 8"),
-    ("data.size", ["data=folder", "data.path=x", "data.size=32px"], "whole number or null"),
-    ("data.path", ["data=folder", "data.path=2024"], "quote it"),
-    ("data.path", ["data=folder", "data.path=[a,5]"], "must be text"),
+    ("seed", ["seed=99999999999999999999"], "must be below"),
+    ("runtime.threads", ["runtime.threads=100000"], "at most 1024"),
+    ("evaluation.samples", ["evaluation=quick", "evaluation.samples=0"], "take evaluation=none"),
+    ("evaluation.seeds", ["evaluation=quick", "evaluation.seeds=0"], "must be positive"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=-3"], "must be at least 8"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=100000"], "at most 1024"),
+    ("data.size", ["data=folder", "data.path=x", "data.size=32px"], "must be a whole number"),
+    ("data.size", ["data=hugging_face", "data.path=x", "data.size=4"], "at least 8"),
+    ("data.channels", ["data=folder", "data.path=x", "data.channels=2"], "choose 1 or 3"),
+    ("data.kind", ["data=mnist", "data.kind=ImageFolder"], "choose MNIST or FashionMNIST"),
+    ("data.no_such", ["+data.no_such=1"], "is not a setting"),
+    ("partition.alpha", ["partition=dirichlet", "partition.alpha=0"], "must be positive"),
+    (
+        "method.generator.type",
+        ["method.generator.type=autoencoder"],
+        "does not accept the argument 'shape'",
+    ),
+    ("data.path", ["data=folder", "data.path=2024"], "quote it: data.path=\"'2024'\""),
+    ("data.path", ["data=folder", "data.path=[a,5]"], "must be text, got 5; quote it: '5'"),
     ("data.path", ["data=folder", "data.path=[a"], "quote it"),
     ("data.path", ["data=folder", "data.path=a,b"], "has several values"),
-    ("data.root", ["data.root=[1,2]"], "must be text"),
+    ("data.root", ["data=mnist", "data.root=[1,2]"], "must be text"),
     ("method.routing", ["method.routing=per_row"], "per_sample"),
-    ("privacy.delta", ["privacy.delta=1"], "between 0 and 1"),
-    ("privacy.delta", ["privacy.delta=1.5"], "between 0 and 1"),
-    ("privacy.delta", ["privacy.delta=0"], "between 0 and 1"),
-    ("privacy.delta", ["privacy.delta=-1e-5"], "between 0 and 1"),
-    ("privacy.target_epsilon", ["privacy.target_epsilon=-1"], "must lie in"),
-    ("privacy.noise_multiplier", ["privacy.noise_multiplier=1e-320"], "must lie in"),
+    ("privacy.delta", ["privacy.delta=1"], "must be below 1"),
+    ("privacy.delta", ["privacy.delta=1.5"], "must be below 1"),
+    ("privacy.delta", ["privacy.delta=0"], "must be positive"),
+    ("privacy.delta", ["privacy.delta=-1e-5"], "must be positive"),
+    ("privacy.target_epsilon", ["privacy.target_epsilon=-1"], "at least 1e-09"),
+    ("privacy.noise_multiplier", ["privacy.noise_multiplier=1e-320"], "at least 1e-09"),
     ("privacy.aggregation", ["privacy.aggregation=???"], "is not given"),
     ("privacy.aggregation", ["privacy.aggregation=${nothing}"], "not found"),
     ("runtime.threads", ["runtime.threads=${nothing}"], "not found"),
-    ("method._target_", ["method._target_=[1,2]"], "is not fedgen's"),
+    ("method.type", ["method.type=[1,2]"], "cannot be [1, 2]"),
     (
-        "method.strategy._target_",
-        ["method.strategy._target_=strategies.one_shot.OneShot"],
-        "was renamed to 'fedgen.strategies.one_shot.OneShot'",
+        "method.strategy",
+        ["method.strategy=strategies.one_shot.OneShot"],
+        "declare its package",
     ),
     ("evaluation.inception_weights", ["evaluation.inception_weights=[1]"], "must be text"),
-    ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "number or null"),
+    ("privacy.target_epsilon", ["privacy.target_epsilon=small"], "must be a number"),
     (
         "privacy.target_epsilon",
         ["privacy.target_epsilon=1e-9", "privacy.delta=1e-12"],
-        "cannot be reached",
+        "no noise reaches",
     ),
     (
         "privacy.target_epsilon",
@@ -103,11 +113,11 @@ MISTAKES = [
     ("privacy.noise", ["privacy.noise=loud"], "seeded or secure"),
     ("privacy.adversary", ["privacy.adversary=god"], "server or release"),
     ("partition.clients", ["partition=iid", "partition.clients=2000"], "more than 1437 rows"),
-    ("partition.clients", ["partition=iid", "partition.clients=0"], "at least 1"),
+    ("partition.clients", ["partition=iid", "partition.clients=0"], "must be positive"),
     (
         "partition",
         ["partition=dirichlet", "partition.clients=300", "partition.alpha=0.001"],
-        "have no row",
+        "have none of",
     ),
     ("partition", ["partition=by_writer"], "writers"),
     ("partition.clients", ["partition.clients=5"], "take partition=iid"),
@@ -119,27 +129,27 @@ MISTAKES = [
     (
         "evaluation.classifiers.cnn.epochs",
         ["evaluation=quick", "evaluation.classifiers.cnn.epochs=0"],
-        "from 1 to",
+        "must be positive",
     ),
-    ("method.critics", ["method.critics=2000"], "more than 1437 rows"),
-    ("method.answerers", ["method.answerers=9", "method.routing=per_sample"], "cannot be drawn"),
+    ("method.critics", ["method.critics=2000"], "exceed 1437 records"),
+    ("method.responders", ["method.responders=9", "method.routing=per_sample"], "cannot sample 9"),
     ("runtime.store", ["runtime.store=tape"], "memory or disk"),
     ("runtime.timeout", ["runtime.timeout=0"], "must be positive"),
-    ("runtime.timeout", ["runtime.timeout=soon"], "number or null"),
+    ("runtime.timeout", ["runtime.timeout=soon"], "must be a number"),
     ("runtime.faults.hangs", ["runtime.faults.hangs=0.1"], "set runtime.timeout"),
-    ("runtime.min_success", ["runtime.min_success=0"], "at most 1"),
+    ("runtime.min_success", ["runtime.min_success=0"], "must be positive"),
     ("runtime.min_success", ["runtime.min_success=1.1"], "at most 1"),
-    ("runtime.faults.nan", ["runtime.faults.nan=2"], "a probability"),
-    ("runtime.faults", ["runtime.faults.nan=0.7", "runtime.faults.late=0.7"], "exceed 1"),
+    ("runtime.faults.nan", ["runtime.faults.nan=2"], "at most 1"),
+    ("runtime.faults", ["runtime.faults.nan=0.7", "runtime.faults.late=0.7"], "more than 1"),
     ("runtime.faults.dies", ["runtime.faults.dies=0.1"], "runtime=ray"),
-    ("runtime.actors", ["runtime=ray", "runtime.actors=0"], "whole number"),
-    ("runtime.num_gpus", ["runtime=ray", "runtime.num_gpus=-1"], "e.g. 0.5"),
-    ("runtime.num_cpus", ["runtime=ray", "runtime.num_cpus=0.00001"], "thousandths"),
+    ("runtime.actors", ["runtime=ray", "runtime.actors=0"], "must be positive"),
+    ("runtime.num_gpus", ["runtime=ray", "runtime.num_gpus=-1"], "must be 0 or more"),
+    ("runtime.num_cpus", ["runtime=ray", "runtime.num_cpus=0.00001"], "three decimals"),
     ("runtime.num_gpus", ["runtime=flower", "runtime.num_gpus=64"], "a client needs 64"),
-    ("runtime.faults", ["runtime.faults=null"], "cannot be None"),
+    ("runtime.faults", ["runtime.faults=null"], "cannot be null"),
     ("runtime.num_cpus", ["runtime=ray", "runtime.num_cpus=100000"], "a client needs 100000"),
     ("runtime.num_cpus", ["runtime=flower", "runtime.num_cpus=100000"], "a client needs 100000"),
-    ("runtime.address", ["runtime=ray", "runtime.address=127.0.0.1:1"], "no Ray cluster answers"),
+    ("runtime.address", ["runtime=ray", "runtime.address=127.0.0.1:1"], "no Ray cluster responds"),
     ("runtime.store", ["runtime=ray", "runtime.store=disk"], "a setting of runtime=in_process"),
     ("warm_up.rounds", ["warm_up.rounds=3"], "a setting of warm_up=central_images|mixture"),
     ("warm_up.no_such", ["warm_up.no_such=3"], "is not a setting"),
@@ -152,7 +162,7 @@ MISTAKES = [
     ("noise", ["noise=secure"], "did you mean privacy.noise?"),
     ("clients", ["clients=5"], "did you mean partition.clients?"),
     ("=3", ["=3"], "write key=value"),
-    ("privacy.colluders", ["privacy.colluders=1"], "there is none; set privacy.aggregation"),
+    ("privacy.colluders", ["privacy.colluders=1"], "does not use; set privacy.aggregation"),
     ("method", ["method="], "there is no ''; choose"),
     ("data.path", ["data=folder"], "is not set"),
     ("data.path", ["data=folder", "data.path=/nowhere/at.all"], "does not exist"),
@@ -242,8 +252,8 @@ def test_a_name_is_read_as_it_is_typed(name: str) -> None:
 
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"))))
 def test_words_that_are_shown_are_words_of_a_shell(words: list[str]) -> None:
-    assert shlex.split(in_shell(words)) == words
-    assert in_shell(["a='b c,ö'"]) == """ "a='b c,ö'" """.strip()
+    assert shlex.split(shell_quote(words)) == words
+    assert shell_quote(["a='b c,ö'"]) == """ "a='b c,ö'" """.strip()
 
 
 def test_what_is_quoted_in_a_list_stays_as_it_is() -> None:
@@ -253,7 +263,7 @@ def test_what_is_quoted_in_a_list_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("change", ["is left out", "???"])
-@pytest.mark.parametrize("key", ["runtime.timeout", "runtime._target_", "privacy.delta", "rounds"])
+@pytest.mark.parametrize("key", ["runtime.timeout", "runtime.type", "privacy.delta", "rounds"])
 def test_settings_of_a_run_are_whole(
     train: Train, capsys: pytest.CaptureFixture[str], key: str, change: str
 ) -> None:
@@ -375,9 +385,9 @@ def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], h
         ("config.yaml", lambda text: text + "\n{[", "not a run directory"),
         ("config.yaml", lambda text: text.replace("clip: 1.0", "clip: 9.0"), "was altered"),
         ("clients/0/ledger.jsonl", lambda text: None, "ledger of client 0 is missing"),
-        ("clients/0/ledger.jsonl", lambda text: text.split("\n")[0] + "\n", "lacks what"),
-        ("clients/0/ledger.jsonl", lambda text: "\xff\xfe", "another run"),
-        ("metrics.jsonl", lambda text: text[:-5] + "\n", "cut short or altered"),
+        ("clients/0/ledger.jsonl", lambda text: text.split("\n")[0] + "\n", "lacks releases"),
+        ("clients/0/ledger.jsonl", lambda text: "\xff\xfe", "a different run"),
+        ("metrics.jsonl", lambda text: text[:-5] + "\n", "truncated or altered"),
         ("checkpoints/checkpoint.json", lambda text: None, "is missing"),
     ],
 )
@@ -486,7 +496,7 @@ def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> 
     ledger.write_text(ledger.read_text().replace('"run": "', '"run": "x'))
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "belongs to another run" in one_line(capsys)
+    assert "belongs to a different run" in one_line(capsys)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -572,7 +582,7 @@ def test_a_name_goes_before_a_number() -> None:
 
 def test_a_method_without_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", *TINY, "method={foo: 1}"]) == 2
-    assert one_line(capsys).startswith("fedgen: method: ")
+    assert one_line(capsys).startswith("fedgen: method")
 
 
 @pytest.mark.parametrize(
@@ -590,7 +600,7 @@ def test_names_that_are_none(
     )
     words = ["train", "data=folder", f"data.path={tmp_path / 'x.npz'}", "rounds=1"]
     assert cli.run([*words, f"data.labels={labels}"]) == 2
-    assert one_line(capsys).startswith("fedgen: data.labels: cannot be ")
+    assert one_line(capsys).startswith("fedgen: data.labels: ")
     assert cli.run([*words, "data.labels=[a,b]", "data.classes=3"]) == 2
     assert one_line(capsys).startswith("fedgen: data.classes: is 3, of 2 labels")
 
@@ -723,8 +733,8 @@ def test_the_public_folder_alone_draws_the_same_samples(
     ("key", "word", "words"),
     [
         ("method.fakes", "method.fakes=5", "even"),
-        ("method.accuracy_floor", "method.accuracy_floor=60", "share"),
-        ("method.discriminator_steps", "method.discriminator_steps=true", "the default is 5"),
+        ("method.accuracy_floor", "method.accuracy_floor=60", "must be at most 1"),
+        ("method.discriminator_steps", "method.discriminator_steps=true", "a number or adaptive"),
         ("method.discriminator_steps", "method.discriminator_steps=often", "a number or adaptive"),
     ],
 )
@@ -809,8 +819,8 @@ def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition=iid", "partition.clients=40", "method.routing=per_sample"]
     assert cli.run(["account", *TINY, *words]) == 0
     text = capsys.readouterr().out
-    assert "not amplified: the server knows whom it asks" in text
-    assert "amplified by the secret draw of 1 of 40 clients" in text
+    assert "not amplified: the server knows the cohort" in text
+    assert "amplified by the secret sample of 1 of 40 clients" in text
     assert "its formula would claim" in text
     assert cli.run(["account", "output=xml"]) == 2
     assert "words or json" in one_line(capsys)
@@ -913,9 +923,10 @@ def test_a_group_of_other_commands_is_no_setting(
 
 
 def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["account", "method=mixture_small", "method.techer=none"]) == 2
+    assert cli.run(["account", "method=mixture_small", "method.private_clasifier=none"]) == 2
     assert (
-        "method.techer: is not a setting; did you mean method.teacher?" in capsys.readouterr().err
+        "method.private_clasifier: is not a setting; did you mean method.private_classifier?"
+        in capsys.readouterr().err
     )
 
 
@@ -927,4 +938,4 @@ def test_where_ledgers_cannot_be_locked_nothing_runs(
         assert cli.run(["train"]) == 2
         with pytest.raises(FedgenError, match="WSL 2"):
             fedgen.__getattr__("train")
-    assert capsys.readouterr().err.startswith("fedgen: Windows: has no file locks")
+    assert capsys.readouterr().err.startswith("fedgen: Windows: does not support the file locks")

@@ -18,19 +18,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgen import cli
-from fedgen.coins import Coins
 from fedgen.models.cdcgan import Discriminator
-from fedgen.privacy.noise import rounded_gaussian
-from fedgen.privacy.per_example import Precision, clipped_sum
+from fedgen.privacy.clipping import Precision, clipped_sum
+from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.randomness import RandomStreams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-COINS = Coins.of(3, "seeded")
+STREAMS = RandomStreams.from_seed(3, "seeded")
 
 
 def test_the_noise_is_the_same_as_on_a_cpu() -> None:
     mean = torch.linspace(-5, 5, 3_000_000, dtype=torch.float64)
-    found = [rounded_gaussian(mean.to(where), 1500.0, COINS, "noise") for where in ("cpu", "cuda")]
+    found = [
+        rounded_gaussian(mean.to(where), 1500.0, STREAMS, "noise") for where in ("cpu", "cuda")
+    ]
     assert torch.equal(found[0], found[1].cpu())
 
 

@@ -22,8 +22,8 @@ def imports_from(place: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "import fedgen, fedgen.strategies.sample_gradients, fedgen.configs, fedgen.flower_app;"
-        "from fedgen.experiments.configuration import compose;"
-        "from fedgen.reporting import run_dir;"
+        "from fedgen.config.compose import compose;"
+        "from fedgen.storage import run_dir;"
         "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
         "print(*(m.__path__[0] for m in (fedgen, fedgen.strategies, fedgen.configs)), sep='\\n')"
     )
@@ -110,4 +110,4 @@ def test_flwr_run_on_a_fresh_clone(tmp_path: Path, nothing_left: None) -> None:
     assert fingerprint(tmp_path / "flower") == fingerprint(tmp_path / "here")
     failed = run([*settings, "privacy.delta=7"])
     assert failed.returncode == 1
-    assert "fedgen: privacy.delta: must lie" in failed.stdout
+    assert "fedgen: privacy.delta: must be below 1" in failed.stdout

@@ -15,8 +15,8 @@ import pytest
 from tiny import tiny
 
 from fedgen import cli
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import setup
+from fedgen.config.compose import compose
+from fedgen.run.setup import setup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,19 +98,19 @@ def test_recipe_at_two_rounds(
     few = ["data.least_rows=1"] if "least_rows" in config.data else []  # writers, and their rows
     overrides = [
         word
-        for word in [*tiny(method, "method.answerers=2"), *few]
+        for word in [*tiny(method, "method.responders=2"), *few]
         if word.split("=")[0] not in given
     ]
     place, wanted = tmp_path / "run", 2
     if "warm_up=" in recipe or config.warm_up.method is not None:
         overrides += ["warm_up.rounds=1", "warm_up.batch=4"]
         known = [word for word in [*words[1:], *overrides] if not word.startswith("rounds=")]
-        wanted = setup(compose("config", [*known, "rounds=1000"])).method.plan.least
+        wanted = setup(compose("config", [*known, "rounds=1000"])).method.plan.min_rounds
     overrides += [f"rounds={wanted}", "evaluate_every=0", f"run_dir={place}"]
     assert cli.run([*words, *overrides]) == 0
     for results in place.rglob("results.json"):
         rounds = json.loads(results.read_text())["rounds"]
-        assert rounds == wanted or config.method.strategy._target_.endswith("OneShot")
+        assert rounds == wanted or config.method.strategy == "one_shot"
 
 
 def test_every_method_has_a_page() -> None:
@@ -122,7 +122,7 @@ def test_every_method_has_a_page() -> None:
 def test_the_site_shows_a_method_without_another_edit(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "fedgen" / "configs", tmp_path / "configs")
     mine = tmp_path / "configs" / "method" / "mine.yaml"
-    mine.write_text("# Of my own.\n_target_: fedgen.methods.dpgan.dpgan\n")
+    mine.write_text("# Of my own.\ntype: dpgan\n")
     code = (
         f"import docs_pages; print(docs_pages.settings(docs_pages.Path({str(mine.parents[1])!r})))"
     )
@@ -145,6 +145,18 @@ def test_the_page_of_measured_runs_is_that_of_the_figures() -> None:
         text=True,
     )
     assert found.stdout == (ROOT / "docs" / "measured.md").read_text()
+
+
+def test_the_figure_of_the_demo_is_the_recorded_one() -> None:
+    """``scripts/results_page.py add "The demo" RUN "fedgen train experiment=demo"`` records it."""
+    [line] = (ROOT / "docs" / "results" / "the-demo.jsonl").read_text().splitlines()
+    percent = f"{100 * json.loads(line)['results']['gen2real']['cnn']['mean']:.1f}"
+    for page, text in (
+        ("README.md", f"classifies {percent} % of the 360 real test digits"),
+        ("docs/first-run.md", f"gen2real cnn: {percent}%"),
+        ("docs/methods/mixture.md", f"reaches {percent} % at ε = 3"),
+    ):
+        assert text in (ROOT / page).read_text(), page
 
 
 def test_every_experiment_is_complete() -> None:

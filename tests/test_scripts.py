@@ -31,15 +31,20 @@ SMALLEST: dict[str, list[str]] = {
         *("--experiment", "", "--repetitions", "1", "method=mixture_small"),
         *("privacy.unit=client", "privacy.aggregation=secure", "privacy.threshold=all"),
         *("partition=iid", "partition.clients=120", "runtime=in_process", "runtime.threads=1"),
-        *("debug.quantiles=true", "debug.apart=40", "debug.suspect=0.4", "debug.normal=0.6"),
+        *(
+            "debug.quantiles=true",
+            "debug.reserved_clients=40",
+            "debug.suspect=0.4",
+            "debug.normal=0.6",
+        ),
         *("debug.samples=100", "evaluation=none"),
     ],
     "gradient_norms.py": ["--help"],
     "make_shapes.py": ["shapes.npz", "--side", "16", "--rows", "20"],
-    "mutants.py": ["--tests-passed", "the-sign-of-zero-leaks"],
+    "mutants.py": ["--tests-passed", "tests/privacy/test_exact_gaussian.py"],
 }
 """Words of each script that needs nothing else. ``gradient_norms.py`` is run whole by
-``tests/experiments/test_sweeps.py``."""
+``tests/commands/test_sweep.py``."""
 
 OTHERS = {
     "docs_pages.py": "by mkdocs, in make docs",
@@ -78,7 +83,7 @@ def test_a_script_at_its_smallest(name: str, tmp_path: Path) -> None:
 def test_the_control_of_the_mixture(train: Train, tmp_path: Path, data_root: Path) -> None:
     data = ["data=mnist", f"data.root={data_root}", "method.rows=60"]
     one = train(*data, "method=dp_merf_small", name="one")
-    other = train(*data, "method=mixture_small", "method.teacher=ridge", name="other")
+    other = train(*data, "method=mixture_small", "method.private_classifier=ridge", name="other")
     os.environ["FEDGEN_DATA"], before = str(data_root), os.environ.get("FEDGEN_DATA")
     try:
         said = script("mixture_control.py", [str(one), str(other), "--samples", "40"], tmp_path)

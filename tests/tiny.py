@@ -17,12 +17,12 @@ from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import configs
-from fedgen.coins import Coins
-from fedgen.data.datasets import digits
-from fedgen.method import Method, PublicFacts
+from fedgen.data.digits import digits
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.models import dcgan
-from fedgen.privacy.noise import rounded_gaussian
+from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.randomness import RandomStreams
 
 Train = Callable[..., Path]
 
@@ -61,7 +61,7 @@ def _program(method: str) -> tuple[str, str | None]:
     above = [each for each in own.get("defaults", []) if f"{each}" in METHODS]
     target, companion = _program(above[0]) if above else ("", None)
     beside = own.get("companion") or {}
-    return own.get("_target_", target), beside.get("_target_", companion)
+    return own.get("type", target), beside.get("type", companion)
 
 
 PROGRAMS = list({_program(method): method for method in METHODS}.values())
@@ -71,7 +71,7 @@ PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partiti
 
 def trusting(method: str) -> bool:
     """Whether clients trust the server: there is no bound against it, and one is no federation."""
-    return _program(method)[0].endswith("fedavg_gan")
+    return _program(method)[0] == "fedavg_gan"
 
 
 CASES = [
@@ -94,15 +94,15 @@ OTHER_METHODS = [
     "method.latent=4",
     "method.autoencoder.width=2",
     "method.autoencoder_steps=1",
-    "method.companion.begins=1",
-    "method.teacher=ridge",
-    "method.teacher_steps=2",
-    "method.space=8",
-    "method.space_samples=40",
-    "method.coordinates=6",
+    "method.companion.start_step=1",
+    "method.private_classifier=ridge",
+    "method.classifier_steps=2",
+    "method.classifier_features=8",
+    "method.classifier_samples=40",
+    "method.components=6",
     "method.clusters=2",
     "method.companion.classifier.width=2",
-    "method.cohort=2",
+    "method.cohort_size=2",
     "method.student.width=2",
     "method.classifier.width=4",
     "method.per_label=2",
@@ -113,7 +113,7 @@ OTHER_METHODS = [
     "method.network.width=4",
     "method.network.attention=[]",
     "method.sampler.steps=2",
-    "method.largest=6",
+    "method.top_k=6",
     "method.copies=2",
     "method.network.blocks=1",
     "method.fakes=8",
@@ -122,12 +122,20 @@ _TRUSTING = [*PARTITIONS["several"], "privacy.adversary=release"]
 
 
 _NO = object()
+RATES = {
+    **dict.fromkeys(("dpdm_small", "psg_small", "dp_merf_ae_small"), 0.1),
+    **dict.fromkeys(("dpgan_small", "dp_wgan_gp_small"), 0.0445),
+    **dict.fromkeys(("dpgan", "dp_wgan_gp", "dp_cgan", "psg", "dpdm", "dp_merf_ae"), 0.01),
+}
+"""Sampling rates at which tiny batches are of more than a record or two."""
 
 
 def tiny(method: str, *more: str) -> list[str]:
     """``TINY`` and more for any method: what it has no setting for is left out."""
     config = _chosen(method)
     own = _TRUSTING if trusting(method) else []
+    if method in RATES:
+        own = [*own, f"method.sampling_rate={RATES[method]}"]
     return [
         word
         for word in [*own, *TINY, *OTHER_METHODS, *more]
@@ -158,33 +166,33 @@ SETTINGS: dict[str, Any] = {
     "clip": 1.0,
     "sanitize": "samples",
     "routing": "per_sample",
-    "answerers": 1,
+    "responders": 1,
     "cohort_sampling": "fixed",
-    "draws": "server",
+    "sampled_by": "server",
     "companion": None,
     "device": "cpu",
 }
-COINS = Coins.of(7, "seeded")
-SHARD = digits(COINS).shard(np.arange(60))
+STREAMS = RandomStreams.from_seed(7, "seeded")
+SHARD = digits(STREAMS).shard(np.arange(60))
 
 
 def make(
     clients: int = 1,
     noise: float | None = None,
     *,
-    all_answer: bool = True,
+    requires_all: bool = True,
     unanswered: bool = False,
     **changed: Any,
 ) -> Method:
-    known = {"all_answer": all_answer, "unanswered": unanswered}
+    known = {"requires_all": requires_all, "had_dropout": unanswered}
     facts = PublicFacts(clients, 60 if clients == 1 else None, 10, (1, 8, 8), **known)
     return gs_wgan(facts, noise, **{**SETTINGS, **changed})
 
 
-def noised(exact: torch.Tensor, std: float, coins: Coins) -> torch.Tensor:
+def noised(exact: torch.Tensor, std: float, streams: RandomStreams) -> torch.Tensor:
     """As a mechanism noises what it releases."""
     grid = 2.0 ** (math.floor(math.log2(std)) - 10)
-    return (rounded_gaussian(exact.double() / grid, std / grid, coins, "release") * grid).float()
+    return (rounded_gaussian(exact.double() / grid, std / grid, streams, "release") * grid).float()
 
 
 def fingerprint(run: Path) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Data sets as uint8 arrays with real labels, and their partitions over clients."""
+"""Data sets as uint8 arrays with labels, and their partitions over clients."""

@@ -1,6 +1,6 @@
-"""Canaries: units of a data set that are in, or not, by a coin of their own, for audits of a run.
+"""Canaries: units that are included in a data set independently at random, for audits.
 
-A canary is easy to tell: its images have inverted intensities and a label of another class.
+A canary is easy to detect: its images have inverted intensities and the label of another class.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.errors import FedgenError
 from fedgen.privacy.events import Relation, Unit
+from fedgen.randomness import RandomStreams
 
 Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """present: (m,) whether each is in. inside: its rows if it is; outside: what is there in its
-    place otherwise (None: nothing)."""
+    """present: (m,), whether each canary is included.
+    included: its records if included.
+    excluded: the records in its place otherwise (None: none).
+    """
 
     present: NDArray[np.bool_]
-    inside: list[Shard]
-    outside: list[Shard] | None
+    included: list[Shard]
+    excluded: list[Shard] | None
 
 
-def plant(
-    dataset: Dataset, shards: list[Index], unit: Unit, relation: Relation, count: int, coins: Coins
+def add_canaries(
+    dataset: Dataset,
+    shards: list[Index],
+    unit: Unit,
+    relation: Relation,
+    count: int,
+    streams: RandomStreams,
 ) -> tuple[Dataset, list[Index], Canaries]:
-    """The data set and the shards with canaries, each there by a fair coin: rows, or all rows of a
-    client or a person. Without its canary a place keeps its own rows (replace one) or loses them
-    (add or remove one; a client without rows is none): flipping one coin makes a neighbour.
+    """Return the data set and the shards with canaries, each included with probability 1/2: a
+    record, or all records of a client or a person. Without its canary, a place keeps its own
+    records (replace-one) or loses them (add-or-remove-one; a client without records does not
+    exist): changing one choice gives a neighbour.
 
     Raises:
         FedgenError: if there are fewer units than canaries.
@@ -48,7 +56,7 @@ def plant(
         raise FedgenError(
             "audit.canaries", f"{count} are more than there are {unit.value}s", "lower it"
         )
-    rng = coins.secret("canaries")
+    rng = streams.secret("canaries")
     chosen = [units[place] for place in rng.sample(range(len(units)), count)]
     present = np.array([rng.random() < 0.5 for _ in chosen], dtype=bool)
     remove = relation is Relation.ADD_OR_REMOVE_ONE

@@ -1,5 +1,5 @@
-"""A bug of some clients: the intensities of all their images are inverted, as in the debugging task
-of Augenstein et al. (2020) and "GS-WGAN", section 5.4."""
+"""Inject a bug at some clients: the intensities of all their images are inverted, as in the
+debugging task of Augenstein et al. (2020) and "GS-WGAN", section 5.4."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.coins import Coins
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
+from fedgen.randomness import RandomStreams
 
 
-def with_the_bug(clients: int, fraction: float, coins: Coins) -> NDArray[np.bool_]:
-    """(clients,) who has it: the rounded ``fraction`` of all, by public coins."""
-    order = torch.randperm(clients, generator=coins.public("corruption")).numpy()
+def sample_bugged_clients(
+    clients: int, fraction: float, streams: RandomStreams
+) -> NDArray[np.bool_]:
+    """Return (clients,), true for clients with the bug: the rounded ``fraction``, by public
+    streams."""
+    order = torch.randperm(clients, generator=streams.public("corruption")).numpy()
     found = np.zeros(clients, dtype=bool)
     found[order[: round(fraction * clients)]] = True
     return found
 
 
-def plant_flip(dataset: Dataset, shards: list[Index], bugged: NDArray[np.bool_]) -> Dataset:
-    """The data set as these clients hold it; its test split stays."""
+def invert_images(dataset: Dataset, shards: list[Index], bugged: NDArray[np.bool_]) -> Dataset:
+    """Return the data set as these clients hold it; the test split is unchanged."""
     if not bugged.any():
         return dataset
     rows = np.concatenate([shard for shard, bug in zip(shards, bugged, strict=True) if bug])

@@ -1,15 +1,14 @@
-"""A data set as the ``datasets`` library reads it: by its name on Hugging Face's hub, or a folder
-in one of two layouts: ``train*.parquet`` and ``test*.parquet``, or folders of these names, with
-images in them; or ``imagefolder``. Nothing else in a folder says what is read: no card, and no path
-that leads out of it.
+"""Data sets read by the ``datasets`` library: by name on the Hugging Face hub, or a folder in one
+of two layouts: ``train*.parquet`` and ``test*.parquet``, or folders with these names that contain
+images; or ``imagefolder``. Nothing else in a folder determines what is read: neither a card nor a
+path that leads outside.
 
-Each row has an image and a label, and may have columns that tell whose it is and whom it shows.
-A record is a row of the split, or in ``imagefolder`` a file, identified by its name. Files are
-ordered by a digest of the name: in the library's own order, by label, relabelling one image would
-change the row numbers of others. The test split is ``test``, or
-``validation``: none is drawn, since rows have no names that a draw could go by, and by their places
-one row less would move others between the splits. No code comes with a data set: the library runs
-none since version 4.
+Each row has an image and a label, and may have columns for its client and its person. A record is a
+row of the split, or in ``imagefolder`` a file, identified by its name. Files are ordered by a
+digest of the name: in the order of the library, by label, relabelling one image would change the
+positions of others. The test split is ``test``, or ``validation``: none is sampled, because rows
+have no names by which to sample, and by position one row less would move others between the splits.
+No code of a data set is executed: the library has not supported it since version 4.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset, Places, checked
-from fedgen.data.images import check_conversion, read_images
-from fedgen.data.labels import named, numbers, ordered
+from fedgen.data.datasets import Dataset, ExampleKeys, build_dataset
+from fedgen.data.images import Channels, Side, read_images
+from fedgen.data.labels import sort_names, to_numbers, validate_names
 from fedgen.errors import FedgenError
-from fedgen.files import digest
+from fedgen.storage.io import digest
 
-_SHOWN = 20  # names in a line
+_SHOWN = 20  # names per line
 _TEST = ("test", "validation")
 
 
@@ -40,33 +39,33 @@ def hugging_face(
     label: str = "label",
     client: str | None = None,
     person: str | None = None,
-    size: int | None = None,
-    channels: int | None = None,
+    size: Side | None = None,
+    channels: Channels | None = None,
     labels: Sequence[str] | None = None,
     names: bool = True,
     **_: object,
 ) -> Dataset:
-    """See the module.
+    """Read a data set, as described in the module.
 
     Args:
-        path: a name on the hub, or a folder. A folder's rows are read where they are; what comes
-            from the hub stays in the library's cache.
-        subset: the library's name of a configuration, where there are several.
-        image, label: columns.
-        client: the column that tells whose a row is (``partition=by_folder``); None: nobody's.
-        person: the column that tells whom a row shows; None: not said.
-        size: images are cropped to a square and resized to this many pixels; None leaves them.
-        channels: 1 makes all of them grey, 3 RGB; None leaves them.
-        labels: names of the labels, in order: public; None: those of the data set's description.
-        names: whether names of the description are published as the labels' names.
+        path: name on the hub, or a folder. A folder is read in place; data from the hub are kept in
+            the cache of the library.
+        subset: configuration, if the data set has several.
+        image, label: names of columns.
+        client: column of clients (``partition=by_folder``); None: none.
+        person: column of persons; None: none.
+        size: crop images to a square and resize them to this many pixels; None: unchanged.
+        channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
+        labels: public names of the labels, in order; None: those of the description of the data
+            set.
+        names: whether names in the description are published as names of labels.
 
     Raises:
-        FedgenError: for the first thing that is wrong.
+        FedgenError: for the first problem.
     """
     if not path:
         problem, remedy = "is not set", "give data.path=NAME or a folder"
         raise FedgenError("data.path", problem, remedy)
-    check_conversion(size, channels)
     splits = _splits(path, subset)
     features = splits["train"].features or {}
     columns = {"image": image, "label": label, "client": client, "person": person}
@@ -86,7 +85,7 @@ def hugging_face(
         for key in ("client", "person")
     )
     order, places = _places(path, splits["train"], train["file"], of)
-    return checked(
+    return build_dataset(
         "hugging_face",
         train["image"][order],
         of[order],
@@ -102,8 +101,8 @@ def hugging_face(
 
 def _places(
     path: str, split: Any, files: Sequence[str | None], labels: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], Places]:
-    """Return the order of rows (n,), and the places that result."""
+) -> tuple[NDArray[np.int64], ExampleKeys]:
+    """Return the order of records (n,), and their ``ExampleKeys``."""
     moves = ""
     if split.info.builder_name == "imagefolder":
         names = [None if file is None else os.path.basename(file) for file in files]  # noqa: PTH119
@@ -112,32 +111,32 @@ def _places(
             order = sorted(range(len(names)), key=lambda row: (digests[row], labels[row]))
             if len(set(digests)) < len(digests):
                 moves = "file names occur under several labels (rename the files)"
-            return np.array(order), Places("a file by its name", "digests of names", moves)
-        moves = "the library orders rows by their labels (copy the images, take data=folder)"
+            return np.array(order), ExampleKeys("a file by its name", "digests of names", moves)
+        moves = "the library sorts images by label (copy the images, use data=folder)"
     elif len(np.unique(labels)) > 1 and (np.diff(labels) >= 0).all():
-        moves = "rows are sorted by label (shuffle the rows of the data set)"
-    return np.arange(len(labels)), Places("a row of the split", "its number", moves)
+        moves = "images are sorted by label (shuffle the data set)"
+    return np.arange(len(labels)), ExampleKeys("a position in the split", "its number", moves)
 
 
 def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
-    """Numbers of clients or persons, in the order of their names."""
+    """Return numbers of clients or persons, in the order of their names."""
     kinds = {type(name) for name in names}
     if len(kinds) > 1 or not kinds <= {str, int}:
-        problem = f"{path} has rows that do not name one by a word or a whole number"
-        raise FedgenError(f"data.{key}", problem, "name another column, or mend these rows")
-    number = {name: at for at, name in enumerate(ordered(str(name) for name in names))}
+        problem = f"{path} has values that are neither text nor integers"
+        raise FedgenError(f"data.{key}", problem, "choose another column, or correct these values")
+    number = {name: at for at, name in enumerate(sort_names(str(name) for name in names))}
     return np.array([number[str(name)] for name in names], dtype=np.int64)
 
 
 def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
-    """The data set's ``train`` and ``test``."""
+    """Return ``train`` and ``test`` of the data set."""
     datasets = library("data")
     here = Path(path).expanduser()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         if not here.is_dir():
             found = datasets.load_dataset(path, subset)
-        else:  # its private rows are not copied into the library's cache
+        else:  # private records are not copied to the cache
             found = datasets.load_dataset(*_layout(here), streaming=True)
     except _wrong(datasets) as error:
         said = " ".join(str(error).split())[:200]
@@ -146,14 +145,16 @@ def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
         raise FedgenError("data.path", problem, remedy) from error
     test = next((split for split in _TEST if split in found), None)
     if "train" not in found or test is None:
-        problem = f"{path} has no splits train and test, but {', '.join(map(str, found)) or 'none'}"
+        problem = (
+            f"{path} needs splits train and test, but has {', '.join(map(str, found)) or 'none'}"
+        )
         remedy = "split it by the library's train_test_split, or take data=folder"
         raise FedgenError("data.path", problem, remedy)
     return {"train": found["train"], "test": found[test]}
 
 
 def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | None]:
-    """Kind, name, folder and files of a folder, as ``load_dataset`` takes them."""
+    """Return kind, name, folder and files of a folder, as arguments of ``load_dataset``."""
     tables = sorted(file for file in place.rglob("*.parquet") if _is_below(file, place))
     if not tables:
         return "imagefolder", None, str(place), None
@@ -171,12 +172,12 @@ def _starts(split: str, *names: str) -> bool:
 def _is_below(file: Path, place: Path) -> bool:
     try:
         return place.resolve() in file.resolve().parents
-    except (OSError, RuntimeError, ValueError):  # a link to itself, a name too long
+    except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
         return False
 
 
 def _wrong(datasets: Any) -> tuple[type[Exception], ...]:
-    """What the library raises for data that are none."""
+    """Return the exceptions that the library raises for invalid data."""
     from yaml import YAMLError
 
     own = (datasets.exceptions.DatasetsError, YAMLError)
@@ -184,9 +185,9 @@ def _wrong(datasets: Any) -> tuple[type[Exception], ...]:
 
 
 def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool) -> list[str]:
-    """The labels' names, which are public."""
+    """Return the public names of labels."""
     if told is not None:
-        return named(told)
+        return validate_names(told)
     described = getattr(feature, "names", None)
     if not described:
         problem = f"is not set, and {path} does not describe its labels"
@@ -198,7 +199,7 @@ def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool)
     folders = [path for path in Path(path).expanduser().rglob("*") if path.is_dir()]
     parents = {folder.parent for folder in folders if folder.name in names}
     labels = [f.name for f in folders if f.parent in parents and f.name[0] not in "._"]
-    return ordered({*names, *labels})
+    return sort_names({*names, *labels})
 
 
 def _rows(
@@ -208,7 +209,8 @@ def _rows(
     size: int | None,
     channels: int | None,
 ) -> dict[str, Any]:
-    """Images (n, channels, h, w), their files' paths or None, and the other columns as lists."""
+    """Return images (n, channels, h, w), the paths of their files or None, and the other columns as
+    lists."""
     datasets = library("data")
     wanted = {key: column for key, column in columns.items() if column is not None}
     feature = split.features[wanted["image"]]
@@ -216,7 +218,7 @@ def _rows(
         split = split.cast_column(wanted["image"], datasets.Image(decode=False))
     elif not _holds_bytes(feature):
         some = [name for name, kind in split.features.items() if _holds_bytes(kind)]
-        problem = f"the column {wanted['image']!r} of {path} holds no images"
+        problem = f"the column {wanted['image']!r} of {path} contains no images"
         remedy = f"name one of {', '.join(some[:_SHOWN])}" if some else "store files as bytes"
         raise FedgenError("data.image", problem, remedy)
     found: dict[str, Any] = {key: [] for key in wanted}
@@ -228,7 +230,7 @@ def _rows(
         problem = f"{path} cannot be read to its end ({type(error).__name__})"
         raise FedgenError("data.path", problem, "copy it again") from error
     if not found["image"]:
-        raise FedgenError("data.path", f"{path} has no rows", "give it some")
+        raise FedgenError("data.path", f"{path} has no images", "give it some")
     place = Path(path).expanduser()
     cells = [{"bytes": each} if isinstance(each, bytes) else each or {} for each in found["image"]]
     sources = [(f"row {n}", _source(each, place)) for n, each in enumerate(cells)]
@@ -237,7 +239,8 @@ def _rows(
 
 
 def _holds_bytes(feature: Any) -> bool:
-    """Whether a column holds encoded images: bytes, or a struct of bytes and perhaps a path."""
+    """Return whether a column contains encoded images: bytes, or a struct of bytes and optionally a
+    path."""
     datasets = library("data")
     if isinstance(feature, datasets.Image):
         return True
@@ -246,7 +249,7 @@ def _holds_bytes(feature: Any) -> bool:
 
 
 def _source(image: Mapping[str, Any], place: Path) -> Path | IO[bytes]:
-    """An image's file; one that is nowhere, or out of the folder, is no image."""
+    """Return the file of an image; a missing file, or one outside the folder, is invalid."""
     if image.get("path") is None or image.get("bytes") is not None:
         return io.BytesIO(image.get("bytes") or b"")
     file = Path(image["path"])
@@ -256,21 +259,25 @@ def _source(image: Mapping[str, Any], place: Path) -> Path | IO[bytes]:
 def _numbers(
     path: str, label: str, values: Sequence[Any], feature: Any, names: Sequence[str]
 ) -> NDArray[np.int64]:
-    """Labels as class indices; a column holds these, or names."""
+    """Return labels as class indices; a column contains these, or names."""
     own = getattr(feature, "names", None)
-    if own is not None:  # numbers of the data set's own order of names; -1: none is known
+    if own is not None:  # indices into its own names; -1: unknown
         values = [str(own[v]) if v is not None and 0 <= v < len(own) else None for v in values]
     if missing := sum(value is None for value in values):
-        problem = f"{path} has {missing:,} rows without a label"
-        raise FedgenError("data.labels", problem, "remove these rows")
+        problem = f"{path} has {missing:,} images without a label"
+        raise FedgenError("data.labels", problem, "remove these images")
     if not all(isinstance(value, str | int | float) for value in values):
-        problem = f"the column {label!r} of {path} holds neither names nor whole numbers"
-        raise FedgenError("data.label", problem, "name a column of one label for each image")
-    return numbers(path, np.array(values), len(names), names)
+        problem = f"the column {label!r} of {path} contains neither names nor integers"
+        raise FedgenError("data.label", problem, "choose a column with one label per image")
+    return to_numbers(path, np.array(values), len(names), names)
 
 
 def library(key: str) -> Any:
-    """The library, which is installed by an extra; ``key``: the setting that needs it."""
+    """Return the library, which is an optional dependency.
+
+    Args:
+        key: setting that requires it.
+    """
     try:
         import datasets
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Image files as arrays: what viewers show of them, or one line about all that cannot be read."""
+"""Read image files as arrays, as viewers display them; one line lists all unreadable files."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from fedgen.data.datasets import Images, as_images, centre_square
+from fedgen.data.datasets import Images, as_images
 from fedgen.errors import FedgenError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
-_MOST_PIXELS = 2**26  # of an image
-_LARGEST = 1024  # side that images are resized to
+_MOST_PIXELS = 2**26  # limit on the pixels of an image
+_LARGEST = 1024  # limit on the resized side
 _GREY = ("1", "L", "LA")
-_DEEP = ("I", "F")  # of 16 or 32 bits, by how the names of Pillow's modes begin
-_DEEPER = re.compile(r";(16|32)[BLNF]")  # the same of colour, by what Pillow decodes
-SHOWN = 20
+_DEEP = ("I", "F")  # 16 or 32 bits, by prefix of Pillow's mode
+_DEEPER = re.compile(r";(16|32)[BLNF]")  # the same for colour, by Pillow's raw mode
+Side = Annotated[int, Ge(8), Le(_LARGEST)]
+"""Pixels of a side of a square image."""
+Channels = Literal[1, 3]
+"""Grey, or RGB."""
+MAX_SHOWN = 20
 """Names in a line."""
-
-
-def check_conversion(size: int | None, channels: int | None) -> None:
-    """Raises FedgenError for a size or a number of channels that images cannot be made to have."""
-    if size is not None and not 8 <= size <= _LARGEST:
-        raise FedgenError("data.size", f"must lie in 8..{_LARGEST}, got {size}", "e.g. 32")
-    if channels not in (None, 1, 3):
-        problem = f"must be 1 (grey) or 3 (RGB), got {channels}"
-        raise FedgenError("data.channels", problem, "or null, to leave images as they are")
 
 
 def read_images(
@@ -42,16 +38,17 @@ def read_images(
     channels: int | None,
     key: str = "data.path",
 ) -> Images:
-    """All images (n, channels, h, w), in this order, as viewers show them: turned by what a camera
-    noted (EXIF), on white where they are transparent.
+    """Return all images (n, channels, h, w) in this order, as viewers display them: rotated by EXIF
+    orientation, on white where transparent.
 
     Args:
-        place: where they are, for errors.
-        sources: what each is called in errors, and its file.
-        key: the setting that named ``place``, for errors.
+        place: their location, for errors.
+        sources: name of each image for errors, and its file.
+        key: setting that names ``place``, for errors.
 
     Raises:
-        FedgenError: for files that are no images, and images that do not fit together.
+        FedgenError: for files that are not one readable image of at most 8 bits per channel and
+            limited size, and for images that are not square, or differ in size or in colour.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -63,57 +60,59 @@ def read_images(
     for name, file in sources:
         try:
             with _stream(file) as stream, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow's limits are not ours
+                warnings.simplefilter("ignore")  # fedgen has its own limits
                 raw = Image.open(stream)
                 if raw.width * raw.height > _MOST_PIXELS:
                     large.append(name)
                     continue
                 if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
-                    deep.append(name)  # its range is not told, and cut off it would be lost
+                    deep.append(name)  # its range is unknown; clipping would lose it
                     continue
-                # a camera's MPO has a picture, and others of it beside
+                # an MPO file contains further pictures
                 if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
                     several.append(name)
                     continue
                 grey = channels == 1 or (channels is None and raw.mode in _GREY)
-                image = _on_white(_upright(raw)).convert("L" if grey else "RGB")
+                image = _composite_on_white(_apply_orientation(raw)).convert("L" if grey else "RGB")
         except Image.DecompressionBombError:
             large.append(name)
             continue
         except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
             bad.append(name)
             continue
-        found.append(centre_square(image, size) if size else np.asarray(image, np.uint8))
-    wrong: list[tuple[str, str]] = []  # problems and remedies
+        found.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
+    wrong: list[tuple[str, str]] = []  # (problem, remedy)
     names = [name for name, _ in sources if name not in {*large, *deep, *several, *bad}]
     if large:
-        problem = f"more than {_MOST_PIXELS:,} pixels: {some_of(large)}"
+        problem = f"more than {_MOST_PIXELS:,} pixels: {shorten(large)}"
         wrong.append((problem, "make them smaller"))
     if deep:
-        problem = f"more than 8 bits a pixel: {some_of(deep)}"
+        problem = f"more than 8 bits a pixel: {shorten(deep)}"
         wrong.append((problem, "scale them to 0..255 first, all by the same range"))
     if several:
-        problem = f"several images in a file: {some_of(several)}"
-        wrong.append((problem, "save each page as a file of its own"))
+        problem = f"several images in a file: {shorten(several)}"
+        wrong.append((problem, "save each page as a separate file"))
     if bad:
-        problem = f"{len(bad)} of {len(sources)} files cannot be read as images: {some_of(bad)}"
+        problem = f"{len(bad)} of {len(sources)} files cannot be read as images: {shorten(bad)}"
         wrong.append((problem, "remove them"))
     if len({image.ndim for image in found}) > 1:
         grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
         colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
         kind, fewer = ("grey", grey_ones) if len(grey_ones) <= len(colour) else ("colour", colour)
         problem = (
-            f"grey images: {len(grey_ones)}, in colour: {len(colour)}; {kind}: {some_of(fewer)}"
+            f"grey images: {len(grey_ones)}, in colour: {len(colour)}; {kind}: {shorten(fewer)}"
         )
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in found})
     if len(shapes) > 1 or any(high != wide for high, wide in shapes):
         sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes)
-        if len(shapes) > SHOWN:
+        if len(shapes) > MAX_SHOWN:
             (low, high), (narrow, wide) = ((min(s), max(s)) for s in zip(*shapes, strict=True))
             sizes = f"{len(shapes)} sizes, {narrow} to {wide} wide and {low} to {high} high"
         problem = f"images are to be square and of one size, and there are {sizes}"
-        remedy = "set data.size=32 (or another): the middle square is kept, and resized"
+        remedy = (
+            "set data.size=32 (or another): images are cropped to their central square and resized"
+        )
         wrong.append((problem, remedy))
     if len(wrong) == 1:
         raise FedgenError(key, *wrong[0])
@@ -123,17 +122,18 @@ def read_images(
     return as_images(place, np.stack(found))
 
 
-def _upright(raw: PillowImage) -> PillowImage:
-    """Turned as its camera was held. Notes that cannot be read say nothing, as to viewers."""
+def _apply_orientation(raw: PillowImage) -> PillowImage:
+    """Return the image rotated by its EXIF orientation. Invalid metadata are ignored, as by
+    viewers."""
     from PIL import ImageOps
 
-    with suppress(Exception):  # whatever reading of what somebody made up ends in
+    with suppress(Exception):  # reading untrusted metadata may raise anything
         return ImageOps.exif_transpose(raw)
     return raw
 
 
-def _on_white(image: PillowImage) -> PillowImage:
-    """Without what transparent pixels hide."""
+def _composite_on_white(image: PillowImage) -> PillowImage:
+    """Return the image on white, without the colours of transparent pixels."""
     from PIL import Image
 
     if not image.has_transparency_data:
@@ -144,11 +144,20 @@ def _on_white(image: PillowImage) -> PillowImage:
 
 
 def _stream(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
-    """Closes what it opens."""
+    """Return a context manager for the file, which closes only what it opens."""
     return file.open("rb") if isinstance(file, Path) else nullcontext(file)
 
 
-def some_of(names: Sequence[str]) -> str:
-    """Names for one line: the first of them, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(sorted(names)[:SHOWN]) + more
+def shorten(names: Sequence[str]) -> str:
+    """Return names for one line: the first ones, and the number of others."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(sorted(names)[:MAX_SHOWN]) + more
+
+
+def _centre_square(image: object, size: int) -> Images:
+    """Return the central square of an image, (size, size) or (size, size, channels)."""
+    from PIL import Image, ImageOps
+
+    assert isinstance(image, Image.Image)
+    fitted = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(fitted, dtype=np.uint8)

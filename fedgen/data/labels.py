@@ -1,4 +1,4 @@
-"""Names of labels. They are public, and each names a folder wherever samples are written to."""
+"""Names of labels. They are public, and each names a folder of samples."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from numpy.typing import NDArray
 
 from fedgen.errors import FedgenError
 
-_SHOWN = 20  # names in a line
-_LONG = 100  # letters of a name
-_NO_NAME = set('/\\:*?"<>|')  # not in a folder's name, on some systems
+_SHOWN = 20  # names per line
+_LONG = 100  # characters of a name
+_NO_NAME = set('/\\:*?"<>|')  # not allowed in names of folders on some systems
 
 
-def named(told: object) -> list[str]:
-    """The names that the setting ``data.labels`` tells, in order.
+def validate_names(told: object) -> list[str]:
+    """Return the names in the setting ``data.labels``, in order.
 
     Raises:
-        FedgenError: for what is no list of names.
+        FedgenError: for an invalid list.
     """
     if not isinstance(told, list | tuple) or not all(type(each) in (str, int) for each in told):
         raise FedgenError("data.labels", f"cannot be {told!r}", "list names, e.g. [cat,dog]")
     names = [str(each) for each in told]
-    if not are_names(names):
-        remedy = "give each a name of its own that may be a folder's"
+    if not has_names(names):
+        remedy = "give each a distinct name that is a valid folder name"
         raise FedgenError("data.labels", f"cannot be {', '.join(names)}", remedy)
     return names
 
 
-def known(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
-    """The labels' names in order: those ``told`` by the setting, or all that there are.
+def infer_names(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
+    """Return the names of labels in order: those ``told`` by the setting, or all names in the data.
 
     Raises:
-        FedgenError: for a label that is none of those told, or what is no list of names.
+        FedgenError: for a label outside those in the setting, or an invalid list.
     """
-    labels = ordered(found) if told is None else named(told)
+    labels = sort_names(found) if told is None else validate_names(told)
     _check_known(found, labels)
     return labels
 
@@ -47,15 +47,15 @@ def _check_known(found: Iterable[str], names: Sequence[str]) -> None:
         raise FedgenError("data.labels", problem, "add them, or move their images away")
 
 
-def are_names(told: Sequence[object]) -> bool:
-    """Whether these may name labels: each a folder of its own."""
+def has_names(told: Sequence[object]) -> bool:
+    """Return whether these may name labels: each becomes the name of a folder."""
     names = [each for each in told if isinstance(each, str) and 0 < len(each) <= _LONG]
     if any(each.strip(". ") != each or set(each) & _NO_NAME for each in names):
         return False
     return len({each.casefold() for each in names if each.isprintable()}) == len(told)
 
 
-def ordered(names: Iterable[str]) -> list[str]:
+def sort_names(names: Iterable[str]) -> list[str]:
     """Sort distinct names: by value where all are whole numbers, else as text."""
     distinct = set(names)
     if all(_is_number(name) for name in distinct):
@@ -67,7 +67,7 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) <= 18
 
 
-def numbers(
+def to_numbers(
     where: str, values: NDArray[np.generic], classes: int, names: Sequence[str] | None = None
 ) -> NDArray[np.int64]:
     """Return labels as class indices, int64 of shape (n,).
@@ -87,11 +87,11 @@ def numbers(
         values = values[:, 0]
     numeric = values.dtype.kind in "biuf"
     if values.ndim != 1:
-        raise FedgenError("data", *_not_one_each(where, values, numeric))
+        raise FedgenError("data", *_ambiguous(where, values, numeric))
     if values.dtype.kind in "US" or (names and all(_is_number(name) for name in names)):
         return _by_name(where, values, names)
     if not numeric:
-        problem = f"{where} holds labels of type {values.dtype}"
+        problem = f"{where} contains labels of type {values.dtype}"
         raise FedgenError("data", problem, "give whole numbers from 0, one for each image")
     if values.dtype.kind == "f":
         if missing := int(np.count_nonzero(~np.isfinite(values))):
@@ -99,7 +99,7 @@ def numbers(
             raise FedgenError("data", problem, "remove these images")
         if (values != np.floor(values)).any():
             first = float(values[values != np.floor(values)][0])
-            problem = f"{where} holds labels with fractions, e.g. {first:g}"
+            problem = f"{where} contains labels with fractions, e.g. {first:g}"
             raise FedgenError("data", problem, "divide them into classes numbered from 0")
     check_range(where, values, classes, named_labels=names is not None)
     return values.astype(np.int64)
@@ -108,7 +108,7 @@ def numbers(
 def check_range(
     where: str, values: NDArray[np.generic], classes: int, named_labels: bool = False
 ) -> None:
-    """Raises FedgenError for class indices outside 0..``classes`` - 1.
+    """Raise FedgenError for class indices outside 0..``classes`` - 1.
 
     Args:
         named_labels: whether ``classes`` is the number of names in ``data.labels``.
@@ -130,9 +130,9 @@ def check_range(
         raise FedgenError("data", problem, remedy)
 
 
-def _not_one_each(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[str, str]:
+def _ambiguous(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[str, str]:
     """Return problem and remedy for labels of another shape than (n,)."""
-    problem = f"{where} holds labels of shape {values.shape}"
+    problem = f"{where} contains labels of shape {values.shape}"
     if values.ndim != 2 or not numeric or not np.isin(values, (0, 1)).all():
         return problem, "give one whole number for each image, (n,)"
     sums = values.sum(1)
@@ -147,8 +147,8 @@ def _by_name(
 ) -> NDArray[np.int64]:
     texts = [_text(value) for value in values.tolist()]
     if names is None:
-        some = ",".join(each[:_LONG] for each in ordered(texts)[:_SHOWN])
-        problem = f"{where} holds label names that data.labels does not list"
+        some = ",".join(each[:_LONG] for each in sort_names(texts)[:_SHOWN])
+        problem = f"{where} contains label names that data.labels does not list"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
     _check_known(texts, names)
     index = {name: number for number, name in enumerate(names)}
@@ -178,7 +178,7 @@ def identities(where: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
         values = values[:, 0]
     if values.ndim != 1 or values.dtype.kind not in "iuUS":
         problem = f"{where} has type {values.dtype} and shape {values.shape}"
-        raise FedgenError("data", problem, "give one whole number or name for each image, (n,)")
+        raise FedgenError("data", problem, "give one integer or name per image, (n,)")
     if values.dtype.kind in "US":
         values = np.unique(values, return_inverse=True)[1]
     return values.astype(np.int64)

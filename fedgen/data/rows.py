@@ -1,7 +1,8 @@
-"""Public coins of rows, keyed by what a row is: without one row all others have the same ones.
+"""Public streams keyed by the content of a record: removing one record does not change those of
+others.
 
-Coins keyed by a row's place would be others' as soon as a row before it is missing, and an ε about
-one row more or less would be about all of them.
+Streams keyed by position would shift when an earlier record is missing, and an ε about one record
+would concern all of them.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.coins import Coins
+from fedgen.randomness import RandomStreams
 
 
-def key_of(coins: Coins, *names: str | int) -> bytes:
-    """A public key."""
-    bits = torch.randint(2**62, (), generator=coins.public(*names))
+def example_key(streams: RandomStreams, *names: str | int) -> bytes:
+    """Return a public key."""
+    bits = torch.randint(2**62, (), generator=streams.public(*names))
     return int(bits).to_bytes(8, "little")
 
 
-def keyed(key: bytes, content: bytes) -> bytes:
-    """A digest of 16 bytes."""
+def keyed_digest(key: bytes, content: bytes) -> bytes:
+    """Return a digest of 16 bytes."""
     return hashlib.blake2b(content, key=key, digest_size=16).digest()
 
 
-def content_of(image: NDArray[np.uint8], label: int) -> bytes:
-    """All that a row is."""
+def example_content(image: NDArray[np.uint8], label: int) -> bytes:
+    """Return the content of a record."""
     return label.to_bytes(8, "little") + image.tobytes()
 
 
-def row_coins(
-    images: NDArray[np.uint8], labels: NDArray[np.int64], coins: Coins, *names: str | int
+def example_uniforms(
+    images: NDArray[np.uint8], labels: NDArray[np.int64], streams: RandomStreams, *names: str | int
 ) -> NDArray[np.float64]:
-    """A coin in [0, 1) for each row. Rows that are equal have different ones, by how many came
-    before: which of them is which makes no difference."""
-    key, seen, found = key_of(coins, *names), Counter[bytes](), []
+    """Return a uniform number in [0, 1) per record. Equal records have different numbers, by the
+    count of earlier ones: their order is irrelevant."""
+    key, seen, found = example_key(streams, *names), Counter[bytes](), []
     for content in _contents(images, labels):
-        told = keyed(key, content)
+        told = keyed_digest(key, content)
         seen[told] += 1
-        again = keyed(key, told + seen[told].to_bytes(8, "little"))
+        again = keyed_digest(key, told + seen[told].to_bytes(8, "little"))
         found.append(int.from_bytes(again[:6], "little") / 2**48)
     return np.array(found)
 
 
 def _contents(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Iterable[bytes]:
-    return (content_of(image, int(label)) for image, label in zip(images, labels, strict=True))
+    return (example_content(image, int(label)) for image, label in zip(images, labels, strict=True))

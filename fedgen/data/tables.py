@@ -1,15 +1,15 @@
-"""A list of images: a CSV file with a line for each, and a heading, or a Parquet file.
+"""Lists of images: a CSV file with a header and a line per image, or a Parquet file.
 
 | column | |
 |---|---|
-| ``path`` | the image's file, below the table's folder; it is the record's name |
-| ``label`` | the label's name; all names are a setting, ``data.labels``, and public |
-| ``client`` | optional: whose image it is (``partition=by_folder``) |
-| ``person`` | optional: whom it shows (``privacy.unit=person``) |
+| ``path`` | file of the image, below the folder of the table; it is the name of the record |
+| ``label`` | name of the label; all names are a setting, ``data.labels``, and public |
+| ``client`` | optional: client of the image (``partition=by_folder``) |
+| ``person`` | optional: person in the image (``privacy.unit=person``) |
 | ``split`` | optional: ``train`` or ``test`` |
 
-Clients are numbered in the order of their names, by value if all are whole numbers. A table is data
-that somebody may have handed over: it names no file outside of its folder, and none twice.
+Clients are numbered in the order of their names, by value if all are whole numbers. A table may be
+untrusted: it may not name files outside its folder, nor a file twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fedgen.data.labels import known, ordered
+from fedgen.data.labels import infer_names, sort_names
 from fedgen.errors import FedgenError
 
 TABLES = (".csv", ".parquet")
 """How names of tables end."""
 
-_SHOWN = 20  # names in a line
-_LONG = 100  # letters of a name in a line
+_SHOWN = 20  # names per line
+_LONG = 100  # characters of a name shown
 _COLUMNS = ("path", "label", "client", "person", "split")
 _SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
 _MOST_BYTES, _MOST_ROWS = 2**30, 10**7
@@ -35,8 +35,7 @@ _MOST_BYTES, _MOST_ROWS = 2**30, 10**7
 
 @dataclass(frozen=True)
 class Record:
-    """An image: where it is, what tells it from others, whose, under which label, in which split
-    (None: not said), and whom it shows."""
+    """An image: its file, name, client, label, split (None: unknown) and person."""
 
     path: Path
     name: str
@@ -47,9 +46,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """All records, the labels' names, the number of clients, whether labels are part of records'
-    names, whether it is known whom records show, and the names of columns that are not read."""
+class Listing:
+    """All records, names of labels, number of clients, whether labels are needed to distinguish
+    records of the same name, whether persons are known, and the names of columns that are not read.
+    """
 
     records: list[Record]
     labels: list[str]
@@ -59,27 +59,30 @@ class Listed:
     unread: tuple[str, ...] = ()
 
 
-def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
-    """The records of a table; ``named``: see ``labels.known``.
+def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
+    """Return the records of a table.
+
+    Args:
+        named: names of labels; see ``labels.infer_names``.
 
     Raises:
-        FedgenError: for the first thing that is wrong with it.
+        FedgenError: for the first problem.
     """
     rows = _rows(table)
     columns = set(rows[0])
     if lacking := {"path", "label"} - columns:
         problem = f"{table} has no column {' and no column '.join(sorted(lacking))}"
         first = ", ".join(repr(each[:_LONG]) for each in list(rows[0])[:_SHOWN])
-        remedy = f"name its columns, with commas between them, in the first line, which has {first}"
+        remedy = f"put the column names, separated by commas, in the first line, which has {first}"
         raise FedgenError("data.path", problem, remedy)
     clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
     persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
     if named is None:
-        there = ordered(row["label"] for row in rows)
+        there = sort_names(row["label"] for row in rows)
         some = ",".join(each[:_LONG] for each in there[:_SHOWN])
-        problem = "is not set: labels are public, and not read off a table's rows"
+        problem = "is not set: labels are public, and not derived from the table"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
-    labels = known({row["label"] for row in rows}, named)
+    labels = infer_names({row["label"] for row in rows}, named)
     home, seen = table.parent.resolve(), set()
     by_label = {name: number for number, name in enumerate(labels)}
     records = []
@@ -92,23 +95,23 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
         try:
             really = (table.parent / path).resolve()
             there_is = really.is_file()
-        except (OSError, RuntimeError, ValueError):  # a link to itself, a name too long
+        except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
             really, there_is = table, False
         if home not in really.parents:
-            problem = f"{where} leads out of the table's folder"
+            problem = f"{where} is outside the table's folder"
             raise FedgenError("data.path", problem, "copy the image there")
         if not there_is:
             raise FedgenError("data.path", f"{where} is no file", "remove the line")
         if really in seen:
             problem = f"{where} is named more than once"
-            raise FedgenError("data.path", problem, "name each image once")
+            raise FedgenError("data.path", problem, "list each image once")
         seen.add(really)
         if split not in _SPLITS:
             problem = f"{table}, line {number}: there is no split {split[:_LONG]!r}"
             raise FedgenError("data.path", problem, "write train or test, or leave it out")
         if persons and not row["person"]:
-            problem = f"{table}, line {number}: nobody is named as person"
-            raise FedgenError("data.path", problem, "name one, or leave out the column")
+            problem = f"{table}, line {number}: the person is empty"
+            raise FedgenError("data.path", problem, "fill it in, or remove the column")
         records.append(
             Record(
                 table.parent / path,
@@ -120,17 +123,22 @@ def listed_in(table: Path, named: Sequence[str] | None) -> Listed:
             )
         )
     unread = tuple(name[:_LONG] for name in rows[0] if name not in _COLUMNS)[:_SHOWN]
-    return Listed(records, labels, max(len(clients), 1), persons=bool(persons), unread=unread)
+    return Listing(records, labels, max(len(clients), 1), persons=bool(persons), unread=unread)
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(ordered(names))}
+    return {name: number for number, name in enumerate(sort_names(names))}
 
 
 def _rows(table: Path) -> list[dict[str, str]]:
-    """The lines by the names of their columns, all of them whole."""
+    """Return all lines as dictionaries by column, each complete.
+
+    Raises:
+        FedgenError: for an unreadable, too large or empty table, duplicate columns, or a line with
+            missing or additional fields.
+    """
     try:
-        if not table.is_file():  # a device has no end
+        if not table.is_file():  # a device is endless
             raise FedgenError("data.path", f"{table} is no file", "give a table")
         if table.stat().st_size > _MOST_BYTES:
             raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
@@ -145,7 +153,7 @@ def _rows(table: Path) -> list[dict[str, str]]:
         problem = f"{table} lists no image"
         raise FedgenError("data.path", problem, "a heading (path,label), and a line for each image")
     if len(set(columns)) < len(columns):
-        problem = f"{table} has two columns of one name"
+        problem = f"{table} has two columns with the same name"
         raise FedgenError("data.path", problem, "remove one of them")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
@@ -167,7 +175,7 @@ def _of_csv(table: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Its columns as text; what is missing is none."""
+    """Return its columns as text; missing values are empty."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -181,8 +189,8 @@ def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
             raise FedgenError("data.path", f"{table} is too large", "take part of it")
         names = file.schema_arrow.names
         if len(set(names)) < len(names):
-            return names, [{}]  # said by whoever reads these
-        found = file.read(use_threads=False)  # its threads may outlive what ends this process
+            return names, [{}]  # reported by the reader
+        found = file.read(use_threads=False)  # threads may outlive the end of this process
     texts = {
         name: ["" if v is None else str(v) for v in column.to_pylist()]
         for name, column in zip(found.column_names, found.columns, strict=True)

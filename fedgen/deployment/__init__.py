@@ -1,1 +1,1 @@
-"""Real clients: a SuperLink, a node at each site, and the coordinator of a run."""
+"""Deployments: a SuperLink, a node at each site, and the coordinator of a run."""

@@ -1,4 +1,4 @@
-"""The runtime of a deployment: rounds over a SuperLink, with nodes that have rows of their own."""
+"""Run the rounds of a deployment over a SuperLink, with nodes that hold the images."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from fedgen.deployment.flower_coordinator import serving
-from fedgen.deployment.flower_link import link_at, settle
+from fedgen.deployment.flower_coordinator import serve_request
+from fedgen.deployment.flower_link import initialize, parse_address
 from fedgen.deployment.request import Request
-from fedgen.experiments.identity import opened
-from fedgen.experiments.sites import SiteOf
-from fedgen.federation.client_app import Site
-from fedgen.federation.server_app import start
+from fedgen.federation.client.app import ClientSetup
+from fedgen.federation.runtimes.server_app import start
+from fedgen.run.clients import RunClientSetup
+from fedgen.run.resume import open_run
 from fedgen.version import VERSION
 
 
 def run(
     server: ServerApp,
-    site: Site,
+    setup: ClientSetup,
     clients: int,
-    again: Callable[[], Site],
+    rebuild: Callable[[], ClientSetup],
     *,
     timeout: float | None,
     superlink: str,
     ca: str,
     rehearses: str | None,
 ) -> None:
-    """Runs a ServerApp against the nodes of a SuperLink. Each is told what the run directory says
-    of the run, and makes up its own mind.
+    """Run a ServerApp against the nodes of a SuperLink. Each node receives the request of the run
+    and decides by its own policy.
 
     Args:
         superlink: HOST:PORT of ``fedgen link`` on this machine: its Control and Runtime APIs answer
-            nobody else.
-        ca: the certificate that it is known by.
+            only local callers.
+        ca: certificate of the link.
 
     Raises:
-        FedgenError: if it is not there.
+        FedgenError: if the link is not there.
     """
     del clients, timeout, rehearses  # by nodes; Flower's messages have a time to live; by the setup
-    assert isinstance(again, SiteOf)
-    _, config, identity = opened(Path(again.path), "run_dir")
-    request = Request.of(config, site.terms.run, site.branch, identity["noise_multiplier"])
-    link = link_at(superlink, ca)
-    settle()
-    with serving(link, VERSION, request.text()) as grid:
+    assert isinstance(rebuild, RunClientSetup)
+    _, config, identity = open_run(Path(rebuild.path), "run_dir")
+    request = Request.from_config(
+        config, setup.terms.run, setup.domain, identity["noise_multiplier"]
+    )
+    link = parse_address(superlink, ca)
+    initialize()
+    with serve_request(link, VERSION, request.text()) as grid:
         start(server, grid)

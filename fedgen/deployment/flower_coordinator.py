@@ -1,4 +1,4 @@
-"""A coordinator's run on a SuperLink: it is the ServerApp of a run that it starts."""
+"""Start a run on a SuperLink and act as its ServerApp."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from fedgen.deployment.flower_link import KEY, Link, pause
-from fedgen.deployment.flower_packing import packed, unpacked
+from fedgen.deployment.flower_link import KEY, Link, poll_interval
+from fedgen.deployment.flower_packing import pack_message, unpack_message
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import set_message_id
-from fedgen.federation.nodes import GridAround
+from fedgen.federation.runtimes.local_nodes import GridWrapper
 
 REQUEST = "request"
 """The setting of a Flower run that holds what fedgen asks."""
 
-_TASK_SECONDS = 30.0  # until a run that was started has its task
+_TASK_SECONDS = 30.0  # wait for the task of a started run
 _ENVELOPE_BYTES = 2**16  # overhead of a message beyond its arrays
 _BUNDLE = """\
 [project]
@@ -60,8 +60,8 @@ request = ""
 
 
 def bundle(version: str) -> bytes:
-    """The Flower bundle of every run of this version of fedgen: there is no code in it that anybody
-    runs. Its hash says which fedgen a coordinator has."""
+    """Return the Flower bundle of all runs of this version of fedgen. It contains no code that is
+    executed; its hash identifies the version of the coordinator."""
     files: dict[str, Any] = {
         "pyproject.toml": _BUNDLE.format(version=version).encode(),
         "LICENSE": b"See fedgen's own.\n",
@@ -71,13 +71,13 @@ def bundle(version: str) -> bytes:
 
 
 def bundle_hash(version: str) -> str:
-    """Its hash, as Flower tells it."""
+    """Return the hash of the bundle, as computed by Flower."""
     return hashlib.sha256(bundle(version)).hexdigest()
 
 
 @contextmanager
-def serving(link: Link, version: str, request: str) -> Iterator[Grid]:
-    """Starts a run, and is its ServerApp: a Grid to the nodes, for as long as the block."""
+def serve_request(link: Link, version: str, request: str) -> Iterator[Grid]:
+    """Start a run and yield a Grid to the nodes, as its ServerApp, while the block is active."""
     content = bundle(version)
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     with link.open(ControlHttpClient, "flwr CLI") as control:
@@ -87,18 +87,18 @@ def serving(link: Link, version: str, request: str) -> Iterator[Grid]:
             with _task(link, begun.run_id) as grid:
                 yield grid
         except BaseException as error:
-            with contextlib.suppress(httpx.HTTPError):  # it has ended by itself
+            with contextlib.suppress(httpx.HTTPError):  # it has already ended
                 control.StopRun(StopRunRequest(run_id=begun.run_id))
             if isinstance(error, RunNotRunningException):
                 problem = "the run was ended there"
-                raise FedgenError(KEY, problem, "go on with resume=RUN_DIR") from error
+                raise FedgenError(KEY, problem, "continue with resume=RUN_DIR") from error
             raise
 
 
 @contextmanager
 def _task(link: Link, run_id: int) -> Iterator[Grid]:
-    """The task of a run's ServerApp, taken before anybody else takes it. Older ones, of
-    coordinators that died before they took theirs, are failed on the way."""
+    """Claim the task of the ServerApp of a run before anyone else. Older tasks, of coordinators
+    that died before they claimed theirs, are marked as failed."""
     until = time.monotonic() + _TASK_SECONDS
     with link.open(RuntimeHttpClient, "SuperExec") as client:
         while True:
@@ -107,10 +107,10 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
             if found.token and found.task.run_id == run_id:
                 break
             if time.monotonic() > until:
-                problem = "the run has no task: something else on this machine took it"
+                problem = "the run has no task: another process on this machine took it"
                 raise FedgenError(KEY, problem, "end other flower-superexec processes")
             if not found.token:
-                time.sleep(pause(0.0))
+                time.sleep(poll_interval(0.0))
     grid = HttpGrid(link.address, False, link.ca, token=found.token)
     runtime: Any = grid._runtime_client
     alive = HeartbeatSender(make_task_heartbeat_fn_http(runtime))
@@ -127,13 +127,13 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
     finally:
         status = "failed" if details else "completed"
         over = PushTaskOutputRequest(sub_status=status, details=details)
-        with contextlib.suppress(httpx.HTTPError):  # it ended first: there is nobody to tell
+        with contextlib.suppress(httpx.HTTPError):  # it has already ended
             runtime.PushTaskOutput(over)
         alive.stop()
         grid.close()
 
 
-class PackedGrid(GridAround):
+class PackedGrid(GridWrapper):
     """Grid that sends each message as one object and pauses between polls. Flower would fetch each
     array as a separate object.
 
@@ -148,7 +148,7 @@ class PackedGrid(GridAround):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See Grid."""
         whole = list(messages)
-        names = list(self._inner.push_messages(list(map(packed, whole))))
+        names = list(self._inner.push_messages(list(map(pack_message, whole))))
         self._heard = time.monotonic()
         if whole and not names:
             problem = "a query exceeds the link's request limit"
@@ -165,5 +165,5 @@ class PackedGrid(GridAround):
         if found:
             self._heard = time.monotonic()
         else:
-            time.sleep(pause(time.monotonic() - self._heard))
-        return list(map(unpacked, found))
+            time.sleep(poll_interval(time.monotonic() - self._heard))
+        return list(map(unpack_message, found))

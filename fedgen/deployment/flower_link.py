@@ -1,7 +1,7 @@
-"""Flower's SuperLink: served here, and spoken to by the machine that it is on.
+"""Serve Flower's SuperLink, and connect to it from the same machine.
 
-The files ``flower_*`` of this room, with ``flower_compat``, are all that imports what Flower does
-not publish; a test names the version that they fit.
+Only the files ``flower_*`` of this package and ``flower_compat`` import private parts of Flower; a
+test pins the version that they fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedgen.deployment import flower_limits
 from fedgen.deployment.flower_limits import LIMIT_HEADER, LOOPBACK, BodyLimit, LimitedListener
 from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
-from fedgen.files import read_bounded
+from fedgen.storage.io import read_bounded
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -43,18 +43,18 @@ QUIET = {
 """For each process that speaks Flower: nothing is reported, downloaded or installed."""
 
 
-def settle() -> None:
-    """Flower in this process: see ``QUIET``; and it looks again soon for what is still on its way.
-    Its own first wait, a second, would be the longest part of a round."""
+def initialize() -> None:
+    """Configure Flower in this process: see ``QUIET``; poll more often, because Flower's first wait
+    of one second would be the longest part of a round."""
     os.environ.update(QUIET)
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what goes wrong is said by us, in a line
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # fedgen reports errors in one line
     defaults: Any = pull_objects.__kwdefaults__
     defaults["initial_backoff"] = _BACKOFF_SECONDS
 
 
-def pause(silent: float) -> float:
-    """Seconds until a link that had nothing for ``silent`` seconds is asked again: it works for
-    every question, and a wait becomes longer by a twentieth."""
+def poll_interval(silent: float) -> float:
+    """Return the seconds until a link without news for ``silent`` seconds is polled again: each
+    poll costs work at the link, and the interval lengthens a wait by a twentieth."""
     return min(max(_POLL_SECONDS, 0.05 * silent), _SELDOM_SECONDS)
 
 
@@ -65,14 +65,14 @@ _POLL_SECONDS, _SELDOM_SECONDS = 0.05, 2.0
 _OPEN = ("/v1/fleet/", "/health")
 
 
-class _FleetAlone:
-    """Middleware: from elsewhere nothing but what nodes need."""
+class _FleetOnly:
+    """Middleware that serves remote callers only the API for nodes."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
+        """Handle a request (ASGI)."""
         caller = (scope.get("client") or ("unknown",))[0]
         if scope["type"] == "lifespan" or caller in LOOPBACK or scope["path"].startswith(_OPEN):
             await self._app(scope, receive, send)
@@ -97,9 +97,9 @@ def serve(
         database: file of the SuperLink's state.
         largest: limit on the body of a request, in bytes.
     """
-    settle()
+    initialize()
     inner, bounds = extensions.get_middleware, Middleware(BodyLimit, largest=largest)
-    extensions.get_middleware = lambda: (bounds, Middleware(_FleetAlone), *inner())
+    extensions.get_middleware = lambda: (bounds, Middleware(_FleetOnly), *inner())
     server = SimpleNamespace(run=partial(flower_limits.serve, bound))
     sys.modules[flower_superlink.__module__].__dict__["uvicorn"] = server
     host, port, *_ = bound[0].getsockname()
@@ -112,17 +112,17 @@ def serve(
 
 @dataclass(frozen=True)
 class Link:
-    """A SuperLink as this machine reaches it: its address, and the certificate it is known by."""
+    """A SuperLink on this machine: its address and certificate."""
 
     address: str
     ca: bytes
 
     @contextmanager
     def open(self, kind: type[Any], name: str) -> Iterator[Any]:
-        """A client of one of its APIs, under the name of a Flower component.
+        """Yield a client of one of its APIs, under the name of a Flower component.
 
         Raises:
-            FedgenError: in place of what goes wrong with its calls.
+            FedgenError: in place of errors of its calls.
         """
         client = kind.from_server_address(
             server_address=self.address,
@@ -133,13 +133,18 @@ class Link:
         try:
             yield client
         except httpx.HTTPStatusError as error:
-            raise FedgenError(KEY, said(error), "see the SuperLink's log") from error
+            raise FedgenError(KEY, error_message(error), "see the SuperLink's log") from error
         except httpx.HTTPError as error:
-            if not_believed(error):
-                problem = f"the SuperLink at {self.address} is not who ca says ({str(error)[:100]})"
-                raise FedgenError(KEY, problem, "mend address or ca") from error
-            problem = f"no SuperLink answers at {self.address} ({type(error).__name__})"
-            raise FedgenError(KEY, problem, "start fedgen link, or mend address or ca") from error
+            if certificate_error(error):
+                problem = (
+                    f"the certificate of the SuperLink at {self.address} fails "
+                    f"verification against ca ({str(error)[:100]})"
+                )
+                raise FedgenError(KEY, problem, "correct address or ca") from error
+            problem = f"no SuperLink responds at {self.address} ({type(error).__name__})"
+            raise FedgenError(
+                KEY, problem, "start fedgen link, or correct address or ca"
+            ) from error
         finally:
             client.close()
 
@@ -154,16 +159,16 @@ class Link:
             response = httpx.get(f"https://{self.address}/health", verify=context)
             return int(response.headers[LIMIT_HEADER])
         except (httpx.HTTPError, ssl.SSLError, ValueError, KeyError) as error:
-            problem = f"no fedgen link answers at {self.address} ({type(error).__name__})"
+            problem = f"no fedgen link responds at {self.address} ({type(error).__name__})"
             raise FedgenError(KEY, problem, "start fedgen link, or correct runtime.ca") from error
 
     def register(self, public_key: bytes, name: str) -> int:
-        """Lets a node with this public key (PEM) in; returns its id."""
+        """Admit a node with this public key (PEM); return its id."""
         with self.open(ControlHttpClient, "flwr CLI") as client:
             try:
                 found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
             except httpx.HTTPStatusError as error:
-                if "already in use" in said(error):
+                if "already in use" in error_message(error):
                     raise FedgenError("accept", "this key was let in before", "go on") from error
                 raise
             return int(found.node_id)
@@ -172,15 +177,15 @@ class Link:
 KEY = "runtime.superlink"
 
 
-def not_believed(error: Exception) -> bool:
-    """Whether a connection failed over the other side's certificate."""
-    if isinstance(error, httpx.TimeoutException):  # whose text speaks of SSL, too
+def certificate_error(error: Exception) -> bool:
+    """Return whether a connection failed because of the peer's certificate."""
+    if isinstance(error, httpx.TimeoutException):  # its text mentions SSL, too
         return False
     return any(word in str(error).lower() for word in ("certificate", "wrong_version"))
 
 
-def link_at(superlink: str, ca: str) -> Link:
-    """A SuperLink, by the settings that name it.
+def parse_address(superlink: str, ca: str) -> Link:
+    """Return the SuperLink named by the settings.
 
     Raises:
         FedgenError: if its certificate cannot be read.
@@ -192,8 +197,8 @@ def link_at(superlink: str, ca: str) -> Link:
         raise FedgenError("runtime.ca", problem, "fedgen link makes one") from error
 
 
-def said(error: httpx.HTTPStatusError) -> str:
-    """What a SuperLink said to what it refused."""
+def error_message(error: httpx.HTTPStatusError) -> str:
+    """Return the message of a SuperLink that refused a request."""
     found = FlowerError.from_json(error.response.text)
     told = found.message if found else error.response.text[:100]
     return f"the SuperLink refused with {error.response.status_code}: {told}"

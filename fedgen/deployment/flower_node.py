@@ -1,4 +1,4 @@
-"""A node's connection to a SuperLink, by Flower's Fleet API."""
+"""Connect a node to a SuperLink by Flower's Fleet API."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedgen.deployment.flower_coordinator import REQUEST
-from fedgen.deployment.flower_link import not_believed, said, settle
-from fedgen.deployment.flower_packing import packed, unpacked
+from fedgen.deployment.flower_link import certificate_error, error_message, initialize
+from fedgen.deployment.flower_packing import pack_message, unpack_message
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import set_message_id
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as a node hears of it: the request's text, and the hash of its bundle."""
+    """A run as a node sees it: the text of the request, and the hash of its bundle."""
 
     request: str
     bundle: str
 
 
 class LostError(Exception):
-    """The SuperLink is out of reach, for now; or takes the node for one that is still connected."""
+    """The SuperLink is unreachable, or still considers the node connected."""
 
 
 class RunOverError(Exception):
-    """The run that a message was of has ended."""
+    """The run of a message has ended."""
 
 
 class TooLargeError(Exception):
@@ -77,13 +77,13 @@ class TooLargeError(Exception):
 
 
 class Connection:
-    """A node's connection while it is open.
+    """An open connection of a node.
 
     Raises:
         LostError: by every call, if the SuperLink does not answer.
-        RunOverError: by those about a message.
+        RunOverError: by calls about a message.
         TooLargeError: by ``reply``.
-        FedgenError: if it does not let the node in.
+        FedgenError: if the node is not admitted.
     """
 
     def __init__(self, client: FleetHttpClient, key: EllipticCurvePrivateKey) -> None:
@@ -98,21 +98,21 @@ class Connection:
 
     @property
     def node(self) -> int:
-        """The node's id, by its key."""
+        """Return the id of the node, determined by its key."""
         return int(self._node.node_id)
 
     def close(self) -> None:
-        """Leaves."""
+        """Disconnect."""
         self._over.set()
         self._alive.join()
         with contextlib.suppress(httpx.HTTPError):
             self._client.DeactivateNode(DeactivateNodeRequest(node_id=self._node.node_id))
 
     def _live(self) -> None:
-        """Says that it is there, often enough."""
+        """Send heartbeats."""
         wanted = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=_HEARTBEAT_SECONDS)
         while not self._over.wait(_HEARTBEAT_SECONDS / 3):
-            with contextlib.suppress(Exception):  # the next call says what is wrong
+            with contextlib.suppress(Exception):  # the next call reports the error
                 self._client.SendNodeHeartbeat(wanted)
 
     @staticmethod
@@ -120,31 +120,31 @@ class Connection:
         try:
             return method(wanted)
         except httpx.HTTPStatusError as error:
-            status, told = error.response.status_code, said(error)
+            status, told = error.response.status_code, error_message(error)
             if status == httpx.codes.FORBIDDEN:
                 raise RunOverError from error
             if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
                 raise TooLargeError(error.response.text[:100]) from error
             known = FlowerError.from_json(error.response.text)
             if known and known.code == _NOT_ACTIVATED:
-                raise LostError(_NOT_LET_IN) from error
+                raise LostError(_NOT_ACCEPTED) from error
             if status in _TRANSIENT:
                 raise LostError(told) from error
             raise FedgenError("superlink", told, "see whether this key was accepted") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            if not_believed(error):
-                problem = f"it is not who ca says ({str(error)[:100]})"
-                raise FedgenError("superlink", problem, "mend superlink or ca") from error
-            raise LostError(f"no answer ({type(error).__name__})") from error
+            if certificate_error(error):
+                problem = f"its certificate fails verification against ca ({str(error)[:100]})"
+                raise FedgenError("superlink", problem, "correct superlink or ca") from error
+            raise LostError(f"no response ({type(error).__name__})") from error
 
     def run(self, run_id: int) -> Run:
-        """What a run is about."""
+        """Return the run with this id."""
         wanted = GetRunRequest(node=self._node, run_id=run_id)
         found = run_from_proto(self._call(self._client.GetRun, wanted).run)
         return Run(str(found.override_config.get(REQUEST, "")), found.fab_hash)
 
     def receive(self) -> Message | None:
-        """The next message for this node, whole, if there is one."""
+        """Return the next complete message for this node, or None."""
         found = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
         if not found.messages_list:
             return None
@@ -160,12 +160,12 @@ class Connection:
         message = inflate_object_from_contents(name, contents)
         assert isinstance(message, Message)
         set_message_id(message, name)
-        return unpacked(message)
+        return unpack_message(message)
 
     def reply(self, message: Message, reply: Message) -> None:
-        """Sends a reply. How long it took is not told: it may follow from private rows."""
+        """Send a reply. Its computing time is not sent: it may depend on private records."""
         run_id = message.metadata.run_id
-        reply = reply if reply.has_error() else packed(reply)
+        reply = reply if reply.has_error() else pack_message(reply)
         set_message_id(reply, reply.object_id)
         with no_object_id_recompute():
             bare = remove_content_from_message(reply) if reply.has_content() else reply
@@ -186,37 +186,37 @@ class Connection:
             push_object_contents_from_iterable(objects.items(), push_object_fn=push)
 
 
-AGAIN_SECONDS = 2.0  # between two tries of what did not work
+RETRY_SECONDS = 2.0  # between retries
 
-_HEARTBEAT_SECONDS = 10.0  # a node that was killed may come back after two of them
+_HEARTBEAT_SECONDS = 10.0  # a killed node may reconnect after two of them
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
-_NOT_ACTIVATED = 2004  # no such key, or one that is connected
-_NOT_LET_IN = (
+_NOT_ACTIVATED = 2004  # unknown key, or a connected one
+_NOT_ACCEPTED = (
     "the link does not know this key yet (the coordinator: fedgen link accept=KEY.pub), or a node "
     "with it is connected"
 )
 
 
-class Told:
-    """What a node that tries again has said: the same trouble is said once."""
+class LogOnce:
+    """Print each problem of a retrying node once."""
 
     def __init__(self) -> None:
         self._last: str | None = None
 
     def once(self, trouble: str) -> None:
-        """Says it, unless it was said last."""
+        """Print a problem unless it was the last one printed."""
         if trouble != self._last:
-            often = f"trying again every {AGAIN_SECONDS:g} seconds"
+            often = f"trying again every {RETRY_SECONDS:g} seconds"
             print(f"fedgen: {trouble}; {often}", file=sys.stderr, flush=True)
         self._last = trouble
 
     def over(self) -> None:
-        """The trouble is over."""
+        """Forget the problem: it is resolved."""
         self._last = None
 
 
 def error_reply(message: Message, code: int) -> Message:
-    """A reply that is a code and nothing else."""
+    """Return a reply that contains only an error code."""
     return Message(Error(code), reply_to=message)
 
 
@@ -224,23 +224,25 @@ def error_reply(message: Message, code: int) -> Message:
 def connected(
     address: str, ca: bytes, key: EllipticCurvePrivateKey, over: threading.Event
 ) -> Iterator[Connection | None]:
-    """A node's connection to a SuperLink, tried for until there is one, or ``over`` is set (None);
-    see ``Connection`` for what it raises."""
-    settle()
+    """Yield a connection to a SuperLink, retried until it succeeds; None once ``over`` is set.
+    ``Connection`` lists its errors."""
+    initialize()
     signing = NodeAuthHttpInterceptor(key, key.public_key())
     named = RuntimeVersionHttpInterceptor(component_name="SuperNode")
     try:
         client = FleetHttpClient.from_server_address(address, False, ca, [named, signing])
     except (ssl.SSLError, ValueError) as error:
-        raise FedgenError("ca", "holds no certificate", "take the coordinator's ca.crt") from error
-    connection, told = None, Told()
+        raise FedgenError(
+            "ca", "contains no certificate", "take the coordinator's ca.crt"
+        ) from error
+    connection, told = None, LogOnce()
     try:
         while connection is None and not over.is_set():
             try:
                 connection = Connection(client, key)
-            except LostError as error:  # not there yet, not accepted yet, or killed a moment ago
+            except LostError as error:  # not up, not admitted yet, or killed just now
                 told.once(f"{address}: {error}")
-                over.wait(AGAIN_SECONDS)
+                over.wait(RETRY_SECONDS)
         yield connection
     finally:
         if connection is not None:

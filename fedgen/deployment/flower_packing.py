@@ -1,4 +1,4 @@
-"""Messages in one piece: Flower takes each array for an object, and asks for each by itself."""
+"""Pack messages into one object: Flower would send each array as a separate object."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 _WHOLE = "whole"
 
 
-def packed(message: Message) -> Message:
-    """A message with all of its content as bytes."""
+def pack_message(message: Message) -> Message:
+    """Return a message with all of its content as bytes."""
     whole = recorddict_to_proto(message.content).SerializeToString()
     return make_message(
         metadata=message.metadata, content=RecordDict({_WHOLE: ConfigRecord({_WHOLE: whole})})
     )
 
 
-def unpacked(message: Message) -> Message:
-    """The inverse of ``packed``. What does not hold such bytes stays as it is: it is malformed."""
+def unpack_message(message: Message) -> Message:
+    """Invert ``pack_message``. A message without such bytes is malformed and returned unchanged."""
     if message.has_error():
         return message
     try:
         whole = message.content.config_records[_WHOLE][_WHOLE]
         assert isinstance(whole, bytes)
         content = recorddict_from_proto(ProtoRecordDict.FromString(whole))
-    except Exception:  # somebody else's bytes
+    except Exception:  # untrusted bytes
         return message
     return make_message(metadata=message.metadata, content=content)

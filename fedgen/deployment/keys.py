@@ -1,4 +1,4 @@
-"""A node's key: it is known by it to the link, and to other sites."""
+"""Keys of nodes, by which the link and other sites identify them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedgen.errors import FedgenError
-from fedgen.files import read_bounded, write_whole
+from fedgen.storage.io import read_bounded, write_atomic
 
 
-def key_at(path: Path) -> EllipticCurvePrivateKey:
-    """A node's private key; made, with its public half beside it, where there is none.
+def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
+    """Load the private key of a node; create it with its public half if missing.
 
     Raises:
-        FedgenError: if the file is no such key.
+        FedgenError: if the file is not a valid key.
     """
     if not path.exists():
         made = generate_private_key(SECP384R1())
         text = made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        write_whole(path, text)
+        write_atomic(path, text)
         public = public_text(made.public_key())
-        write_whole(path.with_name(path.name + ".pub"), public, shared=True)
+        write_atomic(path.with_name(path.name + ".pub"), public, shared=True)
     try:
         found = load_ssh_private_key(read_bounded(path, LARGEST), None)
     except OSError as error:
         raise FedgenError("key", f"{path} cannot be read ({error.strerror})", _NEW) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise FedgenError(
-            "key", f"{path} is no private key", "name another, or a new one"
+            "key", f"{path} is no private key", "choose another file, or a new path"
         ) from error
     if not isinstance(found, EllipticCurvePrivateKey) or not isinstance(found.curve, SECP384R1):
-        raise FedgenError("key", f"{path} is no key on P-384", "name a new file: it is made")
+        raise FedgenError(
+            "key", f"{path} is no key on P-384", "give a new path: the file is created"
+        )
     return found
 
 
 def public_text(key: EllipticCurvePublicKey) -> bytes:
-    """A public key as a line that can be handed on."""
+    """Return a public key as one line of text."""
     return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
 
 
-def public_at(path: Path) -> bytes:
-    """A public key that somebody handed over, checked, as a SuperLink takes it.
+def read_public_key(path: Path) -> bytes:
+    """Read and check an untrusted public key, in the format of a SuperLink.
 
     Raises:
-        FedgenError: if it is none on P-384.
+        FedgenError: if it is not a key on P-384.
     """
     try:
         text = read_bounded(path, LARGEST)
@@ -75,5 +77,5 @@ def public_at(path: Path) -> bytes:
 LARGEST = 2**16
 """Bytes of a file of a key or certificate."""
 
-_NEW = "name a new file: it is made"
-_REMEDY = "take the KEY.pub that fedgen node made beside its key"
+_NEW = "give a new path: the file is created"
+_REMEDY = "use the KEY.pub that fedgen node created next to its key"

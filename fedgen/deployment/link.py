@@ -1,7 +1,6 @@
-"""``fedgen link``: Flower's SuperLink, guarded. Whoever reaches its port may be a node, with a key
-that was accepted, and nothing else: Flower's Control and Runtime APIs, on the same port, would let
-anybody let nodes in, start runs and take a coordinator's place. They answer this machine alone.
-"""
+"""Run ``fedgen link``: Flower's SuperLink with access control. Remote callers may only act as a
+node with an admitted key: Flower's Control and Runtime APIs, on the same port, would let anyone
+admit nodes, start runs and replace the coordinator. They answer only local callers."""
 
 from __future__ import annotations
 
@@ -29,32 +28,28 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from omegaconf import DictConfig
 
 from fedgen.deployment.flower_limits import LimitedListener, listeners
-from fedgen.deployment.flower_link import link_at, serve
-from fedgen.deployment.keys import LARGEST, public_at
+from fedgen.deployment.flower_link import parse_address, serve
+from fedgen.deployment.keys import LARGEST, read_public_key
 from fedgen.errors import FedgenError
-from fedgen.files import read_bounded, write_whole
+from fedgen.storage.io import read_bounded, write_atomic
 
-_OWN = ("localhost", "127.0.0.1", "::1")  # by which this machine accepts keys and trains
+_OWN = ("localhost", "127.0.0.1", "::1")  # addresses for local commands
 _MACHINE = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?")
 _CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 
 
 def link(config: DictConfig) -> str:
-    """Serves until it is told to end; or accepts a node's key at the link that serves.
+    """Serve until terminated, or admit the key of a node at the running link.
 
     Raises:
-        FedgenError: for a setting that does not work.
+        FedgenError: for an invalid setting.
     """
-    if not isinstance(config.port, int) or not 1 <= config.port < 2**16:
-        raise FedgenError("port", f"cannot be {config.port}", "e.g. 9092")
     home = Path(config.home).expanduser()
     if config.accept is not None:
-        node = public_at(Path(config.accept).expanduser())
+        node = read_public_key(Path(config.accept).expanduser())
         name = config.name or Path(config.accept).name.removesuffix(".pub")
-        here = link_at(f"127.0.0.1:{config.port}", str(home / _CA))
+        here = parse_address(f"127.0.0.1:{config.port}", str(home / _CA))
         return f"accepted node {name} ({here.register(node, name)})"
-    if type(config.largest) is not int or not 1 <= config.largest <= 2000:
-        raise FedgenError("largest", f"must be from 1 to 2000 MB, got {config.largest}", "e.g. 64")
     with contextlib.ExitStack() as stack:
         bound = [stack.enter_context(each) for each in _listeners(config.host, config.port)]
         certificates(home, list(config.hosts), config.days)
@@ -78,14 +73,12 @@ def _listeners(host: object, port: int) -> list[LimitedListener]:
 
 
 def certificates(home: Path, names: list[str], days: int) -> None:
-    """An authority of the link's own, unless there is one, and a certificate for its names and this
-    machine's own: new each time, so that they can change. Sites keep ``ca.crt``.
+    """Create a certificate authority of the link if missing, and a certificate for its names and
+    those of this machine, renewed at each start so that they can change. Sites keep ``ca.crt``.
 
     Raises:
-        FedgenError: for a name that is none, or an authority that cannot be read.
+        FedgenError: for an invalid name, or an unreadable authority.
     """
-    if not isinstance(days, int) or not 1 <= days <= 3650:
-        raise FedgenError("days", f"must be from 1 to 3650, got {days}", "e.g. 365")
     if not (home / _CA_KEY).exists():
         key = generate_private_key(SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedgen link")])
@@ -94,7 +87,7 @@ def certificates(home: Path, names: list[str], days: int) -> None:
         built = built.add_extension(_SIGNS, critical=True)
         _write(home / _CA_KEY, key)
         certificate = built.sign(key, SHA256())
-        write_whole(home / _CA, certificate.public_bytes(Encoding.PEM), shared=True)
+        write_atomic(home / _CA, certificate.public_bytes(Encoding.PEM), shared=True)
     try:
         authority = load_pem_private_key(read_bounded(home / _CA_KEY, LARGEST), None)
         issuer = x509.load_pem_x509_certificate(read_bounded(home / _CA, LARGEST)).subject
@@ -112,7 +105,7 @@ def certificates(home: Path, names: list[str], days: int) -> None:
     built = built.add_extension(usage, critical=False)
     _write(home / _KEY, key)
     certificate = built.sign(authority, SHA256())
-    write_whole(home / _CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+    write_atomic(home / _CERTIFICATE, certificate.public_bytes(Encoding.PEM))
 
 
 _SIGNS = x509.KeyUsage(
@@ -148,10 +141,10 @@ def _name(name: str) -> x509.GeneralName:
         with contextlib.suppress(ValueError):
             return x509.IPAddress(ipaddress.ip_address(name))
     if not isinstance(name, str) or not _MACHINE.fullmatch(name):
-        raise FedgenError("hosts", f"{name!r} is no name of a machine", "e.g. [link.org]")
+        raise FedgenError("hosts", f"{name!r} is not a valid host name", "e.g. [link.org]")
     return x509.DNSName(name)
 
 
 def _write(path: Path, key: EllipticCurvePrivateKey) -> None:
     text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_whole(path, text)
+    write_atomic(path, text)

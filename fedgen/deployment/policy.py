@@ -1,7 +1,8 @@
-"""A site's own policy: what a run may ask of its rows, whatever the coordinator says.
+"""Policies of sites: what a run may compute on the records of a site, independent of the
+coordinator.
 
-The site solves the noise and counts ε itself, from the settings that it was sent; what a run would
-cost is its own figure, against a server that keeps all it sees.
+The site calibrates the noise and computes ε itself from the settings it received, against a server
+that keeps everything it sees.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
-from fedgen import factories
+from fedgen.config.extensions import config_folders
 from fedgen.errors import FedgenError
-from fedgen.experiments.planning import view
-from fedgen.experiments.settings import Decided, wrong_delta
-from fedgen.files import read_yaml
-from fedgen.privacy.budget import LARGEST_DELTA
-from fedgen.privacy.releases import Local, Secure
-from fedgen.reporting.progress import epsilon_in_words
+from fedgen.privacy.aggregation import Local, Secure
+from fedgen.privacy.budget import MAX_DELTA
+from fedgen.reporting.progress import format_epsilon
+from fedgen.run.calibrate import epsilon_for
+from fedgen.run.setup import ResolvedMethod, delta_problem_of
+from fedgen.storage.io import read_yaml
 
 _KEY = "policy"
 
 
 class RefusedError(Exception):
-    """What a site's policy does not allow. Its text stays with the site."""
+    """The policy of a site refuses a run. The message stays at the site."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a site allows.
+    """Policy of a site.
 
-    epsilon, delta: of one run, at most, against the server, per ``unit``.
-    budget_epsilon: of all runs that this node takes part in together; None: no limit. A file that
-        does not say has ``epsilon``.
-    units: whose privacy ε may be about: record, client.
-    methods: names of methods; None: all.
+    epsilon, delta: limit per run, against the server, per ``unit``.
+    budget_epsilon: limit on all runs of this node together; None: no limit; missing in the file:
+        ``epsilon``.
+    units: allowed units: record, client.
+    methods: names of allowed methods; None: all.
     aggregations: local, secure.
-    threshold: answers that a secure sum must rest on, at least.
-    colluders: clients that must be counted as colluding with the server, at least.
-    rehearsal: whether runs with seeded noise are answered: these have no privacy at all.
-    peers: client -> fingerprint of its node's key; None: whoever the server says.
+    threshold: minimum number of responses in a secure sum.
+    colluders: minimum number of clients assumed to collude with the server.
+    rehearsal: whether runs with seeded noise, which have no privacy, are allowed.
+    peers: client -> fingerprint of the key of its node; None: as stated by the server.
     """
 
     epsilon: float
@@ -60,10 +61,10 @@ class Policy:
 
 
 def read(path: Path) -> Policy:
-    """A policy from a file of YAML.
+    """Read a policy from a YAML file.
 
     Raises:
-        FedgenError: for the first line that says nothing.
+        FedgenError: for the first invalid line.
     """
     try:
         found = yaml.safe_load(read_yaml(path))
@@ -84,20 +85,20 @@ def read(path: Path) -> Policy:
             raise FedgenError(f"{_KEY}.{name}", "is not given", _REMEDY)
     for name in ("epsilon", "delta", "budget_epsilon"):
         given = found.get(name)
-        if isinstance(given, str) and _PLAIN_FLOAT.fullmatch(given):  # YAML takes 1e-5 for a word
+        if isinstance(given, str) and _PLAIN_FLOAT.fullmatch(given):  # YAML reads 1e-5 as a string
             found[name] = float(given)
     for name, check in _KINDS.items():
         if name in found and not check(found[name]):
             choices = _CHOICES.get(name)
             remedy = f"give a list of: {', '.join(choices())}" if choices else _REMEDY
             raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", remedy)
-    if found["delta"] > LARGEST_DELTA:
-        problem = f"{found['delta']:g} is above {LARGEST_DELTA:g}: it permits publishing records"
+    if found["delta"] > MAX_DELTA:
+        problem = f"{found['delta']:g} is above {MAX_DELTA:g}: it permits publishing records"
         raise FedgenError(f"{_KEY}.delta", problem, "e.g. 1e-5, well below 1 / number of records")
     found.setdefault("budget_epsilon", found["epsilon"])
     peers = found.get("peers")
     if peers and len(set(peers.values())) < len(peers):
-        raise FedgenError(f"{_KEY}.peers", "one fingerprint stands twice", _REMEDY)
+        raise FedgenError(f"{_KEY}.peers", "a fingerprint is listed twice", _REMEDY)
     lists = {name: tuple(found[name]) for name in _CHOICES if found.get(name) is not None}
     return Policy(**{**found, **lists})
 
@@ -115,8 +116,8 @@ def _count(value: Any) -> bool:
 
 
 def _methods() -> list[str]:
-    known = {path.stem for place in factories.places() for path in place.glob("method/*.yaml")}
-    known |= {path.stem for path in factories.places()[0].glob("warm_up/*.yaml")}
+    known = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
+    known |= {path.stem for path in config_folders()[0].glob("warm_up/*.yaml")}
     return sorted(known)
 
 
@@ -127,7 +128,7 @@ _CHOICES: dict[str, Callable[[], Sequence[str]]] = {
 }
 
 
-def _some_of(name: str) -> Callable[[Any], bool]:
+def _choices(name: str) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         allowed = _CHOICES[name]()
         return isinstance(value, list) and bool(value) and all(each in allowed for each in value)
@@ -135,7 +136,7 @@ def _some_of(name: str) -> Callable[[Any], bool]:
     return check
 
 
-def _of_peers(value: Any) -> bool:
+def _peers(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
         and all(_count(client) and isinstance(print_, str) for client, print_ in value.items())
@@ -146,21 +147,21 @@ _KINDS = {
     "epsilon": _number,
     "delta": lambda value: _number(value) and value < 1,
     "budget_epsilon": lambda value: value is None or _number(value),
-    "units": _some_of("units"),
-    "methods": lambda value: value is None or _some_of("methods")(value),
-    "aggregations": _some_of("aggregations"),
+    "units": _choices("units"),
+    "methods": lambda value: value is None or _choices("methods")(value),
+    "aggregations": _choices("aggregations"),
     "threshold": _count,
     "colluders": _count,
     "rehearsal": lambda value: isinstance(value, bool),
-    "peers": _of_peers,
+    "peers": _peers,
 }
 
 
 def check_settings(policy: Policy, config: DictConfig) -> None:
-    """Holds what a run's settings say against a policy, before anything is made of them.
+    """Check the settings of a run against a policy before anything is built.
 
     Raises:
-        RefusedError: for the first thing that it does not allow.
+        RefusedError: for the first setting that it refuses.
     """
     privacy = config.privacy
     if privacy.noise != "secure" and not policy.rehearsal:
@@ -175,41 +176,41 @@ def check_settings(policy: Policy, config: DictConfig) -> None:
         raise RefusedError(f"{config.rounds} rounds are more than {_MOST_ROUNDS}")
 
 
-_MOST_ROUNDS = 200_000  # twice what any published recipe has: counting ε takes time
+_MOST_ROUNDS = 200_000  # twice the longest published recipe: accounting takes time
 
 
-def check_cost(policy: Policy, config: DictConfig, found: Decided) -> None:
-    """Holds what a run would cost, and who would make its noise, against a policy.
+def check_cost(policy: Policy, config: DictConfig, found: ResolvedMethod) -> None:
+    """Check the cost of a run and its aggregation against a policy.
 
     Raises:
-        RefusedError: for the first thing that it does not allow.
+        RefusedError: for the first violation.
     """
     plan, privacy = found.method.plan, config.privacy
     sums = plan.aggregation
     if plan.unit.value not in policy.units:
         raise RefusedError(f"ε would be about a {plan.unit.value}, which is not allowed")
     if not isinstance(sums, Local | Secure):
-        raise RefusedError("the server would make the noise itself")
+        raise RefusedError("the server would add the noise itself")
     kind = type(sums).__name__.lower()
     if kind not in policy.aggregations:
         raise RefusedError(f"privacy.aggregation={kind} is not allowed")
     if isinstance(sums, Secure):
         if not config.runtime.masks:
-            raise RefusedError("a secure sum without masks shows each answer to the server")
+            raise RefusedError("a secure sum without masks reveals each response to the server")
         if sums.threshold < policy.threshold:
             raise RefusedError(
-                f"sums would rest on {sums.threshold} answers, below {policy.threshold}"
+                f"sums would need only {sums.threshold} responses, below {policy.threshold}"
             )
         if sums.colluders < policy.colluders:
             raise RefusedError(
                 f"{sums.colluders} clients are counted as colluding, below {policy.colluders}"
             )
-    if privacy.noise == "secure" and (wrong := wrong_delta(found.privacy, plan)) is not None:
+    if privacy.noise == "secure" and (wrong := delta_problem_of(found.privacy, plan)) is not None:
         raise RefusedError(f"δ = {wrong[0]}")
-    rows = found.privacy.budget.rows
-    cost = view(found.method, found.privacy.budget, config.rounds, rows, privacy.delta, True)
+    rows = found.privacy.budget.samples_per_client
+    cost = epsilon_for(found.method, found.privacy.budget, config.rounds, rows, privacy.delta, True)
     if cost.or_infinity > policy.epsilon:
         raise RefusedError(
-            f"the run would cost ε = {epsilon_in_words(cost.value)} against the server, above "
+            f"the run would cost ε = {format_epsilon(cost.value)} against the server, above "
             f"{policy.epsilon:g}"
         )

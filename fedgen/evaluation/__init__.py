@@ -1,1 +1,1 @@
-"""How good the samples are: features, statistics, numbers."""
+"""Sample quality: features, statistics, metrics."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fedgen.evaluation.metrics import Judged, Metric, Results
 
 NOISE = 0.1
 """Coherence below which samples look like noise. The 8x8 digits have 0.37, MNIST 0.74,
@@ -19,9 +21,8 @@ Verdict = Literal["diverged", "collapsed", "noise"]
 
 
 def coherence(images: NDArray[np.uint8]) -> float:
-    """Correlation of neighbouring pixels, side by side or one above the other, around the mean
-    image: about 0 for noise that pixels have by themselves, near 1 for smooth shapes; 0 for images
-    that are all the same.
+    """Return the correlation of neighbouring pixels, horizontally and vertically, around the mean
+    image: about 0 for independent pixels, near 1 for smooth shapes; 0 if all images are equal.
 
     Args:
         images: (n, channels, height, width).
@@ -60,7 +61,7 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
     """Return the failure mode of samples, or None.
 
     diverged: nearly all pixels are 0 or 255, and images are all equal or uncorrelated noise.
-    collapsed: samples of a label, of any one, are nearly equal.
+    collapsed: samples of all labels, or of any one label, are nearly equal.
     noise: neighbouring pixels are uncorrelated.
 
     Args:
@@ -78,3 +79,20 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
         return "noise"
     squares = [each for each in _squares(images, labels).values() if len(each) > 1]
     return "collapsed" if any(each.mean() < limit**2 for each in squares) else None
+
+
+def _compute(judged: Judged) -> dict[str, Any]:
+    data = judged.data
+    if not len(data.test_labels):
+        return {}
+    real = diversity(data.test_images, data.test_labels)
+    return {"diversity": {"samples": diversity(*judged.samples), "real": real}}
+
+
+def _describe(results: Results) -> list[tuple[str, str]]:
+    found = results["diversity"]
+    text = f"{found['samples']:.0f} of 255 (real images: {found['real']:.0f})"
+    return [("diversity within labels", text)]
+
+
+METRIC = Metric(("diversity",), _compute, _describe)

@@ -1,5 +1,5 @@
-"""Fréchet distance of two Gaussians that were fitted to features (Heusel et al. 2017): FID in the
-features of pytorch-fid's InceptionV3, FCD in those of the data set's own classifier."""
+"""Fréchet distance of two Gaussians fitted to features (Heusel et al. 2017): FID in the features of
+pytorch-fid's InceptionV3, FCD in those of a classifier of the data set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Statistics = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def statistics(features: NDArray[np.float32]) -> Statistics:
-    """Of features (n, d).
+    """Return mean and covariance of features (n, d).
 
     Raises:
         ValueError: for fewer than two rows.
@@ -23,10 +23,10 @@ def statistics(features: NDArray[np.float32]) -> Statistics:
 
 
 def frechet_distance(first: Statistics, second: Statistics) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
+    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
 
-    The trace of the root is taken from R C2 R, with R the root of C1: it has the eigenvalues of
-    C1 C2, and is symmetric, so that none of them comes out complex.
+    The trace of the root is computed from R C2 R, with R the root of C1: it has the eigenvalues of
+    C1 C2 and is symmetric, so that none is complex.
     """
     (mean_1, covariance_1), (mean_2, covariance_2) = first, second
     values, vectors = np.linalg.eigh(covariance_1)

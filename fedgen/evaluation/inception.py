@@ -1,11 +1,13 @@
-"""FID's features: pytorch-fid's InceptionV3, on images as pytorch-fid reads them from files."""
+"""Features of FID: pytorch-fid's InceptionV3, on images as pytorch-fid reads them from files."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -14,17 +16,20 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedgen.errors import FedgenError
+from fedgen.evaluation.frechet import Statistics, frechet_distance, statistics
+from fedgen.evaluation.metrics import Judged, Metric, data_digest
 from fedgen.evaluation.utility import Images
+from fedgen.storage.io import cache, write_shared
 
 WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
-_DIGEST = "6726825d"  # how the sha256 of the file begins
+_DIGEST = "6726825d"  # first digits of the sha256 of the file
 _BATCH = 50
 
 
 def check_weights(path: Path) -> None:
-    """Raises FedgenError unless a file has the weights that make it FID."""
+    """Raise FedgenError unless a file has the weights of FID."""
     key = "evaluation.inception_weights"
-    if path.exists() and not path.is_file():  # a device has no end
+    if path.exists() and not path.is_file():  # a device is endless
         raise FedgenError(key, f"{path} is no file", f"give the file {WEIGHTS}, or null")
     try:
         with path.open("rb") as file:
@@ -41,11 +46,11 @@ def check_weights(path: Path) -> None:
 
 
 def inception(weights: str | None) -> nn.Module | None:
-    """The network to 2,048 features: with the weights of this file, else with those of torch's
-    cache or its download; None where there are neither.
+    """Return the network to 2,048 features: with the weights of this file, else those of torch's
+    cache or its download; None if there are none.
 
     Raises:
-        FedgenError: if they are others than pytorch-fid's.
+        FedgenError: for weights other than pytorch-fid's.
     """
     cached = Path(torch.hub.get_dir(), "checkpoints", WEIGHTS)
     if weights is not None or cached.exists():
@@ -54,13 +59,14 @@ def inception(weights: str | None) -> nn.Module | None:
 
 
 def network(weights: str | None) -> nn.Module | None:
-    """The same, whatever the weights are."""
+    """Return the network of ``inception`` without checking its weights; None if they are
+    unavailable."""
     from pytorch_fid.inception import InceptionV3
 
     before = torch.hub.get_dir()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if weights is not None:  # pytorch-fid asks torch's cache for a file of this name
+            if weights is not None:  # pytorch-fid loads this name from torch's cache
                 kept = Path(folder, "checkpoints", WEIGHTS)
                 kept.parent.mkdir()
                 kept.symlink_to(Path(weights).absolute())
@@ -76,8 +82,12 @@ def network(weights: str | None) -> nn.Module | None:
 def inception_features(
     net: nn.Module, images: Images, done: Callable[[int], None]
 ) -> NDArray[np.float32]:
-    """Features (n, 2048); grey images are repeated to three channels, the network enlarges them to
-    299 x 299. ``done``: told how many images there are so far."""
+    """Return features (n, 2048); grey images are repeated to three channels, and the network
+    enlarges images to 299 x 299.
+
+    Args:
+        done: called with the number of images so far.
+    """
     found = []
     for part in np.array_split(images, -(-len(images) // _BATCH)):
         batch = torch.from_numpy(part).to(torch.float32) / 255
@@ -85,3 +95,41 @@ def inception_features(
             found.append(net(batch.expand(-1, 3, -1, -1))[0].flatten(1))
         done(sum(map(len, found)))
     return torch.cat(found).numpy()
+
+
+def _compute(judged: Judged) -> dict[str, Any]:
+    """Return the FID against the test split, if Inception's weights are available."""
+    if not judged.settings.fid or judged.is_set:
+        return {}
+    net = inception(judged.settings.inception_weights)
+    if net is None:
+        judged.progress.say(
+            "FID is not computed: Inception's weights cannot be downloaded, and "
+            "evaluation.inception_weights is not set"
+        )
+        return {}
+
+    def fitted(what: str, rows: Images) -> Statistics:
+        def done(count: int) -> None:
+            judged.progress.show(f"Inception, {what}", count, len(rows), "")
+
+        return statistics(inception_features(net, rows, done))
+
+    test_images = judged.data.test_images
+    known = cache() / "inception" / f"{data_digest(test_images)}.npz"
+    if not known.exists():
+        mean, covariance = fitted("test split", test_images)
+        file = io.BytesIO()
+        np.savez(file, mean=mean, covariance=covariance)
+        write_shared(known, file.getvalue())
+    with np.load(known) as kept:
+        test = kept["mean"], kept["covariance"]
+    return {"fid": frechet_distance(fitted("samples", judged.images), test)}
+
+
+METRIC = Metric(
+    ("fid",),
+    _compute,
+    lambda results: [("FID", f"{results['fid']:.2f}")],
+    {"fid": lambda results: results["fid"]},
+)

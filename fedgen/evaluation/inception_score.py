@@ -1,4 +1,4 @@
-"""Inception score (Salimans et al. 2016) of what a classifier says."""
+"""Inception score (Salimans et al. 2016) with a given classifier."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ PARTS = 10
 
 
 def inception_score(probabilities: NDArray[np.float64]) -> tuple[float, float]:
-    """exp(mean KL(p(y|x) || p(y))) of classes' probabilities (n, classes), each row summing to 1:
-    mean and standard deviation over ten parts, between 1 and the number of classes.
+    """Return exp(mean KL(p(y|x) || p(y))) of probabilities (n, classes), each row with sum 1: mean
+    and standard deviation over ten parts, between 1 and the number of classes.
 
     Raises:
         ValueError: for fewer rows than parts.

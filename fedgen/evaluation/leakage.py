@@ -1,6 +1,5 @@
-"""Whether samples give training rows away: memorization and membership inference, by distances
-between pixels. Both look at private rows outside any mechanism, and say nothing about epsilon:
-they can find a leak, and never show that there is none."""
+"""Memorization and membership inference by distances between pixels. Both access private images
+outside any mechanism and are unrelated to ε: they can find a leak, but not prove its absence."""
 
 from __future__ import annotations
 
@@ -9,15 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgen.evaluation.metrics import Judged, Metric, Results
 from fedgen.evaluation.utility import Images
+from fedgen.reporting.figures import histograms, sample_grid
 
 Distances = NDArray[np.float64]
 _FALSE_ALARMS = 0.01
+_PICTURED = 20
+PICTURES = ("nearest.png", "distances.png")
+"""What this metric writes into a run's folder ``evaluation``."""
 
 
 def nearest(queries: Images, base: Images, count: int = 1) -> tuple[Distances, NDArray[np.int64]]:
-    """Root mean squared differences of the pixels in [0, 1] of each query to its nearest rows of
-    ``base``, (n, count), and which these are, (n, count)."""
+    """Return root mean squared pixel differences, in [0, 1], of each query to its nearest images in
+    ``base``, (n, count), and their indices, (n, count)."""
     from sklearn.neighbors import NearestNeighbors
 
     rows, found = (each.reshape(len(each), -1).astype(np.float32) / 255 for each in (queries, base))
@@ -27,12 +31,14 @@ def nearest(queries: Images, base: Images, count: int = 1) -> tuple[Distances, N
 
 
 def memorization(samples: Images, train: Images, test: Images) -> dict[str, Any]:
-    """How many samples copy a row: they are less than half as far from it as from every other one.
+    """Count the samples that copy an image: their distance to it is less than half that to every
+    other image.
 
-    ``copied``: the share that copies a row of ``train``; ``by_chance``: one of ``test``, which no
-    generator has seen. ``p_value``: of so many different training rows among those that are
-    copied, if which rows were trained on made no difference (hypergeometric: rows are exchangeable
-    then, whatever the samples are).
+    copied: share that copies an image of ``train``.
+    by_chance: share that copies an image of ``test``, which no generator has seen.
+    p_value: probability of at least as many distinct training images among those copied, if
+        membership made no difference (hypergeometric: images are then exchangeable, whatever the
+        samples are).
     """
     from scipy.stats import hypergeom
 
@@ -53,9 +59,9 @@ def memorization(samples: Images, train: Images, test: Images) -> dict[str, Any]
 
 
 def membership_inference(samples: Images, train: Images, test: Images) -> dict[str, Any]:
-    """The black-box attack of "GAN-Leaks" (Chen, Yu, Zhang, Fritz 2020): a row that some sample is
-    near to was a member. ``auc`` over members (``train``) and others (``test``), 0.5 by chance, and
-    the true positive rate at 1 % false alarms, 0.01 by chance."""
+    """Run the black-box attack of "GAN-Leaks" (Chen, Yu, Zhang, Fritz 2020): an image near a sample
+    is predicted to be a member. ``auc`` over members (``train``) and others (``test``), 0.5 by
+    chance, and the true positive rate at 1 % false alarms, 0.01 by chance."""
     from sklearn.metrics import roc_auc_score, roc_curve
 
     members, others = (nearest(rows, samples)[0][:, 0] for rows in (train, test))
@@ -69,3 +75,51 @@ def membership_inference(samples: Images, train: Images, test: Images) -> dict[s
         "others": len(others),
         "samples": len(samples),
     }
+
+
+def _compute(judged: Judged) -> dict[str, Any]:
+    """Return memorization and membership inference; draw ``nearest.png``, the samples nearest to a
+    training image, each next to it, and ``distances.png``, the distribution of distances."""
+    if not judged.settings.leakage:
+        return {}
+    judged.progress.say("memorization and membership inference: distances of all pairs")
+    data, known = judged.data, judged.training_images
+    test = judged.some(data.test_images, "test")
+    train = judged.some(known, "train", len(test))
+    some = judged.some(judged.images, "generated")
+    distances, which = nearest(some, known)
+    others, _ = nearest(test, known)
+    closest = np.argsort(distances[:, 0])[:_PICTURED]
+    judged.pictures.mkdir(parents=True, exist_ok=True)
+    pairs = np.stack([some[closest], known[which[closest, 0]]], 1)
+    sample_grid(pairs.reshape(-1, *data.shape), 10, judged.pictures / PICTURES[0])
+    histograms(
+        {"samples": distances[:, 0], "test split": others[:, 0]},
+        "distance to the nearest training image, root mean square over pixels",
+        judged.pictures / PICTURES[1],
+    )
+    return {
+        "memorization": memorization(some, known, data.test_images),
+        "membership": membership_inference(judged.images, train, test),
+    }
+
+
+def _describe(results: Results) -> list[tuple[str, str]]:
+    copies, attack = results["memorization"], results["membership"]
+    return [
+        (
+            "copies of training images",
+            f"{copies['copied']:.2%} of {copies['n']:,} samples copy one of "
+            f"{copies['train']:,} training images; {copies['by_chance']:.2%} copy one of "
+            f"{copies['test']:,} images that were not trained on (p = {copies['p_value']:.2g})",
+        ),
+        (
+            "membership inference",
+            f"AUC {attack['auc']:.3f}, {attack['tpr_at_1_percent_fpr']:.1%} of "
+            f"{attack['members']:,} members found at 1 % false alarms, from "
+            f"{attack['samples']:,} samples",
+        ),
+    ]
+
+
+METRIC = Metric(("memorization", "membership"), _compute, _describe)

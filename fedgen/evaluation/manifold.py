@@ -1,5 +1,6 @@
-"""Precision and recall of samples: what share of them looks real, and what share of the real they
-cover (Kynkäänniemi, Karras, Laine, Lehtinen, Aila 2019). A mode that is missing costs recall."""
+"""Precision and recall of samples: the share of samples near real images, and the share of real
+images near samples (Kynkäänniemi, Karras, Laine, Lehtinen, Aila 2019). A missing mode lowers
+recall."""
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ Features = NDArray[np.float32]
 def precision_and_recall(
     real: Features, made: Features, neighbours: int = 3
 ) -> tuple[float, float]:
-    """The share of the samples' features (m, d) within reach of a real one (n, d), and the other
-    way round: a feature reaches as far as its third neighbour of its own kind.
+    """Return the share of features of samples (m, d) within the radius of a real one (n, d), and
+    vice versa: the radius is the distance to the third neighbour of the same kind.
 
     Raises:
         ValueError: for no more rows than neighbours.
     """
     if min(len(real), len(made)) <= neighbours:
         raise ValueError(f"precision and recall take more than {neighbours} images")
-    return _covered(made, real, neighbours), _covered(real, made, neighbours)
+    return _coverage(made, real, neighbours), _coverage(real, made, neighbours)
 
 
-def _covered(queries: Features, base: Features, neighbours: int) -> float:
-    """The share of ``queries`` within the reach of one of ``base``."""
+def _coverage(queries: Features, base: Features, neighbours: int) -> float:
+    """Return the share of ``queries`` within the radius of one of ``base``."""
     from sklearn.metrics import pairwise_distances_chunked
 
-    # a row is a neighbour of itself: the one at 0
+    # each row is its own nearest neighbour, at distance 0
     own = pairwise_distances_chunked(
         base, reduce_func=lambda part, _: np.partition(part, neighbours, axis=1)[:, neighbours]
     )

@@ -1,10 +1,10 @@
-"""Whether the generators of one group draw inverted images where those of another do not: the
-verdict on a pixel flip, from samples alone.
+"""Test whether the generators of one group sample inverted images where those of another do not:
+the verdict on an inversion bug, from samples only.
 
-An image is upright or inverted by its slope on what is typical of its label, both taken about
-mid-grey: one for an image that is typical, minus one for its negative, zero for grey. From a slope
-of 0.3 on it is wholly upright, from -0.3 on wholly inverted, and in between partly: networks that
-have learnt little draw near grey.
+Polarity is the slope of an image on the typical image of its label, both centred at mid-grey: one
+for a typical image, minus one for its negative, zero for grey. Images with slope above 0.3 count as
+upright, below -0.3 as inverted, and proportionally in between: undertrained networks sample near
+grey.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Samples = tuple[Images, Labels]
 
-_WHOLLY = 0.3  # of a slope
-LEVEL = 0.01  # of the tests
-_LEARNT = 0.5  # of a group's images that must be upright
+_FULL_EFFECT = 0.3  # slope
+LEVEL = 0.01  # significance level
+_MIN_SLOPE = 0.5  # minimum mean slope of upright groups
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What samples of two groups' generators say.
+    """Result of the comparison of two groups of generators.
 
-    bug: True if the suspect group's draw inverted images more often, by more than a margin and at
-        level 0.01; False if not by more than the margin, and both groups' images are
-        upright; None if that cannot be told: the generators have learnt too little, or differ by
-        more than the margin and not at the level. False is no proof: generators leave out what few
-        of their clients have, and a bug of a minority with it.
-    p_value: the share of all ways to call as many of the generators suspect that show a difference
-        as large. It holds whatever noise and luck made of each generator, as long as the groups'
-        generators are exchangeable without a bug: of as many clients each, under the same noise,
-        whose images differ in nothing that makes a generator draw the negative.
-    effect: the difference of the shares of inverted images; suspect, normal: these.
-    classes: the labels for which the same holds, each by itself (no correction for their number).
+    bug: True if the suspect group samples inverted images more often, by more than a margin and at
+        level 0.01; False if not by more than the margin, and the images of both groups are upright;
+        None if undecided: the generators are undertrained, or differ by more than the margin but
+        not at the level. False is no proof: generators omit what few of their clients have,
+        including a bug of a minority.
+    p_value: share of all assignments of generators to the groups with a difference at least as
+        large. It is valid for any noise and luck of each generator, as long as the generators are
+        exchangeable without a bug: equal numbers of clients, equal noise, and images that do not
+        differ in what makes a generator sample the negative.
+    effect: difference of the shares of inverted images; suspect, normal: these shares.
+    classes: labels for which the same holds individually (without correction for their number).
     """
 
     bug: bool | None
@@ -51,8 +51,8 @@ class Verdict:
 
 
 def typical(images: Images, labels: Labels, classes: int) -> NDArray[np.float64]:
-    """The mean image of each label about mid-grey, (classes, channels, height, width); zero where
-    there is none."""
+    """Return the mean image of each label centred at mid-grey, (classes, channels, height, width);
+    zero without images."""
     shape = images.shape[1:]
     rows = [images[labels == label] for label in range(classes)]
     return np.stack([each.mean(0) / 255 - 0.5 if len(each) else np.zeros(shape) for each in rows])
@@ -64,20 +64,25 @@ def verdict(
     like: NDArray[np.float64],
     margin: float,
 ) -> Verdict:
-    """The verdict on the samples (n, channels, height, width), (n,) of several generators of each
-    group, each trained on clients of its own. ``like``: what is typical of each label."""
+    """Return the verdict on samples (n, channels, height, width), (n,) of several generators per
+    group, each trained on its own clients.
+
+    Args:
+        like: typical image of each label.
+    """
     slopes = [[_slopes(*each, like) for each in group] for group in (suspect, normal)]
-    inverted = [[np.clip(-each / _WHOLLY, 0, 1) for each in group] for group in slopes]
+    inverted = [[np.clip(-each / _FULL_EFFECT, 0, 1) for each in group] for group in slopes]
     shares = [np.array([each.mean() for each in group]) for group in inverted]
     effect, p_value = _test(*shares)
     upright = [
-        float(np.mean([np.clip(each / _WHOLLY, 0, 1).mean() for each in group])) for group in slopes
+        float(np.mean([np.clip(each / _FULL_EFFECT, 0, 1).mean() for each in group]))
+        for group in slopes
     ]
     found = p_value < LEVEL and effect > margin
     bug: bool | None = None
-    if upright[1] >= _LEARNT and found:
+    if upright[1] >= _MIN_SLOPE and found:
         bug = True
-    elif min(upright) >= _LEARNT and effect <= margin:
+    elif min(upright) >= _MIN_SLOPE and effect <= margin:
         bug = False
     affected = []
     for label in range(len(like)):
@@ -98,7 +103,7 @@ def verdict(
 
 
 def _slopes(images: Images, labels: Labels, like: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each image on what is typical of its label: (n,)."""
+    """Return the slope of each image on the typical image of its label: (n,)."""
     about = images.reshape(len(images), -1) / 255 - 0.5
     wanted = like.reshape(len(like), -1)[labels]
     found: NDArray[np.float64] = (about * wanted).sum(1) / np.maximum((wanted**2).sum(1), 1e-12)
@@ -106,7 +111,7 @@ def _slopes(images: Images, labels: Labels, like: NDArray[np.float64]) -> NDArra
 
 
 def _test(first: NDArray[np.float64], second: NDArray[np.float64]) -> tuple[float, float]:
-    """The difference of two means, and its exact p-value by permutation, one-sided."""
+    """Return the difference of two means, and its exact one-sided p-value by permutation."""
     whole, count = np.concatenate([first, second]), len(first)
     observed = first.mean() - second.mean()
     chosen = np.array(list(itertools.combinations(range(len(whole)), count)))

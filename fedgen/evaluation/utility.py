@@ -1,9 +1,9 @@
-"""gen2real: classifiers trained on generated rows, tested on the real test split. real2gen: the
-other way round.
+"""gen2real: classifiers trained on generated images, tested on the real test split. real2gen: vice
+versa.
 
-Each classifier is a function (images, labels, classes, seed) -> predict, and predict one of images
--> labels; images are (n, channels, height, width) uint8. What they stop by is held out from the
-rows that they learn from; nothing is chosen on what they are tested on.
+A classifier is a function (images, labels, classes, seed) -> predict, where predict maps images to
+labels; images are (n, channels, height, width) uint8. Early stopping uses held-out training images;
+nothing is chosen on test images.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.utils import get_class
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.adam import adam
 
-from fedgen import factories
+from fedgen.config.extensions import load_named
+from fedgen.config.registry import check_model
 from fedgen.errors import FedgenError
-from fedgen.files import write_shared
 from fedgen.models.classifiers import small_cnn
+from fedgen.storage.io import write_shared
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -40,12 +40,14 @@ _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
 }
-_AT_ONCE = 64  # images through a network: what lies between two layers fits in a CPU's caches
+_CHUNK = 64  # images per pass: activations fit in CPU caches
 
 
 def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int) -> Predict:
-    """GS-WGAN's CNN (32 and 64 kernels, dropout), trained for at most so many epochs."""
-    net = trained(lambda: small_cnn(images.shape[1:], classes), images, labels, seed, epochs)
+    """Train GS-WGAN's CNN (32 and 64 kernels, dropout) for at most this many epochs."""
+    net = train_classifier(
+        lambda: small_cnn(images.shape[1:], classes), images, labels, seed, epochs
+    )
 
     def predict(images: Images) -> Labels:
         said: Labels = outputs(net, images).argmax(1)
@@ -64,35 +66,39 @@ def scikit(
     most_rows: int | None = None,
     **settings: Any,
 ) -> Predict:
-    """A classifier ``model`` of scikit-learn's interface, by its full name, on pixels in [0, 1]:
-    with its defaults but for ``settings``, and at most so many rows.
+    """Train a classifier with scikit-learn's interface, given by its full name, on pixels in [0,
+    1]: with its defaults except ``settings``, and on a limited number of images.
 
     Raises:
-        FedgenError: for a model that may not be called (``fedgen.factories``).
+        FedgenError: for a model that is not registered (``fedgen.config.registry``).
     """
     from sklearn.exceptions import ConvergenceWarning
 
-    factories.check({"_target_": model}, "evaluation.classifiers")
-
+    check_model(model, "model")
     del classes
-    made = get_class(model)(**settings)
+    found = load_named(model, "model")
+    if not isinstance(found, type) or not hasattr(found, "fit"):
+        problem = f"{model} has not scikit-learn's interface"
+        raise FedgenError("model", problem, "name a class with fit and predict")
+    made = found(**settings)
     if "random_state" in made.get_params():
         made.set_params(random_state=seed)
     images, labels = images[:most_rows], labels[:most_rows]
-    known, numbers = np.unique(labels, return_inverse=True)  # XGBoost wants all from 0 on
-    with warnings.catch_warnings():  # some defaults stop early, converged or not
+    known, numbers = np.unique(labels, return_inverse=True)  # XGBoost requires 0, 1, ...
+    with warnings.catch_warnings():  # some defaults stop before convergence
         warnings.simplefilter("ignore", ConvergenceWarning)
         made.fit(_flat(images), numbers)
     return lambda images: known[np.asarray(made.predict(_flat(images)), np.int64)]
 
 
-def trained(
+def train_classifier(
     make: Callable[[], nn.Module], images: Images, labels: Labels, seed: int, epochs: int
 ) -> nn.Module:
-    """A network from images to logits: Adam 1e-3, batches of 128. A tenth of the rows is held out:
-    the epoch that knows most of them is kept, and three that know no more of them end it. An epoch
-    passes over the rows as often as makes 60 batches: a few hundred rows are learnt, too."""
-    with torch.random.fork_rng(devices=[]):  # dropout and torch's initializers know no other coins
+    """Train a network from images to logits: Adam 1e-3, batches of 128. A tenth of the images is
+    held out: the epoch with the best accuracy on them is kept, and three without improvement end
+    training. An epoch passes over the images as often as needed for at least 60 batches, so that a
+    few hundred images suffice."""
+    with torch.random.fork_rng(devices=[]):  # for dropout and torch's initializers
         torch.manual_seed(seed)
         net = make()
         leaves = list(net.parameters())
@@ -128,18 +134,18 @@ def trained(
 
 
 def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float32]:
-    """What a network, or a part of it, says of images: (n, ...). It is put into evaluation mode."""
+    """Return the output of a network, or a part of it: (n, ...). It is set to evaluation mode."""
     if isinstance(net, nn.Module):
         net.eval()
     with torch.no_grad():
-        pieces = np.array_split(images, -(-len(images) // _AT_ONCE) or 1)
+        pieces = np.array_split(images, -(-len(images) // _CHUNK) or 1)
         parts = [net(_floats(piece)) for piece in pieces]
     found: NDArray[np.float32] = torch.cat(parts).numpy()
     return found
 
 
 def _floats(images: Images) -> Tensor:
-    return torch.from_numpy(images.astype(np.float32)) / 255  # a copy: workers may only read theirs
+    return torch.from_numpy(images.astype(np.float32)) / 255  # a copy of a read-only array
 
 
 def _flat(images: Images) -> NDArray[np.float32]:
@@ -152,8 +158,8 @@ Scores = list[float | None]
 
 @dataclass(frozen=True)
 class Fit:
-    """A classifier, by name, to be trained on ``rows`` (images, labels) with a seed, and tested on
-    others. ``known``: a file to find its scores in, or to leave them in."""
+    """A named classifier, to be trained on ``rows`` (images, labels) with a seed and tested on
+    others. ``cache_file``: file of its scores."""
 
     name: str
     classifier: Classifier
@@ -161,16 +167,16 @@ class Fit:
     tests: Mapping[str, tuple[Images, Labels]]
     classes: int
     seed: int
-    known: Path | None = None
+    cache_file: Path | None = None
 
     def scores(self) -> dict[str, Scores]:
-        """For each test, by name."""
-        if self.known is not None and self.known.exists():
-            kept: dict[str, Scores] = json.loads(self.known.read_text())
+        """Return the score on each test, by name."""
+        if self.cache_file is not None and self.cache_file.exists():
+            kept: dict[str, Scores] = json.loads(self.cache_file.read_text())
             return kept
         try:
             predict = self.classifier(*self.rows, self.classes, self.seed)
-        except ValueError as error:  # of a library's, for too few rows
+        except ValueError as error:  # raised by a library for too few images
             problem = f"cannot learn from {len(self.rows[1])} rows: {str(error).splitlines()[0]}"
             key = f"evaluation.classifiers.{self.name}"
             raise FedgenError(key, problem, "give more samples, or other classifiers") from error
@@ -179,21 +185,21 @@ class Fit:
             right = predict(images) == truth
             parts = [right, *(right[truth == label] for label in range(self.classes))]
             found[test] = [float(part.mean()) if len(part) else None for part in parts]
-        if self.known is not None:
-            write_shared(self.known, json.dumps(found).encode())
+        if self.cache_file is not None:
+            write_shared(self.cache_file, json.dumps(found).encode())
         return found
 
 
 def all_scores(fits: Sequence[Fit], jobs: int) -> Iterator[tuple[int, dict[str, Scores]]]:
-    """(number, scores) of each as they come: one after the other in this process, or ``jobs`` at a
-    time in processes of their own."""
+    """Yield (number, scores) as they become available: sequentially in this process, or ``jobs`` in
+    parallel processes."""
     if jobs == 1:
         yield from map(_numbered, range(len(fits)), fits)
         return
     import joblib
 
     with warnings.catch_warnings(), joblib.parallel_config("loky", inner_max_num_threads=1):
-        # a process that a classifier has blown up is replaced between two of them
+        # a process that a classifier has enlarged is replaced afterwards
         warnings.filterwarnings("ignore", "A worker stopped", UserWarning)
         at_once = joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1)
         yield from at_once(joblib.delayed(_numbered)(*each) for each in enumerate(fits))
@@ -204,9 +210,10 @@ def _numbered(number: int, fit: Fit) -> tuple[int, dict[str, Scores]]:
 
 
 def summary(scores: Sequence[Scores], rows: int, tested: int) -> dict[str, Any]:
-    """Mean and standard deviation over the seeds, ``per_class`` the mean for each label, with the
-    number n of rows to learn from; a mean of None where there was nothing to learn. ``interval``:
-    at 95 % (Wilson's), from as many test rows as there are, for the seeds that there are."""
+    """Return mean and standard deviation over the seeds, ``per_class`` the mean per label, and the
+    number n of training images; a mean of None if there was nothing to train on. ``interval``: 95 %
+    (Wilson) for the number of test images, given these seeds; it does not cover the spread over
+    seeds."""
     whole = [found[0] for found in scores if found[0] is not None]
     by_label = [
         None if None in values else float(np.mean(values))

@@ -1,6 +1,9 @@
-"""The server's state on disk: its tensors, its counts, and the tag of the clients' states that go
-with them. Safetensors and JSON, replaced in one step: a process that dies while writing leaves the
-checkpoint before."""
+"""Checkpoint of the server: its tensors, its counts, and the tag of the corresponding client
+states.
+
+Safetensors and JSON, replaced atomically: a process that dies while writing leaves the previous
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,86 +20,91 @@ import safetensors.torch
 
 from fedgen.errors import FedgenError
 from fedgen.federation.rounds import RunState
-from fedgen.files import digest, read_json, write_whole
-from fedgen.method import Tensors
+from fedgen.methods.api import Tensors
 from fedgen.privacy.ledger import spend_from_json, spend_to_json
+from fedgen.storage.io import digest, read_json, write_atomic
 
-SCHEMA = 7
+SCHEMA = 8
 NAME = "checkpoint.json"
-_DRAWS = "draws.key"
-_REMEDY = "restore the run directory from a copy, or start a new run"
+_SAMPLING_KEY = "draws.key"
+_REMEDY = "restore the run directory from a backup, or start a new run"
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a run keeps beside the server's state.
+class Metadata:
+    """Metadata of a checkpoint.
 
-    metrics: how many bytes of metrics there were, and their digest. begun: rounds begun so far.
-    seconds: of all rounds; parts: of each part of them. over: whether the run is. of: rounds that
-    it was to have. stopped: why it ended before.
+    metrics: size in bytes of the metrics log, and its digest.
+    started: number of round starts, including repeats; 0 in mode ``seeded``.
+    seconds: duration of all rounds; parts: duration of each part.
+    finished: whether the run has finished.
+    total_rounds: planned number of rounds, which the budget may limit.
+    stopped: reason for stopping early.
     """
 
     metrics: tuple[int, str]
-    begun: int
+    started: int
     seconds: float
     parts: dict[str, float]
-    over: bool
-    of: int
+    finished: bool
+    total_rounds: int
     stopped: str | None
 
 
-def key_of_draws(folder: Path) -> tuple[bytes, bool]:
-    """The secret that the server's draws of clients follow from, and whether it was made just now.
-    It is kept from before the first round on, apart from the noise, which is kept nowhere: a round
-    that is done again is drawn as it was, whoever answered it or not.
+def sampling_key(folder: Path) -> tuple[bytes, bool]:
+    """Return the secret key of cohort sampling, and whether it was created by this call. It exists
+    from before the first round, separate from the noise, which is never stored: a repeated round
+    samples the same cohort, regardless of earlier responses.
 
     Raises:
-        FedgenError: if it was cut short.
+        FedgenError: if the file was truncated.
     """
-    path = folder / _DRAWS
-    if made := not path.exists():
-        write_whole(path, secrets.token_bytes(32))
+    path = folder / _SAMPLING_KEY
+    if created := not path.exists():
+        write_atomic(path, secrets.token_bytes(32))
     key = path.read_bytes()
     if len(key) != 32:
-        raise FedgenError(str(path), "was cut short or altered", _REMEDY)
-    return key, made
+        raise FedgenError(str(path), "was truncated or altered", _REMEDY)
+    return key, created
 
 
-def save(folder: Path, state: RunState, beside: Beside) -> None:
-    """Writes a checkpoint and drops the one before."""
+def save(folder: Path, state: RunState, metadata: Metadata) -> None:
+    """Write a checkpoint and delete the previous one."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.cpu().contiguous() for name, value in state.server.items()}
     data = safetensors.torch.save(tensors)
     file = f"server_{state.rounds:06d}.safetensors"
-    write_whole(folder / file, data)
-    os.sync()  # what the clients kept must outlive a power cut as well
+    write_atomic(folder / file, data)
+    os.sync()  # the states of clients must survive a power failure as well
     record = {
         "schema": SCHEMA,
         "rounds": state.rounds,
         "prepared": state.prepared,
         "server": [file, digest(data)],
         "tag": state.tag,
-        "kept": {str(client): tag for client, tag in sorted(state.kept.items())},
-        "spends": {str(c): spend_to_json(spend) for c, spend in sorted(state.spends.items())},
-        "asks": _counts(state.asks),
-        "rows": _counts(state.rows),
+        "kept": {str(client): tag for client, tag in sorted(state.kept_tags.items())},
+        "spends": {
+            str(client): spend_to_json(spend) for client, spend in sorted(state.spends.items())
+        },
+        "asks": _counts(state.queries),
+        "rows": _counts(state.samples),
         "sent": _counts(state.sent),
         "received": _counts(state.received),
-        "extra": asdict(beside),
+        "extra": asdict(metadata),
     }
     body = json.dumps(record, sort_keys=True)
     sealed = json.dumps({"digest": digest(body.encode()), "record": record}, sort_keys=True)
-    write_whole(folder / NAME, sealed.encode())
-    for old in folder.glob("server_*.safetensors"):
-        if old.name != file:
-            old.unlink()
+    write_atomic(folder / NAME, sealed.encode())
+    for previous in folder.glob("server_*.safetensors"):
+        if previous.name != file:
+            previous.unlink()
 
 
-def load(folder: Path) -> tuple[RunState, Beside] | None:
-    """The last checkpoint; None if there is none.
+def load(folder: Path) -> tuple[RunState, Metadata] | None:
+    """Return the last checkpoint; None if there is none.
 
     Raises:
-        FedgenError: if it was cut short or altered.
+        FedgenError: if it was truncated or altered.
     """
     path = folder / NAME
     if not path.exists():
@@ -108,65 +116,69 @@ def load(folder: Path) -> tuple[RunState, Beside] | None:
             raise ValueError
         if record["schema"] != SCHEMA:
             raise FedgenError(str(path), f"has schema {record['schema']}, not {SCHEMA}", _REMEDY)
-        file, expected = (str(each) for each in record["server"])
-        state, beside = _state(record), _beside(record["extra"])
+        name, expected = (str(value) for value in record["server"])
+        state, metadata = _state(record), _metadata(record["extra"])
     except _NONE as error:
-        raise FedgenError(str(path), "was cut short or altered", _REMEDY) from error
+        raise FedgenError(str(path), "was truncated or altered", _REMEDY) from error
     try:
-        data = (folder / file).read_bytes()
+        data = (folder / name).read_bytes()
     except OSError as error:
-        raise FedgenError(str(folder / file), "is missing", _REMEDY) from error
+        raise FedgenError(str(folder / name), "is missing", _REMEDY) from error
     try:
         if digest(data) != expected:
             raise ValueError
         state.server = safetensors.torch.load(data)
     except (ValueError, safetensors.SafetensorError) as error:
-        raise FedgenError(str(folder / file), "was cut short or altered", _REMEDY) from error
-    return state, beside
+        raise FedgenError(str(folder / name), "was truncated or altered", _REMEDY) from error
+    return state, metadata
 
 
-def server_of(state: RunState, fresh: Tensors, folder: Path) -> Tensors:
-    """The server's state of a checkpoint, where that of a run that begins has it.
+def server_state(state: RunState, fresh: Tensors, folder: Path) -> Tensors:
+    """Return the server state of a checkpoint on the devices of a freshly initialized one.
 
     Raises:
-        FedgenError: if it has other parts.
+        FedgenError: if its tensors differ in name or shape.
     """
-    shapes = [{name: each.shape for name, each in some.items()} for some in (state.server, fresh)]
+    shapes = [
+        {name: value.shape for name, value in tensors.items()} for tensors in (state.server, fresh)
+    ]
     if shapes[0] != shapes[1]:
-        raise FedgenError(str(folder), "holds another method's state, or was altered", _REMEDY)
-    return {name: each.to(fresh[name].device) for name, each in state.server.items()}
+        raise FedgenError(
+            str(folder), "contains the state of another method, or was altered", _REMEDY
+        )
+    return {name: value.to(fresh[name].device) for name, value in state.server.items()}
 
 
 _NONE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""What reading raises of a file that is none."""
+"""Exceptions of reading an invalid file."""
 
 
 def _state(record: Mapping[str, Any]) -> RunState:
-    """All but the server's own."""
+    """Return everything except the state of the server program."""
     return RunState(
         server={},
         rounds=int(record["rounds"]),
         prepared=bool(record["prepared"]),
         tag=int(record["tag"]),
-        kept=dict(_counter(record["kept"])),
-        spends={int(c): spend_from_json(spend) for c, spend in record["spends"].items()},
-        asks=_counter(record["asks"]),
-        rows=_counter(record["rows"]),
+        kept_tags=dict(_counter(record["kept"])),
+        spends={int(client): spend_from_json(spend) for client, spend in record["spends"].items()},
+        queries=_counter(record["asks"]),
+        samples=_counter(record["rows"]),
         sent=_counter(record["sent"]),
         received=_counter(record["received"]),
     )
 
 
-def _beside(extra: Mapping[str, Any]) -> Beside:
-    size, told = extra["metrics"]
+def _metadata(extra: Mapping[str, Any]) -> Metadata:
+    size, log_digest = extra["metrics"]
     stopped = extra["stopped"]
-    return Beside(
-        metrics=(int(size), str(told)),
-        begun=int(extra["begun"]),
+    return Metadata(
+        metrics=(int(size), str(log_digest)),
+        started=int(extra["started"]),
         seconds=float(extra["seconds"]),
         parts={str(name): float(seconds) for name, seconds in extra["parts"].items()},
-        over=bool(extra["over"]),
-        of=int(extra["of"]),
+        finished=bool(extra["finished"]),
+        total_rounds=int(extra["total_rounds"]),
         stopped=None if stopped is None else str(stopped),
     )
 

@@ -1,5 +1,5 @@
-"""How a client fails to answer, as the server sees it: a kind, never a cause. The cause stays with
-the client; whoever simulates clients has their files."""
+"""Failures of clients as the server sees them: a kind, never a cause. The cause stays with the
+client; simulations can read the files of their clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client_app import ERRORS, FAILED, REFUSED, last_error
+from fedgen.federation.client.app import ERRORS, FAILED, REFUSED, last_error
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     MESSAGE_UNAVAILABLE,
@@ -19,9 +19,9 @@ from fedgen.federation.flower_compat import (
 )
 
 DEADLINE, DIED = 102, 103
-"""Codes of our own grids: the client did not answer in time; its process died, again and again."""
+"""Codes of our own grids: the client exceeded its deadline; its process died repeatedly."""
 
-DROPPED = ("late", "repeated")
+IGNORED_REPLIES = ("late", "repeated")
 
 _KINDS = {
     FAILED: "failed",
@@ -30,26 +30,26 @@ _KINDS = {
     DIED: "died",
     CLIENT_RAISED: "raised",
     UNKNOWN: "unknown",
-    MESSAGE_UNAVAILABLE: "deadline",  # Flower's: the message outlived its time to live
+    MESSAGE_UNAVAILABLE: "deadline",  # Flower: the time to live of the message has passed
     REPLY_UNAVAILABLE: "deadline",
     NODE_UNAVAILABLE: "unavailable",
 }
 
-_LONGEST_CAUSE = 300  # letters
-_MOST_NAMED = 5  # clients
+_MAX_CAUSE = 300  # letters
+_MAX_NAMED = 5  # clients
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A client that was sent a message and did not answer it well, or not once.
+    """A client that was sent a message and returned no valid response, or several.
 
-    kind: failed, refused (by a site's policy), raised, died, deadline, unavailable, unknown;
-        malformed (no release in the reply, or not of the shape that was asked for), not finite, too
-        long (for honest noise: see ``Plan.longest``), unplanned (a release of other noise than was
-        planned); for a secure sum: copied (announced a key also announced by another client),
-        contradicted (rejected another client's signature or sealed share, or was rejected), wrong
-        share (revealed a share inconsistent with the reconstructed secret, or dealt it); late,
-        repeated (a reply to a message that is over: ``DROPPED``).
+    kind: failed, refused (by the policy of a site), raised, died, deadline, unavailable, unknown;
+        malformed (no release in the response, or of another shape), not finite, too long (for
+        honest noise: see ``Plan.max_norm``), unplanned (a release with other noise than planned);
+        for a secure sum: copied (announced a key also announced by another client), contradicted
+        (rejected another client's signature or sealed share, or was rejected), wrong share
+        (revealed a share inconsistent with the reconstructed secret, or dealt it); late, repeated
+        (response to a message that is over: ``IGNORED_REPLIES``).
     """
 
     kind: str
@@ -57,78 +57,85 @@ class Failure:
     round: int
 
 
-def kind_of(reply: Message) -> str:
-    """What an error reply says."""
+def failure_kind(reply: Message) -> str:
+    """Return the kind of an error response."""
     return _KINDS.get(reply.error.code, f"code {reply.error.code}")
 
 
-class UnansweredError(FedgenError):
-    """Too few clients answered."""
+class NoResponseError(FedgenError):
+    """Too few clients responded."""
 
 
-def _named(clients: set[int]) -> str:
-    shown, more = sorted(clients)[:_MOST_NAMED], len(clients) - _MOST_NAMED
+def _list_clients(clients: set[int]) -> str:
+    listed, remaining = sorted(clients)[:_MAX_NAMED], len(clients) - _MAX_NAMED
     word = "clients" if len(clients) > 1 else "client"
-    return f"{word} {', '.join(map(str, shown))}" + (f" and {more} more" if more > 0 else "")
+    return f"{word} {', '.join(map(str, listed))}" + (
+        f" and {remaining} more" if remaining > 0 else ""
+    )
 
 
 @dataclass(frozen=True)
-class Causes:
-    """What went wrong inside of clients, where their files are at hand.
+class FailureCauses:
+    """Causes of failures, for clients whose files are available.
 
-    folder: of the clients, each with one of its own. told: whether what an exception says may be
-        printed, which may be a row: in experiments alone.
+    folder: folder with one subfolder per client.
+    printed: whether messages of exceptions, which may contain records, may be printed; only in
+        seeded runs.
     """
 
     folder: Path
-    told: bool
+    printed: bool
 
-    def of(self, failures: list[Failure]) -> str:
-        """The cause of one of the failures and where to read more, or nothing."""
+    def describe(self, failures: list[Failure]) -> str:
+        """Return the cause of one of the failures and where to read more, or an empty string."""
         for failure in failures:
             path = self.folder / str(failure.client) / ERRORS
-            if failure.kind == "failed" and path.is_file():  # else it wrote nothing of this
+            if failure.kind == "failed" and path.is_file():  # others write no error
                 return f"{self._last(path)}(see {path}); "
         return ""
 
     def _last(self, path: Path) -> str:
         if (line := last_error(path)) is None:
             return ""
-        text = f"{line['error']}: {line['problem']}" if self.told else str(line["error"])
-        if self.told and "at" in line:
+        text = f"{line['error']}: {line['problem']}" if self.printed else str(line["error"])
+        if self.printed and "at" in line:
             text = f"{line['at']}: {text}"
-        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return f"{words[:_LONGEST_CAUSE]}... " if len(words) > _LONGEST_CAUSE else f"{words} "
+        line_text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return f"{line_text[:_MAX_CAUSE]}... " if len(line_text) > _MAX_CAUSE else f"{line_text} "
 
 
 def too_few(
-    place: str, asked: int, failures: list[Failure], causes: Causes, silent: int | None = None
-) -> UnansweredError:
-    """The error of an exchange that too few clients answered.
+    place: str,
+    asked: int,
+    failures: list[Failure],
+    causes: FailureCauses,
+    silent: int | None = None,
+) -> NoResponseError:
+    """Return the error for too few responses.
 
     Args:
-        place: what they were asked, in words.
-        silent: how many did not answer, some of them earlier in the round; None: those of
-            ``failures``.
-        causes: of failures, as far as they are known.
+        place: description of the exchange.
+        silent: number of clients that did not respond, including earlier in the round; None: those
+            of ``failures``.
+        causes: causes of failures, if known.
     """
     missing = len(failures) if silent is None else silent
-    of_kind: dict[str, set[int]] = {}
+    by_kind: dict[str, set[int]] = {}
     for failure in failures:
-        of_kind.setdefault(failure.kind, set()).add(failure.client)
-    kinds = ", ".join(f"{kind}: {_named(of_kind[kind])}" for kind in sorted(of_kind))
-    remedy = "mend it and try resume=, or start anew with a lower runtime.min_success"
-    if set(of_kind) == {"failed"} and missing == asked:
-        remedy = "mend it and go on with resume="
-    if of_kind.keys() & {"copied", "contradicted"}:
+        by_kind.setdefault(failure.kind, set()).add(failure.client)
+    kinds = ", ".join(f"{kind}: {_list_clients(by_kind[kind])}" for kind in sorted(by_kind))
+    remedy = "fix it and use resume=, or start a new run with a lower runtime.min_success"
+    if set(by_kind) == {"failed"} and missing == asked:
+        remedy = "fix it and continue with resume="
+    if by_kind.keys() & {"copied", "contradicted"}:
         remedy = (
-            "of clients that reject each other, or announce the same key, at least one violates "
+            "among clients that reject each other or announce the same key, at least one violates "
             "the protocol: compare fedgen node log at each, then start a new run without it"
         )
-    if set(of_kind) == {"refused"}:
-        remedy = "fedgen node log at a site says why; then resume=, or start anew"
-    return UnansweredError(
+    if set(by_kind) == {"refused"}:
+        remedy = "fedgen node log at the site gives the reason; then use resume= or start a new run"
+    return NoResponseError(
         "runtime.min_success",
-        f"{missing} of {asked} clients did not answer {place} ({kinds})",
-        f"{causes.of(failures)}{remedy}",
+        f"{missing} of {asked} clients did not respond {place} ({kinds})",
+        f"{causes.describe(failures)}{remedy}",
     )

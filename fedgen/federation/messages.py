@@ -1,8 +1,8 @@
-"""Arrays and releases to Flower records and back. Arrays travel as raw little-endian bytes.
+"""Conversion of arrays and releases to Flower records and back. Arrays are raw little-endian bytes.
 
-Only an empty acknowledgement, a client's number, its ledger's sum, keys and sealed shares of masks
-with signatures, and what its aggregation takes (a Release; a Share; a Clipped) can be packed into a
-reply.
+A reply can only contain an acknowledgement, a client index, the sum of a ledger, keys and sealed
+shares of masks with signatures, or the message that the aggregation expects (Release, Share or
+Clipped).
 """
 
 from __future__ import annotations
@@ -20,69 +20,73 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgen.files import as_json, digest
-from fedgen.method import Query
+from fedgen.methods.api import Query
+from fedgen.privacy.aggregation import Aggregation, Sent
 from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
-from fedgen.privacy.releases import Aggregation, Sent
+from fedgen.storage.io import digest, parse_json
 
 HELLO, ACCOUNT = "query.hello", "query.account"
-"""Message types: who are you; what have you spent."""
+"""Message types: request the client index; request the spend."""
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
-"""Make one part of your state; train; answer."""
+"""Message types: prepare a part of the state; train; respond to a query."""
 KEYS, SHARES, OPEN, REVEAL = "query.keys", "query.shares", "query.open", "query.reveal"
 """Message types of a masked sum: announce keys, deal shares, open received shares, reveal shares
 (``masking.py``)."""
 AGREE = "query.agree"
-"""Sign who answered and who did not (``signing.py``)."""
+"""Message type: sign the lists of responders and dropouts (``signing.py``)."""
 IN_A_ROUND = (TRAIN, KEYS, SHARES, OPEN, ASK, AGREE, REVEAL)
-"""What has a deadline, in this order. To prepare, to keep and to restore may take their time."""
+"""Message types of a round, in order; they have a deadline, unlike preparing, keeping and
+restoring."""
 KEEP, RESTORE, FORGET = "train.keep", "train.restore", "train.forget"
-"""Hold on to your state under a tag; go back to it (tag 0: to nothing)."""
+"""Message types: keep the state under a tag; restore it (tag 0: the initial state); delete it."""
 
 T = TypeVar("T")
 
 _RAW = "fedgen.raw"
 _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
-_MOST_WORDS = 10_000  # of an event, as text
+_MAX_EVENT_CHARACTERS = 10_000  # characters of an event
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 _TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
 _REJECTED = "rejected"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was sent, as it arrives: arrays, and what they cost the client. Without arrays: they
-    were added to another's on the way, which says of whom it is the sum."""
+class Response:
+    """A received message of a client: arrays and their privacy event. Without arrays, they were
+    added to those of another client, whose ``clients`` lists the summed clients."""
 
     arrays: Mapping[str, NDArray[np.generic]]
     event: DpEvent
     unit: Unit
-    of: tuple[int, ...] = ()
+    clients: tuple[int, ...] = ()
 
 
 def pack_arrays(arrays: Mapping[str, Tensor | NDArray[np.generic]]) -> ArrayRecord:
-    """Named arrays (numpy or torch, any device) as a record."""
+    """Pack named arrays (numpy or torch, any device) into a record."""
     record = {}
     for name, value in arrays.items():
         array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
         record[name] = Array(
-            dtype=array.dtype.name, shape=tuple(array.shape), stype=_RAW, data=little.tobytes()
+            dtype=array.dtype.name,
+            shape=tuple(array.shape),
+            stype=_RAW,
+            data=little_endian.tobytes(),
         )
     return ArrayRecord(record)
 
 
 def unpack_arrays(record: ArrayRecord) -> dict[str, Tensor]:
-    """The inverse of ``pack_arrays``, as torch tensors with memory of their own.
+    """Unpack a record of ``pack_arrays`` to torch tensors with their own memory.
 
     Raises:
-        ValueError: if the bytes are not those of an array of the stated type and shape.
+        ValueError: if the bytes do not match the stated type and shape.
     """
     arrays = {}
     for name, array in record.items():
         if array.stype != _RAW or array.dtype not in _KNOWN_TYPES:
-            raise ValueError(f"array {name} is not raw, or of no type that is sent")
+            raise ValueError(f"array {name} has an unknown encoding or type")
         flat = np.frombuffer(array.data, dtype=np.dtype(array.dtype).newbyteorder("<"))
         native = flat.astype(np.dtype(array.dtype), copy=True)
         arrays[name] = torch.from_numpy(native.reshape(array.shape))
@@ -90,74 +94,74 @@ def unpack_arrays(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def pack_hello() -> RecordDict:
-    """Asks a node for its partition."""
+    """Pack the request for the client index of a node."""
     return RecordDict({_FACTS: ConfigRecord({"hello": True})})
 
 
-def pack_place(place: int) -> RecordDict:
-    """A number alone: of a part to prepare, of a tag to keep or restore."""
-    return RecordDict({_FACTS: ConfigRecord({_PLACE: place})})
+def pack_round(number: int) -> RecordDict:
+    """Pack a single number: a round, a part to prepare, or a tag."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: number})})
 
 
-def pack_keys_for(server_round: int, asked: str) -> RecordDict:
-    """Asks for keys: for a round, and the digest of the question that is to come in it."""
-    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, _ASKED: asked})})
+def pack_keys_for(server_round: int, query: str) -> RecordDict:
+    """Pack the request for keys for a round, with the digest of its query."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, _ASKED: query})})
 
 
 def read_keys_for(message: Message) -> str:
-    """The digest of the question that keys are asked for."""
+    """Return the digest of the query that keys are requested for."""
     return str(_fact(message, _ASKED))
 
 
 def pack_broadcast(server_round: int, arrays: ArrayRecord) -> RecordDict:
-    """What clients train on in a round."""
+    """Pack the arrays that clients train on in a round."""
     return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round}), _ARRAYS: arrays})
 
 
 def pack_query(server_round: int, query: Query) -> RecordDict:
-    """What a client is asked in a round."""
+    """Pack the query of a round."""
     records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
         _FACTS: ConfigRecord({_PLACE: server_round}),
-        _ROWS: pack_arrays(query.rows),
+        _ROWS: pack_arrays(query.samples),
     }
     if query.shared:
         records[_SHARED] = pack_arrays(query.shared)
     return RecordDict(records)
 
 
-def read_place(message: Message) -> int:
-    """The round of a broadcast or query, the number of a part to prepare, a tag."""
-    return _place(message.content)
+def read_round(message: Message) -> int:
+    """Return the round of a broadcast or query, the number of a part to prepare, or a tag."""
+    return _read_round(message.content)
 
 
-def _place(content: RecordDict) -> int:
+def _read_round(content: RecordDict) -> int:
     return int(str(content.config_records[_FACTS][_PLACE]))
 
 
-def for_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
-    """A question that says of whom its answers will be the sum: by a digest, since who else was
-    drawn is not for a client to know."""
+def add_cohort(content: RecordDict, clients: list[int]) -> RecordDict:
+    """Add the cohort whose responses will be summed, as a digest, because it is secret to
+    clients."""
     facts = content.config_records[_FACTS]
     cohort = digest(*map(_number, clients))
     return RecordDict({**content, _FACTS: ConfigRecord({**facts, _COHORT: cohort})})
 
 
-def _of_the_last(work: Callable[[RecordDict], T]) -> Callable[[RecordDict], T]:
-    """Works once for a content that many clients of a process are handed one after the other."""
+def _cached_last(function: Callable[[RecordDict], T]) -> Callable[[RecordDict], T]:
+    """Cache the result for the last content, which many clients of a process receive in turn."""
     last: list[tuple[RecordDict, T]] = []
 
-    def found(content: RecordDict) -> T:
+    def cached(content: RecordDict) -> T:
         if not last or last[0][0] is not content:
-            last[:] = [(content, work(content))]
+            last[:] = [(content, function(content))]
         return last[0][1]
 
-    return found
+    return cached
 
 
-@_of_the_last
+@_cached_last
 def _digest(content: RecordDict) -> str:
     cohort = content.config_records[_FACTS].get(_COHORT)
-    parts = [str(_place(content)).encode(), *([str(cohort).encode()] if cohort else [])]
+    parts = [str(_read_round(content)).encode(), *([str(cohort).encode()] if cohort else [])]
     for name, record in sorted(content.array_records.items()):
         for key, array in sorted(record.items()):
             parts += [f"{name} {key} {array.dtype} {array.shape}".encode(), array.data]
@@ -165,86 +169,89 @@ def _digest(content: RecordDict) -> str:
 
 
 def digest_of(message: Message) -> str:
-    """A digest of a message's arrays, of its place, and of the cohort that it is for: what a seeded
-    run knows a question by. Somebody can make up two questions that share it: no secret coin
-    follows from it."""
+    """Return the digest of a message's arrays, round and cohort, which identifies a query in a
+    seeded run. Two queries with the same digest can be constructed, so in mode ``secure`` no secret
+    or noise stream depends on it."""
     return _digest(message.content)
 
 
-@_of_the_last
+@_cached_last
 def _finite(content: RecordDict) -> bool:
-    arrays = [each for record in content.array_records.values() for each in record.values()]
-    floats = [each for each in arrays if each.dtype.startswith("float")]
+    arrays = [array for record in content.array_records.values() for array in record.values()]
+    floats = [array for array in arrays if array.dtype.startswith("float")]
     return all(
-        bool(np.isfinite(np.frombuffer(each.data, np.dtype(each.dtype).newbyteorder("<"))).all())
-        for each in floats
+        bool(np.isfinite(np.frombuffer(array.data, np.dtype(array.dtype).newbyteorder("<"))).all())
+        for array in floats
     )
 
 
 def is_finite(message: Message) -> bool:
-    """Whether all numbers in a message's arrays are."""
+    """Return whether all values of a message's arrays are finite."""
     return _finite(message.content)
 
 
 def framed_digest(content: RecordDict) -> str:
-    """A digest of a question that no other question has: what masks are made for."""
+    """Return an unambiguous digest of a query; masks are bound to it."""
     facts = content.config_records[_FACTS]
     parts = [str(facts[_PLACE]).encode(), str(facts.get(_COHORT, "")).encode()]
     for name, record in sorted(content.array_records.items()):
         for key, array in sorted(record.items()):
-            words = (name, key, array.dtype, str(tuple(array.shape)))
-            parts += [*(word.encode() for word in words), array.data]
-    return digest(*(len(part).to_bytes(8, "big") + part for part in parts))
+            header = (name, key, array.dtype, str(tuple(array.shape)))
+            parts += [*(item.encode() for item in header), array.data]
+    return digest(*(len(item).to_bytes(8, "big") + item for item in parts))
 
 
-def is_question(message: Message) -> bool:
-    """Whether a message holds the arrays of a question, and no others."""
+def is_query(message: Message) -> bool:
+    """Return whether a message contains exactly the arrays of a query."""
     return {_ROWS} <= set(message.content.array_records) <= {_ROWS, _SHARED}
 
 
 def read_broadcast(message: Message) -> dict[str, Tensor]:
-    """The arrays of a broadcast."""
+    """Return the arrays of a broadcast."""
     return unpack_arrays(message.content.array_records[_ARRAYS])
 
 
 def read_query(message: Message) -> Query:
-    """The query of an instruction."""
+    """Return the query of a message."""
     records = message.content.array_records
     shared = unpack_arrays(records[_SHARED]) if _SHARED in records else {}
     return Query(unpack_arrays(records[_ROWS]), shared)
 
 
 def pack_texts(server_round: int, texts: Mapping[int, bytes]) -> RecordDict:
-    """A round, and bytes by client: keys, or sealed shares."""
-    return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round}), _TEXTS: _by_client(texts)})
+    """Pack a round and bytes by client: keys or sealed shares."""
+    return RecordDict(
+        {_FACTS: ConfigRecord({_PLACE: server_round}), _TEXTS: _pack_by_client(texts)}
+    )
 
 
 def with_texts(content: RecordDict, texts: Mapping[int, bytes]) -> RecordDict:
     """Add bytes by client to a message: signatures of its lists."""
-    return RecordDict({**content, _TEXTS: _by_client(texts)})
+    return RecordDict({**content, _TEXTS: _pack_by_client(texts)})
 
 
-def _by_client(texts: Mapping[int, bytes]) -> ConfigRecord:
-    # their number first: Flower cannot count the bytes of what is empty
-    parts = [_number(len(texts)), *(_number(c) + text for c, text in texts.items())]
+def _pack_by_client(texts: Mapping[int, bytes]) -> ConfigRecord:
+    # their number first: Flower cannot count the bytes of an empty record
+    parts = [_number(len(texts)), *(_number(client) + text for client, text in texts.items())]
     return ConfigRecord({"all": b"".join(parts)})
 
 
 def read_texts(message: Message, length: int) -> dict[int, bytes]:
-    """Bytes by client. Raises ValueError if they are not ``length`` each, of one client each."""
+    """Return bytes by client. Raises ValueError unless there are ``length`` bytes per client, and
+    each client occurs once."""
     try:
-        whole = message.content.config_records[_TEXTS]["all"]
+        data = message.content.config_records[_TEXTS]["all"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("no texts") from error
-    if not isinstance(whole, bytes) or len(whole) % (8 + length) != 8:
+    if not isinstance(data, bytes) or len(data) % (8 + length) != 8:
         raise ValueError("texts of another length")
-    found: dict[int, bytes] = {}
-    for start in range(8, len(whole), 8 + length):
-        [client] = _numbers(whole[start : start + 8])
-        if client in found:
+    texts_: dict[int, bytes] = {}
+    for start in range(8, len(data), 8 + length):
+        [client] = _numbers(data[start : start + 8])
+        if client in texts_:
             raise ValueError("one client twice")
-        found[client] = whole[start + 8 : start + 8 + length]
-    return found
+        texts_[client] = data[start + 8 : start + 8 + length]
+    return texts_
 
 
 def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
@@ -254,7 +261,7 @@ def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
 
 
 def read_rejected(message: Message) -> set[int]:
-    """The inverse of ``pack_rejected``; empty if the message rejects none."""
+    """Return the clients of ``pack_rejected``; empty if the message rejects none."""
     facts = message.content.config_records.get(_FACTS)
     if facts is None:
         raise ValueError("no facts")
@@ -264,15 +271,17 @@ def read_rejected(message: Message) -> set[int]:
     return set(_numbers(rejected)[1:])
 
 
-def pack_lists(server_round: int, answered: list[int], silent: list[int]) -> RecordDict:
-    """Whose words arrived, and whose did not."""
+def pack_responders(server_round: int, answered: list[int], silent: list[int]) -> RecordDict:
+    """Pack the lists of responders and dropouts."""
     lists = {"answered": answered, "silent": silent}
-    facts = {n: b"".join(map(_number, [len(each), *each])) for n, each in lists.items()}
+    facts = {
+        name: b"".join(map(_number, [len(clients), *clients])) for name, clients in lists.items()
+    }
     return RecordDict({_FACTS: ConfigRecord({_PLACE: server_round, **facts})})
 
 
-def read_lists(message: Message) -> tuple[list[int], list[int]]:
-    """The inverse of ``pack_lists``."""
+def read_responders(message: Message) -> tuple[list[int], list[int]]:
+    """Return the lists of ``pack_responders``."""
     answered, silent = (_fact(message, name) for name in ("answered", "silent"))
     if not isinstance(answered, bytes) or not isinstance(silent, bytes):
         raise ValueError("no lists")
@@ -284,87 +293,89 @@ def _number(client: int) -> bytes:
 
 
 def _numbers(text: bytes) -> list[int]:
-    return [int.from_bytes(text[at : at + 8], "big") for at in range(0, len(text), 8)]
+    return [int.from_bytes(text[start : start + 8], "big") for start in range(0, len(text), 8)]
 
 
 def pack_acknowledgement() -> RecordDict:
-    """Done; nothing else is said."""
+    """Pack an acknowledgement without content."""
     return RecordDict({_FACTS: ConfigRecord({"done": True})})
 
 
 def pack_partition(partition: int) -> RecordDict:
-    """Which partition a node is."""
+    """Pack the client index of a node."""
     return RecordDict({_FACTS: ConfigRecord({"partition": partition})})
 
 
 def read_partition(message: Message) -> int:
-    """The inverse of ``pack_partition``. Raises ValueError if the message says no number."""
-    return _whole(_fact(message, "partition"))
+    """Return the client index. Raises ValueError if there is none."""
+    return _int(_fact(message, "partition"))
 
 
 def _fact(message: Message, name: str) -> object:
-    """Raises ValueError if the message has none of this name."""
+    """Return a fact of a message. Raises ValueError if it is missing."""
     try:
         return message.content.config_records[_FACTS][name]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no {name}") from error
 
 
-def _whole(found: object) -> int:
-    if type(found) is not int or not 0 <= found <= 10**12:
-        raise ValueError(f"{found!r} is no count")
-    return found
+def _int(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= 10**12:
+        raise ValueError(f"{value!r} is not a count")
+    return value
 
 
 def pack_account(account: Account) -> RecordDict:
-    """What a ledger comes to. It follows from what the server asked and when: it tells nothing
-    new to it."""
-    facts: dict[str, int | str] = {"releases": account.releases, "rows": account.rows}
+    """Pack the sum of a ledger. It is a function of the server's queries and reveals nothing new to
+    it."""
+    facts: dict[str, int | str] = {"releases": account.releases, "rows": account.samples}
     facts["spend"] = json.dumps(spend_to_json(account.spend))
     return RecordDict({_FACTS: ConfigRecord({**facts})})
 
 
 def read_account(message: Message) -> Account:
-    """The inverse of ``pack_account``. Raises ValueError if the message holds none."""
-    releases, rows = (_whole(_fact(message, name)) for name in ("releases", "rows"))
+    """Return the account of a message. Raises ValueError if it is invalid."""
+    releases, samples = (_int(_fact(message, name)) for name in ("releases", "rows"))
     try:
-        spend = spend_from_json(as_json(str(_fact(message, "spend"))))
-    except Exception as error:  # whatever a client made of it, it is no account
+        spend = spend_from_json(parse_json(str(_fact(message, "spend"))))
+    except Exception as error:  # a client may send anything
         raise ValueError("no account") from error
     if not all(type(count) is int and 0 < count <= 10**12 for count in spend.values()):
         raise ValueError("no account")
-    return Account(releases, rows, spend)
+    return Account(releases, samples, spend)
 
 
-def answer_of(sent: Sent, aggregation: Aggregation) -> Answer:
+def response_from(message: Sent, aggregation: Aggregation) -> Response:
     """Return what may leave a client: what its aggregation accepts, and nothing else.
 
     Raises:
         TypeError: for anything else.
     """
-    if not isinstance(sent, aggregation.leaves):
-        raise TypeError(f"{type(sent).__name__} must not leave a client")
-    return Answer(sent.arrays, sent.event, sent.unit)
+    if not isinstance(message, aggregation.leaves):
+        raise TypeError(f"{type(message).__name__} must not leave a client")
+    return Response(message.arrays, message.event, message.unit)
 
 
-def pack_answer(answer: Answer) -> RecordDict:
-    """What ``answer_of`` made, the first time or again."""
-    facts = ConfigRecord({"event": _event_text(answer.event), "unit": answer.unit.value})
-    return RecordDict({_FACTS: facts, _ARRAYS: pack_arrays(answer.arrays)})
+def pack_response(response: Response) -> RecordDict:
+    """Pack a response of ``response_from``."""
+    facts = ConfigRecord({"event": _event_text(response.event), "unit": response.unit.value})
+    return RecordDict({_FACTS: facts, _ARRAYS: pack_arrays(response.arrays)})
 
 
-def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
-    """Replies of some clients to one question, with the words of a secure sum in one of them: what
-    a process that is home to many clients sends on. All else stays as it is, but for a reply that
-    is there twice: what a client sent counts once."""
-    alike: dict[tuple[str, *tuple[int, ...]], list[tuple[int, Message]]] = {}
-    once = {reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}
-    for client, reply in once.values():
+def sum_responses(replies: list[tuple[int, Message]]) -> list[Message]:
+    """Sum the ring elements of several clients' replies to one query into one reply: used by
+    processes that host many clients. All other replies are unchanged, except that duplicates are
+    dropped."""
+    groups: dict[tuple[str, *tuple[int, ...]], list[tuple[int, Message]]] = {}
+    unique = {reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}
+    for client, reply in unique.values():
         if not reply.has_error() and _ARRAYS in reply.content.array_records:
-            sent = reply.content.array_records[_ARRAYS]["answer"]
-            if sent.dtype in ("int32", "int64"):  # words of a ring
-                alike.setdefault((sent.dtype, *sent.shape), []).append((client, reply))
-    for shares in alike.values():
+            words_record = reply.content.array_records[_ARRAYS]["answer"]
+            if words_record.dtype in ("int32", "int64"):  # ring elements
+                groups.setdefault((words_record.dtype, *words_record.shape), []).append(
+                    (client, reply)
+                )
+    for shares in groups.values():
         total: NDArray[Any] | None = None
         for _, reply in shares:
             words = unpack_arrays(reply.content.array_records[_ARRAYS])["answer"].numpy()
@@ -372,18 +383,18 @@ def added_up(replies: list[tuple[int, Message]]) -> list[Message]:
             total = unsigned if total is None else total + unsigned
             del reply.content[_ARRAYS]
         assert total is not None
-        [(_, first), *_] = shares
+        [(_, first_reply), *_] = shares
         clients = b"".join(_number(client) for client, _ in shares)
-        facts = first.content.config_records[_FACTS]
-        first.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
-        first.content[_ARRAYS] = pack_arrays({"answer": total.view(words.dtype)})
-    return [reply for _, reply in once.values()]
+        facts = first_reply.content.config_records[_FACTS]
+        first_reply.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
+        first_reply.content[_ARRAYS] = pack_arrays({"answer": total.view(words.dtype)})
+    return [reply for _, reply in unique.values()]
 
 
-def frame_of(answer: Answer) -> tuple[bytes, NDArray[np.generic]]:
-    """Return the frame of a packed answer (everything but the numbers), and the numbers."""
-    [numbers] = answer.arrays.values()
-    content = pack_answer(answer)
+def response_frame(response: Response) -> tuple[bytes, NDArray[np.generic]]:
+    """Return the frame of a packed response (everything except the numbers), and the numbers."""
+    [numbers] = response.arrays.values()
+    content = pack_response(response)
     frame = [[*map(repr, content[_FACTS].items())]]
     for name, array in content.array_records[_ARRAYS].items():
         frame.append([name, array.dtype, str(array.shape), array.stype, str(len(array.data))])
@@ -396,30 +407,31 @@ def _event_text(event: DpEvent) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _event_of(text: str) -> DpEvent:
-    return from_json(as_json(text))
+def _parse_event(text: str) -> DpEvent:
+    return from_json(parse_json(text))
 
 
-def read_answer(message: Message, aggregation: Aggregation) -> Answer:
-    """What its aggregation takes, as it arrived. Raises ValueError if the message holds none,
-    whatever it holds."""
+def read_response(message: Message, aggregation: Aggregation) -> Response:
+    """Return the response of a message. Raises ValueError for any other content."""
     text = str(_fact(message, "event"))
-    if len(text) > _MOST_WORDS:
+    if len(text) > _MAX_EVENT_CHARACTERS:
         raise ValueError("no event")
     try:
-        event, unit = _event_of(text), Unit(str(_fact(message, "unit")))
+        event, unit = _parse_event(text), Unit(str(_fact(message, "unit")))
         if aggregation.adds_up and _ARRAYS not in message.content.array_records:
-            return Answer({}, event, unit)
-        found = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
-        of = message.content.config_records[_FACTS].get(_OF, b"") if aggregation.adds_up else b""
-        clients = tuple(_numbers(of)) if isinstance(of, bytes) else ()
-    except Exception as error:  # whatever a client made of it, it is no release
+            return Response({}, event, unit)
+        values = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
+        summed = (
+            message.content.config_records[_FACTS].get(_OF, b"") if aggregation.adds_up else b""
+        )
+        clients = tuple(_numbers(summed)) if isinstance(summed, bytes) else ()
+    except Exception as error:  # a client may send anything
         raise ValueError("no release") from error
-    if found.dtype not in aggregation.arrive_as:
+    if values.dtype not in aggregation.accepted_dtypes:
         raise ValueError("no release")
-    return Answer({"answer": found.numpy()}, event, unit, clients)
+    return Response({"answer": values.numpy()}, event, unit, clients)
 
 
 def count_bytes(message: Message) -> int:
-    """Size of a message's content, as Flower counts it."""
+    """Return the size of a message's content as Flower counts it."""
     return sum(record.count_bytes() for record in message.content.values())

@@ -1,4 +1,4 @@
-"""The round loop: messages over a Grid, counts, and a stop before the budget is overspent."""
+"""The round loop: messages over a grid, counts, and a stop before the budget is exceeded."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgen.coins import Coins
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.failures import Causes, Failure, kind_of, too_few
-from fedgen.federation.messages import Answer
-from fedgen.federation.nodes import seconds_for
-from fedgen.federation.sums import that_are_there, under_masks, whose
-from fedgen.method import Method, Query, Tensors
+from fedgen.federation.failures import Failure, FailureCauses, failure_kind, too_few
+from fedgen.federation.messages import Response
+from fedgen.federation.runtimes.local_nodes import message_timeout
+from fedgen.federation.secagg.server import clients_in, masked_sum, present
+from fedgen.methods.api import Method, Query, Tensors
+from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Budget
-from fedgen.privacy.events import Spend, canonical, with_draws_seen
+from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account
-from fedgen.privacy.releases import Secure
+from fedgen.randomness import RandomStreams
 
 T = TypeVar("T")
 
-_AT_ONCE = 64  # calls to prepare between two looks at the clock: each may take minutes
-_START_SECONDS = 60.0  # until all nodes are there
-_SILENT_SECONDS = 5.0  # before it is said that somebody is waited for
-_POLL_SECONDS = 0.003  # between looks at a grid that has nothing yet
+_BATCH_SIZE = 64  # prepare calls per exchange: each may take minutes
+_START_SECONDS = 60.0  # until all nodes are connected
+_SILENT_SECONDS = 5.0  # before a message about missing nodes
+_POLL_SECONDS = 0.003
 
 
 class Strategy(Protocol):
-    """What the loop needs of a strategy."""
+    """The interface of a strategy that the loop requires."""
 
     nodes: dict[int, int]
 
@@ -52,29 +52,31 @@ class Strategy(Protocol):
     def route(self, server_round: int, rows: int) -> dict[int, list[int]]: ...
 
     def aggregate_query(
-        self, server_round: int, answers: dict[int, Answer], rows: int
+        self, server_round: int, answers: dict[int, Response], rows: int
     ) -> Tensor | None: ...
 
 
 @dataclass
 class RunState:
-    """All that the server knows between rounds.
+    """State of the server between rounds.
 
-    rounds: rounds completed. server: the server program's state. tag: of the clients' states that
-    go with it; kept: the last tag under which each client kept its own. spends: what each client
-    released, as the server saw it. asks, rows: how often each client was asked, and for how many
-    rows, counted as sent. sent, received: bytes to and from each client in rounds and preparation.
-    failures: how many of each kind.
+    server: state of the server program.
+    rounds: rounds completed.
+    tag: tag of the corresponding client states; kept_tags: last tag of each client.
+    spends: spend of each client as observed by the server.
+    queries, samples: queries and query samples sent to each client.
+    sent, received: bytes to and from each client in rounds and preparation.
+    failures: number of failures by kind.
     """
 
     server: Tensors
     rounds: int = 0
     prepared: bool = False
     tag: int = 0
-    kept: dict[int, int] = field(default_factory=dict)
+    kept_tags: dict[int, int] = field(default_factory=dict)
     spends: dict[int, Spend] = field(default_factory=dict)
-    asks: Counter[int] = field(default_factory=Counter)
-    rows: Counter[int] = field(default_factory=Counter)
+    queries: Counter[int] = field(default_factory=Counter)
+    samples: Counter[int] = field(default_factory=Counter)
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
@@ -82,39 +84,40 @@ class RunState:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What a round showed to the server: everything here follows from releases.
+    """Observations of the server about a round, all of them functions of releases.
 
-    rounds: how many it was in one exchange.
-    answer_norm: mean L2 norm of the mean answers (None if nobody was asked); mostly noise.
-    seconds: by part: critics, routing (answers), generator.
+    rounds: number of rounds in one exchange.
+    response_norm: mean L2 norm of the mean responses (None without a query), mostly noise.
+    seconds: duration by part: critics, routing (responses), generator.
     """
 
     rounds: int
     clients: int
-    answer_norm: float | None
+    response_norm: float | None
     seconds: dict[str, float]
 
 
 class _UnusableError(Exception):
-    """A reply that cannot be used; the kind of failure that it is."""
+    """An invalid reply, with its kind of failure."""
 
 
 class Rounds:
-    """One run's exchange with its clients.
+    """Exchange of one run with its clients.
 
     Args:
         clients: number of clients.
-        min_success: the share of those that were sent a message who must answer it.
-        timeout: seconds that a client may take for a message of a round.
-        begins: called with each round before anybody is asked.
-        failed: called with each failure.
-        rows: that a client may answer, at most, as it counts itself.
-        causes: of clients' failures, as far as they are known.
-        masks: whether answers travel under masks; run: its name, which these are made for; signed:
-            whether clients sign for these.
-        largest: limit on a response, in bytes.
-        opens: called with each secure sum before it is looked at: (round, digest of the question,
-            whose it is).
+        min_success: minimum share of the clients that were sent a message that must respond.
+        timeout: deadline of a client for a message of a round, in seconds.
+        on_round: called with each round before any client is queried.
+        on_failure: called with each failure.
+        max_samples: maximum number of query samples of a client, enforced by the client.
+        causes: causes of failures, if known.
+        masks: whether responses are masked; run: name of the run, which masks are bound to; signed:
+            whether clients sign keys and lists.
+        max_response_bytes: limit on the arrays of a response, in bytes.
+        on_sum: called with each secure sum before it is used: (round, digest of the query,
+            clients).
+        say: prints a line.
     """
 
     def __init__(
@@ -127,42 +130,42 @@ class Rounds:
         clients: int,
         min_success: float,
         timeout: float | None,
-        begins: Callable[[int], None],
-        failed: Callable[[Failure], None],
-        rows: int,
-        causes: Causes,
+        on_round: Callable[[int], None],
+        on_failure: Callable[[Failure], None],
+        max_samples: int,
+        causes: FailureCauses,
         masks: bool = False,
         signed: bool = False,
         run: str = "",
-        largest: float = math.inf,
-        opens: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
-        says: Callable[[str], None] = lambda line: None,
+        max_response_bytes: float = math.inf,
+        on_sum: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
-        self._begins, self._failed, self._causes = begins, failed, causes
-        self._masks, self._signed, self._run, self._opens = masks, signed, run, opens
-        self._says, self._largest = says, largest
+        self._begins, self._failed, self._causes = on_round, on_failure, causes
+        self._masks, self._signed, self._run, self._opens = masks, signed, run, on_sum
+        self._says, self._largest = say, max_response_bytes
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
-        turns = -(-clients // trained)  # rounds until each client was asked to train
+        turns = -(-clients // trained)  # rounds of a full rotation
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
-        self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # of the last exchanges
+        self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # messages of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
-        # what is published of several clients' sums rests on the noise of each
+        # the bound on sums of several clients requires the planned noise of each
         self._of_plan: set[DpEvent] = set()
         self._planned_rows: set[int] = set()
-        self._most_rows = rows
-        self._plan_for(rows)
+        self._most_rows = max_samples
+        self._plan_for(max_samples)
 
     def hello(self) -> dict[int, int]:
-        """Learns which node is which client: node ids are random, and in no order.
+        """Learn the client index of each node; node ids are random.
 
         Returns:
             client -> node.
 
         Raises:
-            FedgenError: if there are not as many clients as the run has.
+            FedgenError: if the number of clients differs from the run's.
         """
         until = time.monotonic() + _START_SECONDS
         silent = until - _START_SECONDS + _SILENT_SECONDS
@@ -171,15 +174,15 @@ class Rounds:
                 raise FedgenError(
                     "partition.clients",
                     f"the run has {self._count} clients, the federation {len(nodes)} node(s)",
-                    "start as many nodes as there are clients",
+                    "start one node per client",
                 )
             if time.monotonic() > silent:
                 silent = math.inf
-                here = f"waiting for clients: {len(nodes)} of {self._count} are here"
-                self._says(f"{here}, for {until - time.monotonic():.0f} seconds more")
+                waiting = f"waiting for clients: {len(nodes)} of {self._count} are connected"
+                self._says(f"{waiting}, {until - time.monotonic():.0f} seconds left")
             time.sleep(0.1)
-        self._clients = {node: place for place, node in enumerate(nodes)}  # until they have spoken
-        asked = [
+        self._clients = {node: position for position, node in enumerate(nodes)}  # provisional
+        sent = [
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
             for node in nodes
         ]
@@ -187,160 +190,169 @@ class Rounds:
         def partition(client: int, reply: Message) -> int:
             return messages.read_partition(reply)
 
-        found = self._exchange(asked, "the greeting", partition, must=1.0)
-        if sorted(found.values()) != list(range(self._count)):
+        indices = self._exchange(sent, "to the greeting", partition, required=1.0)
+        if sorted(indices.values()) != list(range(self._count)):
             raise FedgenError(
                 "partition.clients",
-                f"the nodes say that they are clients {sorted(found.values())}",
+                f"the nodes have the indices {sorted(indices.values())}",
                 f"give each of 0 to {self._count - 1} to one node, as its partition-id",
             )
-        self._clients = {nodes[place]: client for place, client in found.items()}
+        self._clients = {nodes[position]: client for position, client in indices.items()}
         self.strategy.nodes = {client: node for node, client in self._clients.items()}
         return dict(self.strategy.nodes)
 
     def restore(self) -> None:
-        """Has every client go back to the state that goes with the server's, or to the last one
-        that it kept, if it did not hear later calls.
+        """Restore each client to the state that corresponds to the server's, or to the last one
+        that it kept if it missed later keep messages.
 
         Raises:
-            FedgenError: if one cannot.
+            FedgenError: if a client fails.
         """
-        asked = [
+        sent = [
             self._message(
-                messages.pack_place(self.state.kept.get(client, 0)), messages.RESTORE, client
+                messages.pack_round(self.state.kept_tags.get(client, 0)), messages.RESTORE, client
             )
             for client in sorted(self.strategy.nodes)
         ]
-        self._exchange(asked, "the call to go back to its state", _acknowledged, must=1.0)
+        self._exchange(sent, "to the restore message", _acknowledged, required=1.0)
 
     def keep(self) -> None:
-        """Has every client hold on to its state, under the next tag."""
+        """Have each client keep its state under the next tag."""
         self.state.tag += 1
-        asked = self._to_all(messages.KEEP, messages.pack_place(self.state.tag))
-        found = self._exchange(asked, "the call to keep its state", _acknowledged)
-        self.state.kept |= dict.fromkeys(found, self.state.tag)
+        sent = self._broadcast(messages.KEEP, messages.pack_round(self.state.tag))
+        acknowledged = self._exchange(sent, "to the keep message", _acknowledged)
+        self.state.kept_tags |= dict.fromkeys(acknowledged, self.state.tag)
 
     def forget(self) -> None:
-        """Has every client drop its state: critics saw private rows, and their use is over."""
-        asked = self._to_all(messages.FORGET, messages.pack_hello())
-        self._exchange(asked, "the farewell", _acknowledged, must=0.0)
+        """Have each client delete its state: critics have seen private records and are no longer
+        needed."""
+        sent = self._broadcast(messages.FORGET, messages.pack_hello())
+        self._exchange(sent, "to the forget message", _acknowledged, required=0.0)
 
-    def accounts(self, must: float = 0.0) -> dict[int, Account]:
-        """What the clients' ledgers come to, of those that answer. A client's word can raise its ε,
-        never lower it: what it spent at another cost than the plan's, or for more rows than it
-        may answer, has no bound. ``must``: the share that must answer."""
-        asked = self._to_all(messages.ACCOUNT, messages.pack_hello())
+    def accounts(self, required: float = 0.0) -> dict[int, Account]:
+        """Return the ledger sums of responding clients. A client can raise its own ε but not lower
+        it: spend of events outside the plan, or for more query samples than allowed, has no bound.
+        ``required``: share of clients that must respond."""
+        sent = self._broadcast(messages.ACCOUNT, messages.pack_hello())
 
         def read(client: int, reply: Message) -> Account:
             account = messages.read_account(reply)
-            most = max(account.spend.values(), default=0)
-            if not self._is_planned(account.spend) or most > self._most_rows:
+            max_count = max(account.spend.values(), default=0)
+            if not self._is_planned(account.spend) or max_count > self._most_rows:
                 return replace(account, spend={NonPrivateDpEvent(): 1})
             return account
 
-        return self._exchange(asked, "the call for accounts", read, must=must)
+        return self._exchange(sent, "to the account message", read, required=required)
 
     def prepare(self, prepared: Callable[[int, int], None]) -> None:
-        """Has every client make its state, part by part. ``prepared``: (done, of) now and then."""
+        """Have each client prepare its state, part by part. ``prepared``: called with (done,
+        total)."""
         if self.state.prepared:
             return
-        wanted = [
+        calls = [
             (client, number)
-            for number in range(self.method.client.preparations)
+            for number in range(self.method.client.prepare_steps)
             for client in sorted(self.strategy.nodes)
         ]
-        for start in range(0, len(wanted), _AT_ONCE):
-            asked = [
-                self._message(messages.pack_place(number), messages.PREPARE, client)
-                for client, number in wanted[start : start + _AT_ONCE]
+        for start in range(0, len(calls), _BATCH_SIZE):
+            sent = [
+                self._message(messages.pack_round(number), messages.PREPARE, client)
+                for client, number in calls[start : start + _BATCH_SIZE]
             ]
-            self._exchange(asked, "the call to prepare", _acknowledged, count=True)
-            prepared(start + len(asked), len(wanted))
+            self._exchange(sent, "to the prepare message", _acknowledged, count=True)
+            prepared(start + len(sent), len(calls))
         self.state.prepared = True
 
     def run(
         self,
-        coins: Coins,
+        streams: RandomStreams,
         budget: Budget,
         finished: Callable[[RunState, RoundFacts], None],
         until: int,
     ) -> str | None:
-        """Rounds until there are so many, asked as if all that ``budget`` allows followed; returns
-        why it stopped them early, or None."""
+        """Run until ``until`` rounds are completed, with the same queries as if all rounds of
+        ``budget`` followed; return the reason for stopping early, or None."""
         while self.state.rounds < until:
             server_round = self.state.rounds
-            query = self.method.server.query(self.state.server, server_round, coins)
+            query = self.method.server.query(self.state.server, server_round, streams)
             if query is None:
-                finished(self.state, self._alone(server_round, coins))
+                finished(self.state, self._server_round(server_round, streams))
                 continue
-            left = (budget.rounds - server_round) * self.method.plan.rows_per_round
-            if query.count > left:
-                query = query.take(list(range(left)))
-            asked = self.strategy.route(server_round, query.count)
-            over = [c for c, rows in asked.items() if self.state.rows[c] + len(rows) > budget.rows]
-            if over:
+            remaining = (budget.rounds - server_round) * self.method.plan.samples_per_round
+            if query.count > remaining:
+                query = query.take(list(range(remaining)))
+            routed = self.strategy.route(server_round, query.count)
+            exceeding = [
+                client
+                for client, indices in routed.items()
+                if self.state.samples[client] + len(indices) > budget.samples_per_client
+            ]
+            if exceeding:
                 return (
-                    f"round {server_round + 1} would ask client {over[0]} for more than its "
-                    f"{budget.rows} rows"
+                    f"round {server_round + 1} would exceed the budget of client {exceeding[0]}: "
+                    f"{budget.samples_per_client} query samples"
                 )
-            finished(self.state, self._round(server_round, query, coins))
+            finished(self.state, self._round(server_round, query, streams))
         return None
 
-    def _alone(self, server_round: int, coins: Coins) -> RoundFacts:
-        """A round that asks nobody."""
+    def _server_round(self, server_round: int, streams: RandomStreams) -> RoundFacts:
+        """Run a round without clients."""
         start = time.perf_counter()
         state = self.state
-        state.server = self.method.server.alone(state.server, server_round, coins)
+        state.server = self.method.server.server_step(state.server, server_round, streams)
         state.rounds += 1
         return RoundFacts(1, 0, None, {"generator": time.perf_counter() - start})
 
-    def _round(self, server_round: int, query: Query, coins: Coins) -> RoundFacts:
+    def _round(self, server_round: int, query: Query, streams: RandomStreams) -> RoundFacts:
         state, server, plan = self.state, self.method.server, self.method.plan
         start = time.perf_counter()
         self._begins(server_round)
-        broadcast = messages.pack_arrays(server.broadcast(state.server, server_round, coins))
+        broadcast = messages.pack_arrays(server.broadcast(state.server, server_round, streams))
         config = ConfigRecord({"rows": query.count})
-        asked = self.strategy.configure_train(server_round, broadcast, config, self.grid)
-        self._have_trained(list(asked), f"in round {server_round + 1}")
+        sent = self.strategy.configure_train(server_round, broadcast, config, self.grid)
+        self._train(list(sent), f"in round {server_round + 1}")
         trained = time.perf_counter()
-        questions = self.strategy.configure_query(server_round, query)
+        queries = self.strategy.configure_query(server_round, query)
         routed = self.strategy.route(server_round, query.count)
-        for rows in routed.values():
-            self._plan_for(len(rows))
+        for indices in routed.values():
+            self._plan_for(len(indices))
         self._check_size(server_round, max(map(len, routed.values()), default=0))
-        for client, rows in routed.items():  # spent as soon as it is sent
-            state.asks[client] += 1
-            state.rows[client] += len(rows)
+        for client, indices in routed.items():  # charged as soon as it is sent
+            state.queries[client] += 1
+            state.samples[client] += len(indices)
 
-        def read(client: int, reply: Message) -> Answer:
-            rows = len(routed[client])
-            return self._read(client, reply, plan.answer(rows, server_round), max(rows, 1))
+        def read(client: int, reply: Message) -> Response:
+            indices = len(routed[client])
+            return self._read(
+                client, reply, plan.response_shape(indices, server_round), max(indices, 1)
+            )
 
-        place = f"in round {server_round + 1}"
+        description = f"in round {server_round + 1}"
         if plan.aggregation.adds_up:
-            answers = self._sum(server_round, questions, place, read)
+            responses = self._sum(server_round, queries, description, read)
         else:
-            answers = self._exchange(questions, place, read, count=True)
-        mean = self.strategy.aggregate_query(server_round, answers, query.count)
-        answered = time.perf_counter()
+            responses = self._exchange(queries, description, read, count=True)
+        mean = self.strategy.aggregate_query(server_round, responses, query.count)
+        responded = time.perf_counter()
         norm = None
         if mean is not None:
             norm = float(torch.linalg.vector_norm(mean.flatten(1), dim=1).mean())
-            state.server = server.update(state.server, mean, server_round, coins)
-        rounds = query.count // plan.rows_per_round
+            state.server = server.update(state.server, mean, server_round, streams)
+        rounds = query.count // plan.samples_per_round
         state.rounds += rounds
         seconds = {
             "critics": trained - start,
-            "routing": answered - trained,
-            "generator": time.perf_counter() - answered,
+            "routing": responded - trained,
+            "generator": time.perf_counter() - responded,
         }
-        return RoundFacts(rounds, len(answers), norm, seconds)
+        return RoundFacts(rounds, len(responses), norm, seconds)
 
-    def _check_size(self, server_round: int, rows: int) -> None:
-        """Raises FedgenError, before any client is charged, for responses that would not arrive."""
+    def _check_size(self, server_round: int, samples: int) -> None:
+        """Raise FedgenError, before any client is charged, for responses that would exceed the
+        link's limit."""
         plan = self.method.plan
-        item = max(kind.itemsize for kind in plan.aggregation.arrive_as)
-        size = math.prod(plan.answer(rows, server_round)) * item
+        item = max(kind.itemsize for kind in plan.aggregation.accepted_dtypes)
+        size = math.prod(plan.response_shape(samples, server_round)) * item
         if size > self._largest:
             raise FedgenError(
                 "runtime.superlink",
@@ -351,30 +363,30 @@ class Rounds:
     def _sum(
         self,
         server_round: int,
-        questions: list[Message],
-        place: str,
-        read: Callable[[int, Message], Answer],
-    ) -> dict[int, Answer]:
-        """Asks for a secure sum. All are asked the same, and told of whom it is to be the sum: the
-        same question to another cohort finds other coins."""
-        [content, *others] = [each.content for each in questions]
-        assert all(each is content for each in others)
-        cohort = sorted(self._clients[each.metadata.dst_node_id] for each in questions)
-        content = messages.for_cohort(content, cohort)
-        for each in questions:
-            each.content = content
+        queries: list[Message],
+        description: str,
+        read: Callable[[int, Message], Response],
+    ) -> dict[int, Response]:
+        """Query a secure sum. All clients receive the same query and the digest of the cohort: the
+        same query to another cohort uses other streams."""
+        [content, *other_contents] = [query.content for query in queries]
+        assert all(query is content for query in other_contents)
+        cohort = sorted(self._clients[query.metadata.dst_node_id] for query in queries)
+        content = messages.add_cohort(content, cohort)
+        for query in queries:
+            query.content = content
 
         failures: list[Failure] = []  # of this round
 
         def exchange(
-            kind: str, asked: Mapping[int, RecordDict], read: Callable[[int, Message], T]
+            kind: str, contents: Mapping[int, RecordDict], read: Callable[[int, Message], T]
         ) -> dict[int, T]:
-            sent = [self._message(each, kind, client) for client, each in asked.items()]
+            sent = [self._message(content_, kind, client) for client, content_ in contents.items()]
             replies, failed = self._send(sent, read, count=True)
             failures.extend(failed)
             if len(replies) < self._min_success * len(cohort):
                 raise too_few(
-                    place, len(cohort), failures, self._causes, len(cohort) - len(replies)
+                    description, len(cohort), failures, self._causes, len(cohort) - len(replies)
                 )
             return replies
 
@@ -385,48 +397,51 @@ class Rounds:
         if self._masks:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
-            answers = under_masks(
+            responses = masked_sum(
                 server_round, asked, sums, run, self._signed, exchange, leave_out, read
             )
         else:
-            part = partial(self._part, set(cohort), read)
-            answers, lost = that_are_there(exchange(messages.ASK, asked, part))
-            for client in lost:
+            read_share = partial(self._read_share, set(cohort), read)
+            responses, missing = present(exchange(messages.ASK, asked, read_share))
+            for client in missing:
                 leave_out("unavailable", client)
-            if len(answers) < self._min_success * len(cohort):
-                raise too_few(place, len(cohort), failures, self._causes)
-        self._opens(server_round, messages.digest_of(questions[0]), whose(answers))
-        return answers
+            if len(responses) < self._min_success * len(cohort):
+                raise too_few(description, len(cohort), failures, self._causes)
+        self._opens(server_round, messages.digest_of(queries[0]), clients_in(responses))
+        return responses
 
-    def _part(
+    def _read_share(
         self,
         cohort: set[int],
-        read: Callable[[int, Message], Answer],
+        read: Callable[[int, Message], Response],
         client: int,
         reply: Message,
-    ) -> Answer:
-        """An answer, or what a process of a simulation has added up: each of its clients would have
-        sent as much."""
-        answer = read(client, reply)
-        size = sum(each.count_bytes() for each in reply.content.array_records.values())
-        if not cohort.issuperset(answer.of):
+    ) -> Response:
+        """Read a response, or the sum of several that a process of a simulation has formed; each of
+        its clients would have sent as much."""
+        response = read(client, reply)
+        size = sum(record.count_bytes() for record in reply.content.array_records.values())
+        if not cohort.issuperset(response.clients):
             raise _UnusableError("malformed")
-        for other in set(answer.of) - {client}:
+        for other in set(response.clients) - {client}:
             self.state.received[other] += size
-        return answer
+        return response
 
-    def _plan_for(self, rows: int) -> None:
-        """Has the plan's events for so many rows count as planned."""
-        if rows not in self._planned_rows:
-            self._planned_rows.add(rows)
-            self._of_plan |= set(canonical(self.method.plan.server(rows)) if rows else ())
+    def _plan_for(self, samples: int) -> None:
+        """Accept the plan's events for this number of query samples."""
+        if samples not in self._planned_rows:
+            self._planned_rows.add(samples)
+            self._of_plan |= set(
+                canonical(self.method.plan.server_event(samples)) if samples else ()
+            )
 
     def _is_planned(self, spend: Spend) -> bool:
-        """Whether all of it is of the plan, draws that a gap may have shown included: clients do
-        not know of one."""
-        return any(self._of_plan.issuperset(each) for each in (spend, with_draws_seen(spend)))
+        """Return whether all events belong to the plan, including revealed samples: clients do not
+        know of dropouts."""
+        revealed = with_sampling_revealed(spend)
+        return any(self._of_plan.issuperset(leaves) for leaves in (spend, revealed))
 
-    def _note(self, client: int, event: DpEvent) -> None:
+    def _record_spend(self, client: int, event: DpEvent) -> None:
         if event not in self._canonical:
             self._canonical[event] = canonical(event)
         spend = dict(self.state.spends.get(client, {}))
@@ -434,95 +449,97 @@ class Rounds:
             spend[leaf] = spend.get(leaf, 0) + count
         self.state.spends[client] = spend
 
-    def _have_trained(self, asked: list[Message], place: str) -> None:
-        """Has clients train. A round's few may all miss their turn: what counts is the share of the
-        clients that missed their last one."""
-        _, failures = self._send(asked, _acknowledged, count=True)
+    def _train(self, sent: list[Message], description: str) -> None:
+        """Have clients train. The few clients of one round may all fail; the share of clients that
+        missed their last turn counts."""
+        _, failures = self._send(sent, _acknowledged, count=True)
         self._missed.append(failures)
         missed = [failure for turn in self._missed for failure in turn]
-        of = len(asked) if self._missed.maxlen == 1 else self._count
-        if of - len(missed) < self._min_success * of:
-            raise too_few(f"when they were to train, lastly {place}", of, missed, self._causes)
+        total = len(sent) if self._missed.maxlen == 1 else self._count
+        if total - len(missed) < self._min_success * total:
+            raise too_few(f"to training, most recently {description}", total, missed, self._causes)
 
-    def _read(self, client: int, reply: Message, shape: tuple[int, ...], most: int) -> Answer:
-        """A client's answer, if it is one to what it was asked, at a cost of the plan's, at most
-        ``most`` times."""
+    def _read(
+        self, client: int, reply: Message, shape: tuple[int, ...], max_count: int
+    ) -> Response:
+        """Return a client's response if it matches the query and charges planned events at most
+        ``max_count`` times."""
         try:
-            answer = messages.read_answer(reply, self.method.plan.aggregation)
-            spend = canonical(answer.event)
+            response = messages.read_response(reply, self.method.plan.aggregation)
+            spend = canonical(response.event)
         except (ValueError, ArithmeticError, TypeError) as error:
             raise _UnusableError("malformed") from error
         counts = spend.values()
-        if not self._is_planned(spend) or not 0 < min(counts) <= max(counts) <= most:
-            self._note(client, NonPrivateDpEvent())  # it left the client, at a cost of its own
+        if not self._is_planned(spend) or not 0 < min(counts) <= max(counts) <= max_count:
+            self._record_spend(client, NonPrivateDpEvent())  # it left the client at an unknown cost
             raise _UnusableError("unplanned")
-        self._note(client, answer.event)
-        if not answer.arrays and not self._masks:
-            return answer  # added to another's
-        if not answer.arrays or (found := answer.arrays["answer"]).shape != shape:
+        self._record_spend(client, response.event)
+        if not response.arrays and not self._masks:
+            return response  # summed into another response
+        if not response.arrays or (values := response.arrays["answer"]).shape != shape:
             raise _UnusableError("malformed")
-        flat = found.reshape(shape[0], math.prod(shape[1:]))
+        flat = values.reshape(shape[0], math.prod(shape[1:]))
         norms = np.linalg.norm(flat.astype(np.float64), axis=1)
         if not np.isfinite(norms).all():
             raise _UnusableError("not finite")
-        if (norms > self.method.plan.longest).any():
+        if (norms > self.method.plan.max_norm).any():
             raise _UnusableError("too long")
-        return answer
+        return response
 
     def _message(self, content: RecordDict, kind: str, client: int) -> Message:
         return Message(content, dst_node_id=self.strategy.nodes[client], message_type=kind)
 
-    def _to_all(self, kind: str, content: RecordDict) -> list[Message]:
+    def _broadcast(self, kind: str, content: RecordDict) -> list[Message]:
         return [self._message(content, kind, client) for client in sorted(self.strategy.nodes)]
 
     def _exchange(
         self,
-        asked: Iterable[Message],
-        place: str,
+        sent: Iterable[Message],
+        description: str,
         read: Callable[[int, Message], T],
-        must: float | None = None,
+        required: float | None = None,
         count: bool = False,
     ) -> dict[int, T]:
-        """Sends messages and waits for the replies; see ``_send``.
+        """Send messages and wait for the replies; see ``_send``.
 
         Args:
-            place: what the exchange is, in words.
-            must: the share that must answer; None: the run's.
+            description: description of the exchange.
+            required: share of messages that must be answered; None: that of the run.
 
         Raises:
-            FedgenError: if too few answered.
+            FedgenError: for too few replies.
         """
-        sent = list(asked)
+        sent = list(sent)
         found, failures = self._send(sent, read, count)
-        share = self._min_success if must is None else must
+        share = self._min_success if required is None else required
         if len(sent) - len(failures) < share * len(sent):  # a client may be sent several
-            raise too_few(place, len(sent), failures, self._causes)
+            raise too_few(description, len(sent), failures, self._causes)
         return found
 
     def _send(
         self, sent: list[Message], read: Callable[[int, Message], T], count: bool
     ) -> tuple[dict[int, T], list[Failure]]:
-        """Sends messages and waits until each is answered, by an error at the latest: grids see to
-        that. Replies to messages of the past are dropped.
+        """Send messages and wait until each has a reply, possibly an error; grids guarantee this.
+        Replies to past messages are dropped.
 
         Args:
-            read: (client, reply) -> what is made of it.
-            count: whether these bytes count (they are the messages' own).
+            read: (client, reply) -> result.
+            count: whether the bytes count.
 
         Returns:
-            client -> what was made of its reply; and who failed.
+            client -> result, and the failures.
         """
         sizes: dict[int, int] = {}
         waiting: dict[str, int] = {}
         failures: list[Failure] = []
-        for message in sent:  # when Flower gives up: it counts from now, with the wait for a turn
-            seconds = seconds_for(message, self._timeout) * len(sent)
+        for message in sent:  # Flower's deadline starts now and includes waiting for a worker
+            seconds = message_timeout(message, self._timeout) * len(sent)
             if math.isfinite(seconds):
                 message.metadata.ttl = seconds
         self.grid.push_messages(sent)
         for message in sent:
             client = self._clients[message.metadata.dst_node_id]
-            if not message.metadata.message_id:  # Flower knows no such node any more
+            if not message.metadata.message_id:  # the node is no longer registered
                 failures.append(self._fail("unavailable", client))
                 continue
             waiting[message.metadata.message_id] = client
@@ -531,39 +548,39 @@ class Rounds:
                 if key not in sizes:
                     sizes[key] = messages.count_bytes(message)
                 self.state.sent[client] += sizes[key]
-        over: dict[str, Failure] = {}
-        found: dict[int, T] = {}
+        finished: dict[str, Failure] = {}
+        results: dict[int, T] = {}
         while waiting:
             replies = list(self.grid.pull_messages(list(waiting)))
             if not replies:
                 time.sleep(_POLL_SECONDS)
             for reply in replies:
-                name = reply.metadata.reply_to_message_id
-                if name not in waiting:
-                    self._drop(name, over)
+                message_id = reply.metadata.reply_to_message_id
+                if message_id not in waiting:
+                    self._ignore(message_id, finished)
                     continue
-                client = waiting.pop(name)
-                over[name] = Failure("repeated", client, self.state.rounds + 1)
+                client = waiting.pop(message_id)
+                finished[message_id] = Failure("repeated", client, self.state.rounds + 1)
                 if reply.has_error():
-                    over[name] = Failure("late", client, self.state.rounds + 1)
-                    failures.append(self._fail(kind_of(reply), client))
+                    finished[message_id] = Failure("late", client, self.state.rounds + 1)
+                    failures.append(self._fail(failure_kind(reply), client))
                     continue
                 try:
                     if count:
                         self.state.received[client] += messages.count_bytes(reply)
-                    found[client] = read(client, reply)
+                    results[client] = read(client, reply)
                 except _UnusableError as error:
                     failures.append(self._fail(str(error), client))
-                except ValueError:  # it is not what was asked for, or Flower cannot count it
+                except ValueError:  # unexpected content, or Flower cannot count its bytes
                     failures.append(self._fail("malformed", client))
-        self._over.append(over)
-        return found, failures
+        self._over.append(finished)
+        return results, failures
 
-    def _drop(self, name: str, over: dict[str, Failure]) -> None:
-        """A reply to a message that is over: noted, and not used."""
-        for exchange in (over, *self._over):
-            if name in exchange:
-                self._note_failure(exchange[name])
+    def _ignore(self, message_id: str, finished: dict[str, Failure]) -> None:
+        """Record a reply to a past message without using it."""
+        for exchange in (finished, *self._over):
+            if message_id in exchange:
+                self._note_failure(exchange[message_id])
 
     def _fail(self, kind: str, client: int) -> Failure:
         failure = Failure(kind, client, self.state.rounds + 1)
@@ -576,4 +593,4 @@ class Rounds:
 
 
 def _acknowledged(client: int, reply: Message) -> None:
-    """There is nothing to read."""
+    """Read nothing."""

@@ -1,1 +1,1 @@
-"""Losses, each as its paper writes it."""
+"""Losses, each as written in its paper."""

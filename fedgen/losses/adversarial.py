@@ -1,5 +1,5 @@
-"""What a discriminator and a generator make of its scores, score by score: a loss for real images,
-one for fakes, and the generator's. Both sides of a GAN take theirs from the same one."""
+"""Losses of discriminator and generator per score: for real images, for fakes, and for the
+generator. Both networks of a GAN use the same one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-OfScores = Callable[[Tensor], Tensor]
+ScoreLoss = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Scores (n,) -> losses (n,). real, fake: the discriminator's. generator: of its fakes."""
+    """Scores (n,) -> losses (n,). real, fake: of the discriminator. generator: of its fakes."""
 
-    real: OfScores
-    fake: OfScores
-    generator: OfScores
+    real: ScoreLoss
+    fake: ScoreLoss
+    generator: ScoreLoss
 
 
 def logistic() -> Loss:
@@ -33,5 +33,6 @@ def hinge() -> Loss:
 
 
 def wasserstein() -> Loss:
-    """-s, s, and -s (Arjovsky et al. 2017). Clipped gradients bound steps, not a critic's slope."""
+    """-s, s, and -s (Arjovsky et al. 2017). Clipped gradients bound steps, not the slope of a
+    critic."""
     return Loss(lambda s: -s, lambda s: s, lambda s: -s)

@@ -1,6 +1,7 @@
-"""The GAN of Goodfellow et al. (2014) with the generator's non-saturating loss: binary
-cross-entropy of a discriminator's logits, conditional on labels. For one network or a stack of k,
-as ``wgan_gp``."""
+"""The GAN of Goodfellow et al. (2014) with the non-saturating loss of the generator: binary
+cross-entropy of the logits of a discriminator, conditional on labels. For one network or a stack of
+k, like ``wgan_gp``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ Score = Callable[[Tensor, Tensor], Tensor]
 def discriminator_loss(
     score: Score, real: Tensor, fake: Tensor, labels: Tensor, mix: Tensor
 ) -> Tensor:
-    """-E[log D(real)] - E[log(1 - D(fake))]: a number, or (k,) for a stack of k.
+    """Return -E[log D(real)] - E[log(1 - D(fake))]: a scalar, or (k,) for a stack of k.
 
     Args:
-        score: (images, labels) -> one logit for each image.
-        real, fake: images (n, channels, height, width) in [0, 1], pairs of one label; in front of
-            n, here as in what follows, k for a stack.
+        score: (images, labels) -> one logit per image.
+        real, fake: images (n, channels, height, width) in [0, 1], pairs with equal labels; for a
+            stack, all shapes have a leading k.
         labels: (n,), of both.
         mix: not used; losses with a slope penalty take it.
     """
@@ -33,5 +34,5 @@ def discriminator_loss(
 
 
 def generator_loss(score: Score, fake: Tensor, labels: Tensor) -> Tensor:
-    """-log D(fake), summed: its gradient with respect to ``fake`` is one row per image."""
+    """Return -log D(fake), summed: its gradient with respect to ``fake`` has one row per image."""
     return F.softplus(-score(fake, labels)).sum()

@@ -1,5 +1,6 @@
-"""What keeps a conditional generator from drawing one image for each label (Mao, Lee, Tseng, Ma,
-Yang, "Mode Seeking Generative Adversarial Networks", CVPR 2019). It needs no private rows."""
+"""Mode-seeking loss: keeps a conditional generator from producing one image per label (Mao, Lee,
+Tseng, Ma, Yang, "Mode Seeking Generative Adversarial Networks", CVPR 2019). It uses no private
+records."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from torch import Tensor
 
 
 def mode_seeking_loss(images: Tensor, latents: Tensor) -> Tensor:
-    """The inverse of how far images of one label are apart, for how far their latents are: mean
-    absolute differences, of pixels from -1 to 1 (equation 3).
+    """Return the inverse of the mean ratio of the distance between images with equal labels to the
+    distance between their latents: mean absolute differences, of pixels in [-1, 1] (equation 3).
 
     Args:
-        images: (2n, ...) in [0, 1]; image i and image n + i have one label.
+        images: (2n, ...) in [0, 1]; images i and n + i have equal labels.
         latents: (2n, d).
     """
     (first, second), (z, other) = images.chunk(2), latents.chunk(2)

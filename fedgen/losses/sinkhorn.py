@@ -16,13 +16,13 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Transport:
-    """W(X, Y): what it costs to move the images X, with their labels, onto Y.
+    """W(X, Y): the cost of transporting the images X, with their labels, to Y.
 
-    The cost of a pair is l2 |x - y|_2^2 + l1 |x - y|_1, where x are pixels from -1 to 1 and a
-    one-hot label times ``label_weight`` (section 4.4 and appendix D.3).
+    The cost of a pair is l2 |x - y|_2^2 + l1 |x - y|_1, where x are pixels in [-1, 1] and a one-hot
+    label times ``label_weight`` (section 4.4 and appendix D.3).
 
-    blur: the square root of the weight of the entropy. The paper leaves geomloss at its defaults:
-        what it calls the entropy regularization is read as this parameter.
+    blur: square root of the weight of the entropy. The paper uses the defaults of geomloss: its
+        entropy regularization is interpreted as this parameter.
     """
 
     l1: float
@@ -32,7 +32,7 @@ class Transport:
     classes: int
 
     def cost(self, x: Tensor, y: Tensor) -> Tensor:
-        """Costs (..., n, m) of all pairs of points (..., n, d) and (..., m, d)."""
+        """Return costs (..., n, m) of all pairs of points (..., n, d) and (..., m, d)."""
         found = x.new_zeros(())
         if self.l2:
             squares = x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :]
@@ -42,17 +42,17 @@ class Transport:
         return found
 
     def points(self, rows: Labelled) -> Tensor:
-        """Images and labels as points (n, d)."""
+        """Return images and labels as points (n, d)."""
         images, labels = rows
         one_hot = labels[:, None] == torch.arange(self.classes, device=labels.device)
         return torch.cat([2 * images.flatten(1) - 1, self.label_weight * one_hot.to(images)], 1)
 
     def __call__(self, first: Labelled, second: Labelled) -> Tensor:
-        """W of two sets of images, each of at least one."""
+        """Return W of two nonempty sets of images."""
         from geomloss import SamplesLoss  # takes seconds to import
 
         x, y = self.points(first), self.points(second)
-        # of all points that there may be: how many steps it takes must not follow from private rows
+        # of all possible points: the number of steps must not depend on private records
         diameter = math.sqrt(4 * (x.shape[1] - self.classes) + 2 * self.label_weight**2)
         loss: Callable[[Tensor, Tensor], Tensor] = SamplesLoss(
             "sinkhorn",
@@ -69,12 +69,12 @@ class Transport:
 def semi_debiased(
     transport: Transport, made: Labelled, rows: Labelled | None, count: int
 ) -> Tensor:
-    """2 W(X[:n], Y) - W(X[:n], X[n':]), equation 6.
+    """Return 2 W(X[:n], Y) - W(X[:n], X[n':]), equation 6.
 
     Args:
-        made: X, n + n' generated images: with n' = 0 the biased loss, with n' = n the unbiased one,
-            up to what does not depend on X.
-        rows: Y; None for none, whose term is left out.
+        made: X, n + n' generated images: the biased loss for n' = 0, the unbiased one for n' = n,
+            up to a constant.
+        rows: Y; None: no images, and no term.
         count: n.
     """
     images, labels = made

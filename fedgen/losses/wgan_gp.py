@@ -22,13 +22,13 @@ def critic_loss(
     gradient_penalty: float,
     drift_penalty: float,
 ) -> Tensor:
-    """E[D(fake)] - E[D(real)] + lambda E[(|grad D(x_hat)| - 1)^2] + drift E[D(real)^2]: a number,
-    or (k,) for a stack of k critics.
+    """Return E[D(fake)] - E[D(real)] + lambda E[(|grad D(x_hat)| - 1)^2] + drift E[D(real)^2]: a
+    scalar, or (k,) for a stack of k critics.
 
     Args:
-        score: (images, labels) -> one score for each image.
-        real, fake: images (n, channels, height, width) in [0, 1], pairs of one label; in front of
-            n, here as in what follows, k for a stack.
+        score: (images, labels) -> one score per image.
+        real, fake: images (n, channels, height, width) in [0, 1], pairs with equal labels; for a
+            stack, all shapes have a leading k.
         labels: (n,), of both.
         mix: (n,) in [0, 1]; x_hat = mix * real + (1 - mix) * fake.
     """
@@ -43,7 +43,7 @@ def critic_loss(
 
 
 def slope_penalty(score: Score, images: Tensor, labels: Tensor) -> Tensor:
-    """E[(|grad D(x)| - 1)^2] over images x (n, ...); (k,) for a stack's (k, n, ...)."""
+    """Return E[(|grad D(x)| - 1)^2] over images x (n, ...); (k,) for a stack with (k, n, ...)."""
     at = images.detach().requires_grad_()
     [slopes] = grad(score(at, labels).sum(), at, create_graph=True)
     norms = torch.sqrt(slopes.flatten(-3).square().sum(-1) + 1e-12)
@@ -51,5 +51,5 @@ def slope_penalty(score: Score, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def generator_loss(score: Score, fake: Tensor, labels: Tensor) -> Tensor:
-    """-D(fake), summed: its gradient with respect to ``fake`` is one row per image."""
+    """Return -D(fake), summed: its gradient with respect to ``fake`` has one row per image."""
     return -score(fake, labels).sum()

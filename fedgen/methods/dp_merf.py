@@ -1,21 +1,22 @@
-"""DP-MERF: one noised mean embedding of the private rows, and a generator whose samples are to have
-the same (Harder, Adamczewski, Park, "DP-MERF: Differentially Private Mean Embeddings with Random
-Features for Practical Privacy-Preserving Data Generation", AISTATS 2021).
+"""DP-MERF: one noisy mean embedding of the private records, and a generator whose samples match it
+(Harder, Adamczewski, Park, "DP-MERF: Differentially Private Mean Embeddings with Random Features
+for Practical Privacy-Preserving Data Generation", AISTATS 2021).
 
     server    random frequencies w ~ N(0, 1 / bandwidth^2), public
     client    phi(x) = [cos(w x), sin(w x)] / sqrt(features / 2), so that |phi(x)| = 1
-              once:  (sum over rows of phi(x) in the block of its label + N(0, sigma^2)) / rows
-    server    the mean of the clients' embeddings mu, then in each round: descend
+              once:  (sum over records of phi(x) in the block of its label + N(0, sigma^2)) / rows
+    server    the mean embedding mu of the clients, then in each round: descend
               |mu - (1 / B) sum over B samples of phi(G(z, y)) in the block of y|^2
 
-The first round asks; all others are the server's alone and cost nothing. ``rows`` is a public
-number, of which every client divides by an equal share: to divide by its own number, or by those of
-its labels, would tell them. The paper's neighbours replace a row, which moves the sum by at most 2;
-here they add or remove one, as for all sums of fedgen, which moves it by 1.
+Only the first round queries clients; all others are server rounds and cost nothing. ``rows`` is a
+public number of which every client divides by an equal share: dividing by its own number of
+records, or by those of its labels, would reveal them. In the paper, neighbours replace a record,
+which moves the sum by at most 2; here, as for all sums, they add or remove one, which moves it by
+1.
 
-At client level (``privacy.unit=client``) a client's contribution is the mean of its rows'
-embeddings, whose norm is at most 1 whatever rows it has: it weighs as much as any other's, and
-``rows`` is not used. A client more or less moves the sum by 1.
+At client level (``privacy.unit=client``), a client contributes the mean embedding of its records,
+whose norm is at most 1 for any records: all clients have equal weight, and ``rows`` is not used.
+Adding or removing a client moves the sum by at most 1.
 """
 
 from __future__ import annotations
@@ -23,41 +24,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedgen.coins import Coins
+from fedgen.config.constraints import Betas, Decay
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts, Query, ServerProgram, WorstCase
+from fedgen.methods.api import Method, PublicFacts, Query, ServerProgram, WorstCase
+from fedgen.methods.families.noisy_sums import SumMechanisms, SumQuery, SumSequence
+from fedgen.models.factories import GeneratorFactory
 from fedgen.models.functional import (
     Tensors,
     generator_start,
     generator_step,
-    gradients_of,
-    initial,
+    init_weights,
+    meta_module,
     part,
-    template,
     trainable,
+    weight_gradients,
 )
-from fedgen.parameters import Betas, Decay
-from fedgen.privacy.exact import product
-from fedgen.privacy.per_example import ClippedSum, of_rows
-from fedgen.sequence import Asked, Sums, SumSequence
+from fedgen.privacy.clipping import ClippedSum, sum_of_rows
+from fedgen.privacy.exact_matmul import product
+from fedgen.randomness import RandomStreams
 
-_LONGEST = 8.0  # of a frequency of bandwidth 1: of single precision no normal deviate is longer
+Bandwidth = Annotated[float, Ge(1e-6), Le(1e6)]
+_MAX_FREQUENCY = 8.0  # at bandwidth 1: single precision normal deviates do not exceed it
 
 
-class Embedded(Protocol):
-    """Features of images that a mean embedding is the mean of: each image's are 1 long at most.
+class FeatureMap(Protocol):
+    """Features of images whose mean is the embedding; the norm of an image's features is at most 1.
 
-    drawn: (seed) -> what is drawn for them in public. Called with that and images (n, ...): (n,
-    ``count``). summed: the same of images in groups of one size behind each other, summed for each
-    group: (groups, count). peak: the largest that one of them can be. weights: of the features in
-    the distance that the generator descends, (count,) or 1.
+    sample_parameters: seed -> public random parameters. Called with these and images (n, ...), the
+        map returns features (n, ``count``).
+    sum_by_label: the same for consecutive groups of images of equal size, summed per group (groups,
+        count).
+    max_entry: maximum value of a feature.
+    weights: weights of the features in the distance that the generator descends, (count,) or 1.
     """
 
     @property
@@ -67,22 +73,22 @@ class Embedded(Protocol):
     def device(self) -> str: ...
 
     @property
-    def peak(self) -> float: ...
+    def max_entry(self) -> float: ...
 
     @property
     def weights(self) -> Tensor | float: ...
 
-    def drawn(self, seed: Tensor) -> Tensor: ...
+    def sample_parameters(self, seed: Tensor) -> Tensor: ...
 
-    def __call__(self, drawn: Tensor, images: Tensor, /) -> Tensor: ...
+    def __call__(self, parameters: Tensor, images: Tensor, /) -> Tensor: ...
 
-    def summed(self, drawn: Tensor, images: Tensor, groups: int, /) -> Tensor: ...
+    def sum_by_label(self, parameters: Tensor, images: Tensor, groups: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Features:
-    """Random Fourier features of images of ``pixels`` numbers (Rahimi, Recht 2008): their products
-    are near exp(-|x - x'|^2 / (2 bandwidth^2))."""
+class FourierFeatures:
+    """Random Fourier features of images with ``pixels`` values (Rahimi, Recht 2008): their products
+    approximate exp(-|x - x'|^2 / (2 bandwidth^2))."""
 
     count: int
     bandwidth: float
@@ -91,70 +97,66 @@ class Features:
     weights = 1.0
 
     @property
-    def peak(self) -> float:
-        """Of a cosine or a sine."""
+    def max_entry(self) -> float:
+        """Maximum of a scaled cosine or sine."""
         return math.sqrt(2 / self.count)
 
-    def drawn(self, seed: Tensor) -> Tensor:
-        """w, (pixels, count / 2)."""
-        source = torch.Generator().manual_seed(int(seed))
-        drawn = torch.randn(self.pixels, self.count // 2, generator=source)
-        return (drawn / self.bandwidth).to(self.device)
+    def sample_parameters(self, seed: Tensor) -> Tensor:
+        """Return frequencies w (pixels, count / 2)."""
+        rng = torch.Generator().manual_seed(int(seed))
+        normals = torch.randn(self.pixels, self.count // 2, generator=rng)
+        return (normals / self.bandwidth).to(self.device)
 
     def __call__(self, frequencies: Tensor, images: Tensor) -> Tensor:
-        """phi of images (n, ...), numbers from -1 to 1: (n, count), in double precision. Angles are
-        exact: at a small bandwidth their last bits turn a row's features around, and bits that
-        followed from the rows beside it would move all of them."""
-        longest = _LONGEST / self.bandwidth
-        return self._of(product(images.flatten(1), frequencies, (1.0, longest)))
+        """Return phi of images (n, ...) with values from -1 to 1: (n, count), in double precision.
+        Angles are exact: at a small bandwidth their last bits matter, and bits that depend on other
+        records would move the features of all."""
+        max_frequency = _MAX_FREQUENCY / self.bandwidth
+        return self._of(product(images.flatten(1), frequencies, (1.0, max_frequency)))
 
-    def summed(self, frequencies: Tensor, images: Tensor, groups: int) -> Tensor:
-        """phi of images that are no private rows, summed for each of the groups that lie behind
-        each other: (groups, count)."""
-        found = self._of(images.flatten(1) @ frequencies)
-        return found.view(groups, -1, self.count).sum(1)
+    def sum_by_label(self, frequencies: Tensor, images: Tensor, groups: int) -> Tensor:
+        """Return phi of non-private images, summed for each consecutive group: (groups, count)."""
+        features = self._of(images.flatten(1) @ frequencies)
+        return features.view(groups, -1, self.count).sum(1)
 
     def _of(self, angles: Tensor) -> Tensor:
         return torch.cat([angles.cos(), angles.sin()], 1) / math.sqrt(self.count / 2)
 
 
-def check_features(features: int, bandwidth: float) -> None:
-    """Raises FedgenError for ``Features`` that cannot be."""
+def check_features(features: int) -> None:
+    """Raise FedgenError for an odd number of ``FourierFeatures``."""
     if features % 2:
-        problem = f"are half cosines and half sines, got {features}"
-        raise FedgenError("method.features", problem, "take an even number")
-    if not 1e-6 <= bandwidth <= 1e6:
-        problem = f"must lie between 1e-6 and 1e6, got {bandwidth:g}"
-        raise FedgenError("method.bandwidth", problem, "e.g. 5")
+        problem = f"must be even (cosines and sines), got {features}"
+        raise FedgenError("method.features", problem, "use an even number")
 
 
 def embedding(
-    sums: Sums,
-    features: Embedded,
+    sums: SumMechanisms,
+    features: FeatureMap,
     classes: int,
-    of: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    inputs: Callable[[Mapping[str, Tensor], Tensor], Tensor],
     at_once: int = 2048,
-) -> Asked:
-    """The features of all rows, summed in the blocks of their labels.
+) -> SumQuery:
+    """Return the query of the features of all records, summed by label.
 
-    ``of``: (what the question holds, images (n, ...)) -> what there are features of.
+    inputs: (shared arrays of the query, images (n, ...)) -> input of the features.
     """
 
     def contribution(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-        found = features(features.drawn(shared["seed"]), of(shared, images))
-        return of_rows(found, 1.0, labels, classes)
+        values = features(features.sample_parameters(shared["seed"]), inputs(shared, images))
+        return sum_of_rows(values, 1.0, labels, classes)
 
-    mechanism = sums.mechanism(peak=features.peak)
+    mechanism = sums.mechanism(max_entry=features.max_entry)
     size = classes * features.count
-    return Asked("embedding", size, mechanism, contribution, at_once=at_once)
+    return SumQuery("embedding", size, mechanism, contribution, at_once=at_once)
 
 
 @dataclass(frozen=True)
 class Server:
-    """Generator and embedding: post-processing, but for one question."""
+    """Generator and embedding; post-processing except for one query."""
 
     generator: nn.Module
-    features: Embedded
+    features: FeatureMap
     latent: int
     classes: int
     fakes_per_label: int
@@ -163,23 +165,23 @@ class Server:
 
     @property
     def program(self) -> ServerProgram:
-        """All of it."""
+        """The server program."""
         return ServerProgram(
             init=self.init,
             query=self.query,
             update=self.update,
             generator=lambda state: part(state, "average"),
             sample=self.sample,
-            recognize=self.recognize,
-            shown=self.shown,
-            alone=self.alone,
+            membership_scores=self.membership_scores,
+            metrics=self.metrics,
+            server_step=self.server_step,
         )
 
-    def init(self, coins: Coins) -> Tensors:
-        """Fresh weights; the seed of what is drawn for the features; no embedding."""
-        generator = initial(self.generator, coins.public("generator"))
+    def init(self, streams: RandomStreams) -> Tensors:
+        """Return initial weights, the seed of the feature parameters, and no embedding."""
+        generator = init_weights(self.generator, streams.public("generator"))
         weights = {name: value.to(self.features.device) for name, value in generator.items()}
-        seed = torch.randint(0, 2**62, (), generator=coins.public("frequencies"))
+        seed = torch.randint(0, 2**62, (), generator=streams.public("frequencies"))
         return generator_start(weights) | {
             "seed": seed,
             "embedding": torch.zeros(self.classes, self.features.count),
@@ -187,57 +189,67 @@ class Server:
             "distance": torch.zeros(()),
         }
 
-    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
-        """The embedding, until it is known."""
-        del round_, coins
+    def query(
+        self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+    ) -> Query | None:
+        """Query the embedding until it is known."""
+        del round_, streams
         if state["known"]:
             return None
         return Query({"embedding": torch.zeros(1)}, {"seed": state["seed"]})
 
     def update(
-        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
-        """The embedding is known; then as ``alone``."""
-        known = {"embedding": answers.view(self.classes, -1), "known": torch.ones(())}
-        return self.alone({**state, **known}, round_, coins)
+        """Store the embedding, then run ``server_step``."""
+        known = {"embedding": responses.view(self.classes, -1), "known": torch.ones(())}
+        return self.server_step({**state, **known}, round_, streams)
 
-    def alone(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Tensors:
-        """A step of the generator."""
+    def server_step(
+        self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+    ) -> Tensors:
+        """Take one step of the generator."""
         embedding = state["embedding"].to(self.features.device)
-        frequencies = self.features.drawn(state["seed"])
-        here = coins.at("generator", round_)
+        frequencies = self.features.sample_parameters(state["seed"])
+        step_streams = streams.at("generator", round_)
         labels = torch.arange(self.classes).repeat_interleave(self.fakes_per_label)
-        latents = torch.randn(len(labels), self.latent, generator=here.public("latents"))
+        latents = torch.randn(len(labels), self.latent, generator=step_streams.public("latents"))
         inputs = latents.to(self.features.device), labels.to(self.features.device)
 
         leaves = trainable(part(state, "generator"))
-        made = self._generate(leaves, *inputs)
-        mean = self.features.summed(frequencies, made, self.classes) / len(labels)
+        samples = self._generate(leaves, *inputs)
+        mean = self.features.sum_by_label(frequencies, samples, self.classes) / len(labels)
         distance = ((embedding - mean) * self.features.weights).square().sum()
-        stepped = generator_step(state, gradients_of(distance, leaves), self.adam, self.ema)
-        return {**state, **stepped, "distance": distance.detach().cpu()}
+        generator_state = generator_step(
+            state, weight_gradients(distance, leaves), self.adam, self.ema
+        )
+        return {**state, **generator_state, "distance": distance.detach().cpu()}
 
-    def shown(
-        self, state: Mapping[str, Tensor], held_out: Shard | None, coins: Coins
+    def metrics(
+        self, state: Mapping[str, Tensor], held_out: Shard | None, streams: RandomStreams
     ) -> dict[str, float]:
-        """The distance of the embeddings, squared."""
-        del held_out, coins
+        """Return the squared distance of the embeddings."""
+        del held_out, streams
         return {"distance": float(state["distance"])}
 
-    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
-        """Images, one per label."""
-        latents = torch.randn(len(labels), self.latent, generator=coins.public("latents"))
+    def sample(
+        self, weights: Mapping[str, Tensor], labels: Tensor, streams: RandomStreams
+    ) -> Tensor:
+        """Return one image per label."""
+        latents = torch.randn(len(labels), self.latent, generator=streams.public("latents"))
         inputs = latents.to(self.features.device), labels.to(self.features.device)
         with torch.no_grad():
             return self._generate(weights, *inputs).cpu()
 
-    def recognize(
-        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    def membership_scores(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, streams: RandomStreams
     ) -> Tensor:
-        """By what the embedding has of an image's own."""
-        del coins
-        found = self.features(self.features.drawn(state["seed"]), images.to(self.features.device))
-        return (found.cpu() * state["embedding"][labels]).sum(1)
+        """Score images by the product of their features with the embedding."""
+        del streams
+        features = self.features(
+            self.features.sample_parameters(state["seed"]), images.to(self.features.device)
+        )
+        return (features.cpu() * state["embedding"][labels]).sum(1)
 
     def _generate(self, weights: Mapping[str, Tensor], latents: Tensor, labels: Tensor) -> Tensor:
         images: Tensor = functional_call(self.generator, dict(weights), (latents, labels))
@@ -248,10 +260,10 @@ def dp_merf(
     facts: PublicFacts,
     noise_multiplier: float | None,
     *,
-    generator: Callable[..., nn.Module],
+    generator: GeneratorFactory,
     latent: int,
     features: int,
-    bandwidth: float,
+    bandwidth: Bandwidth,
     rows: int,
     fakes_per_label: int,
     learning_rate: float,
@@ -259,28 +271,30 @@ def dp_merf(
     ema: Decay,
     device: str,
 ) -> Method:
-    """DP-MERF for these public parameters.
+    """Build DP-MERF from public parameters.
 
     Args:
-        noise_multiplier: noise std over the norm 1 of a row's features; None: no noise.
-        features: entries of phi, an even number.
-        bandwidth: of the Gaussian kernel, in the units of images with pixels in [0, 1]; a public
-            number, never taken from private rows.
-        rows: a public number near that of all clients' rows; each divides by its equal share.
-        fakes_per_label: of each label in a step: B is as many times the number of labels.
-        learning_rate, betas: of Adam.
-        ema: decay of the average of the generator that is published; 0 publishes the last one.
+        noise_multiplier: noise standard deviation over the norm 1 of a record's features; None: no
+            noise.
+        features: number of entries of phi, even.
+        bandwidth: bandwidth of the Gaussian kernel for pixels in [0, 1]; a public number, never
+            derived from private records.
+        rows: public number near the number of records of all clients; each divides by its equal
+            share.
+        fakes_per_label: samples of each label in a step; B is this times the number of labels.
+        learning_rate, betas: parameters of Adam.
+        ema: decay of the moving average of the published generator; 0: the last one.
 
     Raises:
-        FedgenError: for an odd number of features, or a bandwidth out of all proportion.
+        FedgenError: for an odd number of features.
     """
-    check_features(features, bandwidth)
-    net = template(generator(latent=latent, classes=facts.classes, shape=facts.shape))
-    embed = Features(features, bandwidth, math.prod(facts.shape), device)
-    sums = Sums(facts, noise_multiplier, rows)
+    check_features(features)
+    net = meta_module(generator(latent=latent, classes=facts.classes, shape=facts.shape))
+    embed = FourierFeatures(features, bandwidth, math.prod(facts.shape), device)
+    sums = SumMechanisms(facts, noise_multiplier, rows)
     sequence = SumSequence((embedding(sums, embed, facts.classes, lambda _, x: x),), device)
     server = Server(net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema)
-    return sequence.method(
+    return sequence.build(
         server.program,
         sequence.plan("none", None, ("RDP of one Gaussian", "DP-MERF (2021)")),
         facts.clients,
@@ -289,7 +303,7 @@ def dp_merf(
 
 
 def _worst_case(sequence: SumSequence, shape: tuple[int, int, int]) -> WorstCase:
-    """A black row against none: its features are all in the cosines, 1 each before scaling."""
-    row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
-    none = Shard(row.images[:0], row.labels[:0])
-    return sequence.worst_case("embedding", {"seed": torch.tensor(0)}, ({}, row), ({}, none))
+    """Return a black image and no image: its norm lies in its cosines, each 1 before scaling."""
+    one = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    none = Shard(one.images[:0], one.labels[:0])
+    return sequence.worst_case("embedding", {"seed": torch.tensor(0)}, ({}, one), ({}, none))

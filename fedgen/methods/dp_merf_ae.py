@@ -1,49 +1,53 @@
-"""DP-MERF + AE: DP-MERF (``dp_merf.py``) on the codes of an autoencoder that is private itself
-(Harder, Adamczewski, Park, "DP-MERF", AISTATS 2021, the variant for images).
+"""DP-MERF + AE: DP-MERF (``dp_merf.py``) on the codes of a private autoencoder (Harder,
+Adamczewski, Park, "DP-MERF", AISTATS 2021, the variant for images).
 
     first ``autoencoder_steps`` rounds
         client    sum over a Poisson batch of clip(gradient of |decode(encode(x)) - x|^2) + noise
         server    Adam on encoder and decoder (DP-SGD)
-    then one
-        client    the noised mean embedding of its rows' codes, by label
-    then, for free
-        server    descends the distance of its generator's codes from that embedding
+    then one round
+        client    the noisy mean embedding of the codes of its records, by label
+    then, at no cost
+        server    descend the distance of the generator's codes to that embedding
 
-Samples are decoded codes. The noise multiplier is that of the autoencoder's steps; the embedding, a
-single release, can do with ``embedding_noise`` times as much.
+Samples are decoded codes. The noise multiplier is that of the autoencoder's steps; the embedding is
+a single release and can have ``embedding_noise`` times as much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedgen.coins import Coins
+from fedgen.config.constraints import Betas, ClipNorm, Decay, SamplingRate
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
-from fedgen.methods.dp_merf import Features, check_features, embedding
+from fedgen.methods.api import Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.methods.dp_merf import Bandwidth, FourierFeatures, check_features, embedding
 from fedgen.methods.dp_merf import Server as EmbeddingServer
+from fedgen.methods.families.dp_sgd import rate_for_batch
+from fedgen.methods.families.noisy_sums import SumMechanisms, SumQuery, SumSequence
+from fedgen.models.factories import AutoencoderFactory, CodeGeneratorFactory
 from fedgen.models.functional import (
     Tensors,
     adam_start,
     adam_step,
-    initial,
-    join,
+    concat_parts,
+    init_weights,
+    meta_module,
     part,
-    template,
     unflat,
 )
-from fedgen.parameters import Betas, ClipNorm, Decay
-from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.batch_sampling import PoissonSampling
+from fedgen.privacy.clipping import ClippedSum, clipped_sum, examples_at_once
 from fedgen.privacy.events import Unit
-from fedgen.privacy.per_example import ClippedSum, clipped_sum, examples_at_once
-from fedgen.sequence import Asked, Sums, SumSequence
+from fedgen.randomness import RandomStreams
 
 
 @dataclass(frozen=True)
@@ -54,94 +58,100 @@ class Coder:
     device: str
 
     @property
-    def size(self) -> int:
-        """Number of its weights."""
+    def parameters(self) -> int:
+        """Number of weights."""
         return sum(weights.numel() for weights in self.network.parameters())
 
     def encode(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Images (n, ...) -> codes (n, code)."""
+        """Map images (n, ...) to codes (n, code)."""
         codes: Tensor = functional_call(self.network, dict(weights), (images, "code"))
         return codes
 
     def decode(self, weights: Mapping[str, Tensor], codes: Tensor) -> Tensor:
-        """Codes (n, code) -> images (n, ...) in [0, 1]."""
+        """Map codes (n, code) to images (n, ...) in [0, 1]."""
         images: Tensor = functional_call(self.network, dict(weights), (codes, "image"))
         return images
 
 
 @dataclass(frozen=True)
 class Server:
-    """Autoencoder, embedding and a generator of codes: post-processing."""
+    """Autoencoder, embedding and a generator of codes; all of it is post-processing."""
 
     coder: Coder
     codes: EmbeddingServer
     steps: int
     adam: tuple[float, tuple[float, float]]
 
-    def init(self, coins: Coins) -> Tensors:
-        """Fresh weights."""
-        fresh = initial(self.coder.network, coins.public("autoencoder"))
+    def init(self, streams: RandomStreams) -> Tensors:
+        """Return initial weights."""
+        fresh = init_weights(self.coder.network, streams.public("autoencoder"))
         weights = {name: value.to(self.coder.device) for name, value in fresh.items()}
-        return self.codes.init(coins) | join(coder=weights, coder_adam=adam_start(weights))
+        return self.codes.init(streams) | concat_parts(
+            coder=weights, coder_adam=adam_start(weights)
+        )
 
-    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query | None:
-        """The autoencoder, to take a step; at last with the embedding's seed."""
-        weights = join(coder=part(state, "coder"))
+    def query(
+        self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+    ) -> Query | None:
+        """Query a step of the autoencoder; afterwards the embedding."""
+        weights = concat_parts(coder=part(state, "coder"))
         if round_ < self.steps:
             return Query({"autoencoder": torch.zeros(1)}, weights)
-        asked = self.codes.query(state, round_, coins)
-        return asked and Query(asked.rows, {**asked.shared, **weights})
+        query = self.codes.query(state, round_, streams)
+        return query and Query(query.samples, {**query.shared, **weights})
 
     def update(
-        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
-        """A step of the autoencoder, or the embedding."""
+        """Take a step of the autoencoder, or store the embedding."""
         if round_ >= self.steps:
-            return self.codes.update(state, answers, round_, coins)
+            return self.codes.update(state, responses, round_, streams)
         weights, moments = (
             {name: value.clone() for name, value in part(state, of).items()}
             for of in ("coder", "coder_adam")
         )
-        gradients = unflat(answers[0].to(self.coder.device), weights)
+        gradients = unflat(responses[0].to(self.coder.device), weights)
         adam_step(weights, gradients, moments, *self.adam)
-        return {**state, **join(coder=weights, coder_adam=moments)}
+        return {**state, **concat_parts(coder=weights, coder_adam=moments)}
 
     def generator(self, state: Mapping[str, Tensor]) -> Tensors:
-        """Of codes, and the decoder."""
-        return join(codes=part(state, "average"), coder=part(state, "coder"))
+        """Return the generator of codes and the decoder."""
+        return concat_parts(codes=part(state, "average"), coder=part(state, "coder"))
 
-    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
-        """Images, one per label."""
-        codes = self.codes.sample(part(weights, "codes"), labels, coins)
+    def sample(
+        self, weights: Mapping[str, Tensor], labels: Tensor, streams: RandomStreams
+    ) -> Tensor:
+        """Return one image per label."""
+        codes = self.codes.sample(part(weights, "codes"), labels, streams)
         with torch.no_grad():
             return self.coder.decode(part(weights, "coder"), codes.to(self.coder.device)).cpu()
 
-    def recognize(
-        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    def membership_scores(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, streams: RandomStreams
     ) -> Tensor:
-        """By what the embedding has of an image's code."""
+        """Score images by the product of their codes' features with the embedding."""
         with torch.no_grad():
             codes = self.coder.encode(part(state, "coder"), images.to(self.coder.device))
-        return self.codes.recognize(state, codes, labels, coins)
+        return self.codes.membership_scores(state, codes, labels, streams)
 
 
 def dp_merf_ae(
     facts: PublicFacts,
     noise_multiplier: float | None,
     *,
-    autoencoder: Callable[..., nn.Module],
+    autoencoder: AutoencoderFactory,
     code: int,
     autoencoder_steps: int,
     batch: int,
-    sampling_rate: float,
+    sampling_rate: SamplingRate | None,
     clip: ClipNorm,
     autoencoder_learning_rate: float,
     autoencoder_betas: Betas,
-    embedding_noise: float,
-    generator: Callable[..., nn.Module],
+    embedding_noise: Annotated[float, Ge(1e-3), Le(1e3)],
+    generator: CodeGeneratorFactory,
     latent: int,
     features: int,
-    bandwidth: float,
+    bandwidth: Bandwidth,
     rows: int,
     fakes_per_label: int,
     learning_rate: float,
@@ -149,81 +159,83 @@ def dp_merf_ae(
     ema: Decay,
     device: str,
 ) -> Method:
-    """DP-MERF + AE for these public parameters; what is not named here is ``dp_merf``'s.
+    """Build DP-MERF + AE from public parameters; see ``dp_merf`` for those not listed.
 
     Args:
-        noise_multiplier: of the autoencoder's steps, over the clip norm; None: no noise.
-        code: numbers in a code.
-        autoencoder_steps: rounds of DP-SGD, the first of the run.
-        batch: expected rows of a step, of all clients.
-        sampling_rate: of each row in each step; one public number for all clients.
-        clip: norm of a row's gradient.
+        noise_multiplier: noise multiplier of the autoencoder's steps, over the clip norm; None: no
+            noise.
+        code: dimension of a code.
+        autoencoder_steps: number of DP-SGD rounds at the start of the run.
+        batch: expected batch size of a step, over all clients.
+        sampling_rate: probability of each record in a step; one public number for all clients.
+            None: the rate at which the expected batch size is ``batch``.
+        clip: clip norm of a record's gradient.
         embedding_noise: noise multiplier of the embedding over that of the steps.
-        generator: of codes.
+        generator: generator of codes.
 
     Raises:
-        FedgenError: for an odd number of features, a sampling rate that is none, or a bandwidth or
-            noise of the embedding that are out of all proportion.
+        FedgenError: for an odd number of features, or unit client.
     """
-    if sampling_rate > 1:
-        problem = f"is a share, got {sampling_rate:g}"
-        raise FedgenError("method.sampling_rate", problem, "take at most 1")
-    if not 1e-3 <= embedding_noise <= 1e3:
-        problem = f"must lie between 0.001 and 1000, got {embedding_noise:g}"
-        raise FedgenError("method.embedding_noise", problem, "e.g. 5")
-    check_features(features, bandwidth)
+    check_features(features)
     if facts.unit is Unit.CLIENT:
         raise FedgenError(
             "privacy.unit",
-            "cannot be client: the autoencoder's steps clip each row's gradient",
-            "set it to record, or take dp_merf",
+            "cannot be client: steps of the autoencoder clip the gradient of each record",
+            "set it to record, or use dp_merf",
         )
-    coder = Coder(template(autoencoder(code=code, shape=facts.shape)), device)
-    embed = Features(features, bandwidth, code, device)
-    louder = None if noise_multiplier is None else noise_multiplier * embedding_noise
-    batches = PoissonBatches(sampling_rate)
+    coder = Coder(meta_module(autoencoder(code=code, shape=facts.shape)), device)
+    embed = FourierFeatures(features, bandwidth, code, device)
+    embedding_multiplier = None if noise_multiplier is None else noise_multiplier * embedding_noise
+    rate = rate_for_batch(batch, rows) if sampling_rate is None else sampling_rate
+    sampling = PoissonSampling(rate)
     norm = clip if noise_multiplier is not None else math.inf
 
     def gradients(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
         del labels
-        return clipped_sum(coder.network, part(shared, "coder"), (images,), lambda far: far, norm)
+        return clipped_sum(
+            coder.network, part(shared, "coder"), (images,), lambda losses: losses, norm
+        )
 
     def codes_of(shared: Mapping[str, Tensor], images: Tensor) -> Tensor:
         return coder.encode(part(shared, "coder"), images)
 
     sequence = SumSequence(
         (
-            Asked(
+            SumQuery(
                 "autoencoder",
-                coder.size,
-                Sums(facts, noise_multiplier, batch).mechanism(clip=clip, batches=batches),
+                coder.parameters,
+                SumMechanisms(facts, noise_multiplier, batch).mechanism(
+                    clip=clip, sampling=sampling
+                ),
                 gradients,
                 autoencoder_steps,
                 examples_at_once(device),
             ),
-            embedding(Sums(facts, louder, rows), embed, facts.classes, codes_of),
+            embedding(
+                SumMechanisms(facts, embedding_multiplier, rows), embed, facts.classes, codes_of
+            ),
         ),
         device,
     )
-    net = template(generator(latent=latent, classes=facts.classes, code=code))
+    net = meta_module(generator(latent=latent, classes=facts.classes, code=code))
     codes = EmbeddingServer(
         net, embed, latent, facts.classes, fakes_per_label, (learning_rate, betas), ema
     )
     server = Server(coder, codes, autoencoder_steps, (autoencoder_learning_rate, autoencoder_betas))
-    return sequence.method(
+    return sequence.build(
         ServerProgram(
             init=server.init,
             query=server.query,
             update=server.update,
             generator=server.generator,
             sample=server.sample,
-            recognize=server.recognize,
-            shown=codes.shown,
-            alone=codes.alone,
+            membership_scores=server.membership_scores,
+            metrics=codes.metrics,
+            server_step=codes.server_step,
         ),
         sequence.plan(
-            f"Poisson draw of rows at rate {sampling_rate:.4g}; then none",
-            "secret Poisson batches of the autoencoder's steps",
+            f"Poisson sampling at rate {rate:.4g}; then none",
+            "secret Poisson sampling of the autoencoder's batches",
             ("RDP of Poisson subsampling, and of one Gaussian", "DP-MERF (2021)"),
         ),
         facts.clients,
@@ -234,23 +246,24 @@ def dp_merf_ae(
 def _worst_cases(
     coder: Coder, sequence: SumSequence, shape: tuple[int, int, int]
 ) -> list[WorstCase]:
-    """A black row against none. By an autoencoder that says grey whatever it is given, only the
-    biases of its last layer move, by more than any clip norm; the embedding is of one code."""
-    fresh = initial(coder.network, Coins.of(0, "seeded").public("autoencoder"))
+    """Return a black image and no image. For an autoencoder whose output is always grey, only the
+    biases of its last layer have a gradient, which exceeds any clip norm; the embedding is that of
+    one code."""
+    fresh = init_weights(coder.network, RandomStreams.from_seed(0, "seeded").public("autoencoder"))
     weights = {name: torch.zeros_like(value) for name, value in fresh.items()}
     channels = weights["image.bias"].numel()
-    before = sum(weights[name].numel() for name in sorted(weights) if name < "image.bias")
-    row = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
-    first: tuple[State, Shard] = {}, row
-    second: tuple[State, Shard] = {}, Shard(row.images[:0], row.labels[:0])
-    coded = {**join(coder=weights), "seed": torch.tensor(0)}
+    offset = sum(weights[name].numel() for name in sorted(weights) if name < "image.bias")
+    one = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    first: tuple[State, Shard] = {}, one
+    second: tuple[State, Shard] = {}, Shard(one.images[:0], one.labels[:0])
+    shared = {**concat_parts(coder=weights), "seed": torch.tensor(0)}
     return [
         sequence.worst_case(
             "autoencoder",
-            join(coder=weights),
+            concat_parts(coder=weights),
             first,
             second,
-            lambda answer: answer[:, before : before + channels],
+            lambda response: response[:, offset : offset + channels],
         ),
-        sequence.worst_case("embedding", coded, first, second),
+        sequence.worst_case("embedding", shared, first, second),
     ]

@@ -1,18 +1,18 @@
-"""DPGAN: a GAN whose discriminator is trained by DP-SGD (Bie, Kamath, Zhang, "Private GANs,
+"""DPGAN: a GAN with a discriminator trained by DP-SGD (Bie, Kamath, Zhang, "Private GANs,
 revisited", TMLR 2023, algorithm 1).
 
-What touches private rows is, in each discriminator step, a sum of clipped gradients over a Poisson
-batch, plus noise. All else is post-processing:
+In each discriminator step, private records enter one sum of clipped gradients over a Poisson batch,
+plus noise. Everything else is post-processing:
 
-    client    n_D times:  S = rows drawn one by one with probability q
+    client    n_D times:  S = Poisson sample of records at rate q
                           g = sum over S of clip(grad -log D(x, y); C) + N(0, (C sigma)^2)
                           descend (g + sum over B fakes of clip(grad -log(1 - D(x, y)); C)) / 2B
-    server    the mean of the clients' discriminators, then: descend -log D(G(z, y), y)
+    server    average the discriminators of the clients, then descend -log D(G(z, y), y)
 
-With one client that is algorithm 1. Of several, each noises in full; or all of them answer sums,
-and the server takes the steps (``privacy.aggregation``): algorithm 1 again, on all rows together.
-n_D is fixed or adaptive (section 6.2): it climbs 1, 2, 5, 10, 20, 50, ... when too few fakes are
-told from real rows.
+With one client this is algorithm 1. With several, each adds the full noise, or they all respond
+with sums and the server takes the steps (``privacy.aggregation``): algorithm 1 on all records. n_D
+is fixed or adaptive (section 6.2): it increases through 1, 2, 5, 10, 20, 50, ... when too few fakes
+are recognized.
 """
 
 from __future__ import annotations
@@ -23,26 +23,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedgen.adversarial import (
-    Descent,
-    Networks,
-    Pace,
-    Server,
-    method_of,
-    networks,
+from fedgen.config.constraints import (
+    Betas,
+    ClipNorm,
+    Decay,
+    NonNegative,
+    PositiveFraction,
+    SamplingRate,
 )
-from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.gradient_sums import gradient_sum
 from fedgen.losses.adversarial import Loss, logistic
-from fedgen.method import Method, PublicFacts
+from fedgen.methods.api import Method, PublicFacts
+from fedgen.methods.families.dp_sgd import gradient_sum
+from fedgen.methods.families.gan import (
+    Descent,
+    Networks,
+    Server,
+    StepsPerGeneratorStep,
+    build_method,
+    networks,
+)
+from fedgen.models.factories import GeneratorFactory, ImageNetworkFactory
 from fedgen.models.functional import Tensors
-from fedgen.parameters import Betas, ClipNorm, Decay, NonNegative
+from fedgen.privacy.clipping import ClippedSum, Precision, clipped_sum
 from fedgen.privacy.mechanisms import GradientSum
-from fedgen.privacy.per_example import ClippedSum, Precision, clipped_sum
+from fedgen.randomness import RandomStreams
 
 
 @dataclass(frozen=True)
@@ -56,23 +64,23 @@ class Discriminator:
     clip: float
     precision: Precision
 
-    def of_rows(
-        self, discriminator: Tensors, generator: Tensors, shard: Shard, coins: Coins
+    def record_gradients(
+        self, discriminator: Tensors, generator: Tensors, shard: Shard, streams: RandomStreams
     ) -> Iterator[ClippedSum]:
-        """Over the parts of a step's batch of real rows."""
+        """Yield clipped sums over the parts of a batch of real records."""
         del generator
         private = shard.on(self.nets.device)
-        for batch in self.mechanism.parts(len(shard), coins, self.nets.at_once):
+        for batch in self.mechanism.batch_parts(len(shard), streams, self.nets.at_once):
             images, labels = private.rows(torch.from_numpy(batch))
             yield self._gradients(discriminator, images, labels, real=True)
 
     def gradient(
-        self, discriminator: Tensors, generator: Tensors, noised: Tensor, coins: Coins
+        self, discriminator: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
     ) -> Tensor:
-        """That of real rows, and as much of fakes."""
-        latents, labels = self.nets.inputs(self.fakes, coins)
-        about = self.nets.at_once
-        pairs = zip(torch.split(latents, about), torch.split(labels, about), strict=True)
+        """Return the mean of the noisy gradient of real records and that of fakes."""
+        latents, labels = self.nets.inputs(self.fakes, streams)
+        at_once = self.nets.at_once
+        pairs = zip(torch.split(latents, at_once), torch.split(labels, at_once), strict=True)
         with torch.no_grad():
             images = torch.cat([self.nets.generate(generator, *pair) for pair in pairs])
         fakes = self._gradients(discriminator, images, labels, real=False).flat()
@@ -81,8 +89,7 @@ class Discriminator:
     def _gradients(
         self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
     ) -> ClippedSum:
-        """The sum of the clipped gradients of each example's own loss with respect to the
-        discriminator's weights."""
+        """Return the sum of the clipped gradients of each example's loss."""
         return clipped_sum(
             self.nets.discriminator,
             discriminator,
@@ -97,14 +104,15 @@ def dpgan(
     facts: PublicFacts,
     noise_multiplier: float | None,
     *,
-    generator: Callable[..., nn.Module],
-    discriminator: Callable[..., nn.Module],
+    generator: GeneratorFactory,
+    discriminator: ImageNetworkFactory,
     latent: int,
     batch: int,
     fakes: int,
-    sampling_rate: float,
+    sampling_rate: SamplingRate | None,
+    rows: int | None = None,
     discriminator_steps: int | Literal["adaptive"],
-    accuracy_floor: float,
+    accuracy_floor: PositiveFraction,
     accuracy_ema: Decay,
     discriminator_learning_rate: float,
     generator_learning_rate: float,
@@ -116,44 +124,43 @@ def dpgan(
     device: str,
     loss: Callable[[], Loss] = logistic,
 ) -> Method:
-    """DPGAN for these public parameters.
+    """Build DPGAN from public parameters.
 
     Args:
-        noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
-        batch: B, the expected number of real rows that their sum is divided by: a public number;
-            of each client, or of all where they answer sums.
-        fakes: of a step of either network; B in the paper.
-        sampling_rate: q, the probability that a step takes a row; one public number for all
-            clients, since a batch size over a private number of rows would reveal that number.
+        noise_multiplier: noise standard deviation over the clip norm C; None: no clipping, no
+            noise.
+        batch: B, the expected number of real records that their sum is divided by, a public number;
+            of each client, or of all clients together if they respond with sums.
+        fakes: fakes per step of either network; B in the paper.
+        sampling_rate: q, the probability of each record in a step; one public number for all
+            clients, because a batch size over a private number of records would reveal that number.
+            None: derived from ``batch`` and ``rows``, see ``gradient_sum``.
+        rows: public estimate of the number of records of all clients.
         discriminator_steps: n_D, or ``adaptive``.
-        accuracy_floor: d, of adaptive n_D. accuracy_ema: beta, the decay of the average accuracy on
-            fakes that is held against it.
-        discriminator_learning_rate, generator_learning_rate, betas: of Adam.
-        clip: C, of each example's gradient.
-        ema: decay of the average of the generator that is published; 0 publishes the last one.
-        mode_seeking: weight of ``mode_seeking_loss``; not in the paper, 0 leaves it out.
-        precision: of the discriminator's gradients of real rows (see ``clipped_sum``); noise is
-            exact.
-        loss: of both sides; ``logistic`` in the paper.
+        accuracy_floor: d, the threshold of adaptive n_D.
+        accuracy_ema: beta, the decay of the average accuracy on fakes that is compared with it.
+        discriminator_learning_rate, generator_learning_rate, betas: parameters of Adam.
+        clip: C, for each example's gradient.
+        ema: decay of the moving average of the published generator; 0: the last one.
+        mode_seeking: weight of ``mode_seeking_loss``, which is not in the paper; 0: none.
+        precision: precision of the gradients of real records (see ``clipped_sum``); noise is exact.
+        loss: loss of both sides; ``logistic`` in the paper.
 
     Raises:
-        FedgenError: for a sampling rate or an accuracy that is none, or fakes without pairs.
+        FedgenError: for an invalid sampling rate or accuracy, or an odd number of paired fakes.
     """
-    if accuracy_floor > 1:
-        problem = f"is a share, got {accuracy_floor:g}"
-        raise FedgenError("method.accuracy_floor", problem, "take one between 0 and 1, e.g. 0.6")
     if mode_seeking and fakes % 2:
-        problem = f"come in pairs where method.mode_seeking is not 0, got {fakes}"
-        raise FedgenError("method.fakes", problem, "take an even number")
+        problem = f"must be even if method.mode_seeking is not 0, got {fakes}"
+        raise FedgenError("method.fakes", problem, "use an even number")
     nets = networks(facts, generator, discriminator, latent, device)
-    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
+    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate, rows)
     clip = clip if noise_multiplier is not None else math.inf
     steps = Discriminator(nets, mechanism, loss(), fakes, clip, precision)
-    descent = Descent((discriminator_learning_rate, betas), steps.gradient, generator=False)
+    descent = Descent((discriminator_learning_rate, betas), steps.gradient, needs_generator=False)
     server = Server(
         nets,
         fakes,
-        Pace(discriminator_steps, accuracy_floor, accuracy_ema),
+        StepsPerGeneratorStep(discriminator_steps, accuracy_floor, accuracy_ema),
         (generator_learning_rate, betas),
         ema,
         loss().generator,
@@ -161,4 +168,4 @@ def dpgan(
         mode_seeking,
     )
     source = "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4"
-    return method_of(facts, server, mechanism, steps.of_rows, descent, sampling_rate, source)
+    return build_method(facts, server, mechanism, steps.record_gradients, descent, source)

@@ -1,97 +1,116 @@
 """G-PATE: scalable private generation via private aggregation of teacher discriminators (Long,
 Wang, Yang, Kailkhura, Zhang, Gunter, Li, NeurIPS 2021).
 
-Teachers are DataLens' (``datalens.py``). Asked about a generated image, a teacher projects its
-loss' gradient to d random directions that everybody knows, and votes in each for one of b bins. In
-a round:
+Teachers are those of DataLens (``datalens.py``). For a generated image, a teacher projects the
+gradient of its loss to d public random directions, and votes for one of b bins in each. In a round:
 
-    teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own part
+    teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own subset
     generator        images = G(latents, labels), and for each a fresh projection R (pixels, d),
-                     of which its seed travels
+                     sent as its seed
     teachers         histogram = sum over K of onehot(bin(gradient R)) + N(0, (sqrt(2 d) sigma)^2)
-    generator        value = middle of the fullest bin, 0 if fewer than beta K are in it
-                     descends R value for each image
+    generator        value = centre of the fullest bin, 0 if it has fewer than beta K votes
+                     descend R value for each image
 
-One record moves one teacher's votes, from one bin to another in each of d directions: sqrt(2 d) for
-each image, against the server too. Threshold and fullest bin are read off the same noisy histogram.
+One record moves the votes of one teacher, from one bin to another in each of d directions: sqrt(2
+d) per image, against the server too. Threshold and fullest bin are functions of the same noisy
+histogram.
 
-Where this file leaves the paper: gradients are the logit's, which those of -log D are multiples
-of. The threshold there is tested on a count with noise of its own, at a price, and votes are
-counted by an epsilon that depends on them and steers the number of rounds, which is no bound. In
-the released code teachers share optimizers (``configs/published/g_pate_mnist_50.yaml``). Teachers
-have no batch statistics.
+Differences from the paper: gradients are those of the logit, of which the gradients of -log D are
+multiples. In the paper, the threshold is tested on a count with separate noise, at a cost, and
+votes are accounted by a data-dependent ε that also controls the number of rounds, which is not a
+bound. In the released code, teachers share optimizers (``g_pate_mnist_50`` in
+``configs/published.yaml``). Here, teachers have no batch statistics.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Literal, Unpack
+from typing import Annotated, Literal, Unpack
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from fedgen.coins import Coins
-from fedgen.ensemble.answering import Answering, claim_of_votes, critics_of, method_of
-from fedgen.ensemble.critics import Ballot, Losses, Settings, image_gradients, networks
-from fedgen.ensemble.server import Generator
-from fedgen.errors import FedgenError
+from fedgen.config.constraints import Fraction
 from fedgen.losses.bce import discriminator_loss, generator_loss
-from fedgen.method import Method, PublicFacts, Query
+from fedgen.methods.api import Method, PublicFacts, Query
+from fedgen.methods.families.critic_ensemble import (
+    CriticOutput,
+    Losses,
+    Settings,
+    image_gradients,
+    networks,
+)
+from fedgen.methods.families.ensemble_privacy import (
+    EnsemblePrivacy,
+    build_critics,
+    build_method,
+    votes_claim,
+)
+from fedgen.methods.families.ensemble_server import EnsembleServer
 from fedgen.models.functional import Tensors
-from fedgen.parameters import NonNegative
 from fedgen.privacy.bounds import OneHot
+from fedgen.randomness import RandomStreams
 
-Reading = Literal["fullest", "mean"]
+Readout = Literal["fullest", "mean"]
 
 
-def seeds(rows: int, coins: Coins) -> Tensors:
-    """For each row a fresh seed, which everybody makes its projection of: it travels in place of
-    pixels times directions numbers."""
-    return {"seeds": torch.randint(2**62, (rows,), generator=coins.public("projections"))}
+def seeds(samples: int, streams: RandomStreams) -> Tensors:
+    """Return a fresh seed for the projection of each query sample, sent in place of pixels times d
+    numbers."""
+    return {"seeds": torch.randint(2**62, (samples,), generator=streams.public("projections"))}
 
 
 def projections(query: Query, directions: int) -> Tensor:
-    """For each row a Gaussian random projection (rows, pixels, directions), of entries
-    N(0, 1 / directions)."""
-    pixels = query.rows["images"][0].numel()
-    return _projections(tuple(query.rows["seeds"].tolist()), pixels, directions)
+    """Return a Gaussian random projection for each query sample (samples, pixels, d), entries N(0,
+    1 / d)."""
+    pixels = query.samples["images"][0].numel()
+    return _projections(tuple(query.samples["seeds"].tolist()), pixels, directions)
 
 
-@lru_cache(maxsize=1)  # stacks of teachers are asked one after the other
+@lru_cache(maxsize=1)  # shared by the stacks of teachers of a query
 def _projections(seeds: tuple[int, ...], pixels: int, directions: int) -> Tensor:
-    found = torch.empty(len(seeds), pixels, directions)
-    for row, seed in zip(found, seeds, strict=True):
-        row.normal_(generator=torch.Generator().manual_seed(seed))
-    return found / math.sqrt(directions)
+    matrices = torch.empty(len(seeds), pixels, directions)
+    for matrix, seed in zip(matrices, seeds, strict=True):
+        matrix.normal_(generator=torch.Generator().manual_seed(seed))
+    return matrices / math.sqrt(directions)
 
 
-def binned(gradients: Ballot, directions: int, bins: int, reach: float) -> Ballot:
-    """Votes for one of ``bins`` equal bins of [-reach, reach] in each direction, one-hot
-    (k, rows, directions, bins); what lies beyond counts for the bin at the end."""
+def binned(
+    gradients: CriticOutput, directions: int, bins: int, max_projection: float
+) -> CriticOutput:
+    """Vote for one of ``bins`` equal bins of [-max_projection, max_projection] in each direction,
+    one-hot (k, samples, directions, bins); values beyond count for the outer bin on their side."""
 
-    def ballot(critics: Tensors, query: Query) -> Tensor:
+    def output(critics: Tensors, query: Query) -> Tensor:
         raw = gradients(critics, query).flatten(2).cpu()
         values = torch.einsum("krp,rpd->krd", raw, projections(query, directions))
-        # through a finite range first: what is not finite has no bin
-        at = ((values.nan_to_num() / reach).clamp(-1, 1) + 1) * bins / 2
-        votes = torch.nn.functional.one_hot(at.long().clamp(max=bins - 1), bins).to(values)
+        # values that are not finite have no bin
+        position = ((values.nan_to_num() / max_projection).clamp(-1, 1) + 1) * bins / 2
+        votes = torch.nn.functional.one_hot(position.long().clamp(max=bins - 1), bins).to(values)
         return torch.where(values.isfinite()[..., None], votes, torch.nan)
 
-    return ballot
+    return output
 
 
-def read(
-    histogram: Tensor, query: Query, bins: int, reach: float, threshold: float, reading: Reading
+def postprocess_histogram(
+    histogram: Tensor,
+    query: Query,
+    bins: int,
+    max_projection: float,
+    threshold: float,
+    readout: Readout,
 ) -> Tensor:
-    """The direction (rows, *image) that noisy shares of votes (rows, directions, bins) tell."""
-    middles = (2 * torch.arange(bins).to(histogram) + 1 - bins) * reach / bins
-    values = histogram @ middles
-    if reading == "fullest":
-        share, place = histogram.max(-1)
-        values = torch.where(share >= threshold, middles[place], 0.0)
-    along = projections(query, values.shape[1]).to(values)
-    return torch.einsum("rpd,rd->rp", along, values).view_as(query.rows["images"])
+    """Return the direction (samples, *image) indicated by noisy shares of votes (samples,
+    directions, bins)."""
+    centres = (2 * torch.arange(bins).to(histogram) + 1 - bins) * max_projection / bins
+    values = histogram @ centres
+    if readout == "fullest":
+        share, fullest = histogram.max(-1)
+        values = torch.where(share >= threshold, centres[fullest], 0.0)
+    matrices = projections(query, values.shape[1]).to(values)
+    return torch.einsum("rpd,rd->rp", matrices, values).view_as(query.samples["images"])
 
 
 def g_pate(
@@ -99,46 +118,48 @@ def g_pate(
     noise_multiplier: float | None,
     *,
     directions: int,
-    bins: int,
-    reach: float,
-    threshold: NonNegative,
-    reading: Reading,
+    bins: Annotated[int, Ge(2)],
+    max_projection: float,
+    threshold: Fraction,
+    readout: Readout,
     **settings: Unpack[Settings],
 ) -> Method:
-    """G-PATE for these public parameters.
+    """Build G-PATE from public parameters.
 
     Args:
-        noise_multiplier: noise std over the sensitivity sqrt(2 d) of the sum of all votes about an
-            image (sqrt(2 d) / K of their mean); None does not noise.
-        directions: d, that the gradient of an image is projected to.
-        bins: b, of a direction. reach: where the last of them end.
-        threshold: beta, the share of teachers that the fullest bin needs.
-        reading: "fullest" takes the middle of the fullest bin (the paper's), "mean" that of all
-            bins by their noisy shares, for the same price.
-        settings: see ``Settings``; teachers are its critics.
+        noise_multiplier: noise standard deviation over the sensitivity sqrt(2 d) of the sum of
+            votes on an image (sqrt(2 d) / K for their mean); None: no noise.
+        directions: d, the dimension of projected gradients.
+        bins: b, bins per direction.
+        max_projection: end of the outer bins.
+        threshold: beta, the share of votes that the fullest bin needs.
+        readout: "fullest": centre of the fullest bin, as in the paper; "mean": mean of all bins by
+            their noisy shares, at the same cost.
+        settings: see ``Settings``; teachers are critics.
 
     Raises:
-        FedgenError: for parameters that contradict each other.
+        FedgenError: for contradicting parameters.
     """
-    if bins < 2:
-        raise FedgenError("method.bins", f"{bins} leave nothing to vote on", "take at least 2")
-    if threshold > 1:
-        problem = f"is a share of the teachers, got {threshold:g}"
-        raise FedgenError("method.threshold", problem, "take one of at most 1, e.g. 0.5")
-    answering = Answering(facts, OneHot(directions), settings["critics"])
+    privacy = EnsemblePrivacy(facts, OneHot(directions), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
     losses = Losses(discriminator_loss, generator_loss)
-    ballot = binned(image_gradients(nets), directions, bins, reach)
-    client = critics_of(
-        answering, noise_multiplier, nets, losses, ballot, batch, (directions, bins), settings
+    output = binned(image_gradients(nets), directions, bins, max_projection)
+    client = build_critics(
+        privacy, noise_multiplier, nets, losses, output, batch, (directions, bins), settings
     )
-    server = Generator.of(
+    server = EnsembleServer.from_settings(
         nets,
         settings,
-        read=partial(read, bins=bins, reach=reach, threshold=threshold, reading=reading),
-        asks=seeds,
+        postprocess=partial(
+            postprocess_histogram,
+            bins=bins,
+            max_projection=max_projection,
+            threshold=threshold,
+            readout=readout,
+        ),
+        query_extras=seeds,
     )
     formula = "RDP of a Gaussian of sensitivity sqrt(2 d) for each image"
-    source = "G-PATE (Long et al. 2021), without what depends on the votes"
-    claim = claim_of_votes(noise_multiplier, batch, formula, source)
-    return method_of(answering, client, server.program(), settings, claim)
+    source = "G-PATE (Long et al. 2021), without data-dependent accounting"
+    claim = votes_claim(noise_multiplier, batch, formula, source)
+    return build_method(privacy, client, server.program(), settings, claim)

@@ -1,23 +1,24 @@
 """PSG: private set generation with discriminative information (Chen, Kerkouche, Fritz, NeurIPS
 2022).
 
-There is no generator: what is published is a small set of images with labels, made so that a
-classifier that is trained on it takes the steps that it would take on private rows. A round is one
-noised gradient of a classifier whose weights everybody knows:
+Instead of a generator, PSG publishes a small set of labelled images, optimized so that a classifier
+trained on the set takes the steps that it would take on private records. Each round is one noisy
+gradient of a classifier with public weights:
 
-    server    every ``outer`` times ``batch_loop`` rounds a fresh classifier, w
-    client    S = rows drawn one by one with probability q
+    server    every ``outer`` times ``batch_loop`` rounds: a new classifier, w
+    client    S = Poisson sample of records at rate q
               g = (sum over S of clip(grad loss(x, y; w); C) + N(0, (C sigma)^2)) / B
-    server    descends by the set: sum over layers and their units of 1 - cos(g, grad loss(set; w))
+    server    descend, by the set, the sum over layers and their units of
+              1 - cos(g, grad loss(set; w))
               after ``batch_loop`` rounds, w descends loss(set; w) for ``inner`` epochs
 
-What touches private rows is DP-SGD's sum, of several clients the mean of theirs; all else is
-post-processing. So ``matches`` steps of the set for each gradient (the paper takes one) cost
-nothing more.
+Private records enter only the sum of DP-SGD, or with several clients the mean of their sums;
+everything else is post-processing. So more ``matches``, steps of the set per gradient (one in the
+paper), cost nothing more.
 
-Where this file leaves the released code: that runs one iteration more than it counts (ε 10.006 for
-10), and divides by the realized size of a batch, which tells it. Images lie in [-1, 1] instead of
-being standardized by statistics of private rows.
+Differences from the released code: it runs one iteration more than it counts (ε 10.006 for 10), and
+divides by the realized batch size, which reveals it. Here images lie in [-1, 1] instead of being
+standardized by private statistics.
 """
 
 from __future__ import annotations
@@ -30,63 +31,78 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedgen.coins import Coins
+from fedgen.config.constraints import ClipNorm, Decay, SamplingRate
 from fedgen.data.datasets import Shard
-from fedgen.errors import FedgenError
-from fedgen.gradient_sums import gradient_sum, method_of
-from fedgen.method import Method, PublicFacts, Query, ServerProgram, State, WorstCase
-from fedgen.models.functional import Tensors, flat, initial, join, likeness, part, template, unflat
-from fedgen.parameters import ClipNorm, NonNegative
+from fedgen.methods.api import Method, PublicFacts, Query, ServerProgram, State, WorstCase
+from fedgen.methods.families.dp_sgd import build_method, gradient_sum
+from fedgen.models.factories import ImageNetworkFactory
+from fedgen.models.functional import (
+    Tensors,
+    concat_parts,
+    flat,
+    init_weights,
+    meta_module,
+    nearest_similarity,
+    part,
+    unflat,
+)
+from fedgen.privacy.aggregation import Sent
+from fedgen.privacy.clipping import clipped_sum, examples_at_once
 from fedgen.privacy.mechanisms import GradientSum
-from fedgen.privacy.per_example import clipped_sum, examples_at_once
-from fedgen.privacy.releases import Sent
+from fedgen.randomness import RandomStreams
 
 
-def scaled(images: Tensor) -> Tensor:
-    """From [0, 1] to [-1, 1]."""
+def to_symmetric_range(images: Tensor) -> Tensor:
+    """Map [0, 1] to [-1, 1]."""
     return images * 2 - 1
 
 
 @dataclass(frozen=True)
 class Client:
-    """A noised gradient of the classifier that it is asked about."""
+    """Respond with a noisy gradient of the classifier."""
 
     classifier: nn.Module
     mechanism: GradientSum
     clip: float
     device: str
 
-    def answer(self, state: State, query: Query, shard: Shard, round_: int, coins: Coins) -> Sent:
-        """Of the mean loss over a Poisson batch, (1, weights)."""
+    def respond(
+        self, state: State, query: Query, shard: Shard, round_: int, streams: RandomStreams
+    ) -> Sent:
+        """Return the gradient of the mean loss over a Poisson batch (1, weights)."""
         del state
-        here, private = coins.at("sum", round_), shard.on(self.device)
+        sum_streams, private = streams.at("sum", round_), shard.on(self.device)
         weights = {name: value.to(self.device) for name, value in query.shared.items()}
 
-        def of_part(rows: Tensor) -> tuple[Tensor, Tensor]:
+        def batch(rows: Tensor) -> tuple[Tensor, Tensor]:
             images, labels = private.rows(rows)
-            return scaled(images), labels
+            return to_symmetric_range(images), labels
 
         sums = (
             clipped_sum(
                 self.classifier,
                 weights,
-                of_part(torch.from_numpy(rows)),
+                batch(torch.from_numpy(rows)),
                 lambda losses: losses,
                 self.clip,
             )
-            for rows in self.mechanism.parts(len(shard), here, examples_at_once(self.device))
+            for rows in self.mechanism.batch_parts(
+                len(shard), sum_streams, examples_at_once(self.device)
+            )
         )
-        return self.mechanism.release((flat(weights).numel(),), sums, here)
+        return self.mechanism.release((flat(weights).numel(),), sums, sum_streams)
 
 
 @dataclass(frozen=True)
 class Server:
-    """The set, its momentum, and the classifier: post-processing.
+    """The set, its momentum, and the classifier; all of it is post-processing.
 
-    per_label: images of each label. initial_std: of their pixels at first, around grey.
-    outer, batch_loop, inner: see the file.
-    learning_rate, momentum: of the set. matches: its steps for each gradient.
-    classifier_learning_rate: of the classifier's epochs on the set, in batches of ``batch``.
+    per_label: images of each label.
+    initial_std: standard deviation of the initial pixels around grey.
+    outer, batch_loop, inner: see the module.
+    learning_rate, momentum: parameters of SGD on the set.
+    matches: steps of the set per gradient.
+    classifier_learning_rate: learning rate of SGD on the classifier, in batches of ``batch``.
     """
 
     classifier: nn.Module
@@ -106,108 +122,118 @@ class Server:
 
     @property
     def labels(self) -> Tensor:
-        """Of the set (n,): as many of each."""
+        """Labels of the set (n,), equally many of each."""
         return torch.arange(self.classes, device=self.device).repeat_interleave(self.per_label)
 
     def _loss(self, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         losses: Tensor = functional_call(self.classifier, dict(weights), (images, labels))
         return losses.mean()
 
-    def init(self, coins: Coins) -> Tensors:
-        """Images of noise."""
+    def init(self, streams: RandomStreams) -> Tensors:
+        """Initialize the set with noise."""
         size = (self.classes * self.per_label, *self.shape)
-        images = self.initial_std * torch.randn(size, generator=coins.public("set"))
-        start = join(
+        images = self.initial_std * torch.randn(size, generator=streams.public("set"))
+        start = concat_parts(
             set={"images": images, "momentum": torch.zeros(size)},
-            classifier=self._fresh(0, coins),
+            classifier=self._init_classifier(0, streams),
         )
         return {name: value.to(self.device) for name, value in start.items()}
 
-    def begin(self, state: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]) -> Tensors:
-        """Images that another method made, in place of noise."""
-        return {**state, "set/images": scaled(draw(self.labels.cpu())).to(self.device)}
+    def start_from(
+        self, state: Mapping[str, Tensor], sample: Callable[[Tensor], Tensor]
+    ) -> Tensors:
+        """Initialize the set with samples of another method."""
+        return {
+            **state,
+            "set/images": to_symmetric_range(sample(self.labels.cpu())).to(self.device),
+        }
 
-    def _fresh(self, iteration: int, coins: Coins) -> Tensors:
-        return initial(self.classifier, coins.public("classifier", iteration))
+    def _init_classifier(self, iteration: int, streams: RandomStreams) -> Tensors:
+        return init_weights(self.classifier, streams.public("classifier", iteration))
 
-    def query(self, state: Mapping[str, Tensor], round_: int, coins: Coins) -> Query:
-        """The gradient at the classifier's weights."""
-        del coins
+    def query(self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams) -> Query:
+        """Query the gradient at the weights of the classifier."""
+        del streams
         return Query({"step": torch.tensor([round_])}, part(state, "classifier"))
 
     def update(
-        self, state: Mapping[str, Tensor], answers: Tensor, round_: int, coins: Coins
+        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
-        """The set moves; then, if its rounds are over, the classifier."""
+        """Update the set, and after ``batch_loop`` rounds the classifier."""
         weights = part(state, "classifier")
-        target = unflat(answers[0].to(self.device), weights)
+        target = unflat(responses[0].to(self.device), weights)
         images, momentum = state["set/images"], state["set/momentum"]
         for _ in range(self.matches):
-            slope = self.slope(images, weights, target)
-            momentum = self.momentum * momentum + slope
+            gradient = self.matching_gradient(images, weights, target)
+            momentum = self.momentum * momentum + gradient
             images = images - self.learning_rate * momentum
-        loop, done = divmod(round_ + 1, self.batch_loop)
-        if not done and loop % self.outer == 0:
-            weights = self._fresh(loop // self.outer, coins)
+        loop, remainder = divmod(round_ + 1, self.batch_loop)
+        if not remainder and loop % self.outer == 0:
+            weights = self._init_classifier(loop // self.outer, streams)
             weights = {name: value.to(self.device) for name, value in weights.items()}
-        elif not done:
-            weights = self._trained(weights, images, coins.at("inner", round_))
-        return join(set={"images": images, "momentum": momentum}, classifier=weights)
+        elif not remainder:
+            weights = self._train_classifier(weights, images, streams.at("inner", round_))
+        return concat_parts(set={"images": images, "momentum": momentum}, classifier=weights)
 
-    def slope(
+    def matching_gradient(
         self, images: Tensor, weights: Mapping[str, Tensor], target: Mapping[str, Tensor]
     ) -> Tensor:
-        """The gradient by the set of its distance to ``target``: one minus the cosine of each
-        output unit's gradients, over all weights but biases and normalization (after Zhao, Mopuri,
-        Bilen 2021)."""
-        at = images.detach().requires_grad_()
+        """Return the gradient, with respect to the set, of its distance to ``target``: one minus
+        the cosine of the gradients of each output unit, over all weights except biases and
+        normalization (Zhao, Mopuri, Bilen 2021)."""
+        points = images.detach().requires_grad_()
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        used = [name for name, value in leaves.items() if value.dim() > 1]
-        loss = self._loss(leaves, at, self.labels)
-        found = torch.autograd.grad(loss, [leaves[name] for name in used], create_graph=True)
-        apart = torch.zeros((), device=self.device)
-        for name, own in zip(used, found, strict=True):
-            cosine = nn.functional.cosine_similarity(own.flatten(1), target[name].flatten(1), 1)
-            apart = apart + (1 - cosine).sum()
-        return torch.autograd.grad(apart, at)[0]
+        matched = [name for name, value in leaves.items() if value.dim() > 1]
+        loss = self._loss(leaves, points, self.labels)
+        gradients = torch.autograd.grad(loss, [leaves[name] for name in matched], create_graph=True)
+        distance = torch.zeros((), device=self.device)
+        for name, gradient in zip(matched, gradients, strict=True):
+            cosine = nn.functional.cosine_similarity(
+                gradient.flatten(1), target[name].flatten(1), 1
+            )
+            distance = distance + (1 - cosine).sum()
+        return torch.autograd.grad(distance, points)[0]
 
-    def _trained(self, weights: Tensors, images: Tensor, coins: Coins) -> Tensors:
-        """The classifier after ``inner`` epochs on the set."""
+    def _train_classifier(
+        self, weights: Tensors, images: Tensor, streams: RandomStreams
+    ) -> Tensors:
+        """Train the classifier for ``inner`` epochs on the set."""
         labels = self.labels
         for epoch in range(self.inner):
-            order = torch.randperm(len(images), generator=coins.public("epoch", epoch))
+            order = torch.randperm(len(images), generator=streams.public("epoch", epoch))
             for rows in torch.split(order.to(self.device), self.batch):
                 leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
                 loss = self._loss(leaves, images[rows], labels[rows])
-                found = torch.autograd.grad(loss, list(leaves.values()))
+                gradients = torch.autograd.grad(loss, list(leaves.values()))
                 weights = {
-                    name: value.detach() - self.classifier_learning_rate * slope
-                    for (name, value), slope in zip(leaves.items(), found, strict=True)
+                    name: value.detach() - self.classifier_learning_rate * gradient
+                    for (name, value), gradient in zip(leaves.items(), gradients, strict=True)
                 }
         return weights
 
-    def sample(self, weights: Mapping[str, Tensor], labels: Tensor, coins: Coins) -> Tensor:
-        """Images of the set: each label's in an order of its own, from the start again where there
-        are no more."""
-        picks = torch.zeros_like(labels)
-        for label in range(self.classes):
-            mine = (labels == label).nonzero()[:, 0]
-            order = torch.randperm(self.per_label, generator=coins.public("order", label))
-            again = torch.arange(len(mine)) % self.per_label
-            picks[mine] = label * self.per_label + order[again].to(labels)
-        return weights["images"][picks.to(weights["images"].device)].cpu()
-
-    def recognize(
-        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, coins: Coins
+    def sample(
+        self, weights: Mapping[str, Tensor], labels: Tensor, streams: RandomStreams
     ) -> Tensor:
-        """By the nearest of the set's images."""
-        del coins
-        made = published(state)["images"].cpu()
-        return likeness(images, labels, made, self.labels.cpu())
+        """Return images of the set, of each label in a random order, repeated if necessary."""
+        chosen = torch.zeros_like(labels)
+        for label in range(self.classes):
+            positions = (labels == label).nonzero()[:, 0]
+            order = torch.randperm(self.per_label, generator=streams.public("order", label))
+            turns = torch.arange(len(positions)) % self.per_label
+            chosen[positions] = label * self.per_label + order[turns].to(labels)
+        return weights["images"][chosen.to(weights["images"].device)].cpu()
+
+    def membership_scores(
+        self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, streams: RandomStreams
+    ) -> Tensor:
+        """Score images by their nearest neighbour in the set."""
+        del streams
+        images_of_set = published_images(state)["images"].cpu()
+        return nearest_similarity(images, labels, images_of_set, self.labels.cpu())
 
 
-def published(state: Mapping[str, Tensor]) -> Tensors:
-    """The set's images in [0, 1]."""
+def published_images(state: Mapping[str, Tensor]) -> Tensors:
+    """Return the images of the set in [0, 1]."""
     return {"images": ((state["set/images"] + 1) / 2).clamp(0, 1)}
 
 
@@ -215,44 +241,48 @@ def psg(
     facts: PublicFacts,
     noise_multiplier: float | None,
     *,
-    classifier: Callable[..., nn.Module],
+    classifier: ImageNetworkFactory,
     per_label: int,
     initial_std: float,
     outer: int,
     batch_loop: int,
     inner: int,
     learning_rate: float,
-    momentum: NonNegative,
+    momentum: Decay,
     matches: int,
     classifier_learning_rate: float,
     classifier_batch: int,
     batch: int,
-    sampling_rate: float,
+    sampling_rate: SamplingRate | None,
+    rows: int | None = None,
     clip: ClipNorm,
     device: str,
 ) -> Method:
-    """PSG for these public parameters.
+    """Build PSG from public parameters.
 
     Args:
-        noise_multiplier: noise std over the clip norm C; None neither clips nor noises.
+        noise_multiplier: noise standard deviation over the clip norm C; None: no clipping, no
+            noise.
         classifier: a ``ConvNet``.
         per_label: images of each label in the set.
-        initial_std: of their pixels before the first step, around grey; black to white is 2. With
-            few steps much of it stays, and hides what was learnt.
-        outer, batch_loop: a classifier is used for outer * batch_loop rounds.
-        inner: its epochs on the set after each batch_loop rounds.
-        learning_rate, momentum: of the set's SGD. matches: its steps for each gradient.
-        classifier_learning_rate, classifier_batch: of the classifier's.
-        batch: B, the expected number of private rows in a batch: a public number. sampling_rate: q.
-        clip: C, of each row's gradient.
+        initial_std: standard deviation of the initial pixels around grey; black to white is 2.
+            After few steps much of it remains and hides what was learned.
+        outer, batch_loop: each classifier is used for outer * batch_loop rounds.
+        inner: its epochs on the set after every batch_loop rounds.
+        learning_rate, momentum: parameters of SGD on the set.
+        matches: steps of the set per gradient.
+        classifier_learning_rate, classifier_batch: learning rate and batch size of SGD on the
+            classifier.
+        batch: B, the expected batch size, a public number.
+        sampling_rate: q; None: derived from ``batch`` and ``rows``, see ``gradient_sum``.
+        rows: public estimate of the number of records of all clients.
+        clip: C, for the gradient of each record.
 
     Raises:
-        FedgenError: for a momentum or a sampling rate that is none.
+        FedgenError: for an invalid momentum or sampling rate.
     """
-    if momentum >= 1:
-        raise FedgenError("method.momentum", f"must be below 1, got {momentum:g}", "e.g. 0.5")
-    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate)
-    net = template(classifier(classes=facts.classes, shape=facts.shape))
+    mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate, rows)
+    net = meta_module(classifier(classes=facts.classes, shape=facts.shape))
     clip = clip if noise_multiplier is not None else math.inf
     client = Client(net, mechanism, clip, device)
     server = Server(
@@ -277,32 +307,31 @@ def psg(
         init=server.init,
         query=server.query,
         update=server.update,
-        generator=published,
+        generator=published_images,
         sample=server.sample,
-        recognize=server.recognize,
-        begin=server.begin,
-        distinct=facts.classes * per_label,
+        membership_scores=server.membership_scores,
+        start_from=server.start_from,
+        distinct_images=facts.classes * per_label,
     )
-    return method_of(
+    return build_method(
         facts,
         mechanism,
-        client.answer,
+        client.respond,
         size,
         program,
         lambda: worst_case(net, facts.shape),
-        sampling_rate,
         source,
     )
 
 
 def worst_case(net: nn.Module, shape: tuple[int, int, int]) -> WorstCase:
-    """A row against none, under a classifier that is sure of another label: the gradient is longer
-    than any clip norm, and the same in each trial."""
-    weights = initial(net, Coins.of(0, "seeded").public("classifier"))
+    """Return a record and no record as neighbours, with a classifier that confidently predicts
+    another label: the gradient exceeds any clip norm and is the same in each trial."""
+    weights = init_weights(net, RandomStreams.from_seed(0, "seeded").public("classifier"))
     weights["logits.weight"] = 1e3 * weights["logits.weight"]
     weights["logits.bias"][0] = -1e6
     images = torch.zeros(1, *shape, dtype=torch.uint8)
     images[..., ::2, :] = 255
-    row = Shard(images, torch.zeros(1, dtype=torch.long))
-    none = Shard(row.images[:0], row.labels[:0])
-    return WorstCase(Query({"step": torch.tensor([0])}, weights), ({}, row), ({}, none))
+    one = Shard(images, torch.zeros(1, dtype=torch.long))
+    none = Shard(one.images[:0], one.labels[:0])
+    return WorstCase(Query({"step": torch.tensor([0])}, weights), ({}, one), ({}, none))

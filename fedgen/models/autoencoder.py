@@ -49,15 +49,15 @@ class Autoencoder(nn.Module):
         return F.normalize(self.code(features.flatten(1)), dim=1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes -> images."""
+        """Return the images of codes."""
         features = F.leaky_relu(self.project(codes), 0.2).view(-1, *self.grid)
         return torch.sigmoid(self.image(F.leaky_relu(self.up(features), 0.2)))
 
     def forward(
         self, given: Tensor, wanted: Literal["code", "image", "distance"] = "distance"
     ) -> Tensor:
-        """The codes of images, the images of codes, or how far images are from their codes' images,
-        squared, (n,)."""
+        """Return the codes of images, the images of codes, or the squared distances of images to
+        their reconstructions, (n,)."""
         if wanted == "image":
             return self.decode(given)
         codes = self.encode(given)

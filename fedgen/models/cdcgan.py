@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from fedgen.errors import FedgenError
 from fedgen.models.dcgan import PixelNorm
+from fedgen.models.functional import channels_last
 
 
 def sides(size: int) -> list[int]:
-    """Pixels on a side after none, one, two and three convolutions with stride 2.
+    """Return the sides in pixels after none, one, two and three convolutions with stride 2.
 
-    Raises FedgenError for sizes that transposed convolutions do not come back to.
+    Raises:
+        FedgenError: for sizes that transposed convolutions do not restore.
     """
     if size % 4 or size < 8:
         raise FedgenError(
@@ -31,35 +33,35 @@ def sides(size: int) -> list[int]:
 
 
 def _geometry(side: int, kernel: int) -> tuple[int, int]:
-    """Kernel and padding that halve ``side``, rounding up. An even kernel does so for even sides;
-    for odd ones it is one smaller."""
+    """Return kernel and padding that halve ``side``, rounding up. An even kernel does so for even
+    sides; for odd ones it is one smaller."""
     kernel = kernel - 1 if side % 2 and kernel % 2 == 0 else kernel
     return kernel, (kernel - 1) // 2
 
 
 def _halve(inputs: int, outputs: int, side: int, kernel: int) -> nn.Conv2d:
-    """The convolution from ``side`` pixels to half of them."""
+    """Return the convolution from ``side`` pixels to half of them."""
     size, padding = _geometry(side, kernel)
     return nn.Conv2d(inputs, outputs, size, 2, padding)
 
 
 def _double(inputs: int, outputs: int, side: int, kernel: int) -> nn.ConvTranspose2d:
-    """The transposed convolution from half of ``side`` pixels to ``side``."""
+    """Return the transposed convolution from half of ``side`` pixels to ``side``."""
     size, padding = _geometry(side, kernel)
     return nn.ConvTranspose2d(inputs, outputs, size, 2, padding, (side - size) % 2)
 
 
 class Generator(nn.Module):
-    """Latent and label to an image in [0, 1]: each to a grid of features, side by side, then three
-    transposed convolutions with stride 2, ReLU, and tanh.
+    """Latent and label to an image in [0, 1]: both are mapped to grids of features, concatenated,
+    followed by three transposed convolutions with stride 2, ReLU, and tanh.
 
     Args:
         latent: latent dimensions.
         classes: number of labels.
         shape: (channels, size, size) of the images.
         width: channels before the last layer.
-        kernel: side of the kernels; an even one is one smaller where a grid's side is odd.
-        pixel_norm: not in the papers; the generator learns in far fewer steps with it.
+        kernel: side of the kernels; an even one is one smaller where the side of a grid is odd.
+        pixel_norm: not in the papers; with it, the generator needs far fewer steps.
     """
 
     def __init__(
@@ -89,8 +91,7 @@ class Generator(nn.Module):
         """(n, latent), (n,) -> (n, channels, size, size)."""
         grids = [self.from_latent(latents), self.from_label(self.label(labels))]
         features = torch.cat([grid.unflatten(1, (-1, self.base, self.base)) for grid in grids], 1)
-        # channels last: a CPU's transposed convolutions are quicker so
-        features = features.contiguous(memory_format=torch.channels_last)
+        features = channels_last(features)
         features = F.relu(self.norm(features))
         for layer in self.up:
             features = F.relu(self.norm(layer(features)))
@@ -98,8 +99,8 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Images and labels to logits: the label's embedding is one more channel, then three
-    convolutions with stride 2, leaky ReLU, and one as large as what is left.
+    """Images and labels to logits: the embedding of the label is an additional channel, followed by
+    three convolutions with stride 2, leaky ReLU, and one over the whole remaining grid.
 
     Args:
         classes: number of labels.

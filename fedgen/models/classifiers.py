@@ -1,7 +1,7 @@
-"""Classifiers that judge samples.
+"""Classifiers that evaluate samples.
 
-Their weights lie with channels last, as a CPU's pooling and convolutions are several times as fast
-on images that lie so.
+Their weights are in channels-last format, in which pooling and convolutions are several times
+faster on CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def small_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
     return net.to(memory_format=torch.channels_last)
 
 
-class JudgeNet(nn.Module):
+class EvaluationNet(nn.Module):
     """Two convolutions and a hidden layer of 128, all with batch normalization.
 
     Args:

@@ -42,7 +42,7 @@ class ConvNet(nn.Module):
         self.logits = nn.Linear(width * high * wide, classes)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """(n, channels, height, width), (n,) -> the cross-entropy of each (n,)."""
+        """(n, channels, height, width), (n,) -> cross-entropy of each image (n,)."""
         features = images
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             features = F.avg_pool2d(F.relu(norm(convolution(features))), 2)

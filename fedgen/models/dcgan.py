@@ -1,5 +1,5 @@
-"""DCGAN generator and critic (Radford et al. 2016), as GS-WGAN uses them: conditional on a label,
-no batch statistics, for square images with one or three channels."""
+"""DCGAN generator and critic (Radford et al. 2016) as in GS-WGAN: conditional on a label, without
+batch statistics, for square images with one or three channels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from fedgen.models.functional import SpectralConv2d, SpectralEmbedding, Spectral
 
 
 def upsamplings(size: int) -> int:
-    """How often a generator doubles its resolution to reach ``size`` from at most 8, at least
-    twice. Raises FedgenError for sizes that doubling does not reach."""
+    """Return how often a generator doubles its resolution to reach ``size`` from at most 8, at
+    least twice.
+
+    Raises:
+        FedgenError: for sizes that doubling does not reach.
+    """
     doublings = 2
     while size / 2**doublings > 8:
         doublings += 1
@@ -27,7 +31,7 @@ def upsamplings(size: int) -> int:
 
 
 def with_one_hot(latents: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Latents (n, d) and one-hot labels side by side, (n, d + classes)."""
+    """Return latents (n, d) concatenated with one-hot labels, (n, d + classes)."""
     # a comparison, since torch.nn.functional.one_hot does not work under vmap
     return torch.cat(
         [latents, (labels[:, None] == torch.arange(classes, device=labels.device)).to(latents)], 1
@@ -35,7 +39,7 @@ def with_one_hot(latents: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 class PixelNorm(nn.Module):
-    """Each pixel's feature vector to unit mean square (Karras et al. 2018)."""
+    """Scale the feature vector of each pixel to unit mean square (Karras et al. 2018)."""
 
     def forward(self, features: Tensor) -> Tensor:
         return features * torch.rsqrt(features.square().mean(1, keepdim=True) + 1e-8)
@@ -77,9 +81,9 @@ class Generator(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Three 5x5 convolutions with stride 2, leaky ReLU, and a linear layer: DP-GAN-DPAC's.
+    """Three 5x5 convolutions with stride 2, leaky ReLU, and a linear layer, as in DP-GAN-DPAC.
 
-    Args: as ``Critic``'s.
+    Args: as for ``Critic``.
     """
 
     def __init__(self, classes: int, shape: tuple[int, int, int], width: int) -> None:

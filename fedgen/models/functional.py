@@ -1,7 +1,7 @@
 """Networks as functions of explicit parameters: initialization, spectral norm, Adam, stacking.
 
-A module serves as a template: its parameters and buffers live outside of it, in mappings that may
-carry a leading dimension, one entry per network of a stack.
+A module is a template: its parameters and buffers are passed as mappings, whose tensors may have a
+leading dimension, one entry per network of a stack.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Adam = tuple[float, tuple[float, float]]
 """Learning rate and betas."""
 
 
-def template(module: nn.Module) -> nn.Module:
-    """The module without its numbers, to be called with ``torch.func.functional_call``."""
+def meta_module(module: nn.Module) -> nn.Module:
+    """Return the module without its values, to be called with ``torch.func.functional_call``."""
     return module.to("meta").requires_grad_(False)
 
 
-def initial(module: nn.Module, generator: torch.Generator) -> Tensors:
-    """Fresh parameters and buffers for a template: Kaiming uniform weights as torch's layers have
-    them, zero biases, ones for the scales of normalization, standard normal embeddings and spectral
+def init_weights(module: nn.Module, generator: torch.Generator) -> Tensors:
+    """Return initial parameters and buffers of a template: Kaiming uniform weights as in torch's
+    layers, zero biases, ones for scales of normalization, standard normal embeddings and spectral
     vectors."""
     found: Tensors = {}
     embeddings = {
@@ -52,34 +52,43 @@ def initial(module: nn.Module, generator: torch.Generator) -> Tensors:
 
 
 def stack(networks: list[Tensors]) -> Tensors:
-    """Several networks of one architecture as one mapping with a leading dimension."""
+    """Return several networks of one architecture as one mapping with a leading dimension."""
     return {name: torch.stack([net[name] for net in networks]) for name in networks[0]}
 
 
-def applied(module: nn.Module, networks: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
-    """What each network of a stack makes of its inputs: all tensors have the same leading
-    dimension, and so has the result. A stack of one is spared the cost of stacking."""
+def functional_apply(module: nn.Module, networks: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+    """Apply each network of a stack to its inputs: all tensors and the result have the same leading
+    dimension. A stack of one avoids the cost of stacking."""
     size = len(inputs[0])
     if size == 1:
         one = {name: value[0] for name, value in networks.items()}
         alone: Tensor = functional_call(module, one, tuple(each[0] for each in inputs))
         return alone[None]
-    token = _stacked_on_gpu.set(inputs[0].is_cuda)
+    token = _stack_device.set(inputs[0].device.type)
     try:
         called: Tensor = vmap(lambda network, *given: functional_call(module, network, given))(
             dict(networks), *inputs
         )
     finally:
-        _stacked_on_gpu.reset(token)
+        _stack_device.reset(token)
     return called
 
 
-# a stack's convolutions are one in groups, which cuDNN is slow at
-_stacked_on_gpu = ContextVar("_stacked_on_gpu", default=False)
+_stack_device: ContextVar[str | None] = ContextVar("_stack_device", default=None)
+"""Device type of the stacked networks in ``functional_apply``; None otherwise."""
 
 
-def _by_product(images: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """A convolution, square in all, as one product of its patches and its weights."""
+def channels_last(features: Tensor) -> Tensor:
+    """Return features in the layout that makes transposed convolutions faster on CPUs; unchanged in
+    a stack, because vmap does not support memory formats."""
+    if _stack_device.get() is not None:
+        return features
+    return features.contiguous(memory_format=torch.channels_last)
+
+
+def _conv_by_matmul(images: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """Return a convolution with square kernel, stride and padding as one product of patches and
+    weights."""
     padded = F.pad(images, (padding,) * 4)
     side = weight.shape[-1]
     patches = padded.unfold(2, side, stride).unfold(3, side, stride)  # (n, c, h, w, side, side)
@@ -89,31 +98,32 @@ def _by_product(images: Tensor, weight: Tensor, stride: int, padding: int) -> Te
     return found.permute(0, 3, 1, 2)
 
 
-def gradients_of(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
-    """Gradients of the sum of all losses by the network's parameters, which require them. Of a
-    stack: no network's loss depends on another's parameters, so each finds its own."""
+def weight_gradients(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
+    """Return gradients of the sum of all losses with respect to the parameters of the network. In a
+    stack, the loss of a network does not depend on the parameters of others, so each receives its
+    own gradients."""
     names = parameter_names(network)
     found = torch.autograd.grad(losses.sum(), [network[name] for name in names])
     return dict(zip(names, found, strict=True))
 
 
 def trainable(network: Mapping[str, Tensor]) -> Tensors:
-    """The same numbers, as leaves whose parameters require gradients."""
+    """Return the same values as leaves that require gradients."""
     names = parameter_names(network)
     return {n: v.detach().requires_grad_(n in names) for n, v in network.items()}
 
 
 class Spectral:
-    """Mixin: the layer's weight is divided by its largest singular value, as estimated by power
-    iteration from the buffer ``u``. The forward pass leaves ``u`` alone; ``power_iteration``,
-    called by training code only, moves it. So answering a query changes nothing. A weight that is
-    ``settled`` has an empty ``u`` and is taken as it is."""
+    """Mixin: the weight of the layer is divided by its largest singular value, estimated by power
+    iteration from the buffer ``u``. The forward pass does not change ``u``; only training code
+    calls ``power_iteration``, so that responding to a query changes nothing. A weight that
+    ``power_iterate_all`` has divided has an empty ``u`` and is used unchanged."""
 
     weight: Tensor
     u: Tensor
 
     def normalized(self) -> Tensor:
-        """The weight over its spectral norm."""
+        """Return the weight divided by its spectral norm."""
         if not self.u.numel():
             return self.weight
         matrix = self.weight.flatten(1)
@@ -130,8 +140,8 @@ class SpectralConv2d(nn.Conv2d, Spectral):
         self.register_buffer("u", torch.zeros(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        if _stacked_on_gpu.get():
-            made = _by_product(images, self.normalized(), self.stride[0], int(self.padding[0]))
+        if _stack_device.get() == "cuda":  # grouped convolutions are slow in cuDNN
+            made = _conv_by_matmul(images, self.normalized(), self.stride[0], int(self.padding[0]))
             return made if self.bias is None else made + self.bias[:, None, None]
         return F.conv2d(images, self.normalized(), self.bias, self.stride, self.padding)
 
@@ -158,8 +168,8 @@ class SpectralEmbedding(nn.Embedding, Spectral):
         return F.embedding(index, self.normalized())
 
 
-def settled(networks: Mapping[str, Tensor]) -> Tensors:
-    """A stack whose weights are divided by their spectral norms once, for several passes."""
+def power_iterate_all(networks: Mapping[str, Tensor]) -> Tensors:
+    """Return a stack whose weights are divided by their spectral norms once, for several passes."""
     found = dict(networks)
     for name, buffer in networks.items():
         if name.endswith(".u"):
@@ -172,7 +182,7 @@ def settled(networks: Mapping[str, Tensor]) -> Tensors:
 
 
 def power_iteration(network: Mapping[str, Tensor], stacked: bool) -> Tensors:
-    """One step of power iteration for every spectral vector: the new buffers."""
+    """Return the buffers after one step of power iteration of every spectral vector."""
     moved = {}
     for name, u in network.items():
         if name.endswith(".u"):
@@ -183,7 +193,8 @@ def power_iteration(network: Mapping[str, Tensor], stacked: bool) -> Tensors:
 
 
 def adam_start(network: Mapping[str, Tensor]) -> Tensors:
-    """Adam's state for all parameters (what is not a spectral vector) of a network or stack."""
+    """Return the state of Adam for all parameters (without spectral vectors) of a network or
+    stack."""
     state = {"step": torch.zeros(())}
     for name in parameter_names(network):
         state[f"m.{name}"] = torch.zeros_like(network[name])
@@ -198,7 +209,8 @@ def adam_step(
     learning_rate: float,
     betas: tuple[float, float],
 ) -> None:
-    """One step of Adam (Kingma and Ba 2015), in place; elementwise, so a stack steps as one."""
+    """Apply one step of Adam (Kingma and Ba 2015) in place; it is elementwise, so a stack steps at
+    once."""
     names = parameter_names(network)
     adam(
         [network[name] for name in names],
@@ -222,10 +234,10 @@ def adam_step(
 
 
 def generator_start(weights: Tensors) -> Tensors:
-    """What a server keeps of a generator, under ``generator``, ``average`` and ``adam``: its
-    weights, an average of them over its steps, and Adam's state."""
+    """Return the server state of a generator, under ``generator``, ``average`` and ``adam``: its
+    weights, their moving average, and the state of Adam."""
     average = {name: value.clone() for name, value in weights.items()}
-    return join(generator=weights, average=average, adam=adam_start(weights))
+    return concat_parts(generator=weights, average=average, adam=adam_start(weights))
 
 
 def generator_step(
@@ -234,7 +246,11 @@ def generator_step(
     adam: tuple[float, tuple[float, float]],
     decay: float,
 ) -> Tensors:
-    """The same after a step of Adam (learning rate, betas). ``decay``: of the average."""
+    """Return the state after a step of Adam (learning rate, betas).
+
+    Args:
+        decay: decay of the moving average.
+    """
     weights, moments = (
         {name: value.clone() for name, value in part(state, of).items()}
         for of in ("generator", "adam")
@@ -242,19 +258,19 @@ def generator_step(
     adam_step(weights, gradients, moments, *adam)
     weights.update(power_iteration(weights, stacked=False))
     steps = float(moments["step"])
-    keep = min(decay, (1 + steps) / (10 + steps))  # forgets the initial weights sooner
+    keep = min(decay, (1 + steps) / (10 + steps))  # forgets the initial weights earlier
     old = part(state, "average")
     average = {name: torch.lerp(value, old[name], keep) for name, value in weights.items()}
-    return join(generator=weights, average=average, adam=moments)
+    return concat_parts(generator=weights, average=average, adam=moments)
 
 
 def parameter_names(network: Mapping[str, Tensor]) -> list[str]:
-    """The names of what is trained: everything but the spectral vectors."""
+    """Return the names of trained tensors: all but the spectral vectors."""
     return [name for name in network if not name.endswith(".u")]
 
 
 def split(network: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """What is trained, and the spectral vectors."""
+    """Return the trained tensors, and the spectral vectors."""
     names = parameter_names(network)
     return (
         {name: network[name] for name in names},
@@ -262,32 +278,33 @@ def split(network: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
     )
 
 
-def likeness(images: Tensor, labels: Tensor, made: Tensor, made_labels: Tensor) -> Tensor:
-    """Minus the distance of each image (n, ...) to the nearest that was made with its label."""
+def nearest_similarity(images: Tensor, labels: Tensor, made: Tensor, made_labels: Tensor) -> Tensor:
+    """Return minus the distance of each image (n, ...) to the nearest generated one with its
+    label."""
     apart = torch.cdist(images.flatten(1), made.flatten(1))
     apart = apart.masked_fill(labels[:, None] != made_labels[None, :], torch.inf)
     return -apart.min(1).values
 
 
 def flat(tensors: Mapping[str, Tensor]) -> Tensor:
-    """All entries in one vector, in the order of names."""
+    """Return all entries in one vector, in the order of names."""
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def unflat(vector: Tensor, like: Mapping[str, Tensor]) -> Tensors:
-    """The inverse of ``flat``, in the shapes of ``like``; each in memory of its own, since sums
-    over memory that begins elsewhere may round otherwise."""
+    """Invert ``flat`` with the shapes of ``like``; each tensor has its own memory, because sums
+    over memory with another alignment may be rounded differently."""
     names = sorted(like)
     pieces = torch.split(vector, [like[name].numel() for name in names])
     return {n: p.clone().view_as(like[n]) for n, p in zip(names, pieces, strict=True)}
 
 
-def join(**parts: Mapping[str, Tensor]) -> Tensors:
-    """Several mappings in one, each name below its part's."""
+def concat_parts(**parts: Mapping[str, Tensor]) -> Tensors:
+    """Return several mappings as one, with names prefixed by their part."""
     return {f"{part}/{name}": value for part, ts in parts.items() for name, value in ts.items()}
 
 
 def part(joined: Mapping[str, Tensor], name: str) -> Tensors:
-    """One of the mappings that ``join`` joined."""
+    """Return one of the mappings joined by ``concat_parts``."""
     prefix = f"{name}/"
     return {n.removeprefix(prefix): v for n, v in joined.items() if n.startswith(prefix)}

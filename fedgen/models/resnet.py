@@ -1,4 +1,4 @@
-"""Residual generator, after BigGAN (Brock et al. 2019), as GS-WGAN adapts it: spectral norm and
+"""Residual generator after BigGAN (Brock et al. 2019), as adapted in GS-WGAN: spectral norm and
 pixel norm instead of batch statistics."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Generator(nn.Module):
         self.blocks = nn.Sequential(*(UpBlock(4 * width) for _ in range(doublings)))
         self.norm = PixelNorm()
         self.image = SpectralConv2d(4 * width, channels, 3, 1, 1)
-        # spectral norm bounds the logits: this undoes it where contrast needs more
+        # spectral norm bounds the logits; this scale allows more contrast
         self.gain = nn.Parameter(torch.zeros(channels))
 
     def forward(self, latents: Tensor, labels: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Fixed features of images by wavelet scattering (Bruna, Mallat 2013): nothing in them is learnt.
+"""Fixed image features by wavelet scattering (Bruna, Mallat 2013), without trained parameters.
 
     order 0   x * low
     order 1   |x * psi_1| * low,  |x * psi_2| * low          8 orientations each
     order 2   ||x * psi_1| * psi_2| * low                    64 pairs of orientations
 
-psi_1 and psi_2 are Morlet wavelets, an octave apart; low is a Gaussian, and what it leaves is
-taken at each ``stride``-th pixel. Each of the four groups is scaled to length one, image by image,
-so that contrast does not count. (Tramer, Boneh 2021 learn private classifiers on such features.)
+psi_1 and psi_2 are Morlet wavelets, one octave apart; low is a Gaussian, and its output is sampled
+at every ``stride``-th pixel. Each of the four groups is scaled to norm one per image, which removes
+contrast. (Tramer, Boneh 2021 train private classifiers on such features.)
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _ORIENTATIONS = 8
-_GROUPS = (1, _ORIENTATIONS, _ORIENTATIONS, _ORIENTATIONS**2)  # maps of a channel
-_CELLS = 8  # at most, along a side, of what low leaves
+_GROUPS = (1, _ORIENTATIONS, _ORIENTATIONS, _ORIENTATIONS**2)  # maps per channel
+_CELLS = 8  # maximum number of positions per side
 _AT_ONCE = 500
 
 
 @dataclass(frozen=True)
 class Scattering:
-    """Features of images of this shape (channels, height, width).
+    """Features of images with this shape (channels, height, width).
 
     device: where they are computed.
     """
@@ -37,18 +37,19 @@ class Scattering:
 
     @property
     def stride(self) -> int:
-        """Pixels between two places: the least power of two, from 2, that leaves 8 along a side."""
+        """Distance of positions in pixels: the smallest power of two, from 2, that leaves at most 8
+        per side."""
         return max(2, 1 << max(0, math.ceil(math.log2(max(self.shape[1:]) / _CELLS))))
 
     @property
     def count(self) -> int:
-        """Numbers of an image."""
+        """Number of features per image."""
         channels, *sides = self.shape
         high, wide = (-(-side // self.stride) for side in sides)
         return channels * sum(_GROUPS) * high * wide
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images (n, channels, height, width) in [0, 1] -> features (n, count), of length 1."""
+        """Images (n, channels, height, width) in [0, 1] -> features (n, count) with norm 1."""
         if not len(images):
             return torch.zeros(0, self.count, device=self.device)
         with torch.no_grad():
@@ -57,7 +58,7 @@ class Scattering:
 
     def _of(self, images: Tensor) -> Tensor:
         fine, coarse, low, half = self._filters
-        channel = images.flatten(0, 1)[:, None]  # each by itself
+        channel = images.flatten(0, 1)[:, None]  # each channel separately
         first = _modulus(channel, fine, 1)
         second = _modulus(channel, coarse, 2)
         both = _modulus(first, coarse, 2)
@@ -83,14 +84,16 @@ class Scattering:
 
 
 def _each(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
-    """Each map (n, c, h, w) by each filter (k, 1, s, s): (n, c * k, h / stride, w / stride)."""
+    """Convolve each map (n, c, h, w) with each filter (k, 1, s, s): (n, c * k, h / stride, w /
+    stride)."""
     n, channels, *_ = maps.shape
     found = F.conv2d(maps.flatten(0, 1)[:, None], filters, None, stride, filters.shape[-1] // 2)
     return found.view(n, channels * len(filters), *found.shape[2:])
 
 
 def _modulus(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
-    """The absolute value of each map by each complex filter, whose real parts come first."""
+    """Return the absolute value of each map convolved with each complex filter, whose real parts
+    come first."""
     n, channels, *_ = maps.shape
     found = _each(maps, filters, stride)
     real, imaginary = found.view(n, channels, 2, -1, *found.shape[2:]).unbind(2)
@@ -98,8 +101,8 @@ def _modulus(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
 
 
 def _morlets(size: int, sigma: float, frequency: float) -> Tensor:
-    """Morlet wavelets (2 * orientations, 1, size, size): Gaussians of width ``sigma``, twice as
-    long across, times a wave; less what would answer to a constant."""
+    """Return Morlet wavelets (2 * orientations, 1, size, size): Gaussians of width ``sigma``, twice
+    as long across, times a wave, with zero mean."""
     axis = torch.arange(size, dtype=torch.float64) - size // 2
     down, right = torch.meshgrid(axis, axis, indexing="ij")
     found = []
@@ -115,7 +118,7 @@ def _morlets(size: int, sigma: float, frequency: float) -> Tensor:
 
 
 def _gaussian(sigma: float) -> Tensor:
-    """A Gaussian (1, 1, size, size) of sum one, as far as two widths."""
+    """Return a Gaussian (1, 1, size, size) with sum one, truncated at two widths."""
     radius = math.ceil(1.8 * sigma)
     axis = torch.arange(-radius, radius + 1, dtype=torch.float64)
     line = torch.exp(-axis.square() / (2 * sigma**2))

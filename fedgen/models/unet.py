@@ -1,5 +1,5 @@
-"""The denoising network of a diffusion model: a small U-Net (Ho, Jain, Abbeel 2020), of layers that
-keep examples apart, for square images."""
+"""Denoising network of a diffusion model: a small U-Net (Ho, Jain, Abbeel 2020) of layers without
+interaction between examples, for square images."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgen.config.constraints import Depth
 from fedgen.errors import FedgenError
-from fedgen.parameters import Depth
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    """Groups of four channels or more, at most 32."""
+    """Return group normalization with groups of at least four channels, at most 32 groups."""
     return nn.GroupNorm(math.gcd(channels, min(max(1, channels // 4), 32)), channels)
 
 
 class Stage(nn.Module):
-    """Two 3x3 convolutions behind normalization and SiLU, what level and label say added in
-    between, beside a skip; then, if it attends, a head of self-attention over all positions."""
+    """Two 3x3 convolutions after normalization and SiLU, with the embedding of level and label
+    added in between, and a skip connection; optionally followed by a head of self-attention over
+    all positions."""
 
     def __init__(self, inputs: int, outputs: int, told: int, attends: bool) -> None:
         super().__init__()
@@ -51,8 +52,8 @@ class Stage(nn.Module):
 
 
 class Resolution(nn.Module):
-    """Stages on the way down, all that happens at half the resolution, and one stage more on the
-    way up, each beside the features that there were on the way down."""
+    """Stages on the way down, the lower resolutions, and one more stage on the way up, each
+    concatenated with the features from the way down."""
 
     def __init__(
         self,
@@ -96,20 +97,20 @@ class Resolution(nn.Module):
 
 
 class UNet(nn.Module):
-    """F of EDM (Karras et al. 2022): images with noise, its level and a label to images.
+    """F of EDM (Karras et al. 2022): noisy images, noise level and label to images.
 
     Args:
-        classes: number of labels; the label ``classes`` stands for none.
+        classes: number of labels; the label ``classes`` means unconditional.
         shape: (channels, size, size) of the images.
-        width: channels at full resolution. multipliers: of each resolution, times ``width``.
-        blocks: stages at each resolution on the way down.
-        attention: sides of feature maps that attend.
-        patch: side of the squares of pixels that are a position of the first feature map; with 2
-            there are a quarter as many positions.
+        width: channels at full resolution.
+        multipliers: of each resolution, relative to ``width``.
+        blocks: stages per resolution on the way down.
+        attention: sizes of feature maps with self-attention.
+        patch: side of a patch in pixels; 2: a quarter of the positions.
 
     Raises:
-        FedgenError: for a size that cannot be halved so often, or that patches do not tile, or
-            sides that do not occur.
+        FedgenError: for a size that cannot be halved that often, or divided into patches, or
+            attention at sizes that do not occur.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(widths[0], channels, 3, padding=1)
 
     def forward(self, images: Tensor, levels: Tensor, labels: Tensor) -> Tensor:
-        """(n, channels, size, size), the logarithm of the noise's level over four (n,), labels (n,)
+        """(n, channels, size, size), logarithm of the noise level divided by four (n,), labels (n,)
         -> (n, channels, size, size)."""
         steps = torch.arange(self.width, device=images.device) / max(self.width - 1, 1)
         angles = levels[:, None] * 100 * 1e-2**steps  # from fine to coarse

@@ -1,4 +1,4 @@
-"""Random warps of images: a prior, written down by hand and not learnt from anybody's rows."""
+"""Random augmentation of images: a public prior, not derived from data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Warps:
-    """Turns and stretches that leave an image what it is. All are uniform between plus and minus.
+class Augmentation:
+    """Random transformations that preserve the label. Rotation, scale, shear and shift are uniform
+    between minus and plus the value given here; elastic displacements are normal.
 
-    share: of the images that are warped at all.
-    rotation: degrees. scale: of each side, a share. shear: of a side. shift: of the image's side.
-    elastic: standard deviation of smooth displacements between 5 x 5 points, of the image's side.
+    share: share of images that are transformed.
+    rotation: degrees.
+    scale: relative change of each side.
+    shear: relative to a side.
+    shift: relative to a side.
+    elastic: standard deviation of smooth displacements on a 5 x 5 grid, relative to a side.
     """
 
     share: float
@@ -27,7 +31,7 @@ class Warps:
     elastic: float
 
     def __call__(self, images: Tensor, source: torch.Generator) -> Tensor:
-        """Images (n, c, h, w) warped, as bilinear interpolation has them; zero beyond the edges."""
+        """Return transformed images (n, c, h, w) with bilinear interpolation; zero outside."""
         count, device = len(images), images.device
 
         def uniform(most: float) -> Tensor:

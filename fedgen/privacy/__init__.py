@@ -1,1 +1,1 @@
-"""Privacy: mechanisms, events, accountants, ledgers. The only package in which noise is drawn."""
+"""Privacy: mechanisms, events, accountants, ledgers. The only package that samples noise."""

@@ -1,16 +1,16 @@
-"""From a spend to epsilon at a given delta, with a second opinion.
+"""Convert a spend to ε at a given δ, with a second bound for comparison.
 
-A noise multiplier is std over L2 sensitivity under the stated neighbouring relation, so a Gaussian
-release costs the same under both. Gaussian releases compose exactly. What a secret draw gates is
-bounded twice, by privacy loss distributions and by Renyi divergences, and where all draws are of
-one kind a third time, as if the adversary saw them. The smallest is reported: all hold, none always
-wins.
+A noise multiplier is the standard deviation over the L2 sensitivity under the neighbouring
+relation, so a Gaussian release costs the same under both relations. Gaussian releases compose
+exactly. Releases with secret sampling are bounded twice, by privacy loss distributions and by Renyi
+divergences, and, where all sampling is of one kind, a third time as if the adversary saw it. All
+bounds hold; the smallest is reported.
 
-| draw | add or remove one | replace one |
+| sampling | add or remove one | replace one |
 |---|---|---|
-| Poisson | the sampled Gaussian, by dp_accounting | ``secret_draws`` at the same rate |
-| Poisson, several rows of one | ``group_draw_pmfs``, no second bound | refused |
-| fixed size | refused: it changes the number of rows | ``secret_draws`` |
+| Poisson | the sampled Gaussian of dp_accounting | ``subsampling`` at the same rate |
+| Poisson, several records of one person | ``group_sampling_pmfs``, no second bound | refused |
+| fixed size | refused: it changes the number of records | ``subsampling`` |
 """
 
 from __future__ import annotations
@@ -41,41 +41,40 @@ from fedgen.privacy.events import (
     Contribution,
     PoissonSampledGroup,
     Relation,
-    RevealedDraw,
+    RevealedSampling,
     Spend,
     canonical,
-    with_draws_seen,
+    with_sampling_revealed,
 )
-from fedgen.privacy.secret_draws import (
+from fedgen.privacy.subsampling import (
     ORDERS,
-    group_draw_pmfs,
+    group_sampling_pmfs,
     largest_loss,
-    subset_draw_pmf,
-    subset_draw_rdp,
+    subset_sampling_pmf,
+    subset_sampling_rdp,
 )
 
-# dp_accounting warns of each fractional order at which a series does not converge; it leaves it out
+# dp_accounting warns about each fractional order whose series does not converge, and skips it
 logging.getLogger("absl").setLevel(logging.ERROR)
 
-# Below, the noise hides so little that a draw's loss is out of floating point's range.
-_LEAST_SIGMA = 0.02
-_MOST_CELLS = 1e6  # of the grid of one release's loss
-_MOST_RELEASES = 1e7  # and five times as many cells, of a composed loss
-_MOST_EPSILON = 1e100  # beyond, a bound's own rounding is above delta
-_HIGHEST_ORDER = 2**14  # of a claim
-_FEW = 8  # one in so many orders of Renyi divergence is looked at first
-_MOST_DIFFERENT = 128  # spends of which each is accounted by itself
+_MIN_SIGMA = 0.02  # with less noise, the loss of a sample exceeds the range of floating point
+_MAX_CELLS = 1e6  # grid cells of the loss of one release
+_MAX_RELEASES = 1e7  # composed releases; and a fifth of the cells of a composed loss
+_MAX_EPSILON = 1e100  # beyond, rounding errors exceed delta
+_HIGHEST_ORDER = 2**14  # Renyi order of a claim
+_ORDER_STRIDE = 8  # stride of the coarse search over Renyi orders
+_MAX_DISTINCT = 128  # spends that are accounted individually
 
-TRUSTED = "no bound against whom clients trust"
+NO_BOUND_TRUSTED = "no bound against a trusted aggregator"
 
 Leaves = tuple[tuple[DpEvent, int], ...]
 Accountant = Callable[[Spend, float, Relation], "Epsilon"]
-"""(spend, delta, relation) -> epsilon, as ``epsilon`` and ``rough_epsilon``."""
+"""(spend, delta, relation) -> ε: ``epsilon`` or ``rough_epsilon``."""
 
 
 @dataclass(frozen=True)
 class Epsilon:
-    """An (epsilon, delta) bound; ``value`` is None where there is none."""
+    """An (ε, δ) bound; ``value`` is None without a bound."""
 
     value: float | None
     accountant: str
@@ -83,52 +82,59 @@ class Epsilon:
 
     @property
     def or_infinity(self) -> float:
-        """The value, infinity for no bound."""
+        """The value, or infinity without a bound."""
         return math.inf if self.value is None else self.value
 
 
 def epsilon(spend: Spend, delta: float, relation: Relation) -> Epsilon:
-    """The smallest proven epsilon of a spend at ``delta`` in (0, 1).
+    """Return the smallest proven ε of a spend at ``delta`` in (0, 1).
 
     Raises:
-        ValueError: if a draw has no neighbours under ``relation``, or the spend mixes kinds that
-            have no common accountant.
+        ValueError: if data sets have no neighbours under ``relation`` for a kind of sampling, or
+            the spend mixes kinds of events without a common accountant.
     """
     return _epsilon(_leaves(spend), delta, relation)
 
 
 def rough_epsilon(spend: Spend, delta: float, relation: Relation) -> Epsilon:
-    """As ``epsilon``, in milliseconds: a bound too, of draws by Renyi divergence alone. Draws of
-    several rows of a person take as long as there."""
+    """Return a bound like ``epsilon``, in milliseconds: for subsampling by Renyi divergences alone.
+    Sampling of several records of a person takes as long as in ``epsilon``."""
     leaves = _leaves(spend)
     if {type(event) for event, _ in leaves} & {
         PoissonSampledDpEvent,
         SampledWithoutReplacementDpEvent,
     }:
-        return Epsilon(_by_rdp(leaves, delta, relation), "RDP of secret draws", None)
+        return Epsilon(_by_rdp(leaves, delta, relation), "RDP of secret sampling", None)
     return epsilon(spend, delta, relation)
 
 
 def epsilons(spends: Sequence[Spend], delta: float, relation: Relation) -> list[Epsilon]:
-    """epsilon of each of many spends, in seconds for thousands.
+    """Return ε of each of many spends, in seconds for thousands.
 
-    Of very many different ones, counts are rounded up to a ladder from the least to the largest
-    (the largest stays): bounds all the same, a little above the smallest.
+    For very many distinct spends, counts are rounded up to a geometric ladder (the largest count is
+    kept): still valid bounds, slightly above the smallest.
     """
     leaves = [_leaves(spend) for spend in spends]
-    drawn = {
-        each for each in leaves if any(type(event) is not GaussianDpEvent for event, _ in each)
+    subsampled = {
+        spend_leaves
+        for spend_leaves in leaves
+        if any(type(event) is not GaussianDpEvent for event, _ in spend_leaves)
     }
-    if len(drawn) > _MOST_DIFFERENT:
-        counts = [count for each in drawn for _, count in each]
-        ladder = np.unique(np.ceil(np.geomspace(min(counts), max(counts), _MOST_DIFFERENT)))
+    if len(subsampled) > _MAX_DISTINCT:
+        counts = [count for spend_leaves in subsampled for _, count in spend_leaves]
+        ladder = np.unique(np.ceil(np.geomspace(min(counts), max(counts), _MAX_DISTINCT)))
         ladder[-1] = max(counts)
 
-        def up(count: int) -> int:
+        def round_up(count: int) -> int:
             return int(ladder[np.searchsorted(ladder, count)])
 
-        leaves = [tuple((e, up(n)) for e, n in each) if each in drawn else each for each in leaves]
-    return [_epsilon(each, delta, relation) for each in leaves]
+        leaves = [
+            tuple((event, round_up(count)) for event, count in spend_leaves)
+            if spend_leaves in subsampled
+            else spend_leaves
+            for spend_leaves in leaves
+        ]
+    return [_epsilon(spend_leaves, delta, relation) for spend_leaves in leaves]
 
 
 def _leaves(spend: Spend) -> Leaves:
@@ -142,52 +148,56 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     if not leaves:
         return Epsilon(0.0, "nothing released", 0.0)
     if SampledWithoutReplacementDpEvent in kinds and relation is not Relation.REPLACE_ONE:
-        raise ValueError("a draw of a fixed number has no neighbours by adding or removing one")
+        raise ValueError("fixed-size sampling has no neighbours by adding or removing a record")
     if PoissonSampledGroup in kinds and relation is not Relation.ADD_OR_REMOVE_ONE:
-        raise ValueError("several rows of one are added or removed, and not replaced")
+        raise ValueError("the records of a person are added or removed, not replaced")
     if NonPrivateDpEvent in kinds:
         return Epsilon(None, "no bound", None)
     if Contribution in kinds:
-        return Epsilon(None, TRUSTED, None)
-    if RevealedDraw in kinds:
-        leaves = tuple(with_draws_seen(dict(leaves)).items())
-        if len(leaves) > 1:  # as if all of them took the record each time
+        return Epsilon(None, NO_BOUND_TRUSTED, None)
+    if RevealedSampling in kinds:
+        leaves = tuple(with_sampling_revealed(dict(leaves)).items())
+        if len(leaves) > 1:  # as if every sample contained the record
             always = Counter[DpEvent]()
             for event, count in leaves:
                 always[_gaussian(event)] += count
             return _epsilon(_leaves(always), delta, relation)
         [(event, count)] = leaves
-        found = revealed_epsilon(event.probability, event.event.noise_multiplier, count, delta)
-        return Epsilon(found, "mixture of exact Gaussians over the number of visits", None)
+        value = revealed_epsilon(event.probability, event.event.noise_multiplier, count, delta)
+        return Epsilon(value, "mixture of exact Gaussians over the number of visits", None)
     mu = math.sqrt(sum(count / _gaussian(event).noise_multiplier ** 2 for event, count in leaves))
     exact = gaussian_epsilon(mu, delta)
     if kinds == {GaussianDpEvent}:
         return Epsilon(exact, "Gaussian, exact", _gaussian_rdp(mu, delta))
     by_pld, by_rdp = _by_pld(leaves, delta, relation), _by_rdp(leaves, delta, relation)
-    # a draw never costs more than what it gates, nor more than if it were seen
-    seen = _as_if_seen(leaves, delta)
-    if exact <= min(by_pld, by_rdp, seen):
-        found, by, second = exact, "Gaussian, as if always drawn", min(by_pld, by_rdp)
-    elif seen < min(by_pld, by_rdp):
-        found, by = seen, "exact Gaussians over the visits of secret draws"
-        second = min(by_pld, by_rdp)
+    # sampling never costs more than no sampling, nor than revealed sampling
+    if_revealed = _as_if_revealed(leaves, delta)
+    if exact <= min(by_pld, by_rdp, if_revealed):
+        value, accountant, second_opinion = exact, "Gaussian, without sampling", min(by_pld, by_rdp)
+    elif if_revealed < min(by_pld, by_rdp):
+        value, accountant = if_revealed, "exact Gaussians over the visits of secret samples"
+        second_opinion = min(by_pld, by_rdp)
     elif by_rdp <= by_pld:
-        found, by, second = by_rdp, "RDP of secret draws", by_pld
+        value, accountant, second_opinion = by_rdp, "RDP of secret sampling", by_pld
     else:
-        found, by, second = by_pld, "PLD of secret draws", by_rdp
-    if second == by_rdp and second > 2 * found and _is_floor(leaves, delta, relation):
-        return Epsilon(found, by, None)
-    return Epsilon(found, by, None if math.isinf(second) else second)
+        value, accountant, second_opinion = by_pld, "PLD of secret sampling", by_rdp
+    if (
+        second_opinion == by_rdp
+        and second_opinion > 2 * value
+        and _is_floor(leaves, delta, relation)
+    ):
+        return Epsilon(value, accountant, None)
+    return Epsilon(value, accountant, None if math.isinf(second_opinion) else second_opinion)
 
 
 def _is_floor(leaves: Leaves, delta: float, relation: Relation) -> bool:
     """Return whether the RDP bound is limited by the available orders: with ten times the noise it
     barely decreases, so it is no estimate of ε."""
-    noisier: Leaves = tuple((_with_noise(event, 10), count) for event, count in leaves)
+    noisier: Leaves = tuple((_scale_leaf_noise(event, 10), count) for event, count in leaves)
     return _by_rdp(noisier, delta, relation) > 0.8 * _by_rdp(leaves, delta, relation)
 
 
-def _with_noise(event: DpEvent, factor: float) -> DpEvent:
+def _scale_leaf_noise(event: DpEvent, factor: float) -> DpEvent:
     """Return a leaf with ``factor`` times its noise multiplier."""
     noisier = GaussianDpEvent(_gaussian(event).noise_multiplier * factor)
     match event:
@@ -200,14 +210,14 @@ def _with_noise(event: DpEvent, factor: float) -> DpEvent:
 
 
 def _gaussian(event: DpEvent) -> GaussianDpEvent:
-    """What a leaf releases when its draw, if any, is favourable."""
+    """Return the Gaussian that a leaf releases if its sample contains the record."""
     if isinstance(event, PoissonSampledGroup):
         return GaussianDpEvent(event.event.noise_multiplier / event.size)
     return event if isinstance(event, GaussianDpEvent) else event.event
 
 
 def _rate(event: DpEvent) -> float:
-    """The probability that a leaf's draw takes one given record or subset; any of a group."""
+    """Return the probability that a sample contains a given record or subset, or any of a group."""
     match event:
         case PoissonSampledGroup(sampling_probability=rate, size=size):
             return float(-math.expm1(size * math.log1p(-rate)))
@@ -223,7 +233,8 @@ def _rate(event: DpEvent) -> float:
 
 
 def gaussian_delta(mu: float | NDArray[np.float64], eps: float) -> NDArray[np.float64]:
-    """delta at ``eps`` of Gaussian releases with sensitivity over std equal to ``mu`` > 0."""
+    """Return δ at ``eps`` of Gaussian releases with sensitivity over standard deviation ``mu`` >
+    0."""
     mu = np.asarray(mu, dtype=float)
     with np.errstate(over="ignore", under="ignore"):
         first = log_ndtr(mu / 2 - eps / mu)
@@ -232,21 +243,26 @@ def gaussian_delta(mu: float | NDArray[np.float64], eps: float) -> NDArray[np.fl
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """epsilon at ``delta`` of Gaussian releases with sensitivity over std equal to ``mu``."""
+    """Return ε at ``delta`` of Gaussian releases with sensitivity over standard deviation
+    ``mu``."""
     return _smallest_epsilon(lambda eps: float(gaussian_delta(mu, eps)), delta)
 
 
-def _smallest_epsilon(delta_at: Callable[[float], float], delta: float, to: float = 1e-10) -> float:
-    """The least epsilon with ``delta_at(epsilon) <= delta``, found to ``to`` and rounded up;
+def _smallest_epsilon(
+    delta_at: Callable[[float], float], delta: float, tolerance: float = 1e-10
+) -> float:
+    """Return the smallest ε with ``delta_at(ε) <= delta``, found to ``tolerance`` and rounded up;
     infinity if there is none."""
     if delta_at(0.0) <= delta:
         return 0.0
     high = 1.0
     while delta_at(high) > delta:
         high *= 2
-        if high > _MOST_EPSILON:
+        if high > _MAX_EPSILON:
             return math.inf
-    return float(brentq(lambda eps: delta_at(eps) - delta, 0.0, high, xtol=to)) + 10 * to
+    return (
+        float(brentq(lambda eps: delta_at(eps) - delta, 0.0, high, xtol=tolerance)) + 10 * tolerance
+    )
 
 
 # --- Renyi divergences ----------------------------------------------------------------------------
@@ -261,41 +277,44 @@ def _gaussian_rdp(mu: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _by_rdp(leaves: Leaves, delta: float, relation: Relation) -> float:
-    """The least over orders, looked for among a few of all, and then around the best of these: each
-    order gives a bound, so that the best one may be missed, and nothing be wrong. Infinity for
-    draws of groups: nobody has their divergences."""
+    """Return the smallest ε over Renyi orders, searched on a coarse subset and then around its best
+    order: each order gives a valid bound, so missing the best order is not an error. Infinity for
+    groups, whose divergences are unknown."""
     if any(isinstance(event, PoissonSampledGroup) for event, _ in leaves):
         return math.inf
     pure = all(_is_sampled_gaussian(event, relation) for event, _ in leaves)
     orders = tuple(rdp.DEFAULT_RDP_ORDERS) if pure else ORDERS
-    small = [place for place, order in enumerate(orders) if order in range(2, 2 * _FEW)]
-    places = sorted({*range(0, len(orders), _FEW), *small, len(orders) - 1})
+    small = [index for index, order in enumerate(orders) if order in range(2, 2 * _ORDER_STRIDE)]
+    indices = sorted({*range(0, len(orders), _ORDER_STRIDE), *small, len(orders) - 1})
     for _ in range(2):
-        some = tuple(orders[place] for place in places)
-        found, best = _at_orders(leaves, delta, relation, some)
-        around = orders.index(best)
-        places = list(range(max(around - _FEW, 0), min(around + _FEW + 1, len(orders))))
-    return found
+        subset = tuple(orders[index] for index in indices)
+        value, best = _at_orders(leaves, delta, relation, subset)
+        centre = orders.index(best)
+        indices = list(
+            range(max(centre - _ORDER_STRIDE, 0), min(centre + _ORDER_STRIDE + 1, len(orders)))
+        )
+    return value
 
 
 def _at_orders(
     leaves: Leaves, delta: float, relation: Relation, orders: tuple[float, ...]
 ) -> tuple[float, float]:
-    """epsilon from some orders, and the order that gives it."""
+    """Return ε from some orders, and the best order."""
     values = np.zeros(len(orders))
     for event, count in leaves:
         sigma = _gaussian(event).noise_multiplier
         if _is_sampled_gaussian(event, relation):
             values += count * np.array(_sampled_gaussian_rdp(_rate(event), sigma, orders))
         else:
-            whole = tuple(int(order) for order in orders)
-            values += count * np.array(subset_draw_rdp(_rate(event), 1 / sigma, whole))
-    found, best = rdp.compute_epsilon(list(orders), list(values), delta)
-    return float(found), best
+            integer_orders = tuple(int(order) for order in orders)
+            values += count * np.array(subset_sampling_rdp(_rate(event), 1 / sigma, integer_orders))
+    value, best = rdp.compute_epsilon(list(orders), list(values), delta)
+    return float(value), best
 
 
 def _is_sampled_gaussian(event: DpEvent, relation: Relation) -> bool:
-    """Whether a leaf's loss is that of q N(1) + (1 - q) N(0) against N(0), in both directions."""
+    """Return whether the loss of a leaf is that of q N(1) + (1 - q) N(0) against N(0) and vice
+    versa."""
     poisson = isinstance(event, PoissonSampledDpEvent) and relation is Relation.ADD_OR_REMOVE_ONE
     return poisson or isinstance(event, GaussianDpEvent)
 
@@ -304,7 +323,7 @@ def _is_sampled_gaussian(event: DpEvent, relation: Relation) -> bool:
 def _sampled_gaussian_rdp(
     rate: float, sigma: float, orders: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Mironov, Talwar, Zhang 2019, as dp_accounting computes it."""
+    """Return Renyi divergences (Mironov, Talwar, Zhang 2019), computed by dp_accounting."""
     accountant = rdp.RdpAccountant(orders)
     accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)))
     return tuple(accountant.rdp)
@@ -320,48 +339,49 @@ def _rdp_to_epsilon(
 
 
 def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
-    """Infinity where it cannot say: noise too small, too many cells, a delta near rounding."""
-    if any(_gaussian(event).noise_multiplier < _LEAST_SIGMA for event, _ in leaves):
+    """Return ε by privacy loss distributions; infinity if noise is too small, cells too many, or δ
+    too close to rounding."""
+    if any(_gaussian(event).noise_multiplier < _MIN_SIGMA for event, _ in leaves):
         return math.inf
     step, cells = _discretization(leaves)
     releases = sum(count for _, count in leaves)
-    # compositions are powers of Fourier transforms, which leave their rounding in all cells
+    # composition by Fourier transforms leaves rounding errors in all cells
     rounding = 2 * float(np.finfo(float).eps) * (releases + cells)
-    if max(cells / 5, releases) > _MOST_RELEASES or rounding > 0.1 * delta:
+    if max(cells / 5, releases) > _MAX_RELEASES or rounding > 0.1 * delta:
         return math.inf
-    whole: pld.PrivacyLossDistribution | None = None
+    composed: pld.PrivacyLossDistribution | None = None
     for event, count in leaves:
-        part = _loss(event, relation, step).self_compose(count, 1e-3 * delta)
-        whole = part if whole is None else whole.compose(part, 1e-3 * delta)
-    assert whole is not None
-    found = whole.get_delta_for_epsilon
+        loss = _loss(event, relation, step).self_compose(count, 1e-3 * delta)
+        composed = loss if composed is None else composed.compose(loss, 1e-3 * delta)
+    assert composed is not None
+    delta_for_epsilon = composed.get_delta_for_epsilon
 
     def delta_at(eps: float) -> float:
-        return float(found(eps)) + rounding
+        return float(delta_for_epsilon(eps)) + rounding
 
-    if not delta_at(math.inf) <= delta:  # nor if it is no number
+    if not delta_at(math.inf) <= delta:  # also for NaN
         return math.inf
-    # not get_epsilon_for_delta: it gives up where exp(-loss) underflows
+    # get_epsilon_for_delta fails where exp(-loss) underflows
     return _smallest_epsilon(delta_at, delta, 1e-7)
 
 
 @lru_cache(maxsize=64)
 def _loss(event: DpEvent, relation: Relation, step: float) -> pld.PrivacyLossDistribution:
-    """The loss of one release, on a grid."""
+    """Return the privacy loss distribution of one release on a grid."""
     if isinstance(event, PoissonSampledGroup):
-        pmfs = group_draw_pmfs(*_visits(event), event.event.noise_multiplier, step)
+        pmfs = group_sampling_pmfs(*_group_counts(event), event.event.noise_multiplier, step)
         return pld.PrivacyLossDistribution(*pmfs)
     sigma = _gaussian(event).noise_multiplier
     if _is_sampled_gaussian(event, relation):
         return pld.from_gaussian_mechanism(
             sigma, sampling_prob=_rate(event), value_discretization_interval=step
         )
-    return pld.PrivacyLossDistribution(subset_draw_pmf(_rate(event), 1 / sigma, step))
+    return pld.PrivacyLossDistribution(subset_sampling_pmf(_rate(event), 1 / sigma, step))
 
 
-def _visits(event: PoissonSampledGroup) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How many rows of a group a batch has, and how likely; what is too rare for floating point
-    counts for the whole group."""
+def _group_counts(event: PoissonSampledGroup) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the possible numbers of a group's records in a batch and their probabilities;
+    probabilities below the range of floating point are assigned to the whole group."""
     counts = np.arange(event.size + 1, dtype=float)
     weights = binom.pmf(counts, event.size, event.sampling_probability)
     kept = weights > 0
@@ -371,87 +391,95 @@ def _visits(event: PoissonSampledGroup) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _discretization(leaves: Leaves) -> tuple[float, float]:
-    """A grid fine enough that rounding adds little to epsilon (1e-3, or 1e-4 of it): each release's
-    loss is rounded to connected dots, up by at most a quarter of a cell's square in the mean. And
-    about how many cells the composed loss will have, of releases and of their sum."""
-    variance, top, releases = 0.0, 0.0, 0
+    """Return a grid step so fine that rounding adds little to ε (1e-3, or 1e-4 of it): connecting
+    the dots rounds the loss of a release up by at most a quarter of a squared cell on average. Also
+    return the approximate number of cells of the composed loss, for the releases and their sum."""
+    variance, largest, releases = 0.0, 0.0, 0
     for event, count in leaves:
         rate, mu = _rate(event), 1 / _gaussian(event).noise_multiplier
-        rarely, often = rate * (mu**4 / 4 + mu**2), rate**2 * math.expm1(min(mu**2, 50.0))
+        rare_bound, frequent_bound = (
+            rate * (mu**4 / 4 + mu**2),
+            rate**2 * math.expm1(min(mu**2, 50.0)),
+        )
         if isinstance(event, PoissonSampledGroup):
-            (counts, weights), one = _visits(event), 1 / event.event.noise_multiplier
-            rarely = float(weights @ ((counts * one) ** 4 / 4 + (counts * one) ** 2))
-            pairs = np.expm1(np.minimum(np.outer(counts, counts) * one**2, 50.0))
-            often = float(weights @ pairs @ weights)
-        variance += count * min(rarely, often)
-        top, releases = max(top, largest_loss(rate, mu)), releases + count
-    spread = math.sqrt(variance)
-    wide = max(1.0, spread)
-    fine = min(max(spread / 300, 1e-4), math.sqrt(2e-3 * wide / releases), 1e-3 * wide)
-    step = float(f"{max(fine, top / _MOST_CELLS):.1g}")  # rounded, so that neighbours share it
-    return step, (2 * top + variance + 20 * spread) / step
+            (counts, weights), step_mu = _group_counts(event), 1 / event.event.noise_multiplier
+            rare_bound = float(weights @ ((counts * step_mu) ** 4 / 4 + (counts * step_mu) ** 2))
+            pairs = np.expm1(np.minimum(np.outer(counts, counts) * step_mu**2, 50.0))
+            frequent_bound = float(weights @ pairs @ weights)
+        variance += count * min(rare_bound, frequent_bound)
+        largest, releases = max(largest, largest_loss(rate, mu)), releases + count
+    std = math.sqrt(variance)
+    scale = max(1.0, std)
+    resolution = min(max(std / 300, 1e-4), math.sqrt(2e-3 * scale / releases), 1e-3 * scale)
+    step = float(
+        f"{max(resolution, largest / _MAX_CELLS):.1g}"
+    )  # rounded, so that similar spends share it
+    return step, (2 * largest + variance + 20 * std) / step
 
 
-# --- draws that the adversary sees ----------------------------------------------------------------
+# --- sampling that the adversary sees -------------------------------------------------------------
 
 
-def _as_if_seen(leaves: Leaves, delta: float) -> float:
-    """epsilon against one who sees each draw, where all are draws of one kind; else infinity."""
+def _as_if_revealed(leaves: Leaves, delta: float) -> float:
+    """Return ε if the adversary saw each sample, if all are of one kind; otherwise infinity."""
     if len(leaves) > 1 or isinstance(leaves[0][0], PoissonSampledGroup):
         return math.inf
     [(event, count)] = leaves
     return revealed_epsilon(_rate(event), _gaussian(event).noise_multiplier, count, delta)
 
 
-def revealed_epsilon(probability: float, sigma: float, draws: int, delta: float) -> float:
-    """epsilon when the record's subset is visited a Binomial(draws, probability) number of times
-    and the adversary sees the visits.
+def revealed_epsilon(probability: float, sigma: float, samples: int, delta: float) -> float:
+    """Return ε if the subset of a record is visited Binomial(samples, probability) times and the
+    adversary sees the visits.
 
-    Proof: given the draws the transcript is a composition of N Gaussians, profile
-    delta_G(eps; sqrt(N) / sigma); the draws do not depend on the data, and the hockey-stick
-    divergence of a mixture over a common public coin is the mean of the divergences.
+    Proof: given the samples, the transcript is a composition of N Gaussians, one for each visit,
+    with profile delta_G(eps; sqrt(N) / sigma). The samples do not depend on the data, and the
+    hockey-stick divergence of a mixture over common public randomness is the mean of the
+    divergences.
     """
-    few = 5e-4 * delta  # beside what is counted, on either side
-    low = binom.ppf(few, draws, probability)
-    high = draws - binom.ppf(few, draws, 1 - probability)  # isf loses tails below 1e-16
+    tail = 5e-4 * delta  # probability left out on either side
+    low = binom.ppf(tail, samples, probability)
+    high = samples - binom.ppf(tail, samples, 1 - probability)  # isf loses tails below 1e-16
     visits = np.arange(max(1, int(low)), int(high) + 2)
-    weights = binom.pmf(visits, draws, probability)
-    beyond = float(binom.sf(visits[-1], draws, probability))
+    weights = binom.pmf(visits, samples, probability)
+    tail_mass = float(binom.sf(visits[-1], samples, probability))
     if visits[0] > 1:
-        beyond += float(binom.cdf(visits[0] - 1, draws, probability))
+        tail_mass += float(binom.cdf(visits[0] - 1, samples, probability))
     mus = np.sqrt(visits) / sigma
 
     def delta_at(eps: float) -> float:
-        return float(weights @ gaussian_delta(mus, eps)) + beyond
+        return float(weights @ gaussian_delta(mus, eps)) + tail_mass
 
     return _smallest_epsilon(delta_at, delta)
 
 
-# --- what a paper's formula would claim -----------------------------------------------------------
+# --- claims of papers -----------------------------------------------------------------------------
 
 
 def claimed_by_rdp(event: DpEvent, delta: float, relation: Relation) -> float:
-    """epsilon as papers compute it: dp_accounting's RDP of an event as the paper counts it, draws
-    without replacement by Wang, Balle, Kasiviswanathan 2019. A claim to print beside what is
-    proven, never a bound: what is counted may not be what happens."""
+    """Return ε as papers compute it: dp_accounting's RDP of an event as the paper counts it, with
+    sampling without replacement by Wang, Balle, Kasiviswanathan 2019. A claim to print next to the
+    proven ε, not a bound: the accounting of a paper may not match its algorithm."""
     return _claimed(tuple(sorted(canonical(event).items(), key=str)), delta, relation)
 
 
-@lru_cache(maxsize=1024)  # runs of a kind ask for the same rounds
+@lru_cache(maxsize=1024)  # similar runs need the same rounds
 def _claimed(spend: tuple[tuple[DpEvent, int], ...], delta: float, relation: Relation) -> float:
     orders = list(rdp.DEFAULT_RDP_ORDERS)
     while True:
-        accountant = rdp.RdpAccountant(orders, neighboring_relation=_THEIRS[relation])
+        accountant = rdp.RdpAccountant(orders, neighboring_relation=_RDP_RELATIONS[relation])
         for event, count in spend:
             accountant.compose(event, count)
-        found, best = accountant.get_epsilon_and_optimal_order(delta)
-        drawn = any(isinstance(event, SampledWithoutReplacementDpEvent) for event, _ in spend)
-        if best < max(orders) or max(orders) >= _HIGHEST_ORDER or drawn:
-            return float(found)
+        value, best = accountant.get_epsilon_and_optimal_order(delta)
+        without_replacement = any(
+            isinstance(event, SampledWithoutReplacementDpEvent) for event, _ in spend
+        )
+        if best < max(orders) or max(orders) >= _HIGHEST_ORDER or without_replacement:
+            return float(value)
         orders.append(2 * max(orders))  # the optimum is at the highest order: extend
 
 
-_THEIRS = {
+_RDP_RELATIONS = {
     Relation.REPLACE_ONE: rdp.NeighborRel.REPLACE_ONE,
     Relation.ADD_OR_REMOVE_ONE: rdp.NeighborRel.ADD_OR_REMOVE_ONE,
 }

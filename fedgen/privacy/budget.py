@@ -1,7 +1,7 @@
-"""A run's budget of rounds and of rows a client, decided before it starts.
+"""Budget of a run: rounds and query samples per client, fixed before it starts.
 
-Two adversaries. The ``server`` sees every message and who sent it: cohorts give it no
-amplification. The ``release`` adversary sees what is published: the generator and its samples.
+Two adversaries are considered. ``server`` sees every message and its sender, so cohort sampling
+gives no amplification against it. ``release`` sees the published generator and its samples.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from dataclasses import dataclass
 
 from dp_accounting import DpEvent
 
-from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon
 from fedgen.privacy.events import Relation, canonical
 
-# A calibrated run stops early, because a client was drawn too often, with at most this probability.
 TAIL = 1e-12
-# The part of delta that pays for such a stop (see `release_epsilon`).
-_STOP_SHARE = 0.01
+"""Bound on the probability that a run stops early because a client was sampled too often."""
+
+_STOP_SHARE = 0.01  # share of delta that covers such a stop (see `release_epsilon`)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may spend.
+    """Budget of a run.
 
-    rounds: rounds that may be run.
-    rows: rows that any one client may answer in the run.
-    stop_probability: an upper bound on the probability that ``rows`` ends the run early.
+    rounds: maximum number of rounds.
+    samples_per_client: maximum number of query samples that one client responds to.
+    stop_probability: upper bound on the probability that ``samples_per_client`` ends the run early.
     """
 
     rounds: int
-    rows: int
+    samples_per_client: int
     stop_probability: float
 
 
@@ -42,41 +41,43 @@ def release_epsilon(
     stop_probability: float,
     accountant: Accountant = epsilon,
 ) -> Epsilon | None:
-    """epsilon of the published generator when secret draws amplify; None if it cannot be given.
+    """Return ε of the published generator with amplification by secret sampling; None without a
+    bound.
 
-    A run that stops when the draws have asked some client too often shows something of the draws.
-    Proof of the correction: without the stop the run would be (e, d)-DP; with it the law changes by
-    at most p, the probability of a stop, under both data sets, so it is (e, d + p (1 + e^e))-DP.
+    A run that stops because some client was sampled too often reveals something about the samples.
+    Proof of the correction: without the stop the run would be (e, d)-DP. The stop changes its
+    distribution by at most p, the probability of a stop, under both data sets, so that the run is
+    (e, d + p (1 + e^e))-DP.
     """
     if stop_probability == 0:
         return accountant(canonical(event), delta, relation)
-    found = accountant(canonical(event), (1 - _STOP_SHARE) * delta, relation)
-    if found.or_infinity > 700:
+    bound = accountant(canonical(event), (1 - _STOP_SHARE) * delta, relation)
+    if bound.or_infinity > 700:
         return None
-    paid = stop_probability * (1 + math.exp(found.or_infinity))
-    return found if paid <= _STOP_SHARE * delta else None
+    stop_delta = stop_probability * (1 + math.exp(bound.or_infinity))
+    return bound if stop_delta <= _STOP_SHARE * delta else None
 
 
-def smaller(first: Epsilon | None, second: Epsilon) -> Epsilon:
-    """The smaller of two bounds that both hold."""
+def smaller_epsilon(first: Epsilon | None, second: Epsilon) -> Epsilon:
+    """Return the smaller of two valid bounds."""
     if first is None or second.or_infinity < first.or_infinity:
         return second
     return first
 
 
-LARGEST_DELTA = 0.01
-"""Largest δ of a release, whatever the number of records."""
+MAX_DELTA = 0.01
+"""Largest δ of a release for any number of records."""
 
 
 def delta_limit(protected: int | None) -> float:
     """Return the largest δ of a release: 1/n for n protected records, clients or persons, and at
-    most ``LARGEST_DELTA``. A mechanism that publishes each record in full with probability δ is
-    (0, δ)-private.
+    most ``MAX_DELTA``. A mechanism that publishes each record in full with probability δ is (0,
+    δ)-private.
 
     Args:
         protected: public number of protected units; None: unknown.
     """
-    return LARGEST_DELTA if not protected else min(LARGEST_DELTA, 1 / protected)
+    return MAX_DELTA if not protected else min(MAX_DELTA, 1 / protected)
 
 
 def delta_problem(delta: float, protected: int | None, unit: str) -> tuple[str, str] | None:
@@ -84,16 +85,6 @@ def delta_problem(delta: float, protected: int | None, unit: str) -> tuple[str, 
     limit = delta_limit(protected)
     if delta <= limit:
         return None
-    counted = f"1 / {protected:,} {unit}s" if protected and limit < LARGEST_DELTA else f"{limit:g}"
+    counted = f"1 / {protected:,} {unit}s" if protected and limit < MAX_DELTA else f"{limit:g}"
     remedy = f"e.g. privacy.delta={10.0 ** math.floor(math.log10(limit) - 1e-9):g}"
     return f"{delta:g} is above {counted}: it permits publishing some of them in full", remedy
-
-
-def check_delta(delta: float) -> None:
-    """Raises FedgenError unless 0 < delta < 1."""
-    if not 0 < delta < 1:
-        raise FedgenError(
-            "privacy.delta",
-            f"must lie strictly between 0 and 1, got {delta:g}",
-            "take one well below 1 / (number of records or clients), e.g. 1e-5",
-        )

@@ -1,28 +1,27 @@
-"""Coins to privacy events: one random draw, one node around all that it gates.
+"""Privacy events: one node for each random choice, containing the events that it subsamples.
 
-The vocabulary is dp_accounting's, and one node of our own:
+The vocabulary is that of dp_accounting, plus three nodes of our own (``PoissonSampledGroup``,
+``RevealedSampling``, ``Contribution``):
 
 ``GaussianDpEvent(sigma)``
-    one Gaussian release; ``sigma`` is the noise multiplier, std over L2 sensitivity under the
-    stated neighbouring relation.
+    one Gaussian release; ``sigma`` is the noise multiplier, the standard deviation over the L2
+    sensitivity under the neighbouring relation.
 ``SampledWithoutReplacementDpEvent(K, m, event)``
-    a fresh, secret, uniform draw of ``m`` out of ``K`` (disjoint subsets, or rows) decides whose
-    contribution goes into ``event``; whatever is not drawn contributes nothing and keeps no trace
-    of the draw.
+    a fresh, secret, uniform sample of ``m`` out of ``K`` (disjoint subsets, or records) selects the
+    contributions to ``event``; data outside the sample contribute nothing and keep no trace of it.
 ``PoissonSampledDpEvent(q, event)``
-    the same, each row drawn by itself with probability ``q``.
+    the same, with each record sampled independently with probability ``q``.
 ``PoissonSampledGroup(q, k, event)``
-    the same, of k rows that are one person's, each drawn by itself: what ``event`` takes in of the
-    person is a Binomial(k, q) number of them.
-``RevealedDraw(q, event)``
-    the record's subset is drawn with probability ``q``, independently each time, but the adversary
-    is assumed to see the draw: no amplification, yet the number of visits is a random number.
+    the same for k records of one person: Binomial(k, q) of them contribute to ``event``.
+``RevealedSampling(q, event)``
+    the subset of a record is sampled with probability ``q``, independently each time, and the
+    adversary sees the sample: no amplification, but a random number of visits.
 ``SelfComposedDpEvent(event, count)``
-    ``count`` of them.
+    ``count`` adaptive repetitions.
 ``ComposedDpEvent(events)``
-    one after the other.
+    sequential composition.
 ``Contribution()``
-    a clipped vector without noise, to an aggregator that is trusted: no bound against it.
+    a clipped vector without noise for a trusted aggregator: no bound against the aggregator.
 ``NonPrivateDpEvent()``
     no bound.
 """
@@ -46,14 +45,14 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 
-_MOST_OF_A_GROUP = 10**6
+_MAX_GROUP = 10**6
 
 Spend = Mapping[DpEvent, int]
-"""Canonical spend: leaf events (a Gaussian, a draw around a Gaussian, no bound) and how often."""
+"""Canonical spend: leaf event (Gaussian, subsampled Gaussian, no bound) -> count."""
 
 
 class Unit(Enum):
-    """Whose data one protected unit is."""
+    """Protected unit: the data that a neighbouring data set adds, removes or replaces."""
 
     RECORD = "record"
     CLIENT = "client"
@@ -61,15 +60,15 @@ class Unit(Enum):
 
 
 class Relation(Enum):
-    """When two data sets are neighbours."""
+    """Neighbouring relation."""
 
     REPLACE_ONE = "replace_one"
     ADD_OR_REMOVE_ONE = "add_or_remove_one"
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
-class RevealedDraw(DpEvent):  # type: ignore[misc]
-    """A draw with probability ``probability`` that the adversary is assumed to see."""
+class RevealedSampling(DpEvent):  # type: ignore[misc]
+    """Sampling, with probability ``probability``, whose outcome the adversary is assumed to see."""
 
     probability: float
     event: DpEvent
@@ -77,7 +76,7 @@ class RevealedDraw(DpEvent):  # type: ignore[misc]
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class PoissonSampledGroup(DpEvent):  # type: ignore[misc]
-    """Draws of ``size`` rows of one person, each with probability ``sampling_probability``."""
+    """Poisson sampling of the ``size`` records of one person at rate ``sampling_probability``."""
 
     sampling_probability: float
     size: int
@@ -86,22 +85,23 @@ class PoissonSampledGroup(DpEvent):  # type: ignore[misc]
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class Contribution(DpEvent):  # type: ignore[misc]
-    """A bounded vector that an aggregator takes in on trust; what comes out is another event."""
+    """A bounded vector sent to a trusted aggregator; the output of the aggregator is another
+    event."""
 
 
 def repeat(event: DpEvent, count: int) -> DpEvent:
-    """``count`` independent (adaptive) repetitions of ``event``."""
+    """Return the event of ``count`` adaptive repetitions of ``event``."""
     return event if count == 1 else SelfComposedDpEvent(event, count)
 
 
 def canonical(event: DpEvent, count: int = 1) -> Spend:
-    """The spend of ``count`` times ``event``.
+    """Return the canonical spend of ``count`` repetitions of ``event``.
 
-    Gaussians inside a draw melt into one: n-fold composition of noise multiplier sigma is one
-    Gaussian with sigma / sqrt(n). A draw of everybody is no draw.
+    Gaussians within one sample are merged: n-fold composition of noise multiplier sigma is one
+    Gaussian with sigma / sqrt(n). Sampling at rate 1 is no sampling.
 
     Raises:
-        ValueError: for an event, or a nesting of draws, that has no accountant here.
+        ValueError: for an event or nested sampling without an accountant.
     """
     match event:
         case SelfComposedDpEvent(event=inner, count=times):
@@ -112,7 +112,7 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
                 spend.update(canonical(part, count))
             return spend
         case GaussianDpEvent(noise_multiplier=sigma) if not 0 < sigma < math.inf:
-            return {NonPrivateDpEvent(): count}  # whoever says so, of a number that is none too
+            return {NonPrivateDpEvent(): count}  # also for NaN
         case GaussianDpEvent() | NonPrivateDpEvent() | Contribution():
             return {event: count}
         case SampledWithoutReplacementDpEvent(
@@ -130,41 +130,41 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
         case PoissonSampledGroup(sampling_probability=rate, size=size, event=inner):
             gate = _single_gaussian(inner)
             if rate >= 1 or size == 1:
-                return canonical(of_group(PoissonSampledDpEvent(rate, gate), size), count)
+                return canonical(group_event(PoissonSampledDpEvent(rate, gate), size), count)
             return {PoissonSampledGroup(rate, size, gate): count}
-        case RevealedDraw(probability=probability, event=inner):
+        case RevealedSampling(probability=probability, event=inner):
             gate = _single_gaussian(inner)
             if probability >= 1:
                 return canonical(gate, count)
-            return {RevealedDraw(probability, gate): count}
+            return {RevealedSampling(probability, gate): count}
         case _:
             raise ValueError(f"no accountant for {event}")
 
 
 def _single_gaussian(event: DpEvent) -> GaussianDpEvent:
-    """All that one draw gates, as a single Gaussian. One stays as it is, to the last digit: what is
-    canonical is what it is canonical of, however often it goes there and back."""
+    """Return the events within a sample as one Gaussian. A single Gaussian is returned unchanged,
+    so that ``canonical`` is idempotent to the last bit."""
     precision, leaves = 0.0, canonical(event)
     if len(leaves) == 1:
-        [(alone, count)] = leaves.items()
-        if isinstance(alone, GaussianDpEvent) and count == 1:
-            return alone
+        [(leaf, count)] = leaves.items()
+        if isinstance(leaf, GaussianDpEvent) and count == 1:
+            return leaf
     for leaf, times in leaves.items():
         if not isinstance(leaf, GaussianDpEvent):
-            raise ValueError(f"a draw inside a draw has no accountant: {event}")
+            raise ValueError(f"nested sampling has no accountant: {event}")
         precision += times / leaf.noise_multiplier**2
     return GaussianDpEvent(1 / math.sqrt(precision))
 
 
-def of_group(event: DpEvent, size: int) -> DpEvent:
-    """What a sum of bounded rows costs somebody who has ``size`` of them, of the event that it
-    costs a single row, by adding or removing. Together they move the sum by at most ``size`` times
-    as much; of Poisson draws, by as many times as there are of them in the batch: the loss is at
-    most that of a mixture of Gaussians (Ganesh 2024, "Tight group-level DP guarantees for DP-SGD
-    with sampling via mixture of Gaussians mechanisms").
+def group_event(event: DpEvent, size: int) -> DpEvent:
+    """Return the event of a sum of bounded records for a person with ``size`` records, given its
+    event for one record under adding or removing. Together they move the sum by at most ``size``
+    times as much. With Poisson sampling, the shift is at most as many times as large as there are
+    of them in the batch, and the loss is at most that of a mixture of Gaussians (Ganesh 2024,
+    "Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians mechanisms").
 
     Raises:
-        ValueError: for an event that is none of these.
+        ValueError: for any other event.
     """
     if size == 1:
         return event
@@ -173,56 +173,56 @@ def of_group(event: DpEvent, size: int) -> DpEvent:
             return GaussianDpEvent(sigma / size)
         case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             gate = _single_gaussian(inner)
-            return of_group(gate, size) if rate >= 1 else PoissonSampledGroup(rate, size, gate)
+            return group_event(gate, size) if rate >= 1 else PoissonSampledGroup(rate, size, gate)
         case Contribution() | NonPrivateDpEvent():
             return event
         case _:
-            raise ValueError(f"no bound for a group of rows: {event}")
+            raise ValueError(f"no bound for a group of records: {event}")
 
 
 def total(spends: list[Spend]) -> Spend:
-    """The sum of several spends."""
+    """Return the sum of several spends."""
     counter: Counter[DpEvent] = Counter()
     for spend in spends:
         counter.update(spend)
     return dict(counter)
 
 
-def with_noise(spend: Spend, factor: float) -> Spend:
-    """The spend if every Gaussian had ``factor`` times its noise. Raises ValueError for what has
-    none."""
-    found: Counter[DpEvent] = Counter()
+def scale_noise(spend: Spend, factor: float) -> Spend:
+    """Return the spend with ``factor`` times the noise of every Gaussian. Raises ValueError for an
+    event without noise."""
+    scaled: Counter[DpEvent] = Counter()
     for event, count in spend.items():
         match event:
             case GaussianDpEvent(noise_multiplier=sigma):
-                found[GaussianDpEvent(factor * sigma)] += count
+                scaled[GaussianDpEvent(factor * sigma)] += count
             case (
                 PoissonSampledDpEvent(event=gate)
                 | PoissonSampledGroup(event=gate)
                 | SampledWithoutReplacementDpEvent(event=gate)
-                | RevealedDraw(event=gate)
+                | RevealedSampling(event=gate)
             ):
-                thinned = GaussianDpEvent(factor * gate.noise_multiplier)
-                found[attr.evolve(event, event=thinned)] += count
+                gaussian = GaussianDpEvent(factor * gate.noise_multiplier)
+                scaled[attr.evolve(event, event=gaussian)] += count
             case _:
                 raise ValueError(f"there is no noise in {event}")
-    return dict(found)
+    return dict(scaled)
 
 
-def with_draws_seen(spend: Spend) -> Spend:
-    """The spend if the adversary saw what Poisson draws took: it costs no less."""
-    found: Counter[DpEvent] = Counter()
+def with_sampling_revealed(spend: Spend) -> Spend:
+    """Return the spend against an adversary who sees Poisson samples; never smaller."""
+    revealed: Counter[DpEvent] = Counter()
     for event, count in spend.items():
         if isinstance(event, PoissonSampledDpEvent):
-            event = RevealedDraw(event.sampling_probability, event.event)
-        elif isinstance(event, PoissonSampledGroup):  # as if all were drawn each time
-            event = of_group(event.event, event.size)
-        found[event] += count
-    return dict(found)
+            event = RevealedSampling(event.sampling_probability, event.event)
+        elif isinstance(event, PoissonSampledGroup):  # as if all records were sampled each time
+            event = group_event(event.event, event.size)
+        revealed[event] += count
+    return dict(revealed)
 
 
 def to_json(event: DpEvent) -> dict[str, Any]:
-    """The event as plain data; equal events have equal texts, whole numbers or not."""
+    """Return the event as JSON data; equal events have equal representations."""
     match event:
         case GaussianDpEvent(noise_multiplier=sigma):
             return {"event": "gaussian", "noise_multiplier": float(sigma)}
@@ -237,7 +237,7 @@ def to_json(event: DpEvent) -> dict[str, Any]:
         case PoissonSampledGroup(sampling_probability=rate, size=size, event=inner):
             gated = to_json(inner)
             return {"event": "poisson_group", "rate": float(rate), "size": size, "gates": gated}
-        case RevealedDraw(probability=probability, event=inner):
+        case RevealedSampling(probability=probability, event=inner):
             gated = to_json(inner)
             return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
         case NonPrivateDpEvent():
@@ -249,7 +249,7 @@ def to_json(event: DpEvent) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> DpEvent:
-    """The inverse of ``to_json``; raises ValueError for data that is no event."""
+    """Return the event of JSON data; raises ValueError for invalid data."""
     match data:
         case {"event": "gaussian", "noise_multiplier": float() | int() as sigma}:
             return GaussianDpEvent(float(sigma))
@@ -271,14 +271,14 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             "rate": float() | int() as rate,
             "size": int() as size,
             "gates": inner,
-        } if 0 <= rate <= 1 and 1 <= size <= _MOST_OF_A_GROUP:
+        } if 0 <= rate <= 1 and 1 <= size <= _MAX_GROUP:
             return PoissonSampledGroup(float(rate), size, from_json(inner))
         case {
             "event": "revealed_draw",
             "probability": float() | int() as probability,
             "gates": inner,
         } if 0 <= probability <= 1:
-            return RevealedDraw(float(probability), from_json(inner))
+            return RevealedSampling(float(probability), from_json(inner))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()
         case {"event": "contribution"}:
@@ -287,40 +287,40 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             raise ValueError(f"not a privacy event: {data}")
 
 
-def in_words(spend: Spend) -> str:
-    """The spend in a sentence fragment."""
-    words = []
+def describe(spend: Spend) -> str:
+    """Describe the spend in a sentence fragment."""
+    parts = []
     for event, count in spend.items():
         match event:
             case GaussianDpEvent(noise_multiplier=sigma):
                 plural = "" if count == 1 else "s"
-                words.append(f"{count:,} Gaussian release{plural} at noise multiplier {sigma:.4g}")
+                parts.append(f"{count:,} Gaussian release{plural} at noise multiplier {sigma:.4g}")
             case SampledWithoutReplacementDpEvent(
                 source_dataset_size=population, sample_size=taken, event=gate
             ):
-                words.append(
-                    f"{count:,} secret draws of {taken} out of {population}, each gating one "
+                parts.append(
+                    f"{count:,} secret samples of {taken} out of {population}, each with one "
                     f"Gaussian release at noise multiplier {gate.noise_multiplier:.4g}"
                 )
             case PoissonSampledDpEvent(sampling_probability=rate, event=gate):
-                words.append(
-                    f"{count:,} secret Poisson draws at rate {rate:.4g}, each gating one Gaussian "
+                parts.append(
+                    f"{count:,} secret Poisson samples at rate {rate:.4g}, each with one Gaussian "
                     f"release at noise multiplier {gate.noise_multiplier:.4g}"
                 )
             case PoissonSampledGroup(sampling_probability=rate, size=size, event=gate):
-                words.append(
-                    f"{count:,} secret Poisson draws at rate {rate:.4g} of up to {size} images of "
-                    f"a person, each gating one Gaussian release at noise multiplier "
-                    f"{gate.noise_multiplier:.4g} of one of them"
+                parts.append(
+                    f"{count:,} secret Poisson samples at rate {rate:.4g} of up to {size} images "
+                    f"of a person, each with one Gaussian release at noise multiplier "
+                    f"{gate.noise_multiplier:.4g} for one image"
                 )
-            case RevealedDraw(probability=probability, event=gate):
-                words.append(
-                    f"{count:,} draws with probability {probability:.4g} that the adversary sees, "
-                    f"each gating one Gaussian release at noise multiplier "
+            case RevealedSampling(probability=probability, event=gate):
+                parts.append(
+                    f"{count:,} samples with probability {probability:.4g} that the adversary "
+                    f"sees, each with one Gaussian release at noise multiplier "
                     f"{gate.noise_multiplier:.4g}"
                 )
             case Contribution():
-                words.append(f"{count:,} contributions without noise, to a trusted aggregator")
+                parts.append(f"{count:,} contributions without noise to a trusted aggregator")
             case _:
-                words.append("releases without noise")
-    return ", ".join(words) or "nothing"
+                parts.append("releases without noise")
+    return ", ".join(parts) or "nothing"

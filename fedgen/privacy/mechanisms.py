@@ -1,28 +1,32 @@
-"""Clip: what bounds a client's contribution, and what the sum of them is private to.
+"""Mechanisms: bound the contribution of a client and state the sensitivity of the sum of
+contributions.
 
-| mechanism | bounds | sensitivity, add or remove one / replace one | of |
+| mechanism | bounds | sensitivity, add or remove one / replace one | used by |
 |---|---|---|---|
-| ``RowGaussian`` | each row by itself | its ``bounds.py`` diameter / the same | GS-WGAN, votes |
+| ``RowGaussian`` | each row separately | its ``bounds.py`` diameter / the same | GS-WGAN, votes |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
 | ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
-| ``ClientGaussian`` | a client's vector | C / 2C | FedAvg-GAN; DP-MERF at client level |
-| ``ClientMean`` | a client's mean over a batch | C / 2C | DP-SGD at client level |
+| ``ClientGaussian`` | the vector of a client | C / 2C | FedAvg-GAN; DP-MERF at client level |
+| ``ClientMean`` | the mean of a client over a batch | C / 2C | DP-SGD at client level |
 
-A gradient row or matrix is an arbitrary function of the data behind it: without a record it may
-become any other in the ball, hence 2C under both relations. In a sum, what is removed counts zero,
-as does a client that is removed as a whole (``RowGaussian`` of unit client: radius / diameter).
-A noise multiplier is std over the sensitivity under the mechanism's relation. Before anything is
-bounded, what is not finite becomes zero; the wire shows nothing of it. Who makes the noise, and
-what leaves the client, is the mechanism's ``aggregation`` (``releases.py``). What a client adds to
-a sum of several has the sensitivity of the sum: a neighbour changes one client's part.
+A gradient row or matrix is an arbitrary function of its data: without a record it may become any
+other vector in the ball, hence 2C under both relations. In a sum, a removed example counts as zero,
+as does a client that is removed as a whole (``RowGaussian`` with unit client under add-or-remove:
+the radius in place of the diameter). A noise multiplier is the standard deviation over the
+sensitivity under the relation of the mechanism. A contribution with a value that is not finite
+becomes zero before anything is bounded, and the message does not show it. The ``aggregation`` of
+the mechanism (``aggregation.py``) decides who adds the noise and which message a client sends. The
+contribution of a client to a sum over clients has the sensitivity of the sum, because a neighbour
+changes one client.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,54 +34,93 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.privacy.batches import ALWAYS, Batches, OwnDraw, Rows
+from fedgen.privacy.aggregation import LOCAL, SEAL, Aggregation, Release, Sent, noised
+from fedgen.privacy.batch_sampling import ALWAYS, BatchSampling, Indices, Participation
 from fedgen.privacy.bounds import Bound
-from fedgen.privacy.events import Relation, Unit, of_group, repeat
-from fedgen.privacy.per_example import ClippedSum, clip_rows
-from fedgen.privacy.releases import LOCAL, SEAL, Aggregation, Release, Sent, noised
+from fedgen.privacy.clipping import ClippedSum, clip_rows
+from fedgen.privacy.events import Relation, Unit, group_event, repeat
 from fedgen.privacy.routing import Routing
+from fedgen.randomness import RandomStreams
 
-Answers = Sequence[NDArray[Any]]
+Responses = Sequence[NDArray[Any]]
 
 
-class Summed(Protocol):
-    """A mechanism whose answers several clients add up."""
+class Mechanism(ABC):
+    """Base class of all mechanisms. With a noise multiplier of 0, a mechanism is the non-private
+    reference: it releases its input without noise, usually at an infinite clip norm, and its event
+    has no bound."""
+
+    aggregation: Aggregation
+    noise_multiplier: float
+    relation: Relation
+    unit: Unit
+    max_records: int = 1  # records of one person; 1 unless the unit is a person
+
+    @abstractmethod
+    def sensitivity(self, relation: Relation) -> float:
+        """Return the L2 sensitivity of a release under a relation."""
 
     @property
-    def aggregation(self) -> Aggregation: ...
+    def is_private(self) -> bool:
+        """Whether noise is added."""
+        return self.noise_multiplier > 0
 
     @property
-    def std(self) -> float: ...
+    @abstractmethod
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise of a sum, and maximum entry of a contribution."""
+
+    def max_norm(self, size: int) -> float:
+        """Return the L2 norm that no row (``size`` entries) of an honest response exceeds; infinity
+        if unknown."""
+        del size
+        return math.inf
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the noise in each entry."""
+        return self.noise_multiplier * self.sensitivity(self.relation) if self.is_private else 0.0
+
+    def _sent(self, exact: Tensor, event: DpEvent, streams: RandomStreams) -> Sent:
+        """Return the message for a contribution (rows first)."""
+        if self.is_private:
+            return self.aggregation.sent(exact, self.std, event, self.unit, streams)
+        return Release({"answer": exact.to("cpu", torch.float32).numpy()}, event, self.unit, SEAL)
+
+    def _noised(self, exact: Tensor, streams: RandomStreams) -> Tensor:
+        """Return a sum with the full noise, in single precision, on its device."""
+        return noised(exact, self.std, streams) if self.is_private else exact.float()
 
 
-def total(mechanism: Summed) -> Callable[[Answers, int, Coins], Tensor]:
-    """(answers, round, coins) -> the sum of what clients sent, in double precision."""
-    return lambda answers, round_, coins: mechanism.aggregation.total(answers, mechanism.std, coins)
+def aggregator(mechanism: Mechanism) -> Callable[[Responses, int, RandomStreams], Tensor]:
+    """Return (responses, round, streams) -> sum of the responses, in double precision."""
+    return lambda answers, round_, streams: mechanism.aggregation.total(
+        answers, mechanism.std, streams
+    )
 
 
-_UNLIKELY = 200.0  # nats
-_MOST_PARTS = 10_000  # of a batch
+_TAIL_NATS = 200.0
+_MAX_PARTS = 10_000
 
 
 @dataclass(frozen=True)
-class RowGaussian:
-    """Bounded rows, averaged over those who answer them, plus Gaussian noise: GS-WGAN's sanitizer
-    (paper, equations 8 to 11) for any routing of rows to critics, and a noisy count of votes.
+class RowGaussian(Mechanism):
+    """Bounded rows, averaged over the critics or clients that respond, plus Gaussian noise: the
+    sanitizer of GS-WGAN (paper, equations 8 to 11) for any routing, and noisy counts of votes.
 
-    Answer r is (1 / m) * sum over its m answerers of bound(row) + N(0, (sigma * S)^2 I), with
-    S = diameter / m: one answerer's contribution is an arbitrary function of its data within the
-    bound, so exchanging, adding or removing its data moves the mean by at most S. A client that is
-    removed as a whole contributes nothing: S = radius / m. N rows, each asked for where those
-    before it have led, are one Gaussian of noise multiplier sigma / sqrt(N), exactly. What is made
-    of the noisy mean (a threshold, the most frequent bin) is post-processing.
+    Row r of the response is (1 / m) * sum of bound(row) over m responders + N(0, (sigma * S)^2 I)
+    with S = diameter / m. The contribution of a responder is an arbitrary function of its data
+    within the bound, so replacing, adding or removing its data moves the mean by at most S. A
+    client that is removed as a whole contributes nothing: S = radius / m. N rows, queried
+    adaptively, are exactly one Gaussian of noise multiplier sigma / sqrt(N). Functions of the noisy
+    mean (a threshold, the most frequent bin) are post-processing.
 
-    bound: the set that every answer to a row is made to lie in.
-    routing: the draw of answerers inside the client; one critic is ``Routing("mean", 1)``.
-    hidden: that draw is secret and leaves no trace in any state (see ``Routing.event``).
-    draw: the client's own coin, whether it contributes to a round at all. What it contributes is
-        divided by the coin's probability, so that the mean over all clients is what it would be.
+    bound: set that contains every bounded row.
+    routing: routing within the client; for one critic ``Routing("mean", 1)``.
+    hidden: whether the routing is secret and leaves no trace in any state (see ``Routing.event``).
+    participation: secret decision of the client whether to contribute to a round. The contribution
+        is divided by its probability, so that the mean over all clients is unbiased.
     """
 
     bound: Bound
@@ -86,499 +129,390 @@ class RowGaussian:
     hidden: bool
     unit: Unit
     relation: Relation = Relation.REPLACE_ONE
-    draw: OwnDraw = ALWAYS
+    participation: Participation = ALWAYS
     aggregation: Aggregation = LOCAL
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of one answered row."""
-        whole = self.unit is Unit.CLIENT and relation is Relation.ADD_OR_REMOVE_ONE
-        moved = self.bound.radius if whole else self.bound.diameter
-        return moved / self.routing.answers_per_row / self.draw.rate
+        """Return the L2 sensitivity of one row of the response."""
+        removes_client = self.unit is Unit.CLIENT and relation is Relation.ADD_OR_REMOVE_ONE
+        distance = self.bound.radius if removes_client else self.bound.diameter
+        return distance / self.routing.responses_per_sample / self.participation.rate
 
     @property
-    def std(self) -> float:
-        """Of the noise in each number."""
-        return self.noise_multiplier * self.sensitivity(self.relation)
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise, and maximum entry of a contribution."""
+        return self.std, self.bound.max_entry / self.participation.rate
 
-    @property
-    def extent(self) -> tuple[float, float]:
-        """Std of the noise in each number, and the largest that a contribution is meant to have."""
-        return self.std, self.bound.peak / self.draw.rate
-
-    def longest(self, size: int) -> float:
-        """What no row of a release, ``size`` numbers, is longer than (see ``_longest``)."""
-        return _longest(self.bound.radius / self.draw.rate, self.std, size)
+    def max_norm(self, size: int) -> float:
+        """Return the maximum norm of a row of ``size`` entries (see ``_max_noisy_norm``)."""
+        return _max_noisy_norm(self.bound.radius / self.participation.rate, self.std, size)
 
     def event(self, rows: int) -> DpEvent:
-        """What a release of ``rows`` rows costs. The client's coin gates all of them together."""
-        if self.draw.rate < 1:
-            return self.draw.event(GaussianDpEvent(self.noise_multiplier / math.sqrt(rows)))
+        """Return the event of a release of ``rows`` rows; one participation decision covers all of
+        them."""
+        if not self.is_private:
+            return NonPrivateDpEvent()
+        if self.participation.rate < 1:
+            return self.participation.event(
+                GaussianDpEvent(self.noise_multiplier / math.sqrt(rows))
+            )
         return self.routing.event(rows, self.noise_multiplier, self.hidden)
 
     def release(
         self,
         shape: tuple[int, ...],
-        answers: Iterable[tuple[Tensor, Tensor]],
-        coins: Coins,
+        responses: Iterable[tuple[Tensor, Tensor]],
+        streams: RandomStreams,
         contributes: bool = True,
     ) -> Sent:
-        """Sanitizes raw answers to ``shape[0]`` rows.
+        """Sanitize raw responses to ``shape[0]`` query samples.
 
         Args:
-            shape: the shape of the release, rows first.
-            answers: pairs of row indices (n,) and raw answers (n, *shape[1:]), unbounded; none are
-                made if the client's coin says so.
-            coins: of this client and round; the noise is drawn here.
-            contributes: whether the client has anything to contribute.
+            shape: shape of the release, query samples first.
+            responses: pairs of query sample indices (n,) and raw rows (n, *shape[1:]), unbounded;
+                not evaluated if the client does not participate.
+            streams: streams of this client and round, which also provide the noise.
+            contributes: whether the client has any contribution.
 
         Raises:
-            ValueError: if a row is not answered as often as the sensitivity assumes.
+            ValueError: if a query sample has a different number of responses than the sensitivity
+                assumes.
         """
         summed = torch.zeros(shape, dtype=torch.float64)
-        if self.draw.drawn(coins) and contributes:
-            summed, counts = _bounded_sum(shape, answers, self.bound)
-            if not torch.equal(counts, torch.full_like(counts, self.routing.answers_per_row)):
-                raise ValueError("every row needs the number of answers its sensitivity assumes")
-        exact = summed / self.routing.answers_per_row / self.draw.rate
-        return self.aggregation.sent(exact, self.std, self.event(shape[0]), self.unit, coins)
+        if self.participation.is_sampled(streams) and contributes:
+            summed, counts = _bounded_sum(shape, responses, self.bound)
+            if not torch.equal(counts, torch.full_like(counts, self.routing.responses_per_sample)):
+                raise ValueError(
+                    "each query sample needs as many responses as its sensitivity assumes"
+                )
+        exact = summed / self.routing.responses_per_sample / self.participation.rate
+        return self._sent(exact, self.event(shape[0]), streams)
 
 
 @dataclass(frozen=True)
-class JointGaussian:
-    """One gradient matrix from one batch, clipped as a whole (Frobenius norm), plus Gaussian noise:
-    DP-Sinkhorn's released code. Its paper clips each row instead, one batch behind all of them, and
-    counts each as if it had a batch of its own."""
+class JointGaussian(Mechanism):
+    """A gradient matrix from one batch, clipped as a whole (Frobenius norm), plus Gaussian noise:
+    the released code of DP-Sinkhorn. The paper clips each row instead, although all rows share one
+    batch, and accounts for each row as if it had its own batch."""
 
     clip: float
     noise_multiplier: float
-    batches: Batches
+    sampling: BatchSampling
     relation: Relation
     unit: Unit
     aggregation: Aggregation = LOCAL
 
     def __post_init__(self) -> None:
-        _check_neighbours(self.batches, self.relation)
+        _check_relation(self.sampling, self.relation)
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of the matrix; the same under both relations."""
+        """Return the L2 sensitivity of the matrix, the same under both relations."""
         del relation
         return 2 * self.clip
 
     @property
-    def std(self) -> float:
-        """Of the noise in each number."""
-        return self.noise_multiplier * self.sensitivity(self.relation)
-
-    @property
-    def extent(self) -> tuple[float, float]:
-        """Std of the noise in each number, and the largest that a contribution is meant to have."""
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise, and maximum entry of a contribution."""
         return self.std, self.clip
 
-    def longest(self, size: int) -> float:
-        """What no row of the matrix, ``size`` numbers, is longer than (see ``_longest``)."""
-        return _longest(self.clip, self.std, size)
+    def max_norm(self, size: int) -> float:
+        """Return the maximum norm of a row of ``size`` entries (see ``_max_noisy_norm``)."""
+        return _max_noisy_norm(self.clip, self.std, size)
 
     def event(self) -> DpEvent:
-        """What one release costs."""
-        return self.batches.event(GaussianDpEvent(self.noise_multiplier))
+        """Return the event of one release."""
+        if not self.is_private:
+            return NonPrivateDpEvent()
+        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))
 
-    def draw(self, rows: int, coins: Coins) -> Rows:
-        """The batch behind the next release."""
-        return self.batches.draw(rows, coins)
+    def sample_batch(self, records: int, streams: RandomStreams) -> Indices:
+        """Sample the batch of the next release."""
+        return self.sampling.sample(records, streams)
 
-    def release(self, matrix: Tensor, coins: Coins) -> Sent:
-        """Sanitizes a raw matrix (any shape), a function of the batch that was drawn."""
+    def release(self, matrix: Tensor, streams: RandomStreams) -> Sent:
+        """Sanitize a raw matrix (any shape) computed from the sampled batch."""
         clipped = clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]
-        return self.aggregation.sent(clipped, self.std, self.event(), self.unit, coins)
+        return self._sent(clipped, self.event(), streams)
 
 
 @dataclass(frozen=True)
-class PlainMatrix:
-    """As ``JointGaussian``, without clip and noise: the non-private reference."""
-
-    batches: Batches
-    unit: Unit
-    aggregation, std = LOCAL, 0.0
-
-    def event(self) -> DpEvent:
-        """No bound."""
-        return NonPrivateDpEvent()
-
-    def draw(self, rows: int, coins: Coins) -> Rows:
-        """See ``JointGaussian.draw``."""
-        return self.batches.draw(rows, coins)
-
-    def release(self, matrix: Tensor, coins: Coins) -> Release:
-        """The raw matrix."""
-        del coins
-        raw = matrix.detach().to("cpu", torch.float32).numpy()
-        return Release({"answer": raw}, self.event(), self.unit, SEAL)
-
-
-@dataclass(frozen=True)
-class SumGaussian:
-    """A sum over the rows of a batch, each row's contribution clipped, plus Gaussian noise, divided
-    by a public number: DP-SGD (Abadi et al. 2016, algorithm 1), and with all rows, once, the mean
+class SumGaussian(Mechanism):
+    """Sum over the records of a batch, each contribution clipped, plus Gaussian noise, divided by a
+    public number: DP-SGD (Abadi et al. 2016, algorithm 1), and over all records, once, the mean
     embedding of DP-MERF.
 
-    The sum of nothing is released and charged like any other: an empty batch does not show.
-    A batch is summed in parts (``parts``): a row more leaves the arithmetic of all parts but its
-    own as it was, to the last bit, and these are added in double precision.
+    The sum of an empty batch is released and charged like any other, so that an empty batch does
+    not show. The batch is summed in parts (``batch_parts``): adding a record leaves the arithmetic
+    of all other parts unchanged, to the last bit, and the parts are added in double precision.
 
-    divisor: the expected size of a batch, or the public number of rows; never a realized size.
-    peak: of the entries of what a row adds, over C.
-    most: rows that one person has at most, of unit person. The noise multiplier is that of one.
+    divisor: expected batch size or public number of records, never a realized size.
+    max_entry: maximum entry of a record's contribution, over C.
+    max_records: maximum number of records of one person, for unit person. The noise multiplier is
+        that of one record.
     """
 
     clip: float
     noise_multiplier: float
-    batches: Batches
+    sampling: BatchSampling
     divisor: float
     relation: Relation
     unit: Unit
     aggregation: Aggregation = LOCAL
-    peak: float = 1.0
-    most: int = 1
+    max_entry: float = 1.0
+    max_records: int = 1
 
     def __post_init__(self) -> None:
-        _check_neighbours(self.batches, self.relation)
+        _check_relation(self.sampling, self.relation)
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of what is released to one row, before the noise."""
-        return _of_a_sum(relation) * self.clip / self.divisor
+        """Return the L2 sensitivity of the released sum to one record."""
+        return _clip_norms_moved(relation) * self.clip / self.divisor
 
     @property
-    def std(self) -> float:
-        """Of the noise in each number."""
-        return self.noise_multiplier * self.sensitivity(self.relation)
-
-    @property
-    def extent(self) -> tuple[float, float]:
-        """Std of the noise in each number, and the largest that ``divisor`` rows come to."""
-        return self.std, self.peak * self.clip
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise, and maximum entry of the sum of ``divisor`` records."""
+        return self.std, self.max_entry * self.clip
 
     def event(self) -> DpEvent:
-        """What one release costs."""
-        return of_group(self.batches.event(GaussianDpEvent(self.noise_multiplier)), self.most)
+        """Return the event of one release."""
+        if not self.is_private:
+            return NonPrivateDpEvent()
+        return group_event(
+            self.sampling.event(GaussianDpEvent(self.noise_multiplier)), self.max_records
+        )
 
-    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
-        """The batch behind the next release, in parts of ``about`` so many rows."""
-        return _parts(self.batches, rows, coins, self.divisor, about)
+    def batch_parts(self, records: int, streams: RandomStreams, part_size: int) -> list[Indices]:
+        """Sample the batch of the next release, in parts of about ``part_size`` records."""
+        return _split_batch(self.sampling, records, streams, self.divisor, part_size)
 
-    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
-        """Sanitizes a sum of clipped contributions, where they are: (size,) in single precision,
-        noised in full whatever the aggregation.
+    def noised(self, size: int, sums: Iterable[ClippedSum], streams: RandomStreams) -> Tensor:
+        """Sanitize a sum of clipped contributions on its device, with the full noise for any
+        aggregation.
 
         Args:
-            size: entries of the sum, known whatever the batch.
-            sums: over the parts of the batch.
+            size: number of entries of the sum, independent of the batch.
+            sums: sums over the parts of the batch.
+
+        Returns:
+            The noisy sum (size,) in single precision.
 
         Raises:
-            ValueError: for a part that was clipped to more than the sensitivity assumes.
+            ValueError: if a part was clipped to a larger norm than the sensitivity assumes.
         """
-        return noised(self._exact(size, sums), self.std, coins)
+        return self._noised(self._exact(size, sums), streams)
 
     def _exact(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
         total: Tensor | None = None
         for part in sums:
             if part.clip > self.clip:
-                raise ValueError("a part was clipped to more than the sensitivity assumes")
+                raise ValueError("a part was clipped to a larger norm than the sensitivity assumes")
             flat = part.flat()
             total = flat if total is None else total.add_(flat)
         total = torch.zeros(size, dtype=torch.float64) if total is None else total
         return total.div_(self.divisor)
 
-    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Sent:
-        """The sum, of this shape, to leave the client."""
+    def release(
+        self, shape: tuple[int, ...], sums: Iterable[ClippedSum], streams: RandomStreams
+    ) -> Sent:
+        """Return the sum in this shape as the client's message."""
         exact = self._exact(math.prod(shape), sums).view(1, *shape)
-        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
+        return self._sent(exact, self.event(), streams)
 
 
 @dataclass(frozen=True)
-class PlainSum:
-    """As ``SumGaussian``, without clip and noise: the non-private reference."""
+class ClientMean(Mechanism):
+    """``SumGaussian`` at client level: a client contributes the mean over a batch of its records,
+    each clipped to C, so that the norm of the mean is at most C for any records and any number of
+    them. Plus Gaussian noise: DP-FedSGD (McMahan et al. 2018, algorithm 1, with one local step).
 
-    batches: Batches
-    divisor: float
-    unit: Unit
-    aggregation, std = LOCAL, 0.0
+    Neighbours are a client with its records and one without any, which contributes nothing but
+    noise. All records of a client may change together, so sampling among them neither hides nor
+    costs anything: the event is a Gaussian without sampling.
 
-    def event(self) -> DpEvent:
-        """No bound."""
-        return NonPrivateDpEvent()
-
-    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
-        """See ``SumGaussian.parts``."""
-        return _parts(self.batches, rows, coins, self.divisor, about)
-
-    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
-        """The raw sum; see ``SumGaussian.noised``."""
-        del coins
-        total: Tensor | None = None
-        for part in sums:
-            flat = part.flat()
-            total = flat if total is None else total.add_(flat)
-        total = torch.zeros(size, dtype=torch.float64) if total is None else total
-        return (total / self.divisor).to(torch.float32)
-
-    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Release:
-        """The raw sum; see ``SumGaussian.release``."""
-        gradients = self.noised(math.prod(shape), sums, coins).view(1, *shape).cpu().numpy()
-        return Release({"answer": gradients}, self.event(), self.unit, SEAL)
-
-
-@dataclass(frozen=True)
-class ClientMean:
-    """As ``SumGaussian``, at client level: what a client contributes to a sum is the mean over a
-    batch of its rows, each row's contribution clipped to C, so that the mean is no longer than C
-    whatever its rows are and however many. Plus Gaussian noise: DP-FedSGD (McMahan et al. 2018,
-    algorithm 1, with one local step).
-
-    Neighbours are a client with its rows, and one without any, which contributes nothing and sends
-    noise all the same. All of a client's rows may change together, so that the draw among them
-    hides nothing, and costs as little: the event is a Gaussian that nothing gates.
-
-    expected: rows of a batch about, a public number that says how many parts it is summed in.
+    expected: public approximate batch size, which determines the number of parts.
     """
 
     clip: float
     noise_multiplier: float
-    batches: Batches
+    sampling: BatchSampling
     expected: float
     relation: Relation
     aggregation: Aggregation = LOCAL
     unit = Unit.CLIENT
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of the sum of all clients' means, before the noise."""
-        return _of_a_sum(relation) * self.clip
+        """Return the L2 sensitivity of the sum of the means of all clients."""
+        return _clip_norms_moved(relation) * self.clip
 
     @property
-    def std(self) -> float:
-        """Of the noise in each number of the sum."""
-        return self.noise_multiplier * self.sensitivity(self.relation)
-
-    @property
-    def extent(self) -> tuple[float, float]:
-        """Std of the noise in each number, and the largest that a contribution has."""
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise, and maximum entry of a contribution."""
         return self.std, self.clip
 
     def event(self) -> DpEvent:
-        """What one release costs."""
+        """Return the event of one release."""
+        if not self.is_private:
+            return NonPrivateDpEvent()
         return GaussianDpEvent(self.noise_multiplier)
 
-    def parts(self, rows: int, coins: Coins, about: int) -> list[Rows]:
-        """The batch behind the next release, in parts of ``about`` so many rows."""
-        return _parts(self.batches, rows, coins, self.expected, about)
+    def batch_parts(self, records: int, streams: RandomStreams, part_size: int) -> list[Indices]:
+        """Sample the batch of the next release, in parts of about ``part_size`` records."""
+        return _split_batch(self.sampling, records, streams, self.expected, part_size)
 
-    def noised(self, size: int, sums: Iterable[ClippedSum], coins: Coins) -> Tensor:
+    def noised(self, size: int, sums: Iterable[ClippedSum], streams: RandomStreams) -> Tensor:
         """See ``SumGaussian.noised``."""
-        return noised(self._mean(size, sums), self.std, coins)
+        return self._noised(self._mean(size, sums), streams)
 
     def _mean(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
         total, rows = None, 0
         for part in sums:
             if part.clip > self.clip:
-                raise ValueError("a part was clipped to more than the sensitivity assumes")
+                raise ValueError("a part was clipped to a larger norm than the sensitivity assumes")
             flat = part.flat()
             total, rows = flat if total is None else total.add_(flat), rows + len(part.norms)
         total = torch.zeros(size, dtype=torch.float64) if total is None else total
-        # whatever was counted: what leaves is no longer than C
+        # the norm is at most C for any count
         return clip_rows(total[None] / max(rows, 1), self.clip)[0]
 
-    def release(self, shape: tuple[int, ...], sums: Iterable[ClippedSum], coins: Coins) -> Sent:
-        """The mean, of this shape, to leave the client."""
+    def release(
+        self, shape: tuple[int, ...], sums: Iterable[ClippedSum], streams: RandomStreams
+    ) -> Sent:
+        """Return the mean in this shape as the client's message."""
         exact = self._mean(math.prod(shape), sums).view(1, *shape)
-        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
+        return self._sent(exact, self.event(), streams)
 
 
-GradientSum = SumGaussian | ClientMean | PlainSum
-"""What DP-SGD asks of a batch of rows, or does without privacy."""
+GradientSum = SumGaussian | ClientMean
+"""Mechanisms of DP-SGD."""
 
 
-def _parts(batches: Batches, rows: int, coins: Coins, divisor: float, about: int) -> list[Rows]:
-    """A batch in a public number of parts. A row's part is a coin of its own, as its place in the
-    batch is: given the coins of all others, a row more changes no other part."""
-    batch = batches.draw(rows, coins)
-    number = min(max(1, round(divisor / about)), _MOST_PARTS)
+def _split_batch(
+    sampling: BatchSampling, records: int, streams: RandomStreams, divisor: float, part_size: int
+) -> list[Indices]:
+    """Split a batch into a public number of parts. An independent secret random number assigns each
+    record to a part: given the numbers of all others, adding a record changes no other part."""
+    batch = sampling.sample(records, streams)
+    number = min(max(1, round(divisor / part_size)), _MAX_PARTS)
     if number == 1:
         return [batch]
-    part = coins.secret_bits(rows, "part")[batch] % np.uint64(number)
-    return [batch[part == each] for each in range(number)]
+    part = streams.secret_bits(records, "part")[batch] % np.uint64(number)
+    return [batch[part == index] for index in range(number)]
 
 
 def descent(
     mechanism: GradientSum,
     start: Mapping[str, Tensor],
     size: int,
-    sums: Callable[[Mapping[str, Tensor], Coins], Iterable[ClippedSum]],
-    move: Callable[[Mapping[str, Tensor], Tensor, Coins], Mapping[str, Tensor]],
-    steps: Sequence[Coins],
+    sums: Callable[[Mapping[str, Tensor], RandomStreams], Iterable[ClippedSum]],
+    move: Callable[[Mapping[str, Tensor], Tensor, RandomStreams], Mapping[str, Tensor]],
+    steps: Sequence[RandomStreams],
 ) -> Release:
-    """The point that a descent along noised sums comes to: DP-SGD (Abadi et al. 2016, algorithm 1).
-    Everything stays on the device that the point is on.
+    """Run gradient descent on noisy sums: DP-SGD (Abadi et al. 2016, algorithm 1), on the device of
+    ``start``.
 
-    Each step is a release of its own, asked for where those before it have led. The point follows
-    from them alone, so releasing it costs their adaptive composition and no more.
+    Each step is a separate release, which may depend on the previous ones. The final point is a
+    function of these releases alone, so releasing it costs their adaptive composition and no more.
 
     Args:
-        start: the point to begin at: public, or released before.
-        size: entries of a sum.
-        sums: (point, coins) -> clipped sums over a step's batch. Alone in seeing rows.
-        move: (point, noised sum (size,), coins) -> the next point.
-        steps: the coins of each step.
+        start: initial point, public or released before.
+        size: number of entries of a sum.
+        sums: (point, streams) -> clipped sums over the batch of a step; the only access to records.
+        move: (point, noisy sum (size,), streams) -> next point.
+        steps: streams of each step.
     """
     point = start
-    for here in steps:
-        point = move(point, mechanism.noised(size, sums(point, here), here), here)
-    whole = torch.cat([point[name].flatten() for name in sorted(point)])
-    arrays = {"answer": whole.to("cpu", torch.float32).numpy()[None]}
+    for streams in steps:
+        point = move(point, mechanism.noised(size, sums(point, streams), streams), streams)
+    flat = torch.cat([point[name].flatten() for name in sorted(point)])
+    arrays = {"answer": flat.to("cpu", torch.float32).numpy()[None]}
     return Release(arrays, repeat(mechanism.event(), len(steps)), mechanism.unit, SEAL)
 
 
 @dataclass(frozen=True)
-class ClientGaussian:
-    """A client's whole contribution, a vector of norm at most C: DP-FedAvg (McMahan et al. 2018),
-    and any statistic at client level. Who takes part is public; the neighbour of a client is one
-    that contributes nothing, and sends its noise all the same.
+class ClientGaussian(Mechanism):
+    """Contribution of a client, a vector of norm at most C: DP-FedAvg (McMahan et al. 2018) and
+    statistics at client level. Which clients are in the run is public; the neighbour of a client is
+    one that contributes nothing and still sends its noise.
 
-    draw: the client's own coin, whether it contributes to a round; what it contributes is divided
-        by the coin's probability, so that the mean over all clients is what it would be.
+    participation: secret decision of the client whether to contribute to a round. The contribution
+        is divided by its probability, so that the mean over all clients is unbiased.
     """
 
     clip: float
     noise_multiplier: float
     relation: Relation
-    draw: OwnDraw = ALWAYS
+    participation: Participation = ALWAYS
     aggregation: Aggregation = LOCAL
     unit = Unit.CLIENT
 
     def sensitivity(self, relation: Relation) -> float:
-        """L2 sensitivity of the sum of all contributions, before the noise."""
-        return _of_a_sum(relation) * self.clip / self.draw.rate
+        """Return the L2 sensitivity of the sum of all contributions."""
+        return _clip_norms_moved(relation) * self.clip / self.participation.rate
 
     @property
-    def std(self) -> float:
-        """Of the noise in each number of the sum."""
-        return self.noise_multiplier * self.sensitivity(self.relation)
+    def value_range(self) -> tuple[float, float]:
+        """Standard deviation of the noise, and maximum entry of a contribution."""
+        return self.std, self.clip / self.participation.rate
 
-    @property
-    def extent(self) -> tuple[float, float]:
-        """Std of the noise in each number, and the largest that a contribution is meant to have."""
-        return self.std, self.clip / self.draw.rate
-
-    def longest(self, size: int) -> float:
-        """What no contribution of ``size`` numbers is longer than (see ``_longest``)."""
-        return _longest(self.clip / self.draw.rate, self.std, size)
+    def max_norm(self, size: int) -> float:
+        """Return the maximum norm of a contribution of ``size`` entries (see
+        ``_max_noisy_norm``)."""
+        return _max_noisy_norm(self.clip / self.participation.rate, self.std, size)
 
     def event(self) -> DpEvent:
-        """What one release costs."""
-        return self.draw.event(GaussianDpEvent(self.noise_multiplier))
+        """Return the event of one release."""
+        if not self.is_private:
+            return NonPrivateDpEvent()
+        return self.participation.event(GaussianDpEvent(self.noise_multiplier))
 
-    def release(self, size: int, vector: Callable[[], Tensor], coins: Coins) -> Sent:
-        """A client's part (1, size): its vector, which is made if the client's coin says so, or
-        nothing; and the noise."""
+    def release(self, size: int, vector: Callable[[], Tensor], streams: RandomStreams) -> Sent:
+        """Return the message of a client (1, size): its vector, computed if the client
+        participates, or zero, plus noise."""
         exact = torch.zeros((1, size))
-        if self.draw.drawn(coins):
+        if self.participation.is_sampled(streams):
             raw = vector().detach().to("cpu", torch.float32).view(1, size)
-            exact = clip_rows(raw, self.clip) / self.draw.rate
-        return self.aggregation.sent(exact, self.std, self.event(), self.unit, coins)
+            exact = clip_rows(raw, self.clip) / self.participation.rate
+        return self._sent(exact, self.event(), streams)
 
 
-@dataclass(frozen=True)
-class PlainClient:
-    """As ``ClientGaussian``, without clip and noise: the non-private reference."""
+def _max_noisy_norm(clip: float, std: float, size: int) -> float:
+    """Bound the norm of a vector of norm at most ``clip`` plus noise of ``std`` in each of its
+    ``size`` entries, exceeded with probability below e^-200: a longer vector is not an honest
+    response.
 
-    draw: OwnDraw = ALWAYS
-    unit = Unit.CLIENT
-    aggregation, std = LOCAL, 0.0
-
-    def event(self) -> DpEvent:
-        """No bound."""
-        return NonPrivateDpEvent()
-
-    def release(self, size: int, vector: Callable[[], Tensor], coins: Coins) -> Sent:
-        """A client's part as it is."""
-        raw = torch.zeros((1, size))
-        if self.draw.drawn(coins):
-            raw = vector().detach().to("cpu", torch.float32).view(1, size) / self.draw.rate
-        return Release({"answer": raw.numpy()}, self.event(), self.unit, SEAL)
-
-
-def _longest(clip: float, std: float, size: int) -> float:
-    """An L2 norm that a vector of norm ``clip`` at most, and noise of ``std`` in each of its
-    ``size`` numbers, exceeds with probability below e^-200: what is longer is no honest answer.
-
-    Proof. The noise's squared norm over std^2 is chi-squared with ``size`` degrees of freedom, and
-    exceeds size + 2 sqrt(size t) + 2 t with probability at most e^-t (Laurent and Massart 2000,
-    lemma 1). A hundredth more pays for the grid, which moves each number by less than std / 1,024,
-    and for single precision, whose least numbers are paid for apart. An honest client is
-    taken for another in no run that anybody will see: the probability is below rounding in any
-    delta, times any e^epsilon that is worth a run.
+    Proof. The squared norm of the noise over std^2 is chi-squared with ``size`` degrees of freedom
+    and exceeds size + 2 sqrt(size t) + 2 t with probability at most e^-t (Laurent and Massart 2000,
+    lemma 1). One percent more covers the grid, which moves each entry by less than std / 1,024, and
+    single precision, whose smallest numbers are covered separately. The probability that an honest
+    response is rejected, times any e^epsilon of interest, is below the rounding error of any delta.
     """
-    least = math.sqrt(size) * 2**-24
-    squared = size + 2 * math.sqrt(size * _UNLIKELY) + 2 * _UNLIKELY
-    return 1.01 * (clip + std * math.sqrt(squared)) + least
+    smallest = math.sqrt(size) * 2**-24
+    squared = size + 2 * math.sqrt(size * _TAIL_NATS) + 2 * _TAIL_NATS
+    return 1.01 * (clip + std * math.sqrt(squared)) + smallest
 
 
-def _of_a_sum(relation: Relation) -> int:
-    """By how many clip norms a neighbour moves a sum of clipped contributions."""
+def _clip_norms_moved(relation: Relation) -> int:
+    """Return by how many clip norms a neighbour moves a sum of clipped contributions."""
     return 1 if relation is Relation.ADD_OR_REMOVE_ONE else 2
 
 
-def _check_neighbours(batches: Batches, relation: Relation) -> None:
-    """Raises FedgenError for a draw that is not defined for both of two neighbours."""
-    if not batches.allows(relation):
+def _check_relation(sampling: BatchSampling, relation: Relation) -> None:
+    """Raise FedgenError if the sampling is undefined for neighbours under the relation."""
+    if not sampling.allows(relation):
         raise FedgenError(
             "privacy.relation",
-            f"{type(batches).__name__} has no neighbours by {relation.value.replace('_', ' ')}",
-            "draw by Poisson, or take replace_one",
+            f"{type(sampling).__name__} has no neighbours by {relation.value.replace('_', ' ')}",
+            "use Poisson sampling, or replace_one",
         )
 
 
-@dataclass(frozen=True)
-class NoMechanism:
-    """Nothing is noised: the non-private reference. Its event has no bound.
-
-    bound: what votes are made to lie in; gradients are not clipped.
-    """
-
-    bound: Bound
-    routing: Routing
-    unit: Unit
-    draw: OwnDraw = ALWAYS
-    relation = Relation.REPLACE_ONE
-    aggregation, std = LOCAL, 0.0
-
-    def event(self, rows: int) -> DpEvent:
-        """No bound."""
-        return repeat(NonPrivateDpEvent(), rows)
-
-    def release(
-        self,
-        shape: tuple[int, ...],
-        answers: Iterable[tuple[Tensor, Tensor]],
-        coins: Coins,
-        contributes: bool = True,
-    ) -> Sent:
-        """The mean of the raw answers to each row; see ``RowGaussian.release``."""
-        summed = torch.zeros(shape, dtype=torch.float64)
-        if self.draw.drawn(coins) and contributes:
-            summed, _ = _bounded_sum(shape, answers, self.bound)
-        mean = (summed / self.routing.answers_per_row / self.draw.rate).float()
-        return Release({"answer": mean.numpy()}, self.event(shape[0]), self.unit, SEAL)
-
-
 def _bounded_sum(
-    shape: tuple[int, ...], answers: Iterable[tuple[Tensor, Tensor]], bound: Bound
+    shape: tuple[int, ...], responses: Iterable[tuple[Tensor, Tensor]], bound: Bound
 ) -> tuple[Tensor, Tensor]:
-    """Sum of bounded answers per row in double precision, and how many answers each row had."""
+    """Return the sum of bounded responses per row in double precision, and their count per row."""
     total = torch.zeros(shape, dtype=torch.float64)
     counts = torch.zeros(shape[0], dtype=torch.long)
-    for index, rows in answers:
+    for index, rows in responses:
         total.index_add_(0, index, bound.enforce(rows.detach().to("cpu", torch.float32)).double())
         counts.index_add_(0, index, torch.ones_like(index))
     return total, counts
-
-
-Mechanism = RowGaussian | NoMechanism

@@ -1,1 +1,1 @@
-"""The run directory, figures and progress."""
+"""Reports, figures and progress of runs."""

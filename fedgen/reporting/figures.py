@@ -1,4 +1,4 @@
-"""Pictures of a run: grids of samples, epsilon against rounds."""
+"""Figures of a run: sample grids, curves, histograms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from PIL import Image
 
 
 def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes]) -> None:
-    """Writes images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, with a
-    thin line between them."""
+    """Write images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, separated
+    by thin lines."""
     count, channels, height, width = images.shape
     scale = max(1, -(-28 // height))
     tiles = images.repeat(scale, axis=2).repeat(scale, axis=3)
@@ -28,7 +28,7 @@ def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes])
 
 
 def write_image(image: NDArray[np.uint8], to: Path | IO[bytes]) -> None:
-    """Writes one image (channels, h, w), one or three channels, as it is: a PNG."""
+    """Write one image (channels, h, w) with one or three channels as a PNG."""
     pixels = image.transpose(1, 2, 0)
     Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(to, "PNG")
 
@@ -39,7 +39,11 @@ def lower_bounds(
     confidence: float,
     path: Path,
 ) -> None:
-    """Writes the figure of an audit. ``panels``: name -> (after, lower bound, proven epsilon)."""
+    """Write the figure of an audit.
+
+    Args:
+        panels: name -> (releases or rounds, lower bound, proven ε).
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -67,7 +71,7 @@ def lower_bounds(
 def epsilon_against_rounds(
     rounds: list[int], curves: dict[str, list[float | None]], delta: float, path: Path
 ) -> None:
-    """Writes the figure of each adversary's epsilon, and of the paper's claim, against rounds."""
+    """Write the figure of ε against rounds, for each adversary and the claim of the paper."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -79,7 +83,7 @@ def epsilon_against_rounds(
         name: [(r, v) for r, v in zip(rounds, values, strict=True) if v is not None]
         for name, values in curves.items()
     }
-    for name, known in _together(lanes).items():
+    for name, known in _plot_curves(lanes).items():
         style = "--" if name.startswith("claimed") else "-"
         axes.plot(*zip(*known, strict=True), style, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -92,9 +96,9 @@ def epsilon_against_rounds(
     figure.savefig(path, dpi=120)
 
 
-def _together(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Lanes with points; those with the same ones as one, by all their names: drawn apart, the
-    last would hide the others."""
+def _plot_curves(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the curves with points; equal curves are merged under all their names, as the last
+    would hide the others."""
     found: dict[str, list[Any]] = {}
     for name, points in lanes.items():
         same = next((each for each, there in found.items() if there == points), None)
@@ -105,8 +109,8 @@ def _together(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def along_rounds(lanes: dict[str, list[tuple[float, float]]], y: str, path: Path) -> None:
-    """Writes a figure with a line for each lane, name -> [(rounds, y)]; a single point is a dot."""
+def curves_over_rounds(lanes: dict[str, list[tuple[float, float]]], y: str, path: Path) -> None:
+    """Write a figure with a line per name -> [(rounds, y)]; a single point is a dot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -114,7 +118,7 @@ def along_rounds(lanes: dict[str, list[tuple[float, float]]], y: str, path: Path
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in _together(lanes).items():
+    for name, points in _plot_curves(lanes).items():
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=_plain(name))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("rounds")
@@ -131,9 +135,10 @@ def privacy_against_utility(
     y: str,
     path: Path,
 ) -> None:
-    """Writes a figure with a panel for each data set and a colour for each method: panel -> method
-    -> its runs, each a list of points (x, mean, standard deviation) along it. Lines are runs;
-    dashes join their ends, which have error bars."""
+    """Write a figure with a panel per data set and a colour per method: panel -> method -> its
+    runs, each a list of points (x, mean, standard deviation). Lines are runs; dashes join their end
+    points, which have error bars.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -170,12 +175,13 @@ def privacy_against_utility(
 
 
 def _plain(name: str) -> str | None:
-    """A label as it is: matplotlib reads formulas between dollars, and hides what begins with _."""
+    """Return a label without special meaning: matplotlib parses formulas between dollars, and hides
+    names with a leading _."""
     return name.replace("$", r"\$").replace("_", " ") or None
 
 
 def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> None:
-    """Writes a figure with a histogram for each lane, name -> values: shares, in the same bins."""
+    """Write a figure with a histogram per name -> values: shares, with common bins."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -193,7 +199,7 @@ def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> Non
 
 
 def histogram_of_clients(values: list[float], x: str, path: Path) -> None:
-    """Writes a figure of how many clients have which value."""
+    """Write a histogram of clients by value."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -209,8 +215,8 @@ def histogram_of_clients(values: list[float], x: str, path: Path) -> None:
 
 
 def partition(counts: NDArray[np.int64], path: Path) -> None:
-    """Writes a figure of the rows of each label (columns) at each client (lines), counts (clients,
-    classes): clients by their number of rows, the largest first."""
+    """Write a figure of the number of images per label (columns) and client (rows), counts
+    (clients, classes); clients are sorted by their number of images, largest first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -223,7 +229,7 @@ def partition(counts: NDArray[np.int64], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("label")
-    axes.set_ylabel("clients, ranked by their number of rows")
+    axes.set_ylabel("clients, ranked by number of images")
     place, whole = figure.add_axes((0.85, 0.13, 0.03, 0.83)), MaxNLocator(integer=True)
     figure.colorbar(shown, cax=place, label="rows", ticks=whole)
     figure.savefig(path, dpi=120)

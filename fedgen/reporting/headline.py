@@ -1,5 +1,5 @@
-"""The head of a report: what it is, how much it tells about one image, and what a data protection
-officer asks."""
+"""The head of a report: its subject, how much the generator reveals about one image, and the
+context for a data protection officer."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 from dp_accounting import DpEvent, NonPrivateDpEvent
 
 from fedgen.errors import FedgenError
-from fedgen.files import read_json
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.events import Relation, canonical, from_json, of_group
-from fedgen.reporting.progress import epsilon_in_words
-from fedgen.reporting.words import protected
+from fedgen.privacy.events import Relation, canonical, from_json, group_event
+from fedgen.reporting.progress import format_epsilon
+from fedgen.reporting.summary import protected
+from fedgen.storage.io import read_json
 
 PRIORS = (0.01, 0.1, 0.5)
-FOUND = 0.01
-"""The least share of those who were there that an attacker finds, for what follows to hold."""
+MIN_SHARE_FOUND = 0.01
+"""Minimum share of members that an attacker finds, for the beliefs to hold."""
 
-ASKED = {
-    "controller": "who decides why and how the data are used",
-    "purpose": "what the generator is for",
-    "data": "which data, of whom, from when",
+ABOUT = {
+    "controller": "who determines the purposes and means of processing",
+    "purpose": "purpose of the generator",
+    "data": "which data, of whom, from which period",
     "persons": "whether one person may have several images, and how many",
 }
-"""What only people know, by the setting under ``about``."""
+"""Statements about the data, by setting under ``about``."""
 
 _RULES_OUT = math.log(90)
-"""From here on a test with 1 % of false alarms may find nine in ten of those who were there."""
+"""From this ε, a test with 1 % of false alarms may find nine in ten members."""
 
-_GROUPS = (2, 5, 10)  # images of one person
+_GROUPS = (2, 5, 10)  # numbers of images of one person
 _MOST_IN_WORDS = 300
 _MOST_DIGITS = 4
 
 
 def tier(value: float | None, delta: float, protected: int | None) -> str:
-    """(epsilon, delta) in words: the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section
+    """Describe (ε, δ) in words: the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section
     5.2, which assume a δ below 1/n.
 
     Args:
@@ -52,28 +52,28 @@ def tier(value: float | None, delta: float, protected: int | None) -> str:
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:
-        little = "; the guarantee alone rules little out" if value > _RULES_OUT else ""
+        little = "; the guarantee alone excludes little" if value > _RULES_OUT else ""
         return f"reasonable by convention (ε of at most 10){little}"
-    return "weak: the guarantee alone rules little out (ε above 10)"
+    return "weak: the guarantee alone excludes little (ε above 10)"
 
 
 def beliefs(value: float | None, delta: float) -> list[tuple[float, float]]:
-    """(prior, posterior): how often an attacker is right at most who says of an image that it was
-    there, and says so of at least a share ``FOUND`` of those that were.
+    """Return (prior, posterior): the largest probability that an attacker is right who accuses
+    images of membership, and accuses at least a share ``MIN_SHARE_FOUND`` of the members.
 
-    Proof. Of those that were there the attacker accuses a share t, of others f >= e^-eps (t -
-    delta). Right among the accused are p t / (p t + (1 - p) f) for a prior p, which falls with f,
-    and at the least f with t: at most p o / (p o + 1 - p), o = e^eps / (1 - delta / FOUND).
+    Proof. The attacker accuses a share t of members, and of others f >= e^-eps (t - delta). Its
+    precision is p t / (p t + (1 - p) f) for a prior p, which decreases in f and, at the minimum of
+    f, in t: at most p o / (p o + 1 - p), o = e^eps / (1 - delta / MIN_SHARE_FOUND).
     """
-    if value is None or delta >= FOUND:
+    if value is None or delta >= MIN_SHARE_FOUND:
         return [(prior, 1.0) for prior in PRIORS]
-    odds = math.exp(min(value, _MOST_IN_WORDS)) / (1 - delta / FOUND)
+    odds = math.exp(min(value, _MOST_IN_WORDS)) / (1 - delta / MIN_SHARE_FOUND)
     return [(prior, prior * odds / (prior * odds + 1 - prior)) for prior in PRIORS]
 
 
 _NOISE = {
-    "secure": "From the operating system: it follows from no seed.",
-    "seeded": "From a seed: whoever knows it can remove the noise.",
+    "secure": "From the operating system, not from a seed.",
+    "seeded": "From a seed: anyone who knows it can remove the noise.",
     "none": "None.",
 }
 
@@ -81,9 +81,12 @@ _NOISE = {
 def headline(
     views: Mapping[str, float | None], record: Mapping[str, Any], but_for: str
 ) -> dict[str, Any]:
-    """What an adversary can come to, of each of some ``views``. ``but_for``: whom these are not
-    about, in words."""
-    names = {"server": "whoever runs the training", "release": "whoever has what is published"}
+    """Describe what an adversary can achieve, for each of ``views``.
+
+    Args:
+        but_for: clients that these do not cover, as text.
+    """
+    names = {"server": "the operator of the training", "release": "a reader of the release"}
     return {
         "protected": None
         if all(value is None for value in views.values())
@@ -92,7 +95,7 @@ def headline(
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",
         "noise": _NOISE[record["noise"]],
-        "found": FOUND,
+        "found": MIN_SHARE_FOUND,
         "priors": PRIORS,
         "rows": [
             {
@@ -100,7 +103,7 @@ def headline(
                 "epsilon": value,
                 "tier": tier(value, record["delta"], record.get("protected")),
                 "beliefs": [
-                    at_most(after, value is not None and record["delta"] < FOUND)
+                    format_belief(after, value is not None and record["delta"] < MIN_SHARE_FOUND)
                     for _, after in beliefs(value, record["delta"])
                 ],
             }
@@ -109,8 +112,8 @@ def headline(
     }
 
 
-def at_most(belief: float, bounded: bool) -> str:
-    """A belief in percent, never rounded down, with as many digits as tell it from certainty."""
+def format_belief(belief: float, bounded: bool) -> str:
+    """Format a belief in percent, rounded up, with enough digits to differ from certainty."""
     if not bounded:
         return "no bound"
     for digits in range(1, _MOST_DIGITS + 1):
@@ -120,13 +123,13 @@ def at_most(belief: float, bounded: bool) -> str:
     return "< 100 %"
 
 
-def told(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
-    """(what, which setting says it, what it says), None where nobody said it."""
-    return [(what, f"about.{key}", about.get(key) or None) for key, what in ASKED.items()]
+def context_rows(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
+    """Return (subject, setting, value), None for missing values."""
+    return [(what, f"about.{key}", about.get(key) or None) for key, what in ABOUT.items()]
 
 
-def by_adversary(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """epsilon of the clients, where there are several: the least, the median and the most."""
+def adversary_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return ε of the clients if there are several: minimum, median and maximum."""
     rows = []
     for name in ("server", "release"):
         found = sorted(
@@ -138,10 +141,10 @@ def by_adversary(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def of_persons(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
-    """(images of one person at a client, epsilon against the server of all of them together), of
-    the client that spent most; empty where epsilon is about more than images already, or where no
-    bound for several is known."""
+def person_rows(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
+    """Return (images of one person at a client, ε against the server for all of them together), for
+    the client with the largest bounded ε; empty if ε covers more than single images already, or if
+    no bound for several is known."""
     if record["unit"] != "record" or record["relation"] != Relation.ADD_OR_REMOVE_ONE.value:
         return []
     bounded = [c for c in record["clients"].values() if c["server"] is not None]
@@ -153,7 +156,7 @@ def of_persons(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
         spend: dict[DpEvent, int] = {}
         try:
             for event, count in most["events"]:
-                for leaf, times in canonical(of_group(from_json(event), images), count).items():
+                for leaf, times in canonical(group_event(from_json(event), images), count).items():
                     spend[leaf] = spend.get(leaf, 0) + times
             bound = epsilon(spend, record["delta"], Relation.ADD_OR_REMOVE_ONE).value
         except ValueError:
@@ -162,8 +165,8 @@ def of_persons(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
     return found
 
 
-def audited(run: Path) -> list[str]:
-    """What ``fedgen audit`` found in this run, in sentences; empty if it was no audit.
+def audit_rows(run: Path) -> list[str]:
+    """Return the results of ``fedgen audit`` on this run as sentences; empty if there is none.
 
     Raises:
         FedgenError: for a record that cannot be read.
@@ -176,10 +179,10 @@ def audited(run: Path) -> list[str]:
         part, confidence = record["run"], float(record["confidence"])
         points = [*record["program"]["points"], *part["points"]]
         return [
-            f"After {each['after']} {'rounds' if each['of'] == 'run' else 'releases'} an attack on "
-            f"{'the run' if each['of'] == 'run' else each['of']} shows an ε of at least "
+            f"After {each['releases']} {'rounds' if each['of'] == 'run' else 'releases'} an attack "
+            f"on {'the run' if each['of'] == 'run' else each['of']} shows an ε of at least "
             f"{float(each['lower_bound']):.2f} ({confidence:.0%} confidence); proven: at most "
-            f"{epsilon_in_words(each['proven'])}."
+            f"{format_epsilon(each['proven'])}."
             for each in points
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""Where numbers and pictures go while a run trains, beside ``metrics.jsonl``: TensorBoard, MLflow,
-Weights & Biases, or nowhere else. All of them write into the run directory, or beside it, and send
-nothing of it unless a setting says where; what these libraries would tell their makers is switched
-off. What is logged may follow from private rows (``held_out``): it is for whoever trains."""
+"""Loggers for numbers and pictures during training, in addition to ``metrics.jsonl``: TensorBoard,
+MLflow, Weights & Biases, or none. They write into the run directory or next to it, and send data
+elsewhere only if a setting says so; telemetry of these libraries is disabled. Logged values may
+depend on private records (``held_out``): they are for the operator of the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.errors import FedgenError
-from fedgen.files import digest
+from fedgen.storage.io import digest
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,18 @@ class Logger:
 
 
 def none(place: Path, name: str, rounds: int) -> Logger:
-    """Logs nothing."""
+    """Log nothing."""
     del place, name, rounds
     return Logger(lambda *_: None, lambda *_: None, lambda: None)
 
 
 def tensorboard(place: Path, name: str, rounds: int) -> Logger:
-    """Event files for TensorBoard.
+    """Write event files for TensorBoard.
 
     Args:
-        place: the run directory. name: of the run.
-        rounds: how many are done: what was logged later, before a run was cut off, is left out.
+        place: run directory.
+        name: name of the run.
+        rounds: finished rounds; later entries, from before an interruption, are dropped.
     """
     del name
     from torch.utils.tensorboard import SummaryWriter
@@ -52,12 +53,12 @@ def tensorboard(place: Path, name: str, rounds: int) -> Logger:
 
 
 def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str) -> Logger:
-    """An MLflow run; one that goes on is the same one.
+    """Log to an MLflow run; a resumed run keeps the same one.
 
     Args:
-        uri: of a tracking server, which then learns what is logged; None: ``mlflow.db`` in the run
+        uri: tracking server, which then receives everything logged; None: ``mlflow.db`` in the run
             directory.
-        project: the experiment's name.
+        project: name of the experiment.
 
     Raises:
         FedgenError: without MLflow, or if it cannot be reached.
@@ -70,15 +71,15 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     except ImportError as error:
-        raise _lacking("mlflow") from error
+        raise _missing_package("mlflow") from error
     here = place.absolute()
     artifacts = None if uri else (here / "mlflow").as_uri()
     try:
         client = MlflowClient(uri or f"sqlite:///{here}/mlflow.db")
         found = client.get_experiment_by_name(project)
         of = found.experiment_id if found else client.create_experiment(project, artifacts)
-        tags = {"fedgen.run": _of(name, place)}
-        known = client.search_runs([of], f"tags.`fedgen.run` = '{_of(name, place)}'")
+        tags = {"fedgen.run": _log_to(name, place)}
+        known = client.search_runs([of], f"tags.`fedgen.run` = '{_log_to(name, place)}'")
         info = known[0].info if known else client.create_run(of, tags=tags).info
     except (MlflowException, OSError) as error:
         problem = f"{uri or here} cannot be logged to ({type(error).__name__})"
@@ -98,24 +99,24 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
 
 
 def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) -> Logger:
-    """A run of Weights & Biases; one that goes on is the same one.
+    """Log to a run of Weights & Biases; a resumed run keeps the same one.
 
     Args:
-        place: the run directory; ``PLACE.wandb`` beside it is for W&B's files.
-        online: whether what is logged is sent to the server that one is logged in to; else it stays
-            there, for ``wandb sync``.
-        project: its name there.
+        place: run directory; ``PLACE.wandb`` next to it is for files of W&B.
+        online: whether logs are sent to the server of the current login; otherwise they stay in
+            ``PLACE.wandb``, for ``wandb sync``.
+        project: name of the project.
 
     Raises:
-        FedgenError: without wandb, or if nobody is logged in.
+        FedgenError: without wandb, or without a login.
     """
     del rounds
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         import wandb as library
     except ImportError as error:
-        raise _lacking("wandb") from error
-    beside = place.with_name(f"{place.name}.wandb")  # it makes links, and a run has none
+        raise _missing_package("wandb") from error
+    beside = place.with_name(f"{place.name}.wandb")  # it has links, which a run must not
     beside.mkdir(exist_ok=True)
     chosen = library.Settings(
         silent=True, console="off", x_disable_stats=True, disable_git=True, symlink=False
@@ -125,7 +126,7 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
             project=project,
             dir=str(beside),
             mode="online" if online else "offline",
-            id=_of(name, place),
+            id=_log_to(name, place),
             resume="allow",
             settings=chosen,
         )
@@ -143,10 +144,10 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
     return Logger(scalar, image, run.finish)
 
 
-def _of(name: str, place: Path) -> str:
-    """What tells a run from others of its settings."""
+def _log_to(name: str, place: Path) -> str:
+    """Return an identifier that distinguishes a run from others with the same settings."""
     return digest(name.encode(), str(place.absolute()).encode())[:32]
 
 
-def _lacking(package: str) -> FedgenError:
+def _missing_package(package: str) -> FedgenError:
     return FedgenError("logger", f"needs {package}", f'pip install "fedgen[{package}]"')

@@ -1,4 +1,4 @@
-"""What pages are made of: templates, pictures that a page holds, figures along a run."""
+"""Parts of pages: templates, embedded pictures, figures over rounds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 
 import jinja2
 
-from fedgen.reporting.figures import along_rounds
-from fedgen.reporting.progress import bytes_in_words, epsilon_in_words
+from fedgen.reporting.figures import curves_over_rounds
+from fedgen.reporting.progress import format_bytes, format_epsilon
 
 
 def template(name: str) -> jinja2.Template:
+    """Return a template of this package, with filters for numbers."""
     engine = jinja2.Environment(
         loader=jinja2.PackageLoader("fedgen.reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    engine.filters |= {"epsilon": epsilon_in_words, "bytes": bytes_in_words, "percent": _percent}
+    engine.filters |= {"epsilon": format_epsilon, "bytes": format_bytes, "percent": _percent}
     return engine.get_template(name)
 
 
 def epsilon_lanes(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return (round, ε) by adversary, and for the formula of the paper."""
     lanes = {
         "server (proven)": [(line["round"], line["epsilon"]["server"]) for line in spent],
         "release (proven)": [(line["round"], line["epsilon"]["release"]) for line in spent],
@@ -36,34 +38,36 @@ def epsilon_lanes(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float
     }
 
 
-def own_figures(spent: Sequence[dict[str, Any]]) -> list[str]:
-    """The method's own figures along a run."""
+def default_figures(spent: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the method's own metrics over rounds."""
     own = [name for line in spent for name, value in line.items() if isinstance(value, float)]
     return [name for name in dict.fromkeys(own) if name != "claimed_epsilon"]
 
 
-def lane_of(spent: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def curve_of(spent: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Return (round, value) of a metric."""
     return [(line["round"], line[name]) for line in spent if line.get(name) is not None]
 
 
-def picture_of(path: Path) -> str:
-    """A picture as an address that holds it."""
-    return as_address(path.read_bytes())
+def embed_image(path: Path) -> str:
+    """Return a picture as a data URL."""
+    return data_url(path.read_bytes())
 
 
-def as_address(png: bytes) -> str:
+def data_url(png: bytes) -> str:
+    """Return the data URL of a PNG."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def figure_along(lanes: dict[str, list[tuple[float, float]]], y: str) -> str | None:
-    """A figure of what there is along a run; None for nothing but its end."""
+    """Return a figure of values over rounds; None if there is only the last value."""
     if max(map(len, lanes.values())) < 2:
         return None
-    return svg(lambda path: along_rounds(lanes, y, path))
+    return svg(lambda path: curves_over_rounds(lanes, y, path))
 
 
 def svg(draw: Callable[[Path], None]) -> str:
-    """A figure as an address that holds it."""
+    """Return a figure as a data URL."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "figure.svg")
         draw(path)

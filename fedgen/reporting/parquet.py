@@ -1,4 +1,4 @@
-"""Samples as a Parquet file in the form that Hugging Face's hub has it."""
+"""Write samples as a Parquet file in the format of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fedgen.reporting.figures import write_image
 def write_parquet(
     images: NDArray[np.uint8], labels: Sequence[int], names: Sequence[str], out: Path
 ) -> None:
-    """Images (n, channels, height, width) as PNG, and labels by number, named by the file.
+    """Write images (n, channels, height, width) as PNG, and labels as numbers, named in the
+    metadata.
 
     Raises:
         FedgenError: without the ``datasets`` library.

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Show the progress of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rich.progress import (
 )
 
 _QUIET_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # after which a step that goes on says so
+_SILENT_SECONDS = 60.0  # after which a long step prints a line
 
 
 class RunProgress:
-    """A progress bar on a terminal; elsewhere a line every ten seconds, or where one step takes
-    longer, every minute. ``stderr``: beside what a program prints for others to read."""
+    """Progress bar on a terminal; otherwise a line every ten seconds, or every minute during a long
+    step. ``stderr``: write there, next to output for other programs."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._console = Console(stderr=stderr, highlight=False, soft_wrap=True)
@@ -34,20 +34,20 @@ class RunProgress:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),  # ticks: a sign of life where one step takes minutes
+            TimeElapsedColumn(),  # shows progress during a step of minutes
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )
         self._tasks: dict[str, TaskID] = {}
         self._spoke = time.monotonic()
-        self._ended: tuple[str, int] | None = None  # a stage whose end was said
-        self._at, self._moved = "", time.monotonic()  # the last step, and when it was
+        self._ended: tuple[str, int] | None = None  # a stage whose end was printed
+        self._at, self._moved = "", time.monotonic()  # the last step, and its time
         self._over = threading.Event()
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
-        self._watch = threading.Thread(target=self._say_that_it_goes_on, daemon=True)
+        self._watch = threading.Thread(target=self._heartbeat, daemon=True)
         if not self._live:
             self._watch.start()
         return self
@@ -60,10 +60,10 @@ class RunProgress:
     ) -> None:
         self._over.set()
         if not self._live:
-            self._watch.join()  # nothing is said after the end
+            self._watch.join()  # nothing is printed after the end
         self._progress.stop()
 
-    def _say_that_it_goes_on(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._over.wait(_SILENT_SECONDS / 4):
             if self._at and time.monotonic() - self._spoke >= _SILENT_SECONDS:
                 self._spoke = time.monotonic()
@@ -71,11 +71,15 @@ class RunProgress:
                 self.say(f"still at {self._at}, for {minutes:.0f} min")
 
     def say(self, line: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(line, markup=False)
 
     def show(self, stage: str, done: int, of: int, facts: str, end: bool = True) -> None:
-        """Moves a stage's bar. ``end``: whether its end is worth a line."""
+        """Move the bar of a stage.
+
+        Args:
+            end: whether the end of the stage is printed as a line.
+        """
         if not self._live:
             now = time.monotonic()
             if self._at != (step := f"{stage} {done}/{of}"):
@@ -91,22 +95,22 @@ class RunProgress:
         self._progress.update(self._tasks[stage], completed=done, facts=facts)
 
 
-def epsilon_in_words(value: float | None) -> str:
-    """An epsilon for people, rounded up: 9.9991 reads 10.00, never 9.99."""
+def format_epsilon(value: float | None) -> str:
+    """Format ε, rounded up: 9.9991 is printed as 10.00, never 9.99."""
     if value is None:
         return "∞"
     return f"{-(-value * 100 // 1) / 100:.2f}"
 
 
-def pace_in_words(rounds: int, seconds: float) -> str:
-    """How fast a run goes, for people: rounds a second, or the seconds that a round takes."""
+def format_pace(rounds: int, seconds: float) -> str:
+    """Format the speed of a run: rounds per second, or seconds per round."""
     if rounds >= seconds:
         return f"{rounds / seconds:.3g} rounds/s"
     return f"{seconds / rounds:.3g} s a round"
 
 
-def bytes_in_words(count: int) -> str:
-    """A number of bytes for people."""
+def format_bytes(count: int) -> str:
+    """Format a number of bytes."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

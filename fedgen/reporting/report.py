@@ -1,8 +1,8 @@
-"""One HTML file about one or several runs: no network, pictures inside, to be read on a screen,
-light or dark, and on paper.
+"""Write one self-contained HTML file about one or several runs, without network access, for screens
+(light or dark) and paper.
 
-For the ``server`` it has everything that a run directory has; for the ``public`` nothing but what
-is in ``public/``.
+For the ``server`` it contains everything in a run directory; for the ``public`` only what is in
+``public/``.
 """
 
 from __future__ import annotations
@@ -16,51 +16,57 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.files import check_no_links, read_json, read_yaml
 from fedgen.reporting.figures import histogram_of_clients
-from fedgen.reporting.headline import audited, by_adversary, headline, of_persons, told
+from fedgen.reporting.headline import (
+    adversary_rows,
+    audit_rows,
+    context_rows,
+    headline,
+    person_rows,
+)
 from fedgen.reporting.pages import (
+    curve_of,
+    default_figures,
+    embed_image,
     epsilon_lanes,
     figure_along,
-    lane_of,
-    own_figures,
-    picture_of,
     svg,
     template,
 )
-from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import (
+from fedgen.reporting.summary import (
     NOT_IN_THE_FOLDER,
     PARTS,
     averages,
-    but_for,
+    exceptions,
     figures,
     protected,
     strength,
-    without_bound,
+    unbounded_note,
 )
+from fedgen.storage.io import check_no_links, read_json, read_yaml
+from fedgen.storage.run_dir import RunDir
 
 _MOST_GRIDS = 24
-_MOST_LISTED = 2000  # clients in a table; of more, the extremes
+_MOST_LISTED = 2000  # limit on clients in a table; beyond it, the extremes
 _EXTREMES = 25
 ACCURACY = "gen2real accuracy"
 
 
 def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        about: what people say of the data (``headline.ASKED``).
+        about: statements about the data (``headline.ABOUT``).
 
     Raises:
-        FedgenError: if one of them is no finished run.
+        FedgenError: if one of the runs is not finished.
     """
-    facts, said = (_public if audience == "public" else _server), told(about)
+    facts, said = (_public if audience == "public" else _server), context_rows(about)
     shown = [facts(path) for path in runs]
     if not runs:
         raise FedgenError("runs", "is empty", "name at least one run directory")
     names = _distinct([str(path) for path in runs])
-    if audience == "public":  # names of folders are not in them
+    if audience == "public":  # names of folders are not published
         names = [f"generator {number}" for number in range(1, len(runs) + 1)]
     for run, name in zip(shown, names, strict=True):
         run["name"] = name
@@ -75,16 +81,18 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
 
 
 def _public(path: Path) -> dict[str, Any]:
-    """What is in the folder that may be handed out."""
+    """Return the content of the published folder."""
     folder = path / "public" if (path / "public").is_dir() else path
     check_no_links(folder, "runs")
     if (path / "results.json").exists():
         RunDir(path).check_digests("runs")
     try:
         described = read_json(folder / "generator.json")
-        title = str(described["method"]["name"]).rpartition(".")[2]
+        method = described["method"]
+        # 0.1.0 wrote ``name: MODULE.FUNCTION``
+        title = str(method.get("type", method.get("name"))).rpartition(".")[2]
         statement = (folder / "PRIVACY.md").read_text()
-        picture = picture_of(folder / "samples.png")
+        picture = embed_image(folder / "samples.png")
         privacy, (channels, high, wide) = described["privacy"], described["shape"]
         made = {
             "run": str(described["generator_sha256"])[:12],
@@ -95,7 +103,7 @@ def _public(path: Path) -> dict[str, Any]:
         }
         views = {"release": privacy["epsilon"]}
         lost = privacy.get("without_bound", {"clients": 0, "of": 0})
-        but = without_bound(int(lost["clients"]), int(lost["of"]))
+        but = unbounded_note(int(lost["clients"]), int(lost["of"]))
         card = headline(views, privacy, but)
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise FedgenError(
@@ -108,12 +116,12 @@ def _public(path: Path) -> dict[str, Any]:
         "uncovered": _section(statement, "What is not covered"),
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
-        "configuration": OmegaConf.to_yaml(OmegaConf.create(described["method"])),
+        "configuration": OmegaConf.to_yaml(OmegaConf.create(method)),
     }
 
 
 def _server(path: Path) -> dict[str, Any]:
-    """All that a run directory tells."""
+    """Return the content of a run directory."""
     run_dir, config, identity = RunDir.open(path, "runs")
     results = run_dir.results("runs")
     missing = [n for n in ("privacy.json", "public/samples.png") if not (path / n).exists()]
@@ -161,7 +169,7 @@ def _server(path: Path) -> dict[str, Any]:
         "results": results,
         "record": record,
         "card": {
-            **headline(views, record, but_for(record)),
+            **headline(views, record, exceptions(record)),
             **made,
             "releases": max(each["releases"] for each in clients),
         },
@@ -170,10 +178,10 @@ def _server(path: Path) -> dict[str, Any]:
             for line in _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered")
             if line != NOT_IN_THE_FOLDER
         ],
-        "by_adversary": by_adversary(record),
-        "of_persons": of_persons(record),
-        "audited": audited(path),
-        "protected": protected(record) + but_for(record),
+        "by_adversary": adversary_rows(record),
+        "of_persons": person_rows(record),
+        "audited": audit_rows(path),
+        "protected": protected(record) + exceptions(record),
         "strength": {
             name: strength(found["epsilon"], record["delta"])
             for name, found in record["views"].items()
@@ -184,13 +192,14 @@ def _server(path: Path) -> dict[str, Any]:
         "epsilon_curve": figure_along(epsilon_lanes(spent), f"ε at δ = {record['delta']:g}"),
         "accuracy_curve": figure_along({"": accuracies}, ACCURACY),
         "shown_curves": [
-            (name, figure_along({"": lane_of(spent, name)}, name)) for name in own_figures(spent)
+            (name, figure_along({"": curve_of(spent, name)}, name))
+            for name in default_figures(spent)
         ],
         "quality": figures(results),
         "pictures": [
-            (file.stem, picture_of(file)) for file in sorted((path / "evaluation").glob("*.png"))
+            (file.stem, embed_image(file)) for file in sorted((path / "evaluation").glob("*.png"))
         ],
-        "partition": picture_of(path / "partition.png")
+        "partition": embed_image(path / "partition.png")
         if (path / "partition.png").exists()
         else None,
         "clients": listed,
@@ -201,7 +210,7 @@ def _server(path: Path) -> dict[str, Any]:
         if len(bounded) > 1
         else None,
         "failures": run_dir.failure_lines(),
-        "siblings": _siblings(path, config),
+        "siblings": _sibling_runs(path, config),
         "held_out": config.get("held_out", 0),
         "configuration": OmegaConf.to_yaml(config),
         "environment": identity.get("environment", {}),
@@ -232,22 +241,22 @@ def _compared(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
-    """(caption, picture) along a run, its end last."""
+    """Return (caption, picture) over rounds, the last one at the end."""
     files = sorted(run_dir.samples.glob("round_*.png"))
     if len(files) > _MOST_GRIDS:
         files = [files[i * (len(files) - 1) // (_MOST_GRIDS - 1)] for i in range(_MOST_GRIDS)]
-    along = [(f"round {int(file.stem.rpartition('_')[2]):,}", picture_of(file)) for file in files]
-    return [*along, ("published", picture_of(run_dir.public / "samples.png"))]
+    along = [(f"round {int(file.stem.rpartition('_')[2]):,}", embed_image(file)) for file in files]
+    return [*along, ("published", embed_image(run_dir.public / "samples.png"))]
 
 
-def _siblings(path: Path, config: DictConfig) -> int:
-    """How many other runs on the same data set lie beside this one."""
+def _sibling_runs(path: Path, config: DictConfig) -> int:
+    """Return the number of other runs on the same data set in the same folder."""
     found = 0
     for other in path.absolute().parent.glob("*/config.yaml"):
         if other.parent != path.absolute():
             try:
                 theirs = OmegaConf.create(read_yaml(other))
-                found += theirs.data._target_ == config.data._target_ and all(
+                found += theirs.names.data == config.names.data and all(
                     theirs.data.get(key) == config.data.get(key) for key in ("name", "path")
                 )
             except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
@@ -256,7 +265,7 @@ def _siblings(path: Path, config: DictConfig) -> int:
 
 
 def _distinct(places: Sequence[str]) -> list[str]:
-    """As much of each path, from its end, as tells it from the others."""
+    """Return the shortest suffix of each path that distinguishes it from the others."""
     parts = [Path(place).parts for place in places]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -266,7 +275,7 @@ def _distinct(places: Sequence[str]) -> list[str]:
 
 
 def _paragraphs(markdown: str) -> list[tuple[str, str]]:
-    """(kind, text) of a privacy statement: h1, h2, li or p."""
+    """Return (kind, text) of a privacy statement: h1, h2, li or p."""
     found = []
     for line in filter(None, markdown.splitlines()):
         kind, text = "p", line
@@ -274,17 +283,17 @@ def _paragraphs(markdown: str) -> list[tuple[str, str]]:
             if line.startswith(mark):
                 kind, text = name, line.removeprefix(mark)
                 break
-        found.append((kind, _unmarked(text)))
+        found.append((kind, _strip_markdown(text)))
     return found
 
 
 def _section(markdown: str, title: str) -> list[str]:
-    """The points of a list in a privacy statement."""
+    """Return the points of a list in a privacy statement."""
     inside = markdown.partition(f"## {title}\n")[2].partition("\n## ")[0]
     lines = [line.removeprefix("- ") for line in inside.splitlines() if line.startswith("- ")]
-    return [_unmarked(line) for line in lines]
+    return [_strip_markdown(line) for line in lines]
 
 
-def _unmarked(text: str) -> str:
-    """Without the marks of bold type and of code."""
+def _strip_markdown(text: str) -> str:
+    """Return the text without marks of bold type and code."""
     return text.replace("**", "").replace("`", "")

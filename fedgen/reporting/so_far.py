@@ -1,4 +1,4 @@
-"""The page of a run that is not over, as it stood at its last checkpoint."""
+"""Write the page of an unfinished run at its last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
-from fedgen.files import read_json
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.pages import (
-    as_address,
+    curve_of,
+    data_url,
+    default_figures,
+    embed_image,
     epsilon_lanes,
     figure_along,
-    lane_of,
-    own_figures,
-    picture_of,
     template,
 )
-from fedgen.reporting.run_dir import RunDir
-from fedgen.reporting.words import quality
+from fedgen.reporting.summary import quality
+from fedgen.storage.io import read_json
+from fedgen.storage.run_dir import RunDir
 
 _MOST_GRIDS = 24
 
 
 @dataclass(frozen=True)
-class SoFar:
-    """A run that is not over, at its last checkpoint. note: which rounds these are. images: of its
-    generator (n, channels, height, width), a row of ``columns`` for each label. but_for: of
-    which clients ``spent`` says nothing."""
+class SnapshotReport:
+    """An unfinished run at its last checkpoint.
+
+    note: the rounds that it covers.
+    images: samples of its generator (n, channels, height, width), a row of ``columns`` per label.
+    but_for: clients that ``spent`` does not cover.
+    """
 
     run_dir: RunDir
     config: DictConfig
@@ -45,33 +48,35 @@ class SoFar:
     columns: int
 
 
-def so_far(run: SoFar) -> str:
-    """The page of a run that is not over."""
+def load_snapshot_report(run: SnapshotReport) -> str:
+    """Return the page of an unfinished run."""
     spent = [line for line in run.run_dir.metrics() if "epsilon" in line]
     lanes = {"ε": figure_along(epsilon_lanes(spent), f"ε at δ = {run.delta:g}")}
-    lanes |= {name: figure_along({"": lane_of(spent, name)}, name) for name in own_figures(spent)}
+    lanes |= {
+        name: figure_along({"": curve_of(spent, name)}, name) for name in default_figures(spent)
+    }
     sheet = io.BytesIO()
     sample_grid(run.images, run.columns, sheet)
     files = sorted(run.run_dir.samples.glob("round_*.png"))[-_MOST_GRIDS:]
     return template("so_far.html").render(
         title=f"{run.config.names.method} on {run.config.names.data}",
         note=run.note,
-        picture=as_address(sheet.getvalue()),
+        picture=data_url(sheet.getvalue()),
         spent=run.spent,
         but_for=run.but_for,
         unit=run.unit,
         delta=run.delta,
-        judged=_judged_so_far(run.run_dir.path / "unfinished.json"),
+        judged=_evaluated_snapshot(run.run_dir.path / "unfinished.json"),
         curves=[(name, source) for name, source in lanes.items() if source],
         grids=[
-            (f"round {int(file.stem.rpartition('_')[2]):,}", picture_of(file)) for file in files
+            (f"round {int(file.stem.rpartition('_')[2]):,}", embed_image(file)) for file in files
         ],
         configuration=OmegaConf.to_yaml(run.config),
     )
 
 
-def _judged_so_far(file: Path) -> list[str]:
-    """What ``fedgen evaluate`` last found, if it was asked."""
+def _evaluated_snapshot(file: Path) -> list[str]:
+    """Return the last result of ``fedgen evaluate``, if there is one."""
     if not file.exists():
         return []
     try:

@@ -1,5 +1,5 @@
-"""What fedgen's Flower strategies share: a cohort that is drawn in secret, the sum of what it
-sends, and no evaluation on clients."""
+"""Base of fedgen's Flower strategies: a secretly sampled cohort, the sum of its responses, no
+evaluation on clients."""
 
 from __future__ import annotations
 
@@ -11,62 +11,66 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgen.coins import Coins
-from fedgen.federation.messages import Answer
-from fedgen.method import Method
+from fedgen.federation.messages import Response
+from fedgen.methods.api import Method
+from fedgen.randomness import RandomStreams
 
 
 class CohortStrategy(Strategy):
-    """A strategy that asks a cohort.
+    """A strategy that queries a cohort.
 
     Args:
-        method: of which it reads the public facts of the exchange, as ``cohort``, the draw of
-            clients for the rows of a question.
-        coins: the strategy's own.
+        method: its public parameters of the exchange are used, such as ``cohort``, the routing of
+            query samples to clients.
+        streams: random streams of the strategy.
     """
 
-    def __init__(self, method: Method, coins: Coins) -> None:
-        self.cohort, self._method, self._coins = method.cohort, method, coins
+    def __init__(self, method: Method, streams: RandomStreams) -> None:
+        self.cohort, self._method, self._streams = method.cohort, method, streams
         self.nodes: Mapping[int, int] = {}  # client -> node
 
-    def route(self, server_round: int, rows: int) -> dict[int, list[int]]:
-        """Client -> the rows that it is asked in a round; a function of the round."""
-        return self.cohort.draw(rows, self._coins.secret("cohort", server_round))
+    def route(self, server_round: int, samples: int) -> dict[int, list[int]]:
+        """Return client -> query samples of a round; a function of the round."""
+        return self.cohort.assign(samples, self._streams.secret("cohort", server_round))
 
     def message(self, content: RecordDict, kind: str, client: int) -> Message:
-        """To a client."""
+        """Return a message to a client."""
         return Message(content, dst_node_id=self.nodes[client], message_type=kind)
 
-    def mean(self, server_round: int, answers: Mapping[int, Answer], rows: int) -> Tensor | None:
-        """The sum of the cohort's answers, each alike whatever rows a client has, over their
-        number: (rows, ...). None if nobody answered, unless an aggregator makes the noise: of
-        nobody there is noise alone then.
+    def mean(
+        self, server_round: int, responses: Mapping[int, Response], samples: int
+    ) -> Tensor | None:
+        """Return the sum of the cohort's responses, with equal weights, divided by their number:
+        (samples, ...). None without responses, unless an aggregator adds the noise: then the result
+        is noise only.
 
-        Where how many answer must not show, or an aggregator makes the noise, it is over their
-        expected number: whoever did not answer counts as zero.
+        Where the number of responses must stay hidden, or an aggregator adds the noise, divide by
+        their expected number; a missing response counts as zero.
         """
-        arrived = [answers[client].arrays for client in sorted(answers)]
-        found = [each["answer"] for each in arrived if each]  # some come added up
-        plan, over = self._method.plan, float(len(answers))
-        if plan.trusted or not self.cohort.count_is_fixed:
-            over = self.cohort.answers_per_row
-            nothing = np.zeros(plan.answer(rows, server_round), np.float32)
-            found = found or ([nothing] if plan.trusted else [])
-        if not found:
+        arrived = [responses[client].arrays for client in sorted(responses)]
+        values = [
+            response["answer"] for response in arrived if response
+        ]  # some are summed into others
+        plan, divisor = self._method.plan, float(len(responses))
+        if plan.is_trusted or not self.cohort.has_fixed_size:
+            divisor = self.cohort.responses_per_sample
+            zeros = np.zeros(plan.response_shape(samples, server_round), np.float32)
+            values = values or ([zeros] if plan.is_trusted else [])
+        if not values:
             return None
-        coins = self._coins.at("aggregate", server_round)
-        return (self._method.total(found, server_round, coins) / over).float()
+        streams = self._streams.at("aggregate", server_round)
+        return (self._method.aggregate(values, server_round, streams) / divisor).float()
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Acknowledgements carry nothing."""
+        """Ignore acknowledgements."""
         return None, None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing is evaluated on clients: it would touch private rows outside a mechanism."""
+        """Evaluate nothing on clients: it would access private records outside a mechanism."""
         return []
 
     def aggregate_evaluate(
@@ -76,4 +80,4 @@ class CohortStrategy(Strategy):
         return None
 
     def summary(self) -> None:
-        """The settings are in the run's configuration."""
+        """Print nothing: the settings are in the run's configuration."""

@@ -1,5 +1,5 @@
-"""Flower strategy for methods that ask once: every client releases one statistic of its rows, the
-server takes the mean and has all that it needs. It moves arrays and knows no method."""
+"""Flower strategy for methods that query statistics instead of training in rounds: every client
+releases sums over its records, and the server takes their mean, whatever the method."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from fedgen.strategies.parameter_updates import ParameterUpdates
 
 
 class OneShot(ParameterUpdates):
-    """The same exchange, of a statistic in place of weights."""
+    """The exchange of ``ParameterUpdates``, with a statistic in place of weights."""

@@ -8,19 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mutation import kills
 from numpy.typing import NDArray
 from tiny import PARTITIONS, PROGRAMS, Train, tiny
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.experiments import audit
-from fedgen.experiments.audit import Point, attack, sights
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup, setup
-from fedgen.method import Method
-from fedgen.privacy import releases
+from fedgen.commands import audit
+from fedgen.commands.audit import LowerBound, adversaries, attack
+from fedgen.config.compose import compose
+from fedgen.methods.api import Method
+from fedgen.privacy import aggregation as releases
 from fedgen.privacy.events import Unit, canonical
-from fedgen.privacy.noise import grid_of, rounded_gaussian
+from fedgen.privacy.exact_gaussian import grid_spacing, rounded_gaussian
+from fedgen.randomness import RandomStreams
+from fedgen.run.setup import Setup, setup
 
 # one critic that everybody asks, every row in every batch: nothing amplifies
 WITHOUT_DRAWS = [
@@ -30,8 +31,8 @@ WITHOUT_DRAWS = [
     "method.sampling_rate=1.0",
     "method.batch=2",
     "method.autoencoder_steps=8",
-    "method.cohort=4",
-    "method.cosines=5",
+    "method.cohort_size=4",
+    "method.dct_size=5",
     "rounds=9",
 ]
 
@@ -54,7 +55,7 @@ def attacked(
     releases: int,
     sight: int = 0,
     kind: int = 0,
-) -> list[Point]:
+) -> list[LowerBound]:
     """An audit at 99 % confidence of a program that says ``noise`` and has ``really``. ``sight``:
     the number of what it sees; ``kind``: that of the question."""
     ready = prepared(method, words)
@@ -68,30 +69,30 @@ def attacked(
         ready.at_noise(really),
         claimed.plan,
         claimed.worst_cases()[kind],
-        sights(claimed)[sight],
+        adversaries(claimed)[sight],
         releases=releases,
         confidence=0.99,
         delta=1e-5,
-        coins=Coins.of(5, "seeded"),
+        streams=RandomStreams.from_seed(5, "seeded"),
     )
 
 
 def distance(method: str, words: list[str], kind: int) -> float:
     """How far two neighbours' releases are apart, in standard deviations of their noise, over what
-    is proven: at hardly any noise under the same coins, and by what more noise adds to them."""
+    is proven: at hardly any noise under the same streams, and by what more noise adds to them."""
     ready = prepared(method, words)
     loud, quiet = ready.at_noise(1.0), ready.at_noise(1e-4)
-    spend = audit._cost(loud.plan, loud.worst_cases()[kind], sights(loud)[0], 1)
+    spend = audit._cost(loud.plan, loud.worst_cases()[kind], adversaries(loud)[0], 1)
     [(leaf, count)] = spend.items()
     proven = count**0.5 / getattr(leaf, "event", leaf).noise_multiplier
 
     def released(made: Method, side: int, trial: int = 0) -> NDArray[np.float64]:
-        worst, sight = made.worst_cases()[kind], sights(made)[0]
+        worst, sight = made.worst_cases()[kind], adversaries(made)[0]
         state, shard = (worst.first, worst.second)[side]
-        coins = Coins.of(5, "seeded")
-        if sight.together == 1:
-            return audit._released(made, worst, state, shard, trial, coins).astype(float)
-        return audit._summed(made, worst, sight, state, shard, trial, coins)
+        streams = RandomStreams.from_seed(5, "seeded")
+        if sight.sees_sum == 1:
+            return audit._play(made, worst, state, shard, trial, streams).astype(float)
+        return audit._play_sum(made, worst, sight, state, shard, trial, streams)
 
     apart = np.linalg.norm(released(quiet, 0) - released(quiet, 1))
     noise, trial = np.zeros(0), 0
@@ -109,6 +110,18 @@ def test_clients_are_as_far_apart_as_is_proven(method: str, aggregation: str) ->
     assert distance(method, words, 0) == pytest.approx(1, abs=0.1)
 
 
+@kills(
+    "fedgen/privacy/aggregation.py",
+    "return std / math.sqrt(self.honest)",
+    "return std / math.sqrt(4 * self.asked)",
+    case="secure-gs_wgan_small",
+)
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "self.aggregation.sent(exact, self.std, event, self.unit, streams)",
+    "self.aggregation.sent(exact, self.std / 2, event, self.unit, streams)",
+    case="own-gs_wgan_small",
+)
 @pytest.mark.parametrize("method", PROGRAMS)
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 def test_neighbours_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:
@@ -127,7 +140,7 @@ WITH_NOISE_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "fedavg_gan", "mixtur
 def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
     for kind in questions(method):
         points = attacked(method, [], 1.0, 1.0, 400, kind=kind)
-        assert [point.after for point in points] == [1, 2, 4]
+        assert [point.releases for point in points] == [1, 2, 4]
         assert not any(point.broken for point in points)
         assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
 
@@ -144,9 +157,9 @@ def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = audit.attack_bytes(ready, 600, 0.99, 1e-5)
     assert not honest.broken and honest.lower_bound == 0.0
 
-    def signed(exact: torch.Tensor, std: float, coins: Coins) -> torch.Tensor:
-        grid = grid_of(std, 10)
-        drawn = rounded_gaussian(exact.double() / grid, std / grid, coins, "release")
+    def signed(exact: torch.Tensor, std: float, streams: RandomStreams) -> torch.Tensor:
+        grid = grid_spacing(std, 10)
+        drawn = rounded_gaussian(exact.double() / grid, std / grid, streams, "release")
         noisy = (drawn * grid).float()
         return torch.where(noisy == 0, torch.copysign(noisy, exact.float()), noisy)
 
@@ -154,7 +167,7 @@ def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert audit.attack_bytes(ready, 600, 0.99, 1e-5).broken
 
 
-SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "method.answerers=3"]
+SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "method.responders=3"]
 SUM, DRAWN_SUM = 1, 2  # of what there is to attack
 
 
@@ -171,6 +184,11 @@ def test_sums_of_clients_are_attacked_too() -> None:
         assert any(point.broken for point in less)
 
 
+@kills(
+    "fedgen/privacy/routing.py",
+    "math.sqrt(self.responses_per_sample) * noise_multiplier, hidden",
+    "10 * self.responses_per_sample * noise_multiplier, hidden",
+)
 def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
     """What is said of the sum of three is what three noises make, neither with the draw nor
     without it more: the attack would see."""
@@ -181,13 +199,13 @@ def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
 SHARES = [
     *("partition=iid", "partition.clients=4", "privacy.adversary=server"),
     *("privacy.aggregation=secure", "privacy.threshold=4", "privacy.colluders=1"),
-    *("method.cohort=4", "method.draws=clients"),
+    *("method.cohort_size=4", "method.sampled_by=clients"),
 ]
 
 
 def shares(method: str) -> list[str]:
     """Words for secure sums of four clients, one of whom may collude."""
-    return [*SHARES, *([] if method == "fedavg_gan" else ["method.draws=server"])]
+    return [*SHARES, *([] if method == "fedavg_gan" else ["method.sampled_by=server"])]
 
 
 @pytest.mark.parametrize("method", ["gs_wgan_small", "dp_merf_small"])
@@ -212,7 +230,7 @@ def test_a_run_of_several_clients_is_held_against_what_is_published(
     assert cli.run(["audit", *words, *own]) == 0
     said = capsys.readouterr().out
     assert "sum of 3 clients, 200 releases" in said
-    assert "sum of 3 clients, drawn in secret, 200 releases" in said
+    assert "sum of 3 clients, secretly sampled, 200 releases" in said
     points = json.loads((run / "audit.json").read_text())["run"]["points"]
     release = json.loads((run / "privacy.json").read_text())["views"]["release"]["epsilon"]
     assert points[-1]["proven"] == release
@@ -227,11 +245,17 @@ WITH_DRAWS_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "dp_sinkhorn_small", 
 def test_draws_only_hide(method: str) -> None:
     """With the secret draws of the method, the bound of any mechanism, and below what is proven."""
     drawn = ["method.sampling_rate=0.3", "method.routing=per_sample", "method.critics=4"]
-    drawn += ["method.cohort=2"]
+    drawn += ["method.cohort_size=2"]
     for point in attacked(method, drawn, 1.0, 1.0, 200):
         assert not point.broken
 
 
+@kills(
+    "fedgen/methods/families/pretraining.py",
+    "round=case.round + first_round, plan=plan)",
+    "round=case.round + first_round)",
+    case="psg_small-release",
+)
 @pytest.mark.parametrize(
     ("method", "whom"),
     [("psg_small", "server"), ("dpdm_small", "server"), ("psg_small", "release")],
@@ -248,10 +272,10 @@ def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> Non
     found = audit.audit(compose("audit", words))
     assert "central, 400 releases of each of two neighbours at the warm-up's noise" in found.text
     first, *_, last = found.text.splitlines()
-    assert "one release costs ε = 4" in first and last == "no attack refutes what is proven"
+    assert "one release costs ε = 4" in first and last == "no attack refutes the proven ε"
     for phase in ("client program, central", "client program, step"):
         points = [point for point in found.program if point.of == phase]
-        assert [point.after for point in points] == [1, 2, 4]
+        assert [point.releases for point in points] == [1, 2, 4]
         assert not any(point.broken for point in points)
         assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
 
@@ -270,7 +294,7 @@ def test_an_audit_of_a_run(method: str, tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "with confidence 0.95, proven ε" in said
     record = json.loads((run / "audit.json").read_text())
-    after = [point["after"] for point in record["run"]["points"]]
+    after = [point["releases"] for point in record["run"]["points"]]
     rounds = json.loads((run / "privacy.json").read_text())["rounds"]
     # a method may take two rounds at once, or have a number of its own
     assert after in ([*range(1, rounds + 1)], [2, 3])

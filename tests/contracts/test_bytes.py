@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
+from mutation import kills
 from sklearn.datasets import load_digits
 from tiny import CASES, PARTITIONS, PROGRAMS, tiny, trusting
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.experiments import settings
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup, setup
+from fedgen.config.compose import compose
 from fedgen.federation import messages
-from fedgen.federation.in_process import InProcessGrid
-from fedgen.privacy import releases
-from fedgen.privacy.releases import Local
+from fedgen.federation.runtimes.in_process import InProcessGrid
+from fedgen.privacy import aggregation as releases
+from fedgen.privacy.aggregation import Local
+from fedgen.randomness import RandomStreams
+from fedgen.run import setup as settings
+from fedgen.run.setup import Setup, setup
 
 HIGH_NOISE = 1e9
 """The largest noise multiplier. One record changes a released integer of d with probability below
@@ -36,7 +37,7 @@ TRIALS = 6
 SECURE = [
     *("partition=iid", "partition.clients=4", "privacy.adversary=server"),
     *("privacy.aggregation=secure", "privacy.threshold=4", "privacy.colluders=1"),
-    *("method.cohort=4", "method.draws=clients"),
+    *("method.cohort_size=4", "method.sampled_by=clients"),
 ]
 
 
@@ -45,8 +46,8 @@ def _same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours meet the same noise: elsewhere it follows from a run's data, and that of a trusted
     aggregator from what arrived."""
     monkeypatch.setattr(releases, "_GRID_BITS", 0)  # many zeros, whose sign would tell
-    monkeypatch.setattr(Coins, "salted", lambda coins, salt: coins)
-    monkeypatch.setattr(settings, "branch_of", lambda *_: "")
+    monkeypatch.setattr(RandomStreams, "salted", lambda streams, salt: streams)
+    monkeypatch.setattr(settings, "noise_domain", lambda *_: "")
 
 
 def to_bytes(content: RecordDict) -> bytes:
@@ -54,7 +55,7 @@ def to_bytes(content: RecordDict) -> bytes:
 
 
 def at_high_noise(method: str, words: list[str]) -> Setup:
-    own = [] if method == "fedavg_gan" else ["method.draws=server"]
+    own = [] if method == "fedavg_gan" else ["method.sampled_by=server"]
     words = tiny(method, *words, *(own if words else []), "rounds=4")
     return setup(compose("audit", [f"method={method}", *words, "audit.canaries=0"]))
 
@@ -66,18 +67,28 @@ def replies(ready: Setup) -> Iterator[tuple[bytes, bytes]]:
         for trial in range(TRIALS):
             both = []
             for state, shard in (worst.first, worst.second):
-                coins = Coins.of(trial, "seeded")
-                sent = method.client.answer(state, worst.query, shard, worst.round, coins)
+                streams = RandomStreams.from_seed(trial, "seeded")
+                sent = method.client.respond(state, worst.query, shard, worst.round, streams)
                 aggregation = (worst.plan or method.plan).aggregation
                 if isinstance(aggregation, Local | releases.Secure):
-                    answer = messages.answer_of(sent, aggregation)
-                    both.append(to_bytes(messages.pack_answer(answer)))
+                    answer = messages.response_from(sent, aggregation)
+                    both.append(to_bytes(messages.pack_response(answer)))
                 else:
-                    total = method.total([sent.arrays["answer"]], worst.round, coins)
+                    total = method.aggregate([sent.arrays["answer"]], worst.round, streams)
                     both.append(total.numpy().tobytes())
             yield both[0], both[1]
 
 
+@kills(
+    "fedgen/privacy/aggregation.py",
+    "    return rounded.mul_(grid).to(torch.float32)",
+    (
+        "    signs = exact.to(torch.float64)\n"
+        "    return torch.copysign(rounded.abs() * grid, torch.where(rounded == 0, "
+        "signs, rounded)).to(torch.float32)"
+    ),
+    case="gs_wgan_small-own",
+)
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_neighbours_send_the_same_bytes(method: str, aggregation: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedgen.coins import Coins
-from fedgen.data.canaries import plant
-from fedgen.data.datasets import digits
+from fedgen.data.canaries import add_canaries
+from fedgen.data.digits import digits
 from fedgen.errors import FedgenError
 from fedgen.privacy.events import Relation, Unit
+from fedgen.randomness import RandomStreams
 
-COINS = Coins.of(3, "seeded")
-DIGITS = digits(COINS)
+STREAMS = RandomStreams.from_seed(3, "seeded")
+DIGITS = digits(STREAMS)
 SHARDS = [np.arange(0, 100), np.arange(100, 300), np.arange(300, 420)]
 
 
@@ -25,23 +25,23 @@ SHARDS = [np.arange(0, 100), np.arange(100, 300), np.arange(300, 420)]
     ],
 )
 def test_what_is_there_follows_from_the_coins(unit: Unit, relation: Relation, count: int) -> None:
-    planted, shards, canaries = plant(DIGITS, SHARDS, unit, relation, count, COINS)
-    assert len(canaries.present) == len(canaries.inside) == count
+    planted, shards, canaries = add_canaries(DIGITS, SHARDS, unit, relation, count, STREAMS)
+    assert len(canaries.present) == len(canaries.included) == count
     changed = (planted.images != DIGITS.images).any(axis=(1, 2, 3)).sum()
     units_in = sum(
-        len(c) for c, there in zip(canaries.inside, canaries.present, strict=True) if there
+        len(c) for c, there in zip(canaries.included, canaries.present, strict=True) if there
     )
     assert changed == units_in
     removed = sum(map(len, SHARDS)) - sum(map(len, shards))
-    assert removed == (0 if canaries.outside is not None else (~canaries.present).sum())
-    for look in canaries.inside:
+    assert removed == (0 if canaries.excluded is not None else (~canaries.present).sum())
+    for look in canaries.included:
         assert not (look.images.numpy() == DIGITS.images[:1]).all()
 
 
 def test_coins_are_fair_and_repeat() -> None:
-    """400 coins within the binomial interval of level 1e-6."""
+    """400 streams within the binomial interval of level 1e-6."""
     first, again = (
-        plant(DIGITS, SHARDS, Unit.RECORD, Relation.REPLACE_ONE, 400, COINS)[2].present
+        add_canaries(DIGITS, SHARDS, Unit.RECORD, Relation.REPLACE_ONE, 400, STREAMS)[2].present
         for _ in range(2)
     )
     assert (first == again).all()
@@ -50,10 +50,12 @@ def test_coins_are_fair_and_repeat() -> None:
 
 def test_too_many_are_refused() -> None:
     with pytest.raises(FedgenError, match=r"audit\.canaries"):
-        plant(DIGITS, SHARDS, Unit.CLIENT, Relation.REPLACE_ONE, 4, COINS)
+        add_canaries(DIGITS, SHARDS, Unit.CLIENT, Relation.REPLACE_ONE, 4, STREAMS)
 
 
 def test_a_client_without_its_canary_has_no_rows() -> None:
-    _, shards, found = plant(DIGITS, SHARDS, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE, 3, COINS)
+    _, shards, found = add_canaries(
+        DIGITS, SHARDS, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE, 3, STREAMS
+    )
     assert sum(len(shard) > 0 for shard in shards) == found.present.sum()
-    assert found.outside is None
+    assert found.excluded is None

@@ -8,19 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mutation import kills
 from PIL import Image
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.data import datasets
+from fedgen.data.celeba import celeba
+from fedgen.data.datasets import Shard
+from fedgen.data.digits import digits
+from fedgen.data.femnist import femnist, femnist_arrays
 from fedgen.data.folders import folder
+from fedgen.data.torchvision import torchvision_set
 from fedgen.errors import FedgenError
+from fedgen.randomness import RandomStreams
 
 REAL = os.environ.get("FEDGEN_DATA")
 
 
-def test_digits(coins: Coins) -> None:
-    data = datasets.digits(coins)
+def test_digits(streams: RandomStreams) -> None:
+    data = digits(streams)
     assert data.images.shape == (1437, 1, 8, 8)
     assert data.test_images.shape == (360, 1, 8, 8)
     assert data.images.dtype == np.uint8
@@ -28,8 +33,8 @@ def test_digits(coins: Coins) -> None:
     assert set(data.labels) == set(range(10))
 
 
-def test_a_shard_gives_floats_in_the_unit_interval(coins: Coins) -> None:
-    shard = datasets.digits(coins).shard(np.arange(5))
+def test_a_shard_gives_floats_in_the_unit_interval(streams: RandomStreams) -> None:
+    shard = digits(streams).shard(np.arange(5))
     images, labels = shard.rows(torch.tensor([[0, 1], [2, 4]]))
     assert images.shape == (2, 2, 1, 8, 8)
     assert labels.shape == (2, 2)
@@ -39,7 +44,7 @@ def test_a_shard_gives_floats_in_the_unit_interval(coins: Coins) -> None:
 
 
 def test_mnist_from_npz(data_root: Path) -> None:
-    data = datasets.torchvision_set("mnist", str(data_root), "MNIST")
+    data = torchvision_set("mnist", str(data_root), "MNIST")
     assert data.images.shape == (60, 1, 28, 28)
     assert data.writers is not None
     assert len(set(data.writers)) == 6
@@ -54,15 +59,20 @@ def test_mnist_from_torchvisions_files(tmp_path: Path) -> None:
         (folder / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
         head = np.array([2049, rows], ">i4").tobytes()
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
-    data = datasets.torchvision_set("mnist", str(tmp_path), "MNIST")
+    data = torchvision_set("mnist", str(tmp_path), "MNIST")
     assert data.images.shape == (6, 1, 28, 28)
     assert list(data.test_labels) == [0, 1, 2, 3]
 
 
+@kills(
+    "fedgen/run/setup.py",
+    "    if held.example_keys.moves and by_place:",
+    "    if held.example_keys.moves and not by_place:",
+)
 def test_methods_that_count_on_places_refuse_rows_without_one(
-    data_root: Path, coins: Coins, capsys: pytest.CaptureFixture[str]
+    data_root: Path, streams: RandomStreams, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which of femnist's rows train follows from what is in them: an image that another replaces
+    """Which of femnist's rows train depends on image content: an image that another replaces
     may leave fewer, and then all critics have other rows. Writers stay where they are."""
     with np.load(data_root / "femnist.npz") as file:
         arrays = dict(file)
@@ -70,26 +80,26 @@ def test_methods_that_count_on_places_refuse_rows_without_one(
     for value in range(30):
         arrays["images"][7] = value
         np.savez(data_root / "femnist.npz", **arrays)
-        counts.add(len(datasets.femnist(coins, str(data_root)).labels))
+        counts.add(len(femnist(streams, str(data_root)).labels))
     assert len(counts) == 2
     words = ["data=femnist", f"data.root={data_root}", "method.critics=4"]
     assert cli.run(["account", "method=gs_wgan_small", *words]) == 2
-    assert "follows from what is in them" in capsys.readouterr().err
+    assert "depends on image content" in capsys.readouterr().err
     for fits in (["method=gs_wgan_small", "partition=by_writer"], ["method=dpgan_small"]):
         assert cli.run(["account", *fits, *words[:2]]) == 0, capsys.readouterr().err
 
 
-def test_femnist_label_sets_and_polarity(data_root: Path, coins: Coins) -> None:
+def test_femnist_label_sets_and_polarity(data_root: Path, streams: RandomStreams) -> None:
     with np.load(data_root / "femnist.npz") as file:
         dark = file["images"].mean()
     for classes in (10, 36, 62):
-        data = datasets.femnist(coins, str(data_root), classes)
+        data = femnist(streams, str(data_root), classes)
         assert data.labels.max() < classes
         assert data.writers is not None
         assert len(data.writers) == len(data.labels)
     assert np.concatenate([data.images, data.test_images]).mean() == pytest.approx(255 - dark)
     with pytest.raises(FedgenError, match=r"data\.classes"):
-        datasets.femnist(coins, str(data_root), 11)
+        femnist(streams, str(data_root), 11)
 
 
 def test_celeba_in_its_layout(tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
     (root / "list_attr_celeba.txt").write_text(f"6\nYoung Male\n{rows}\n")
     parts = zip(names, [0, 0, 0, 1, 2, 2], strict=True)
     (root / "list_eval_partition.txt").write_text("\n".join(f"{n} {p}" for n, p in parts))
-    data = datasets.celeba(str(tmp_path))
+    data = celeba(str(tmp_path))
     assert data.images.shape == (3, 3, 32, 32)
     assert list(data.labels) == [0, 1, 0]
     assert list(data.test_labels) == [0, 1]
@@ -132,22 +142,24 @@ def test_lists_of_celeba_that_are_none_are_one_line(
     else:
         file.write_text(content)
     with pytest.raises(FedgenError, match=r"data\.root: no readable CelebA"):
-        datasets.celeba(str(tmp_path))
+        celeba(str(tmp_path))
 
 
-def test_the_number_of_labels_is_not_read_off_private_rows(tmp_path: Path, coins: Coins) -> None:
+def test_the_number_of_labels_is_not_read_off_private_rows(
+    tmp_path: Path, streams: RandomStreams
+) -> None:
     with pytest.raises(FedgenError, match=r"data\.classes"):
-        folder(coins, None, npz(tmp_path / "a.npz"))
+        folder(streams, None, npz(tmp_path / "a.npz"))
 
 
 @pytest.mark.parametrize("classes", [10, 62])
 def test_another_writers_rows_move_none_of_mine(
-    data_root: Path, coins: Coins, classes: int
+    data_root: Path, streams: RandomStreams, classes: int
 ) -> None:
     """A writer with more rows, and other ones: the shards of all others stay."""
 
     def shards() -> dict[int, bytes]:
-        data = datasets.femnist(coins, str(data_root), classes)
+        data = femnist(streams, str(data_root), classes)
         assert data.writers is not None
         return {int(w): data.images[data.writers == w].tobytes() for w in np.unique(data.writers)}
 
@@ -180,12 +192,14 @@ def npz(path: Path, **changed: np.ndarray) -> str:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("last", [True, False])
-def test_a_users_npz_with_channels(channels: int, last: bool, tmp_path: Path, coins: Coins) -> None:
+def test_a_users_npz_with_channels(
+    channels: int, last: bool, tmp_path: Path, streams: RandomStreams
+) -> None:
     """As libraries of images have them, or as torch and ``fedgen sample`` do."""
     images = np.random.default_rng(0).integers(0, 256, (6, channels, 8, 8), dtype=np.uint8)
     given = images.transpose(0, 2, 3, 1) if last else images
     found = {"train_images": given[:4], "test_images": given[4:]}
-    data = folder(coins, None, npz(tmp_path / "a.npz", **found), classes=4)
+    data = folder(streams, None, npz(tmp_path / "a.npz", **found), classes=4)
     assert data.shape == (channels, 8, 8)
     assert data.classes == 4
     assert (np.concatenate([data.images, data.test_images]) == images).all()
@@ -220,97 +234,97 @@ def test_a_users_npz_with_channels(channels: int, last: bool, tmp_path: Path, co
         ({"train_writer": np.arange(4) / 2}, "train_writer has type float64"),
         ({"train_person": np.zeros((4, 2), int)}, r"train_person has .*shape \(4, 2\)"),
         ({"train_labels": None}, "lacks train_labels"),
-        ({"train_images": np.zeros((0, 8, 8), np.uint8)}, r"data\.path: .* has no rows"),
+        ({"train_images": np.zeros((0, 8, 8), np.uint8)}, r"data\.path: .* has no images"),
         ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
     ],
 )
 def test_a_users_npz_that_does_not_fit(
-    tmp_path: Path, coins: Coins, changed: dict, words: str
+    tmp_path: Path, streams: RandomStreams, changed: dict, words: str
 ) -> None:
     with pytest.raises(FedgenError, match=words):
-        folder(coins, None, npz(tmp_path / "a.npz", **changed), classes=4)
+        folder(streams, None, npz(tmp_path / "a.npz", **changed), classes=4)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, np.float32, bool])
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 def test_labels_of_every_type_mean_the_same(
-    tmp_path: Path, coins: Coins, kind: type, shape: tuple[int, ...]
+    tmp_path: Path, streams: RandomStreams, kind: type, shape: tuple[int, ...]
 ) -> None:
     """MedMNIST stores (n, 1); others floats or booleans."""
     train = np.array([1, 0, 1, 0]).astype(kind).reshape(shape)
-    data = folder(coins, None, npz(tmp_path / "a.npz", train_labels=train), classes=4)
+    data = folder(streams, None, npz(tmp_path / "a.npz", train_labels=train), classes=4)
     assert data.labels.dtype == np.int64
     assert data.labels.tolist() == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("values", [[5, 0, 10, 5], [5.0, 0.0, 10.0, 5.0], ["5", "0", "10", "5"]])
 def test_labels_that_are_names_are_numbered_in_their_order(
-    tmp_path: Path, coins: Coins, values: list
+    tmp_path: Path, streams: RandomStreams, values: list
 ) -> None:
     arrays = {"train_labels": np.array(values), "test_labels": np.array(values[:2])}
     file = npz(tmp_path / "a.npz", **arrays)
-    data = folder(coins, None, file, labels=[0, 5, 10])
+    data = folder(streams, None, file, labels=[0, 5, 10])
     assert data.labels.tolist() == [1, 0, 2, 1]
     assert data.names == ("0", "5", "10")
     with pytest.raises(FedgenError, match=r"data\.labels: lacks labels of the data: 10"):
-        folder(coins, None, file, labels=[0, 5])
+        folder(streams, None, file, labels=[0, 5])
 
 
-def test_writers_may_be_names(tmp_path: Path, coins: Coins) -> None:
+def test_writers_may_be_names(tmp_path: Path, streams: RandomStreams) -> None:
     writers = np.array([["b"], ["a"], ["b"], ["c"]])
-    data = folder(coins, None, npz(tmp_path / "a.npz", train_writer=writers), classes=4)
+    data = folder(streams, None, npz(tmp_path / "a.npz", train_writer=writers), classes=4)
     assert data.writers is not None and data.writers.tolist() == [1, 0, 1, 2]
 
 
-def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path, coins: Coins) -> None:
+def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path, streams: RandomStreams) -> None:
     """Such a file, written anew after one record changed its label, moves those between."""
     images = np.zeros((6, 8, 8), np.uint8)
     for labels, moves in (([0, 0, 1, 1, 2, 2], True), ([0, 1, 0, 1, 2, 2], False)):
         train = {"train_images": images, "train_labels": np.array(labels)}
-        data = folder(coins, None, npz(tmp_path / "a.npz", **train), classes=3)
-        assert bool(data.places.moves) == moves
+        data = folder(streams, None, npz(tmp_path / "a.npz", **train), classes=3)
+        assert bool(data.example_keys.moves) == moves
 
 
-def test_pickled_data_is_never_loaded(tmp_path: Path, coins: Coins) -> None:
+def test_pickled_data_is_never_loaded(tmp_path: Path, streams: RandomStreams) -> None:
     bad = npz(tmp_path / "a.npz", train_labels=np.array([{}, {}, {}, {}], dtype=object))
     with pytest.raises(FedgenError, match="not a readable npz"):
-        folder(coins, None, bad, classes=4)
+        folder(streams, None, bad, classes=4)
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")
-def test_the_real_files(coins: Coins) -> None:
-    mnist = datasets.torchvision_set("mnist", None, "MNIST")
+def test_the_real_files(streams: RandomStreams) -> None:
+    mnist = torchvision_set("mnist", None, "MNIST")
     assert mnist.images.shape == (60000, 1, 28, 28)
     assert mnist.writers is not None
     assert len(set(mnist.writers)) == 539
     assert mnist.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
-    fashion = datasets.torchvision_set("fashion_mnist", None, "FashionMNIST")
+    fashion = torchvision_set("fashion_mnist", None, "FashionMNIST")
     assert list(np.bincount(fashion.labels)) == [6000] * 10
-    femnist = datasets.femnist(coins, None, 62)
+    written = femnist(streams, None, 62)
     # of 87,391, but for writers whose only rows are in the test split
-    assert len(femnist.labels) + len(femnist.test_labels) == 87390
-    assert femnist.images.mean() < 127
+    assert len(written.labels) + len(written.test_labels) == 87390
+    assert written.images.mean() < 127
 
 
-def test_writers_with_few_rows_take_no_part(data_root: Path, coins: Coins) -> None:
-    whole = datasets.femnist(coins, str(data_root), 62)
+def test_writers_with_few_rows_take_no_part(data_root: Path, streams: RandomStreams) -> None:
+    whole = femnist(streams, str(data_root), 62)
     assert whole.writers is not None
     names, rows = np.unique(whole.writers, return_counts=True)
     least = int(rows.max())
-    found = datasets.femnist(coins, str(data_root), 62, least_rows=least)
+    found = femnist(streams, str(data_root), 62, least_rows=least)
     assert found.writers is not None
     assert set(found.writers) == set(names[rows >= least])
     for name in set(found.writers):  # who is left has what it had, to train on and to test
         kept = found.images[found.writers == name]
         assert np.array_equal(kept, whole.images[whole.writers == name])
     with pytest.raises(FedgenError, match="leaves no writer"):
-        datasets.femnist(coins, str(data_root), 62, least_rows=1000)
+        femnist(streams, str(data_root), 62, least_rows=1000)
 
 
-def test_writers_of_mnist_take_no_part(data_root: Path, coins: Coins) -> None:
+def test_writers_of_mnist_take_no_part(data_root: Path, streams: RandomStreams) -> None:
     """MNIST's are numbered 0 to 5 here, femnist's 3 to 8."""
     with pytest.raises(FedgenError, match="writer_nist_id"):
-        datasets.femnist(coins, str(data_root), 62, disjoint_from_mnist=True)
+        femnist(streams, str(data_root), 62, disjoint_from_mnist=True)
     with np.load(data_root / "femnist.npz") as file:
         arrays = dict(file)
     numbers = np.arange(3, 9, dtype=np.int16)
@@ -318,12 +332,12 @@ def test_writers_of_mnist_take_no_part(data_root: Path, coins: Coins) -> None:
     with np.load(data_root / "mnist.npz") as file:
         digits = dict(file)
     np.savez(data_root / "mnist.npz", **digits, test_writer=np.full(20, 8, dtype=np.int16))
-    found = datasets.femnist(coins, str(data_root), 62, disjoint_from_mnist=True)
+    found = femnist(streams, str(data_root), 62, disjoint_from_mnist=True)
     assert found.writers is not None
     assert set(found.writers) == {3, 4}  # NIST's 6 and 7: 3, 4, 5 train MNIST and 8 tests it
 
 
-def test_rows_of_the_hub_become_the_file(tmp_path: Path, coins: Coins) -> None:
+def test_rows_of_the_hub_become_the_file(tmp_path: Path, streams: RandomStreams) -> None:
     rng = np.random.default_rng(0)
     rows = [
         {
@@ -333,25 +347,25 @@ def test_rows_of_the_hub_become_the_file(tmp_path: Path, coins: Coins) -> None:
         }
         for number in range(90)
     ]
-    arrays = datasets.femnist_arrays(rows)
+    arrays = femnist_arrays(rows)
     assert arrays["writer_nist_id"].tolist() == [2100, 2101, 2102]
     np.savez(tmp_path / "femnist.npz", **arrays)  # type: ignore[arg-type]
-    data = datasets.femnist(coins, str(tmp_path), 62)
+    data = femnist(streams, str(tmp_path), 62)
     assert data.writers is not None
     assert sorted(set(data.writers)) == [0, 1, 2]
     assert len(data.labels) + len(data.test_labels) == 90
 
 
-def test_without_the_file_or_a_network_it_says_what_to_do(tmp_path: Path, coins: Coins) -> None:
+def test_without_the_file_or_a_network_it_says_what_to_do(
+    tmp_path: Path, streams: RandomStreams
+) -> None:
     with pytest.raises(FedgenError, match="nor could it be downloaded"):
-        datasets.femnist(coins, str(tmp_path), 62)
+        femnist(streams, str(tmp_path), 62)
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_that_went_to_a_device_stay_there() -> None:
-    shard = datasets.Shard(
-        torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4])
-    )
+    shard = Shard(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4]))
     assert shard.on("cpu") is shard
     there = shard.on("meta")
     assert there.images.device.type == there.labels.device.type == "meta"

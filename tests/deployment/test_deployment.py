@@ -18,10 +18,10 @@ from forked import Command
 from tiny import tiny
 
 from fedgen import cli
-from fedgen.deployment.flower_coordinator import serving
-from fedgen.deployment.flower_link import link_at
+from fedgen.deployment.flower_coordinator import serve_request
+from fedgen.deployment.flower_link import parse_address
 from fedgen.federation import messages
-from fedgen.federation.client_app import REFUSED
+from fedgen.federation.client.app import REFUSED
 
 SECURE = ["privacy.aggregation=secure", "privacy.threshold=all", "privacy.target_epsilon=5"]
 pytestmark = pytest.mark.slow
@@ -79,8 +79,8 @@ def test_what_clients_are_charged_is_what_is_printed(sites: Deployment, tmp_path
 def test_the_log_is_said_in_words(sites: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["node", "log", f"home={sites.home(0)}", "lines=1000"]) == 0
     said = capsys.readouterr().out
-    assert "takes part: dp_merf_small" in said
-    assert "sent a noised answer" in said and "ε so far 5.00" in said
+    assert "accepted: dp_merf_small" in said
+    assert "sent a noised response" in said and "ε so far 5.00" in said
 
 
 def test_what_a_policy_does_not_allow_is_refused(
@@ -90,18 +90,18 @@ def test_what_a_policy_does_not_allow_is_refused(
     for number, (words, why) in enumerate(
         [
             ([*SECURE[:2], "privacy.target_epsilon=6"], "the run would cost ε = 6.00"),
-            (["privacy.aggregation=trusted", "privacy.adversary=release"], "make the noise itself"),
+            (["privacy.aggregation=trusted", "privacy.adversary=release"], "add the noise itself"),
             ([*SECURE, "privacy.delta=1e-4"], "above 1e-05"),
             ([*SECURE, "runtime.masks=false"], "without masks"),
-            ([*SECURE, "data.classes=11"], "about 11 labels"),
-            ([*SECURE, "data.shape=[1,28,28]"], "images [1, 28, 28]"),
+            ([*SECURE, "data.classes=11"], "expects 11 labels"),
+            ([*SECURE, "data.shape=[1,28,28]"], "images of shape [1, 28, 28]"),
         ]
     ):
         run = tmp_path / str(number)
         alike = ["method=dp_merf_small", *tiny("dp_merf_small"), "rounds=2", *words]
         assert cli.run(sites.asked(*alike, f"run_dir={run}")) == 2
         said = capsys.readouterr().err
-        assert "3 of 3 clients did not answer the greeting (refused: clients 0, 1, 2)" in said
+        assert "3 of 3 clients did not respond to the greeting (refused: clients 0, 1, 2)" in said
         assert why not in said
         for node in range(sites.count):
             last = [each for each in sites.log(node) if each["what"] == "refused"][-1]
@@ -137,7 +137,7 @@ def test_another_authority_is_not_believed(sites: Deployment, tmp_path: Path) ->
     words = [word for word in sites.words(0) if not word.startswith(("ca=", "home="))]
     node = Command(["node", *words, f"ca={tmp_path / 'other' / 'ca.crt'}", f"home={tmp_path}"])
     assert node.wait(60) == 2
-    assert "it is not who ca says" in node.errors
+    assert "its certificate fails verification against ca" in node.errors
 
 
 def waits(sites: Deployment, key: Path, home: Path) -> None:
@@ -166,8 +166,8 @@ def test_a_key_is_one_node(sites: Deployment, tmp_path: Path) -> None:
 
 def replies(sites: Deployment, version: str, request: str) -> list[Message]:
     """What nodes answer to the greeting of a run."""
-    link = link_at(f"127.0.0.1:{sites.port}", str(sites.ca))
-    with serving(link, version, request) as grid:
+    link = parse_address(f"127.0.0.1:{sites.port}", str(sites.ca))
+    with serve_request(link, version, request) as grid:
         asked = [
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
             for node in grid.get_node_ids()
@@ -185,7 +185,7 @@ def test_a_bundle_of_other_code_and_what_is_no_run_are_refused(
     version = "9.9.9" if what == "other code" else metadata.version("fedgen")
     found = replies(sites, version, "{}")
     assert [reply.error.code for reply in found] == [REFUSED] * sites.count
-    why = "other code" if what == "other code" else "no run of fedgen"
+    why = "other code" if what == "other code" else "not a fedgen run"
     assert why in [each for each in sites.log(0) if each["what"] == "refused"][-1]["why"]
 
 

@@ -14,15 +14,16 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.superlink import extensions
+from mutation import kills
 
 from fedgen.deployment.flower_coordinator import bundle, bundle_hash
-from fedgen.deployment.flower_link import _FleetAlone
-from fedgen.deployment.flower_packing import packed, unpacked
-from fedgen.deployment.keys import key_at, public_at
+from fedgen.deployment.flower_link import _FleetOnly
+from fedgen.deployment.flower_packing import pack_message, unpack_message
+from fedgen.deployment.keys import load_or_create_key, read_public_key
 from fedgen.deployment.link import certificates
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.signing import fingerprint
+from fedgen.federation.secagg.signing import fingerprint
 
 
 def test_version() -> None:
@@ -31,6 +32,11 @@ def test_version() -> None:
     assert extensions.get_middleware() is not None
 
 
+@kills(
+    "fedgen/deployment/flower_link.py",
+    '_OPEN = ("/v1/fleet/", "/health")',
+    '_OPEN = ("/v1/", "/health")',
+)
 @pytest.mark.parametrize(
     ("path", "caller", "passes"),
     [
@@ -60,7 +66,7 @@ def test_who_is_elsewhere_is_a_node_or_nobody(
         sent.append(message)
 
     scope = {"type": kind, "path": path, "client": caller and (caller, 1), "method": "POST"}
-    asyncio.run(_FleetAlone(app)(scope, None, send))
+    asyncio.run(_FleetOnly(app)(scope, None, send))
     assert reached == ([path] if passes else [])
     if not passes and kind == "http":
         assert sent[0]["status"] == 403
@@ -83,17 +89,19 @@ def test_certificates_are_for_the_names_that_nodes_use(tmp_path: Path) -> None:
 
 
 def test_a_nodes_key_is_made_once_and_is_its_own(tmp_path: Path) -> None:
-    key = key_at(tmp_path / "n.key")
-    assert fingerprint(key_at(tmp_path / "n.key").public_key()) == fingerprint(key.public_key())
+    key = load_or_create_key(tmp_path / "n.key")
+    assert fingerprint(load_or_create_key(tmp_path / "n.key").public_key()) == fingerprint(
+        key.public_key()
+    )
     assert stat.S_IMODE((tmp_path / "n.key").stat().st_mode) == 0o600
-    assert public_at(tmp_path / "n.key.pub").startswith(b"-----BEGIN PUBLIC KEY")
+    assert read_public_key(tmp_path / "n.key.pub").startswith(b"-----BEGIN PUBLIC KEY")
     other = generate_private_key(SECP256R1())
     text = other.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     (tmp_path / "other").write_bytes(text)
     with pytest.raises(FedgenError, match="no key on P-384"):
-        key_at(tmp_path / "other")
+        load_or_create_key(tmp_path / "other")
     with pytest.raises(FedgenError, match="no public key"):
-        public_at(tmp_path / "n.key")
+        read_public_key(tmp_path / "n.key")
 
 
 def test_a_bundle_is_the_same_for_the_same_version() -> None:
@@ -105,13 +113,13 @@ def test_a_message_in_one_piece_is_the_message() -> None:
     identify_process(1)
     content = RecordDict({"a": ConfigRecord({"x": 1, "y": b"2"})})
     message = Message(content, dst_node_id=2, message_type="query.hello")
-    there = packed(message)
+    there = pack_message(message)
     assert list(there.content) == ["whole"]
-    assert dict(unpacked(there).content["a"]) == {"x": 1, "y": b"2"}
-    assert unpacked(message) is message
+    assert dict(unpack_message(there).content["a"]) == {"x": 1, "y": b"2"}
+    assert unpack_message(message) is message
     bad = Message(
         RecordDict({"whole": ConfigRecord({"whole": b"\xff\xff"})}),
         dst_node_id=2,
         message_type="query.hello",
     )
-    assert unpacked(bad) is bad
+    assert unpack_message(bad) is bad

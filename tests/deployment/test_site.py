@@ -16,32 +16,39 @@ from dp_accounting import NonPrivateDpEvent
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from omegaconf import OmegaConf
 from tiny import PROGRAMS, tiny, trusting
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.data.datasets import digits
+from fedgen.config.compose import compose
+from fedgen.data.digits import digits
 from fedgen.deployment import log, policy, request
 from fedgen.deployment.flower_coordinator import bundle_hash
 from fedgen.deployment.flower_node import Run
 from fedgen.deployment.log import Log
-from fedgen.deployment.node import _Serving
+from fedgen.deployment.node import _NodeServer
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
-from fedgen.deployment.site import _ROWS, Place, open_run
+from fedgen.deployment.site import _ROWS, SiteFolder, open_run
 from fedgen.errors import FedgenError
-from fedgen.experiments import settings
-from fedgen.experiments.configuration import compose
 from fedgen.federation import messages
-from fedgen.federation.client_app import FAILED, REFUSED, _marked, client_app, died_answering
+from fedgen.federation.client.app import (
+    FAILED,
+    REFUSED,
+    _death_mark,
+    client_app,
+    died_while_responding,
+)
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.masking import KEY_BYTES, SEALED_BYTES
-from fedgen.federation.signing import CREDENTIAL_BYTES, Signer, fingerprint
-from fedgen.method import Method
-from fedgen.privacy.events import Spend, canonical, with_draws_seen
+from fedgen.federation.secagg.masking import KEY_BYTES, SEALED_BYTES
+from fedgen.federation.secagg.signing import CREDENTIAL_BYTES, Signer, fingerprint
+from fedgen.methods.api import Method
+from fedgen.privacy.aggregation import LOCAL
+from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account, spend_from_json
-from fedgen.privacy.releases import LOCAL
+from fedgen.randomness import RandomStreams
+from fedgen.run import setup
 
 PUBLIC = [
     "data=public_facts",
@@ -60,18 +67,18 @@ SIGNER = Signer(generate_private_key(SECP384R1()), None)
 RUN = "0123456789abcdef"
 
 
-def place(home: Path, **policy: Any) -> Place:
+def place(home: Path, **policy: Any) -> SiteFolder:
     allowed = Policy(**{"epsilon": 5.0, "delta": 1e-5, **policy})
-    return Place(0, digits(Coins.of(0, "seeded")), home, allowed, SIGNER)
+    return SiteFolder(0, digits(RandomStreams.from_seed(0, "seeded")), home, allowed, SIGNER)
 
 
 def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tuple[Request, Method]:
     """A request that arrived, and the method of it."""
     own = [word for word in tiny(method) if not word.startswith("runtime=")]
     config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
-    ready = settings.setup(config)
-    noise = settings.in_short(ready.privacy.noise_multiplier)
-    return request.read(Request.of(config, run, "", noise).text()), ready.method
+    ready = setup.setup(config)
+    noise = setup.rounded_noise(ready.privacy.noise_multiplier)
+    return request.read(Request.from_config(config, run, "", noise).text()), ready.method
 
 
 def asked(*words: str, run: str = RUN, method: str = "dp_merf_small") -> Request:
@@ -82,12 +89,12 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
     """Its noise is solved for here, and what it may cost is on the site's account."""
     here, wanted = place(tmp_path), request.read(asked().text())
     homes, _ = open_run(here, wanted)
-    site = homes._site
+    site = homes._setup
     assert site.noise == "secure"
-    assert (site.terms.run, site.terms.masks, site.terms.rows) == (RUN, True, 1)
+    assert (site.terms.run, site.terms.masked_sums, site.terms.samples) == (RUN, True, 1)
     assert site.folder == tmp_path / "runs" / RUN
     [entry] = here.account.entries(_ROWS)
-    assert entry.run == RUN and not entry.over
+    assert entry.run == RUN and not entry.is_finished
 
 
 def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> None:
@@ -98,12 +105,16 @@ def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> N
         more = [f"method.critics={critics}", f"method.critics_per_step={critics}"]
         wanted = asked(*words, *more, method="datalens_small", run=f"{critics:016x}")
         if refused:
-            with pytest.raises(RefusedError, match="1438 critics are more than 1437 rows"):
+            with pytest.raises(RefusedError, match="1438 critics exceed 1437 records"):
                 open_run(here, wanted)
         else:
             open_run(here, wanted)
 
 
+@kills(
+    "fedgen/deployment/policy.py", "if cost.or_infinity > policy.epsilon:", "if cost.value is None:"
+)
+@kills("fedgen/deployment/policy.py", "if not config.runtime.masks:", "if False:")
 @pytest.mark.parametrize(
     ("words", "allowed", "why"),
     [
@@ -113,11 +124,11 @@ def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> N
         ([], {"methods": ("mixture",)}, "method dp_merf_small is not allowed"),
         ([], {"units": ("client",)}, "about a record"),
         ([], {"aggregations": ("local",)}, "aggregation=secure is not allowed"),
-        ([], {"threshold": 3}, "rest on 2 answers"),
+        ([], {"threshold": 3}, "need only 2 responses"),
         ([], {"colluders": 1}, "0 clients are counted"),
-        (["runtime.masks=false"], {}, "shows each answer"),
-        (["data.classes=9"], {}, "about 9 labels"),
-        (["partition.clients=2", "privacy.threshold=2"], {"threshold": 3}, "rest on 2"),
+        (["runtime.masks=false"], {}, "reveals each response"),
+        (["data.classes=9"], {}, "expects 9 labels"),
+        (["partition.clients=2", "privacy.threshold=2"], {"threshold": 3}, "need only 2 responses"),
     ],
 )
 def test_what_is_not_allowed_is_refused(
@@ -134,7 +145,7 @@ def test_a_node_that_sent_nothing_has_a_log(tmp_path: Path) -> None:
     with pytest.raises(FedgenError, match="no node was at home"):
         log.show(config)
     (tmp_path / "lock").touch()
-    assert log.show(config) == "nothing has left this node yet"
+    assert log.show(config) == "this node has sent nothing yet"
 
 
 def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -142,17 +153,22 @@ def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
     names = [f"digit {n}" for n in range(10)]
     there = asked(f"data.labels=[{','.join(names)}]")
     swapped = replace(place(tmp_path), labels=[*names[1::-1], *names[2:]])
-    with pytest.raises(RefusedError, match=r"labels digit 0, digit 1, .*, here: digit 1, digit 0"):
+    with pytest.raises(RefusedError, match=r"labels digit 0, digit 1, .*site has digit 1, digit 0"):
         open_run(swapped, there)
     open_run(replace(place(tmp_path), labels=names), there)
-    with pytest.raises(RefusedError, match="no names are given here"):
+    with pytest.raises(RefusedError, match="this site has no names"):
         open_run(place(tmp_path), there)
 
 
+@kills(
+    "fedgen/deployment/site.py",
+    "if rounded_noise(found.noise) != request.noise_multiplier:",
+    "if False:",
+)
 def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> None:
     wanted = asked()
     less = replace(wanted, noise_multiplier="0.1")
-    with pytest.raises(RefusedError, match=r"is solved for here, 0\.1 by fedgen"):
+    with pytest.raises(RefusedError, match=r"is calibrated on this site, 0\.1 by fedgen"):
         open_run(place(tmp_path), less)
     none = {**wanted.settings["privacy"], "target_epsilon": None, "noise_multiplier": None}
     bare = replace(
@@ -165,15 +181,28 @@ def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> Non
         open_run(place(tmp_path), bare)
 
 
+@kills(
+    "fedgen/deployment/site.py",
+    (
+        "if path.exists() and (path.stat().st_size != len(now) or read_bounded(path, "
+        "len(now)) != now):"
+    ),
+    "if False:",
+)
 def test_a_run_stays_what_it_was(tmp_path: Path) -> None:
-    """Under its name nothing else is answered: the same coins, or what is left of its rows."""
+    """Under its name nothing else is answered: the same streams, or what is left of its rows."""
     here, other = place(tmp_path), asked("privacy.target_epsilon=4")
     open_run(here, asked())
     open_run(here, asked())  # after a restart
-    with pytest.raises(RefusedError, match="other settings before"):
+    with pytest.raises(RefusedError, match="different settings before"):
         open_run(here, other)
 
 
+@kills(
+    "fedgen/deployment/site.py",
+    ("account.register(entry, partial(check_budget, budget, privacy.delta), force=gaps)"),
+    ("account.register(entry, lambda x, _: check_budget(budget, privacy.delta, x, []), gaps)"),
+)
 def test_all_runs_together_stay_within_a_budget(tmp_path: Path) -> None:
     here = place(tmp_path, budget_epsilon=6.0)
     open_run(here, asked())
@@ -184,12 +213,12 @@ def test_all_runs_together_stay_within_a_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"method": {"_target_": "os.system", "command": "touch owned"}},
-        {"method": {"_target_": "fedgen.data.folders.folder", "path": "/etc", "root": None}},
-        {"method": {"generator": {"_target_": "fedgen.data.folders.folder", "path": "/etc"}}},
-        {"method": {"_target_": "fedgen.methods.dpgan.dpgan"}},
+        {"method": {"type": "os.system", "command": "touch owned"}},
+        {"method": {"type": "folder", "path": "/etc", "root": None}},
+        {"method": {"generator": {"type": "folder", "path": "/etc"}}},
+        {"method": {"type": "dpgan"}},
         {"method": {"rows": "${oc.env:HOME}"}},
-        {"warm_up": {"method": {"_target_": "fedgen.methods.mixture.mixture"}}},
+        {"warm_up": {"method": {"type": "mixture"}}},
         {"data": {"classes": 10, "shape": [1, 8, 8]}},
         {"data": {"classes": 10, "shape": [1, 8, 8], "public_rows": 1437, "path": "/etc"}},
         {"evaluation": {"fid": True, "inception_weights": "/dev/zero"}},
@@ -233,6 +262,12 @@ def test_what_is_no_request_is_noticed(found: Any) -> None:
         request.read(json.dumps(found))
 
 
+@kills(
+    "fedgen/config/registry.py",
+    "return REGISTRY.get(group_of(place), {})",
+    "return {word: name for each in REGISTRY.values() for word, name in each.items()}",
+)
+@kills("fedgen/deployment/request.py", "if here != there:", "if False:")
 def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
     """A policy allows names: what is made is what they stand for, and of parts of methods."""
     wanted = asked()
@@ -240,11 +275,11 @@ def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
     other = compose("config", ["method=dp_hp_small", *own, "rounds=3", *PUBLIC]).method
     whole: Any = OmegaConf.to_container(other, resolve=True)
     named = replace(wanted, settings={**wanted.settings, "method": whole})
-    with pytest.raises(RefusedError, match="is not what dp_merf_small is"):
+    with pytest.raises(RefusedError, match="differs from dp_merf_small"):
         open_run(place(tmp_path), named)
-    part = {"_target_": "fedgen.data.folders.folder", "path": str(tmp_path), "root": None}
+    part = {"type": "folder", "path": str(tmp_path), "root": None}
     method = {**wanted.settings["method"], "generator": part}
-    with pytest.raises(RefusedError, match="does not belong there"):
+    with pytest.raises(RefusedError, match="cannot be 'folder'"):
         open_run(place(tmp_path), replace(wanted, settings={**wanted.settings, "method": method}))
 
 
@@ -276,7 +311,7 @@ def test_a_runs_name_is_no_path(run: str) -> None:
         ("epsilon: 5\ndelta: 1e-5\nmethods: [mixtur]", "list of: central_images, "),
         ("epsilon: 5\ndelta: 1e-5\nmethods: []", "policy.methods"),
         ("epsilon: 5\ndelta: 1e-5\nunits: [[a]]", "policy.units"),
-        ("epsilon: 5\ndelta: 1e-5\npeers: {0: a, 1: a}", "one fingerprint stands twice"),
+        ("epsilon: 5\ndelta: 1e-5\npeers: {0: a, 1: a}", "a fingerprint is listed twice"),
         ("epsilon: [", "is no YAML"),
     ],
 )
@@ -303,29 +338,33 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
     [
         ([*NODE, "policy=none.yaml"], "policy: none.yaml cannot be read"),
         ([*NODE, "ca=none"], "ca: none cannot be read"),
-        ([*NODE, "ca=policy.yaml"], "ca: holds no certificate"),
+        ([*NODE, "ca=policy.yaml"], "ca: contains no certificate"),
         ([*NODE, "ca=null"], "ca: must be text"),
-        ([*NODE, "number=-1"], "number: cannot be -1"),
+        ([*NODE, "number=-1"], "number: must be 0 or more"),
         ([*NODE, "superlink=x"], "superlink: cannot be x"),
         ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),
         ([*NODE, "data=folder", "data.path=."], "data.labels: are not given"),
         ([*NODE, "policy=peers.yaml"], "policy.peers: do not say that 0 is this node"),
-        ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no rows"),
+        ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no images"),
         (["node", "log", "home=nowhere"], "no node was at home"),
         (["node", "key=policy.yaml"], "key: policy.yaml is no private key"),
         (["link", "accept=policy.yaml"], "accept: policy.yaml is no public key"),
         (["link", "accept=none.pub"], "none.pub cannot be read"),
-        (["link", "port=0"], "port: cannot be 0"),
+        (["link", "port=0"], "port: must be at least 1"),
         *(
-            (["link", f"hosts=[{host}]"], "is no name of a machine")
-            for host in ("'ü'", "''", "10", "'a b'", "link.org:9092", "'https://link.org'")
+            (["link", f"hosts=[{host}]"], "is not a valid host name")
+            for host in ("'ü'", "''", "'a b'", "link.org:9092", "'https://link.org'")
         ),
-        (["link", "days=0"], "days: must be from 1"),
+        (["link", "hosts=[10]"], "hosts: must be text, got 10; quote it: '10'"),
+        (["link", "days=0"], "days: must be at least 1"),
         (["train", "runtime=deployed", "runtime.ca=none"], "take data=public_facts"),
-        (["train", *PUBLIC, "runtime=in_process"], "public_facts has no rows"),
-        (["train", *PUBLIC, "evaluation=quick", "privacy.noise=seeded"], "no rows here to judge"),
+        (["train", *PUBLIC, "runtime=in_process"], "public_facts has no images"),
+        (
+            ["train", *PUBLIC, "evaluation=quick", "privacy.noise=seeded"],
+            "no images to evaluate with",
+        ),
         (["train", *PUBLIC, "runtime.ca=none"], "runtime.ca: none cannot be read"),
-        (["train", *PUBLIC, "partition.clients=0"], "partition.clients: must be at least 1"),
+        (["train", *PUBLIC, "partition.clients=0"], "partition.clients: must be positive"),
         (["train", *PUBLIC, "data.shape=[8,8]"], "data.shape: must be"),
         (["train", *PUBLIC, "runtime.rehearses=none"], "runtime.rehearses: is for seeded"),
     ],
@@ -367,8 +406,8 @@ class Site:
     def __init__(self, number: int, home: Path, wanted: Request) -> None:
         self.number = number
         allowed = Policy(5.0, 1e-5, peers=PEERS)
-        rows, signer = digits(Coins.of(0, "seeded")), Signer(KEYS[number], PEERS)
-        self.homes, _ = open_run(Place(number, rows, home, allowed, signer), wanted)
+        rows, signer = digits(RandomStreams.from_seed(0, "seeded")), Signer(KEYS[number], PEERS)
+        self.homes, _ = open_run(SiteFolder(number, rows, home, allowed, signer), wanted)
         self._app = client_app(self.homes)
 
     def __call__(self, kind: str, content: RecordDict) -> Message:
@@ -378,7 +417,7 @@ class Site:
 
     @property
     def spend(self) -> Account:
-        return self.homes.of(self.number).ledger.account()
+        return self.homes.get(self.number).ledger.account()
 
 
 def three(tmp_path: Path, *words: str, method: str = "dp_merf_small") -> tuple[list[Site], Method]:
@@ -411,11 +450,11 @@ def opened(site: Site, sealed: dict[int, bytes], server_round: int = 0) -> bool:
 
 
 def question(method: Method, server_round: int = 0) -> RecordDict:
-    coins = Coins.of(0, "seeded")
-    query = method.server.query(method.server.init(coins), server_round, coins)
+    streams = RandomStreams.from_seed(0, "seeded")
+    query = method.server.query(method.server.init(streams), server_round, streams)
     assert query is not None
     content = messages.pack_query(server_round, query)
-    return messages.for_cohort(content, list(range(CLIENTS)))
+    return messages.add_cohort(content, list(range(CLIENTS)))
 
 
 def inbox(
@@ -428,6 +467,11 @@ def inbox(
     }
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    ("if not responders & set(self._graph.neighbours(self.client)) <= set(self._shares):"),
+    "if False:",
+)
 def test_no_share_stands_by_itself(tmp_path: Path) -> None:
     """The coordinator keeps one neighbour's seal from a client, and has it answer all the same: the
     mask between them would be missing on one side."""
@@ -438,7 +482,7 @@ def test_no_share_stands_by_itself(tmp_path: Path) -> None:
         assert opened(site, inbox(shares, site, but))
         assert not site(messages.ASK, asked).has_error()
     for answered, silent in (([0, 2], [1]), ([0, 1, 2], [])):
-        lists = messages.pack_lists(0, answered, silent)
+        lists = messages.pack_responders(0, answered, silent)
         signed: dict[int, bytes] = {}
         for client in answered:
             reply = sites[client](messages.AGREE, lists)
@@ -448,6 +492,11 @@ def test_no_share_stands_by_itself(tmp_path: Path) -> None:
         assert told.has_error()
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    'return f"{run}/{server_round}/{query}".encode()',
+    'return f"{run}/{server_round}".encode()',
+)
 def test_sites_that_are_asked_different_things_share_no_masks(tmp_path: Path) -> None:
     sites, method = three(tmp_path)
     asked = question(method)
@@ -456,6 +505,7 @@ def test_sites_that_are_asked_different_things_share_no_masks(tmp_path: Path) ->
     assert dealt(sites, [asked, asked, other]) == {}
 
 
+@kills("fedgen/deployment/site.py", "accepted_request=request.text().encode(),", "")
 def test_sites_that_are_told_of_different_runs_share_no_masks(tmp_path: Path) -> None:
     """Under one name: other numbers of rows, other scales of noise."""
     sites, method = three(tmp_path)
@@ -464,6 +514,7 @@ def test_sites_that_are_told_of_different_runs_share_no_masks(tmp_path: Path) ->
     assert dealt([sites[0], others[1], others[2]], [asked] * 3) == {}
 
 
+@kills("fedgen/federation/client/app.py", "if masker.context != context:", "if False:")
 def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
     sites, method = three(tmp_path)
     asked = question(method)
@@ -475,6 +526,7 @@ def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
     assert sites[0].spend.releases == 0
 
 
+@kills("fedgen/federation/client/app.py", "if not masker.is_ready:", "if masker is None:")
 def test_no_answer_before_the_shares_are_opened(tmp_path: Path) -> None:
     """None is charged either, nor after a broken seal."""
     sites, method = three(tmp_path)
@@ -492,19 +544,23 @@ def test_no_answer_before_the_shares_are_opened(tmp_path: Path) -> None:
 def test_the_log_says_what_a_site_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Log(tmp_path).left("run", messages.OPEN, 40, {}, None, {2, 1})
+    Log(tmp_path).response_sent("run", messages.OPEN, 40, {}, None, {2, 1})
     assert cli.run(["node", "log", f"home={tmp_path}"]) == 0
     assert "rejected the signature or sealed share of clients 1, 2" in capsys.readouterr().out
 
 
+@kills("fedgen/deployment/site.py", "limits=most,", "limits=None,")
+@kills("fedgen/federation/client/app.py", "or query.count < 1", "or False")
 @pytest.mark.parametrize("count", [0, 1])
 def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
     tmp_path: Path, count: int
 ) -> None:
     """Rounds beyond the plan; and questions that claim no rows."""
     sites, made = three(tmp_path, method="dpgan_small")
-    home = sites[0].homes.of(0)
-    home.terms = replace(home.terms, rows=1000)  # as if rows did not say how much an answer costs
+    home = sites[0].homes.get(0)
+    home.terms = replace(
+        home.terms, samples=1000
+    )  # as if rows did not say how much an answer costs
     for server_round in range(6):
         asked = question(made, server_round)
         rows = messages.unpack_arrays(asked.array_records["rows"])
@@ -514,7 +570,7 @@ def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
         opened(sites[0], inbox(shares, sites[0]), server_round)
         sites[0](messages.ASK, asked)
     assert sites[0].spend.releases == (3 if count else 0)
-    assert sites[0].spend.spend == (canonical(made.plan.server(3)) if count else {})
+    assert sites[0].spend.spend == (canonical(made.plan.server_event(3)) if count else {})
 
 
 WITH_SUMS = [each for each in PROGRAMS if not trusting(each)]
@@ -528,11 +584,11 @@ def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
     except FedgenError as error:
         assert error.key == "privacy.aggregation", error
         pytest.skip("its answers do not add up")
-    coins = Coins.of(0, "seeded")
-    for number in range(made.client.preparations):
+    streams = RandomStreams.from_seed(0, "seeded")
+    for number in range(made.client.prepare_steps):
         for site in sites:
-            assert not site(messages.PREPARE, messages.pack_place(number)).has_error()
-    broadcast = messages.pack_arrays(made.server.broadcast(made.server.init(coins), 0, coins))
+            assert not site(messages.PREPARE, messages.pack_round(number)).has_error()
+    broadcast = messages.pack_arrays(made.server.broadcast(made.server.init(streams), 0, streams))
     if len(broadcast):
         for site in sites:
             content = messages.pack_broadcast(0, broadcast)
@@ -544,6 +600,7 @@ def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
     assert not reply.has_error()
 
 
+@kills("fedgen/deployment/site.py", "rehearsal=_rehearsal_shard(public),", "")
 def test_a_question_that_fails_on_some_labels_meets_no_private_row(tmp_path: Path) -> None:
     """Weights that lack a label would fail where there is a row of it, which is an exact answer."""
     sites, method = three(tmp_path, method="dp_wgan_gp_small")
@@ -570,18 +627,23 @@ def test_after_a_failure_over_private_rows_nothing_is_answered(tmp_path: Path) -
     """In no run on these rows: that it failed may tell of them, and may do so once."""
     here = place(tmp_path)
     homes, _ = open_run(here, asked())
-    homes.of(0).ledger.charge(0, "failed", 0, NonPrivateDpEvent())
+    homes.get(0).ledger.charge(0, "failed", 0, NonPrivateDpEvent())
     with pytest.raises(RefusedError, match="has no bound"):
         open_run(here, asked(run="fedcba9876543210"))
 
 
+@kills(
+    "fedgen/deployment/site.py",
+    "Entry(request.run, _ROWS, _ROWS,",
+    "Entry(request.run, rows.digest, _ROWS,",
+)
 def test_rows_that_change_keep_their_account(tmp_path: Path) -> None:
     here = place(tmp_path, budget_epsilon=6.0)
     open_run(here, asked())
-    rows = here.rows
+    rows = here.dataset
     fewer = replace(rows, images=rows.images[1:], labels=rows.labels[1:])
     with pytest.raises(RefusedError, match="above 6"):
-        open_run(replace(here, rows=fewer), asked(run="fedcba9876543210"))
+        open_run(replace(here, dataset=fewer), asked(run="fedcba9876543210"))
 
 
 class Line:
@@ -596,15 +658,15 @@ class Line:
         return self._run
 
 
-def answered(served: _Serving, line: Line, kind: str, content: RecordDict) -> Message:
+def answered(served: _NodeServer, line: Line, kind: str, content: RecordDict) -> Message:
     identify_process(1)
     message = Message(content, dst_node_id=2, message_type=kind)
-    return served._answer(message, line)  # type: ignore[arg-type]
+    return served._respond(message, line)  # type: ignore[arg-type]
 
 
 def test_no_message_ends_a_node(tmp_path: Path) -> None:
     """Kinds that there are not, and contents that are none: a code, and the node goes on."""
-    served, line = _Serving(place(tmp_path)), Line(asked())
+    served, line = _NodeServer(place(tmp_path)), Line(asked())
     for kind in ("query.nonsense", messages.ASK, messages.SHARES, messages.RESTORE):
         reply = answered(served, line, kind, messages.pack_hello())
         assert reply.error.code == FAILED
@@ -614,32 +676,37 @@ def test_no_message_ends_a_node(tmp_path: Path) -> None:
     assert codes == [None, FAILED, FAILED, FAILED, FAILED, None]
 
 
+@kills(
+    "fedgen/deployment/node.py",
+    "            if name not in self._homes or self._homes[name] is not None:",
+    "            if name not in self._homes:",
+)
 def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
     """After the coordinator died: a new run of Flower's, with the same name. It meets other noise
     and other draws: what two answers have in common would be known twice, and charged once."""
-    served = _Serving(place(tmp_path, aggregations=("local",)))
+    served = _NodeServer(place(tmp_path, aggregations=("local",)))
     words = ["privacy.aggregation=local", "rounds=12"]
     wanted, made = prepared(*words, method="dpgan_small")
-    line, public = Line(wanted), Coins.of(0, "seeded")
+    line, public = Line(wanted), RandomStreams.from_seed(0, "seeded")
     weights = messages.pack_arrays(made.server.broadcast(made.server.init(public), 0, public))
 
     def round_0() -> Message:
         answered(served, line, messages.TRAIN, messages.pack_broadcast(0, weights))
         return answered(served, line, messages.ASK, question(made))
 
-    def coins() -> Coins:
-        return served._homes[RUN].of(0).coins  # type: ignore[union-attr]
+    def streams() -> RandomStreams:
+        return served._homes[RUN].get(0).streams  # type: ignore[union-attr]
 
-    first, flipped = round_0(), coins()
-    assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
+    first, flipped = round_0(), streams()
+    assert answered(served, line, messages.RESTORE, messages.pack_round(0)).has_content()
     assert round_0().has_error()
     served._names.clear()  # as for another number of Flower's
-    assert answered(served, line, messages.RESTORE, messages.pack_place(0)).has_content()
+    assert answered(served, line, messages.RESTORE, messages.pack_round(0)).has_content()
     second = round_0()
     assert served._ledger(RUN).account().releases == 2
-    one, two = (messages.read_answer(each, LOCAL).arrays["answer"] for each in (first, second))
+    one, two = (messages.read_response(each, LOCAL).arrays["answer"] for each in (first, second))
     assert np.mean(one == two) < 0.01
-    places = [each.secret("routing", 0).random() for each in (flipped, coins())]
+    places = [each.secret("routing", 0).random() for each in (flipped, streams())]
     assert places[0] != places[1]
 
 
@@ -647,19 +714,19 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was tried on rows that are no secret, and did not fail there."""
-    served, wanted = _Serving(place(tmp_path)), asked("privacy.aggregation=local")
+    served, wanted = _NodeServer(place(tmp_path)), asked("privacy.aggregation=local")
     served._place = place(tmp_path, aggregations=("local",))
     line = Line(wanted)
     assert not answered(served, line, messages.HELLO, messages.pack_hello()).has_error()
-    home = served._homes[RUN].of(0)  # type: ignore[union-attr]
-    whole = home.program.answer
+    home = served._homes[RUN].get(0)  # type: ignore[union-attr]
+    whole = home.program.respond
 
     def fails(state: object, query: object, shard: object, *rest: object) -> object:
         if shard is home.shard:
             raise ValueError("a label that there is not")
         return whole(state, query, shard, *rest)  # type: ignore[arg-type]
 
-    home.program = replace(home.program, answer=fails)  # type: ignore[arg-type]
+    home.program = replace(home.program, respond=fails)  # type: ignore[arg-type]
     _, made = three(tmp_path / "others")
     reply = answered(served, line, messages.ASK, question(made))
     assert reply.error.code == FAILED
@@ -669,32 +736,43 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
         open_run(served._place, asked("privacy.aggregation=local", run="fedcba9876543210"))
 
 
+@kills("fedgen/federation/client/app.py", "        (folder / _ANSWERING).touch()", "        pass")
+@kills(
+    "fedgen/deployment/site.py",
+    ("place.account.raise_max_spend(entry.run, with_sampling_revealed(entry.max_spend))"),
+    "pass",
+)
 def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     """Where each site flips a coin of its own: that its answer is missing may show how it fell, in
     this site's account as in the coordinator's. A process that dies between answers shows
     nothing."""
-    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    words = [
+        "method.sampled_by=clients",
+        "method.cohort_size=2",
+        "privacy.colluders=0",
+        "rounds=12",
+    ]
     wanted, made = prepared("privacy.target_epsilon=4", *words, method="fedavg_gan")
-    planned = canonical(made.plan.server(12))
+    planned = canonical(made.plan.server_event(12))
     roomy = place(tmp_path, units=("client",), epsilon=100.0)
     strict = replace(roomy, policy=replace(roomy.policy, epsilon=4.0))
 
     def cost() -> Spend:
         [entry] = roomy.account.entries(_ROWS)
-        return entry.cost
+        return entry.spend
 
     def ask(server_round: int, dies: bool = False) -> None:
         """Of a new process."""
         homes, _ = open_run(roomy, wanted)
-        home = homes.of(0)
-        home.terms, whole = replace(home.terms, masks=False), home.program.answer
+        home = homes.get(0)
+        home.terms, whole = replace(home.terms, masked_sums=False), home.program.respond
 
         def killed(state: object, query: object, shard: object, *rest: object) -> object:
             if shard is home.shard and dies:
                 raise SystemExit  # which nobody on the way sees to, as with a kill
             return whole(state, query, shard, *rest)  # type: ignore[arg-type]
 
-        home.program = replace(home.program, answer=killed)  # type: ignore[arg-type]
+        home.program = replace(home.program, respond=killed)  # type: ignore[arg-type]
         message = Message(question(made, server_round), dst_node_id=2, message_type=messages.ASK)
         context = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
         assert client_app(lambda _: home)(message, context).has_content()
@@ -705,12 +783,12 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     assert cost() == planned
     with pytest.raises(SystemExit):
         ask(2, dies=True)
-    seen = with_draws_seen(planned)
+    seen = with_sampling_revealed(planned)
     with pytest.raises(RefusedError, match="above 4"):
         open_run(strict, wanted)
     assert cost() == seen != planned, "as it is refused, too"
     cheap, _ = prepared("privacy.target_epsilon=0.5", *words, "rounds=1", method="fedavg_gan")
-    with pytest.raises(RefusedError, match="other settings before"):
+    with pytest.raises(RefusedError, match="different settings before"):
         open_run(roomy, cheap)
     assert cost() == seen, "whatever is asked under its name"
     ask(3)
@@ -718,26 +796,45 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     assert cost() == seen, "and stays so"
 
 
+@kills(
+    "fedgen/federation/client/app.py", "            (folder / _DIED).touch()", "            pass"
+)
 def test_a_death_over_an_answer_is_not_forgotten_by_the_next_one(tmp_path: Path) -> None:
     """As Ray's actors do, which are started again and asked again."""
-    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    words = [
+        "method.sampled_by=clients",
+        "method.cohort_size=2",
+        "privacy.colluders=0",
+        "rounds=12",
+    ]
     wanted, _ = prepared("privacy.target_epsilon=4", *words, method="fedavg_gan")
     homes, _ = open_run(place(tmp_path, units=("client",)), wanted)
-    home = homes.of(0)
+    home = homes.get(0)
     folder = home.store.folder(0)
-    with _marked(home):
-        assert died_answering(folder), "if this were its end"
-    assert not died_answering(folder)
-    with pytest.raises(SystemExit), _marked(home):
+    with _death_mark(home):
+        assert died_while_responding(folder), "if this were its end"
+    assert not died_while_responding(folder)
+    with pytest.raises(SystemExit), _death_mark(home):
         raise SystemExit
-    with _marked(home):
+    with _death_mark(home):
         pass
-    assert died_answering(folder)
+    assert died_while_responding(folder)
 
 
+@kills("fedgen/deployment/site.py", "        _count_deaths(site)", "        pass")
+@kills(
+    "fedgen/deployment/node.py",
+    ("        return with_sampling_revealed(found) if self._place.has_dropout(name) else found"),
+    "        return found",
+)
 def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path) -> None:
     """Also if nobody ever asks for the first one again, and in the log if somebody does."""
-    words = ["method.draws=clients", "method.cohort=2", "privacy.colluders=0", "rounds=12"]
+    words = [
+        "method.sampled_by=clients",
+        "method.cohort_size=2",
+        "privacy.colluders=0",
+        "rounds=12",
+    ]
     words += ["privacy.target_epsilon=4", "privacy.threshold=all"]
     first, made = prepared(*words, method="fedavg_gan")
     second, _ = prepared(*words, method="fedavg_gan", run="fedcba9876543210")
@@ -749,29 +846,30 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path)
     with pytest.raises(RefusedError, match="above 6"):
         open_run(here, second)
     free = replace(here, policy=replace(here.policy, budget_epsilon=None))
-    served, line = _Serving(free), Line(first)
+    served, line = _NodeServer(free), Line(first)
     assert answered(served, line, messages.HELLO, messages.pack_hello()).has_content()
-    home = served._homes[RUN].of(0)  # type: ignore[union-attr]
-    home.terms = replace(home.terms, masks=False)
+    home = served._homes[RUN].get(0)  # type: ignore[union-attr]
+    home.terms = replace(home.terms, masked_sums=False)
     assert answered(served, line, messages.ASK, question(made)).has_content()
     *_, last = map(json.loads, (tmp_path / "log.jsonl").open())
     spent = spend_from_json(last["spend"])
-    assert spent and spent == with_draws_seen(spent)
+    assert spent and spent == with_sampling_revealed(spent)
 
 
+@kills("fedgen/federation/client/app.py", "if ctx.terms.rehearsal is None:", "if True:")
 def test_training_fails_in_silence(tmp_path: Path) -> None:
     """Labels that one site's rows need and the broadcast lacks: that a site has such rows would
     show, for nothing."""
-    served = _Serving(place(tmp_path, aggregations=("local",), units=("client", "record")))
+    served = _NodeServer(place(tmp_path, aggregations=("local",), units=("client", "record")))
     words = ["privacy.aggregation=local", "privacy.adversary=server", "rounds=2"]
     wanted, made = prepared(*words, method="gs_wgan_small")
-    line, coins = Line(wanted), Coins.of(0, "seeded")
-    for number in range(made.client.preparations):
-        part = messages.pack_place(number)
+    line, streams = Line(wanted), RandomStreams.from_seed(0, "seeded")
+    for number in range(made.client.prepare_steps):
+        part = messages.pack_round(number)
         assert answered(served, line, messages.PREPARE, part).has_content()
-    too_far = messages.pack_place(made.client.preparations)
+    too_far = messages.pack_round(made.client.prepare_steps)
     assert answered(served, line, messages.PREPARE, too_far).has_error()
-    broadcast = made.server.broadcast(made.server.init(coins), 0, coins)
+    broadcast = made.server.broadcast(made.server.init(streams), 0, streams)
     few = messages.pack_arrays({name: each[:1] for name, each in broadcast.items()})
     reply = answered(served, line, messages.TRAIN, messages.pack_broadcast(0, few))
     assert reply.has_content()

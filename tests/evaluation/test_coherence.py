@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.data.datasets import digits
+from fedgen.data.digits import digits
 from fedgen.evaluation.coherence import NOISE, coherence, diversity, verdict
+from fedgen.randomness import RandomStreams
 
 RNG = np.random.default_rng(0)
 
@@ -21,7 +21,9 @@ def test_noise_images_and_nothing() -> None:
     assert coherence(np.repeat(noise[:1], 20, axis=0)) == 0.0
     ramps = np.linspace(0, 1, 16) * RNG.uniform(50, 255, (200, 1, 1, 1))
     assert coherence(np.broadcast_to(ramps, (200, 1, 16, 16)).astype(np.uint8)) > 0.9
-    assert coherence(digits(Coins.of(0, "seeded")).images) == pytest.approx(0.37, abs=0.01)
+    assert coherence(digits(RandomStreams.from_seed(0, "seeded")).images) == pytest.approx(
+        0.37, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(("method", "noise", "said"), [("dpgan_small", 1e2, True),
@@ -37,7 +39,7 @@ def test_a_run_says_so(
 
 
 def test_collapse_divergence_and_noise_are_told_apart() -> None:
-    data = digits(Coins.of(0, "seeded"))
+    data = digits(RandomStreams.from_seed(0, "seeded"))
     images, labels = data.images, data.labels
     assert verdict(images, labels) is None
     assert 45 < diversity(images, labels) < 65
@@ -57,7 +59,7 @@ def test_collapse_divergence_and_noise_are_told_apart() -> None:
 
 
 def test_one_label_that_collapsed_is_seen_among_others() -> None:
-    data = digits(Coins.of(0, "seeded"))
+    data = digits(RandomStreams.from_seed(0, "seeded"))
     images, labels = data.images.copy(), data.labels
     images[labels == 3] = images[labels == 3][0]
     assert verdict(images, labels) == "collapsed"
@@ -70,4 +72,4 @@ def test_a_diverged_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.run(["train", *words, *quick, f"run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert "training diverged" in said and "look like noise" not in said
-    assert "diversity within labels: " in said and "(real rows: " in said
+    assert "diversity within labels: " in said and "(real images: " in said

@@ -46,7 +46,7 @@ class Handed(nn.Module):
 
 
 def test_torchmetrics_agrees() -> None:
-    """It shuffles the rows, by torch's own coins, before it parts them."""
+    """It shuffles the rows, by torch's own streams, before it parts them."""
     from torchmetrics.image.inception import InceptionScore
 
     logits = 3 * torch.randn(500, 12, generator=torch.Generator().manual_seed(0))

@@ -7,33 +7,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import COINS, Train
+from tiny import STREAMS, Train
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.data.datasets import digits
-from fedgen.evaluation.judge import judge, seen
-from fedgen.experiments import settings
-from fedgen.experiments.configuration import compose
+from fedgen.config.compose import compose
+from fedgen.data.digits import digits
+from fedgen.evaluation.judge import evaluation_net, features_and_probabilities
+from fedgen.randomness import RandomStreams
+from fedgen.run import setup
 
 
 def test_the_judge_is_trained_once(tmp_path: Path) -> None:
-    data = digits(COINS)
-    net = judge(data.images, data.labels, 10, tmp_path)
-    whole, parts = seen(net, data.test_images), [seen(net, row[None]) for row in data.test_images]
+    data = digits(STREAMS)
+    net = evaluation_net(data.images, data.labels, 10, tmp_path)
+    whole, parts = (
+        features_and_probabilities(net, data.test_images),
+        [features_and_probabilities(net, row[None]) for row in data.test_images],
+    )
     assert np.allclose(whole[0], np.concatenate([part[0] for part in parts]), atol=1e-5), (
         "it sees every image by itself: it normalizes by what it learnt"
     )
     [kept] = tmp_path.iterdir()
     before = kept.stat().st_mtime_ns
-    again = judge(data.images, data.labels, 10, tmp_path)
+    again = evaluation_net(data.images, data.labels, 10, tmp_path)
     assert kept.stat().st_mtime_ns == before
-    features, said = seen(net, data.test_images)
+    features, said = features_and_probabilities(net, data.test_images)
     assert features.shape == (360, 128)
-    assert np.allclose(said, seen(again, data.test_images)[1], atol=1e-5)
+    assert np.allclose(said, features_and_probabilities(again, data.test_images)[1], atol=1e-5)
     assert np.allclose(said.sum(1), 1)
     assert (said.argmax(1) == data.test_labels).mean() > 0.95
-    judge(data.images[:30], data.labels[:30], 10, tmp_path)
+    evaluation_net(data.images[:30], data.labels[:30], 10, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -72,12 +75,12 @@ def test_samples_that_fedgen_did_not_make(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here real training rows: a copy attack, which is caught."""
-    data, path = digits(Coins.of(0, "seeded").at("data")), tmp_path / "copies.npz"
+    data, path = digits(RandomStreams.from_seed(0, "seeded").at("data")), tmp_path / "copies.npz"
     np.savez(path, images=data.images[:300, 0], labels=data.labels[:300])
     words = ["evaluate", f"samples={path}", "data=digits", "evaluation.leakage=true"]
     assert cli.run([*words, "evaluation.classifiers.cnn.epochs=2"]) == 0
     said = capsys.readouterr().out
-    assert "copies of training rows" in said
+    assert "copies of training images" in said
     found = json.loads((tmp_path / "copies_evaluation" / "evaluation.json").read_text())
     assert found["gen2real"]["logistic_regression"]["mean"] > 0.85
     assert found["gen2real"]["cnn"]["n"] == 300
@@ -94,17 +97,17 @@ FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
 @pytest.mark.parametrize(
     ("words", "key", "problem"),
     [
-        ([], "run", "what is to be judged"),
-        (["samples={path}"], "data", "trained on"),
+        ([], "run", "exclude each other"),
+        (["samples={path}"], "data", "the training data"),
         (["samples=no.npz", "data=digits"], "samples", "there is no file no.npz"),
         (["samples={empty}", "data=digits"], "samples", "no arrays"),
         (["samples={array}", "data=digits"], "samples", "no arrays"),
-        (["samples={public}", "data=digits"], "samples", "may be handed out"),
+        (["samples={public}", "data=digits"], "samples", "may be published"),
         ([*RIGHT, "evaluation.judge=true"], "samples", "too few"),
         (["samples={path}", "data=mnist"], "samples", "uint8 (n, 1, 28, 28)"),
         (["samples={other}", "data=digits"], "samples", "no label from 0 to 9"),
-        ([*RIGHT, "evaluation=none"], "evaluation.samples", "tell nothing"),
-        ([*RIGHT, "evaluation.real2gen=[svm]"], "evaluation.real2gen", "no classifier"),
+        ([*RIGHT, "evaluation=none"], "evaluation.samples", "cannot be evaluated"),
+        ([*RIGHT, "evaluation.real2gen=[svm]"], "evaluation.real2gen", "not a known classifier"),
         ([*RIGHT, *FID], "evaluation.inception_weights", "cannot be read"),
     ],
 )
@@ -136,8 +139,8 @@ def test_mistakes(
 
 
 def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
-    """Up to coins: an inception score is of parts, some classifiers learn the first rows alone."""
-    data = digits(Coins.of(0, "seeded").at("data"))
+    """Up to the streams: an inception score is of parts, some classifiers learn the first rows."""
+    data = digits(RandomStreams.from_seed(0, "seeded").at("data"))
     path, words = tmp_path / "sorted.npz", ["data=digits", "evaluation.judge=true"]
     order = np.argsort(data.labels, kind="stable")
     np.savez(path, images=data.images[order], labels=data.labels[order])
@@ -153,7 +156,7 @@ def test_no_more_samples_of_a_file_are_judged_than_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Drawn from all of it, wherever a label stands."""
-    data = digits(Coins.of(0, "seeded").at("data"))
+    data = digits(RandomStreams.from_seed(0, "seeded").at("data"))
     order = np.argsort(data.labels, kind="stable")
     path = tmp_path / "sorted.npz"
     np.savez(path, images=data.images[order], labels=data.labels[order])
@@ -169,6 +172,6 @@ def test_no_more_samples_of_a_file_are_judged_than_asked_for(
 
 def test_all_seeds_have_the_same_test_split() -> None:
     first, second = (
-        settings.dataset(compose("config", [f"seed={seed}", "data=digits"])) for seed in (0, 1)
+        setup.dataset(compose("config", [f"seed={seed}", "data=digits"])) for seed in (0, 1)
     )
     assert np.array_equal(first.test_images, second.test_images)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny import COINS
+from tiny import STREAMS
 
-from fedgen.data.datasets import digits
+from fedgen.data.digits import digits
 from fedgen.evaluation.leakage import membership_inference, memorization, nearest
 from fedgen.evaluation.utility import Images
 
-DATA = digits(COINS)
+DATA = digits(STREAMS)
 ROWS = DATA.images
 MEMBERS, OTHERS, FRESH = ROWS[:400], ROWS[400:800], ROWS[800:]
 

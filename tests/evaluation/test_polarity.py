@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from tiny import COINS
+from tiny import STREAMS
 
-from fedgen.data.datasets import digits
+from fedgen.data.digits import digits
 from fedgen.evaluation.polarity import Samples, _test, typical, verdict
 
-DIGITS = digits(COINS)
+DIGITS = digits(STREAMS)
 LIKE = typical(DIGITS.images, DIGITS.labels, 10)
 ALL = tuple(range(10))
 

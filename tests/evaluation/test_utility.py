@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import COINS, Train
+from tiny import STREAMS, Train
 
-from fedgen.data.datasets import digits
+from fedgen.config.build import build
+from fedgen.config.compose import compose
+from fedgen.data.digits import digits
 from fedgen.evaluation.utility import Fit, Predict, all_scores, cnn, scikit, summary
-from fedgen.experiments.building import build
-from fedgen.experiments.configuration import compose
 
-DATA = digits(COINS)
+DATA = digits(STREAMS)
 REAL = (DATA.images, DATA.labels)
 TEST = (DATA.test_images, DATA.test_labels)
 FULL = compose("evaluate", ["evaluation=full"]).evaluation.classifiers
@@ -32,7 +32,7 @@ def test_the_cnn_learns_real_digits() -> None:
 
 
 def test_shuffled_labels_teach_nothing() -> None:
-    order = torch.randperm(len(DATA.labels), generator=COINS.public("shuffle")).numpy()
+    order = torch.randperm(len(DATA.labels), generator=STREAMS.public("shuffle")).numpy()
     assert right(cnn(DATA.images, DATA.labels[order], 10, 0, epochs=2)) < 0.4
 
 

@@ -11,37 +11,38 @@ import pytest
 import torch
 from dp_accounting import NonPrivateDpEvent
 from flwr.app import Error, Message
-from tiny import COINS, SHARD, make
+from mutation import kills
+from tiny import SHARD, STREAMS, make
 
-from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.federation import client_app as app_module
 from fedgen.federation import messages
-from fedgen.federation.client_app import ERRORS, FAILED, ClientHome, Terms, client_app
-from fedgen.federation.client_store import ClientStore
-from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.client import app as app_module
+from fedgen.federation.client.app import ERRORS, FAILED, ClientContext, RunTerms, client_app
+from fedgen.federation.client.state_store import ClientStore
+from fedgen.federation.runtimes.in_process import InProcessGrid
+from fedgen.privacy.aggregation import LOCAL
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
-from fedgen.privacy.releases import LOCAL
+from fedgen.randomness import RandomStreams
 
 Ask = Callable[[int], Message]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> ClientHome:
+def home(tmp_path: Path) -> ClientContext:
     ledger = Ledger(tmp_path / "0" / "ledger.jsonl", "run", 0, seeded=False)
     store = ClientStore(tmp_path, in_memory=True)
-    return ClientHome(0, make(noise=1.0).client, SHARD, COINS, store, ledger, Terms(18))
+    return ClientContext(0, make(noise=1.0).client, SHARD, STREAMS, store, ledger, RunTerms(18))
 
 
 @pytest.fixture
-def ask(home: ClientHome) -> Ask:
+def ask(home: ClientContext) -> Ask:
     method = make(noise=1.0)
-    server = method.server.init(COINS)
+    server = method.server.init(STREAMS)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
 
     def once(server_round: int) -> Message:
-        query = method.server.query(server, server_round, COINS)
+        query = method.server.query(server, server_round, STREAMS)
         content = messages.pack_query(server_round, query)
         message = Message(content, dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
@@ -51,15 +52,15 @@ def ask(home: ClientHome) -> Ask:
 
 
 def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
-    home: ClientHome, ask: Ask
+    home: ClientContext, ask: Ask
 ) -> None:
-    first, again, next_ = (messages.read_answer(ask(r), LOCAL) for r in (0, 0, 1))
+    first, again, next_ = (messages.read_response(ask(r), LOCAL) for r in (0, 0, 1))
     assert (first.arrays["answer"] == again.arrays["answer"]).all()
     assert (first.arrays["answer"] != next_.arrays["answer"]).any()
     assert home.ledger.releases == 2
 
 
-def test_a_round_of_the_past_is_not_answered_again(home: ClientHome, ask: Ask) -> None:
+def test_a_round_of_the_past_is_not_answered_again(home: ClientContext, ask: Ask) -> None:
     """Its noise would be the old one: a server that asks something else could subtract it."""
     assert not ask(0).has_error()
     assert not ask(1).has_error()
@@ -67,21 +68,47 @@ def test_a_round_of_the_past_is_not_answered_again(home: ClientHome, ask: Ask) -
     assert home.ledger.releases == 2
 
 
-def test_the_client_enforces_its_budget(home: ClientHome, ask: Ask) -> None:
+@kills(
+    "fedgen/federation/client/app.py",
+    "ctx.ledger.rows + query.count > ctx.terms.samples",
+    "ctx.ledger.rows > ctx.terms.samples",
+)
+def test_the_client_enforces_its_budget(home: ClientContext, ask: Ask) -> None:
     replies = [ask(server_round) for server_round in range(4)]
     assert [reply.has_error() for reply in replies] == [False, False, False, True]
     assert home.ledger.rows == 18
 
 
-def test_no_kind_of_release_is_charged_more_often_than_planned(home: ClientHome, ask: Ask) -> None:
+@kills(
+    "fedgen/federation/client/app.py",
+    "if not repeat and ctx.terms.limits is not None:",
+    "if ctx.terms.limits is None:",
+)
+def test_no_kind_of_release_is_charged_more_often_than_planned(
+    home: ClientContext, ask: Ask
+) -> None:
     """Rows are left, but not for this."""
-    home.terms = replace(home.terms, limits=canonical(make(noise=1.0).plan.server(6)))
+    home.terms = replace(home.terms, limits=canonical(make(noise=1.0).plan.server_event(6)))
     assert [ask(server_round).has_error() for server_round in range(3)] == [False, True, True]
     assert home.ledger.account().spend == home.terms.limits
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    (
+        "    if not charged:  # before the response is sent\n"
+        "        ctx.ledger.charge(server_round, query_digest, query.count, "
+        "response.event)\n"
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)\n"
+    ),
+    (
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)\n"
+        "    ctx.ledger.charge(server_round, query_digest, query.count, "
+        "response.event)\n"
+    ),
+)
 def test_a_charge_comes_before_the_reply(
-    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails after the release is made, its cost is on record."""
 
@@ -93,30 +120,42 @@ def test_a_charge_comes_before_the_reply(
     assert home.ledger.releases == 1
 
 
-def test_what_was_charged_is_sent_again_by_a_client_that_died(home: ClientHome, ask: Ask) -> None:
+@kills(
+    "fedgen/federation/client/state_store.py",
+    "return response if stored_query == query else None",
+    "return response",
+)
+def test_what_was_charged_is_sent_again_by_a_client_that_died(
+    home: ClientContext, ask: Ask
+) -> None:
     """The same bits, once, for the same question alone; another one is a release of its own."""
-    limits = canonical(make(noise=1.0).plan.server(12))
-    home.terms = replace(home.terms, holds=True, limits=limits)
-    first = messages.read_answer(ask(0), LOCAL)
+    limits = canonical(make(noise=1.0).plan.server_event(12))
+    home.terms = replace(home.terms, stores_response=True, limits=limits)
+    first = messages.read_response(ask(0), LOCAL)
     # its process is gone, and its state is back at the last checkpoint
-    home.answered = -1
+    home.responded_round = -1
     home.store.restore(0, 0)
-    assert (messages.read_answer(ask(0), LOCAL).arrays["answer"] == first.arrays["answer"]).all()
+    assert (messages.read_response(ask(0), LOCAL).arrays["answer"] == first.arrays["answer"]).all()
     assert home.ledger.releases == 1
-    home.answered = -1
+    home.responded_round = -1
     home.store.restore(0, 0)
-    assert (messages.read_answer(ask(1), LOCAL).arrays["answer"] != first.arrays["answer"]).any()
+    assert (messages.read_response(ask(1), LOCAL).arrays["answer"] != first.arrays["answer"]).any()
     assert home.ledger.releases == 2
-    home.answered = -1
+    home.responded_round = -1
     home.store.restore(0, 0)
     assert ask(0).has_error(), "its answer is no longer held, and a third is not planned"
     assert home.ledger.releases == 2
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    "charged = response is not None and ctx.ledger.last == query_digest",
+    "charged = response is not None",
+)
 def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
-    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home.terms = replace(home.terms, holds=True)
+    home.terms = replace(home.terms, stores_response=True)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
@@ -125,13 +164,13 @@ def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
         full.setattr(home.ledger, "charge", fail)
         assert ask(0).has_error()
     assert home.ledger.releases == 0
-    home.answered = -1
+    home.responded_round = -1
     assert not ask(0).has_error()
     assert home.ledger.releases == 1
 
 
-def test_a_held_answer_that_was_altered_is_not_sent(home: ClientHome, ask: Ask) -> None:
-    home.terms = replace(home.terms, holds=True)
+def test_a_held_answer_that_was_altered_is_not_sent(home: ClientContext, ask: Ask) -> None:
+    home.terms = replace(home.terms, stores_response=True)
     assert not ask(0).has_error()
     path = home.store.folder(0) / "answer.held"
     data = bytearray(path.read_bytes())
@@ -139,13 +178,13 @@ def test_a_held_answer_that_was_altered_is_not_sent(home: ClientHome, ask: Ask) 
     path.write_bytes(data)
     with pytest.raises(FedgenError, match="altered"):
         home.store.check(0, 0)
-    home.answered = -1
+    home.responded_round = -1
     home.store.restore(0, 0)
     assert ask(0).has_error()
 
 
 def test_a_release_that_cannot_be_charged_does_not_leave(
-    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
@@ -154,8 +193,13 @@ def test_a_release_that_cannot_be_charged_does_not_leave(
     assert ask(0).has_error()
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    "Message(Error(FAILED), reply_to=message)",
+    "Message(Error(FAILED, str(error)), reply_to=message)",
+)
 def test_what_went_wrong_stays_with_the_client(
-    home: ClientHome, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A code leaves it; the exception's text is in its own folder."""
 
@@ -171,23 +215,23 @@ def test_what_went_wrong_stays_with_the_client(
 
 
 @pytest.mark.parametrize("mode", ["seeded", "secure"])
-def test_a_failure_over_private_rows_has_no_bound(home: ClientHome, ask: Ask, mode: str) -> None:
+def test_a_failure_over_private_rows_has_no_bound(home: ClientContext, ask: Ask, mode: str) -> None:
     """In mode secure it is charged as what it is; a seeded run is an experiment anyway."""
-    home.coins = Coins.of(0, mode)  # type: ignore[arg-type]
+    home.streams = RandomStreams.from_seed(0, mode)  # type: ignore[arg-type]
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("label of row 17 is 3")
 
-    object.__setattr__(home.program.answer.__self__, "weights", fail)  # type: ignore[attr-defined]
+    object.__setattr__(home.program.respond.__self__, "weights", fail)  # type: ignore[attr-defined]
     assert ask(0).has_error()
     found = home.ledger.account().spend
     assert (found == {NonPrivateDpEvent(): 1}) == (mode == "secure")
 
 
-def test_a_restored_state_takes_no_answer_back(home: ClientHome, ask: Ask) -> None:
+def test_a_restored_state_takes_no_answer_back(home: ClientContext, ask: Ask) -> None:
     """In mode secure the noise of a process is a function of the round: a client that was sent back
     to before its answer must not give another one under the same noise."""
-    home.coins = Coins.of(7, "secure")
+    home.streams = RandomStreams.from_seed(7, "secure")
     assert not ask(0).has_error()
     home.store.restore(0, 0)
     assert ask(0).has_error()
@@ -195,7 +239,7 @@ def test_a_restored_state_takes_no_answer_back(home: ClientHome, ask: Ask) -> No
 
 
 def test_another_question_in_a_round_meets_other_noise_and_is_charged(
-    home: ClientHome, tmp_path: Path
+    home: ClientContext, tmp_path: Path
 ) -> None:
     """A seeded run that was cut off may come back to a round otherwise. Under one noise, the
     difference of two answers would show the gradients."""
@@ -205,10 +249,10 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
 
     def ask(seed: int) -> torch.Tensor:
         home.store.restore(0, 0)
-        query = server.query(server.init(Coins.of(seed, "seeded")), 0, COINS)
+        query = server.query(server.init(RandomStreams.from_seed(seed, "seeded")), 0, STREAMS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
-        return torch.from_numpy(messages.read_answer(reply, LOCAL).arrays["answer"])
+        return torch.from_numpy(messages.read_response(reply, LOCAL).arrays["answer"])
 
     first, other = ask(1), ask(2)
     assert home.ledger.releases == 2
@@ -219,8 +263,13 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
     assert home.ledger.releases == 2, "the same question after the same past is the same release"
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    "streams = ctx.streams.for_release(query_digest)",
+    "streams = ctx.streams",
+)
 def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alone(
-    home: ClientHome, tmp_path: Path
+    home: ClientContext, tmp_path: Path
 ) -> None:
     """Under the same seed and settings, and yet otherwise, because other clients failed."""
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
@@ -229,64 +278,66 @@ def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alo
     for run, start in enumerate([1, 2, 1]):
         home.ledger = Ledger(tmp_path / f"{run}.jsonl", f"run {run}", 0, seeded=True)
         home.store.restore(0, 0)
-        query = server.query(server.init(Coins.of(start, "seeded")), 0, COINS)
+        query = server.query(server.init(RandomStreams.from_seed(start, "seeded")), 0, STREAMS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
-        answers.append(messages.read_answer(reply, LOCAL).arrays["answer"])
+        answers.append(messages.read_response(reply, LOCAL).arrays["answer"])
         assert home.ledger.releases == 1
     first, other, again = answers
     assert (first == again).all()
     assert 2.3 < float((first - other).std()) < 3.4  # as above: independent
 
 
-def test_the_past_is_part_of_the_question(home: ClientHome, tmp_path: Path) -> None:
+def test_the_past_is_part_of_the_question(home: ClientContext, tmp_path: Path) -> None:
     """A critic that was trained on something else answers the same question under other noise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     method = make(noise=1.0)
-    server = method.server.init(COINS)
-    question = messages.pack_query(0, method.server.query(server, 0, COINS))
+    server = method.server.init(STREAMS)
+    question = messages.pack_query(0, method.server.query(server, 0, STREAMS))
     found = []
     for scale in (1.0, 0.5):
         home.store.restore(0, 0)
-        images = method.server.broadcast(server, 0, COINS)["images"] * scale
+        images = method.server.broadcast(server, 0, STREAMS)["images"] * scale
         content = messages.pack_broadcast(0, messages.pack_arrays({"images": images}))
         train = Message(content, dst_node_id=2, message_type=messages.TRAIN)
         ask = Message(question, dst_node_id=2, message_type=messages.ASK)
         replies = grid.send_and_receive([train, ask])
         found += [
-            messages.read_answer(reply, LOCAL) for reply in replies if "arrays" in reply.content
+            messages.read_response(reply, LOCAL) for reply in replies if "arrays" in reply.content
         ]
     assert home.ledger.releases == 2
     difference = found[0].arrays["answer"] - found[1].arrays["answer"]
     assert 2.3 < difference.std() < 3.4
 
 
-def test_an_answer_under_other_coins_is_charged(home: ClientHome, ask: Ask, tmp_path: Path) -> None:
-    """As of a run that another version began, which named its coins otherwise."""
+def test_an_answer_under_other_coins_is_charged(
+    home: ClientContext, ask: Ask, tmp_path: Path
+) -> None:
+    """As of a run that another version began, which named its streams otherwise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
-    first = messages.read_answer(ask(0), LOCAL).arrays["answer"]
-    home.coins = home.coins.at("branch", "another")
+    first = messages.read_response(ask(0), LOCAL).arrays["answer"]
+    home.streams = home.streams.at("branch", "another")
     home.store.restore(0, 0)
-    home.answered = -1
-    assert (messages.read_answer(ask(0), LOCAL).arrays["answer"] != first).any()
+    home.responded_round = -1
+    assert (messages.read_response(ask(0), LOCAL).arrays["answer"] != first).any()
     assert home.ledger.releases == 2
 
 
 def test_an_answer_of_an_older_version_is_charged(
-    home: ClientHome, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: ClientContext, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answered the same question otherwise: going on, this one repeats nothing."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     with monkeypatch.context() as older:
-        older.setattr(app_module, "_ANSWERS", "noise by round")
+        older.setattr(app_module, "_RESPONSE_VERSION", "noise by round")
         assert not ask(0).has_error()
     home.store.restore(0, 0)
     assert not ask(0).has_error()
     assert home.ledger.releases == 2
 
 
-def test_an_account_is_the_ledgers(home: ClientHome, ask: Ask) -> None:
+def test_an_account_is_the_ledgers(home: ClientContext, ask: Ask) -> None:
     ask(0)
     ask(1)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=True)
@@ -297,11 +348,11 @@ def test_an_account_is_the_ledgers(home: ClientHome, ask: Ask) -> None:
     assert account.releases == 2
 
 
-def test_training_carries_nothing_back(home: ClientHome) -> None:
+def test_training_carries_nothing_back(home: ClientContext) -> None:
     """The acknowledgement of a training message is the same whatever the rows are."""
     method = make(noise=1.0)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
-    broadcast = method.server.broadcast(method.server.init(COINS), 0, COINS)
+    broadcast = method.server.broadcast(method.server.init(STREAMS), 0, STREAMS)
     content = messages.pack_broadcast(0, messages.pack_arrays(broadcast))
     replies = []
     for shard in (SHARD, type(SHARD)(255 - SHARD.images, torch.zeros_like(SHARD.labels))):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from flwr.app import Message
+from mutation import kills
 from tiny import Train, fingerprint
 
 from fedgen.federation import messages
@@ -108,10 +109,20 @@ SUMS = ["partition=iid", "partition.clients=6", "privacy.aggregation=secure", "r
 OF_SUMS = {
     "gradients": ["method=dpgan_small", "method.discriminator.width=2", *SUMS],
     "matrices": ["method=dp_sinkhorn_small", *SUMS],
-    "coins": ["method.routing=per_step", "method.answerers=2", "method.draws=clients", *SUMS],
+    "streams": [
+        "method.routing=per_step",
+        "method.responders=2",
+        "method.sampled_by=clients",
+        *SUMS,
+    ],
 }
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    ("    if ctx.terms.masked_sums:\n        words"),
+    ("    if not ctx.terms.masked_sums:\n        words"),
+)
 @pytest.mark.parametrize("kind", OF_SUMS.values(), ids=OF_SUMS)
 def test_sums_under_masks_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
     """The real protocol, and the ideal sum of a simulation."""

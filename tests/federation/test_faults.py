@@ -14,28 +14,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from dp_accounting import NonPrivateDpEvent
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from forked import Command
+from mutation import kills
 from omegaconf import DictConfig
-from tiny import COINS, TINY, Train, fingerprint, make, tiny
+from tiny import STREAMS, TINY, Train, fingerprint, make, tiny
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.ensemble.critics import Critics
+from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
-from fedgen.experiments import settings, training
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup
-from fedgen.experiments.unfinished import unfinished
 from fedgen.federation import messages
-from fedgen.federation.failures import DEADLINE, Causes, Failure, UnansweredError, too_few
-from fedgen.federation.fault_rates import Faults
-from fedgen.federation.faults import FaultyGrid
-from fedgen.federation.nodes import GridAround
+from fedgen.federation.failures import DEADLINE, Failure, FailureCauses, NoResponseError, too_few
 from fedgen.federation.rounds import RunState
+from fedgen.federation.runtimes.local_nodes import GridWrapper
+from fedgen.methods.families.critic_ensemble import Critics
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import canonical, with_draws_seen
-from fedgen.reporting.run_dir import RunDir
+from fedgen.privacy.events import canonical, with_sampling_revealed
+from fedgen.randomness import RandomStreams
+from fedgen.run import setup as settings
+from fedgen.run import train as training
+from fedgen.run.setup import Setup
+from fedgen.run.snapshot import load_snapshot
+from fedgen.storage.run_dir import RunDir
+from fedgen.testing.fault_rates import FaultRates
+from fedgen.testing.faults import FaultyGrid
 
 FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
 NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
@@ -51,15 +54,17 @@ def ledger(run: Path, client: int) -> list[int]:
     return [line["round"] for line in lines(run / f"clients/{client}/ledger.jsonl")[1:]]
 
 
-def fault_of(faults: Faults, client: int, kind: str, server_round: int) -> str | None:
-    return faults.of(Coins.of(0, "seeded").at("faults"), client, kind, server_round)
+def fault_of(faults: FaultRates, client: int, kind: str, server_round: int) -> str | None:
+    return faults.sample(
+        RandomStreams.from_seed(0, "seeded").at("faults"), client, kind, server_round
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_fault(train: Train, kind: str) -> None:
-    """What befalls whom follows from the coins; what is charged and reported, from that."""
+    """What befalls whom follows from the streams; what is charged and reported, from that."""
     rate = 0.02 if kind == "vanishes" else 0.1
-    faults, clients, rounds = Faults(**{kind: rate}), 6, 12
+    faults, clients, rounds = FaultRates(**{kind: rate}), 6, 12
     run = train(
         *FEDERATED,
         *NOISE,
@@ -128,7 +133,7 @@ def test_too_few_answers_end_the_run_with_one_line(
     assert cli.run(["train", *command, f"run_dir={run}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("fedgen: runtime.min_success: ")
-    assert "clients did not answer when they were to train" in line
+    assert "clients did not respond to training" in line
     assert f"fedgen train resume={run}" in line
     told = re.search(r"\(failed: clients? ([\d, ]+)\)", line)
     assert told and set(told[1].split(", ")) <= {"0", "1", "2", "3"}, "who, and how"
@@ -159,12 +164,13 @@ def test_what_a_client_wrote_down_is_told_in_one_line(
     place.mkdir(parents=True)
     (place / "errors.jsonl").write_bytes(written)
     failures = [Failure("died", 4, 1), Failure("failed", 3, 0), Failure("failed", 3, 1)]
-    told = str(too_few("round 1", 9, failures, Causes(place.parent, told=True)))
-    assert "3 of 9 clients did not answer round 1 (died: client 4, failed: client 3)" in told
+    told = str(too_few("in round 1", 9, failures, FailureCauses(place.parent, printed=True)))
+    assert "3 of 9 clients did not respond in round 1 (died: client 4, failed: client 3)" in told
     assert said in told
     assert told.isprintable()
 
 
+@kills("fedgen/run/train.py", 'printed=self.ready.privacy.noise == "seeded"', "printed=True")
 @pytest.mark.parametrize(
     ("noise", "said"), [("seeded", "ValueError: row 0.81 (see "), ("secure", "ValueError (see ")]
 )
@@ -180,7 +186,7 @@ def test_what_an_exception_says_may_be_a_row(
     def fail(*_: object) -> None:
         raise ValueError("row 0.81")
 
-    monkeypatch.setattr(Critics, "release", fail)
+    monkeypatch.setattr(Critics, "respond", fail)
     words = [*TINY, "runtime=in_process", f"privacy.noise={noise}", f"run_dir={tmp_path}/run"]
     assert cli.run(["train", *words]) == 2
     told = capsys.readouterr().err
@@ -192,9 +198,9 @@ def test_a_cause_is_of_this_failure(tmp_path: Path) -> None:
     """Who died wrote nothing of it: what the file says is of another."""
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "errors.jsonl").write_text('{"error": "E", "problem": "old", "trace": []}\n')
-    causes = Causes(tmp_path, told=True)
-    assert causes.of([Failure("failed", 3, 0)]).startswith("E: old (see ")
-    assert causes.of([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
+    causes = FailureCauses(tmp_path, printed=True)
+    assert causes.describe([Failure("failed", 3, 0)]).startswith("E: old (see ")
+    assert causes.describe([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
 
 
 def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
@@ -212,7 +218,7 @@ def test_a_run_that_goes_on_without_clients_has_no_amplification(train: Train) -
         views[name] = json.loads((run / "privacy.json").read_text())["views"]["release"]
     assert views["all"]["amplified_by"] is not None
     assert views["most"]["amplified_by"] is None
-    assert "gap" in views["most"]["reason"]
+    assert "dropout" in views["most"]["reason"]
     assert views["most"]["epsilon"] > views["all"]["epsilon"]
 
 
@@ -225,12 +231,14 @@ def test_draws_amplify_nothing_after_a_client_failed(
     command = [*TINY, *NOISE, "partition=iid", "partition.clients=4", "method.routing=per_step"]
     command += [f"privacy.noise={noise}", "runtime.faults.nan=1e-12", "rounds=6"]
 
-    def fail_once(self: Faults, coins: Coins, client: int, kind: str, place: int) -> str | None:
+    def fail_once(
+        self: FaultRates, streams: RandomStreams, client: int, kind: str, place: int
+    ) -> str | None:
         return "returns_error" if (kind, place) == (messages.ASK, 3) else None
 
-    monkeypatch.setattr(Faults, "of", fail_once)
+    monkeypatch.setattr(FaultRates, "sample", fail_once)
     assert cli.run(["train", *command, f"run_dir={run}"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     assert cli.run(["train", f"resume={run}"]) == 0
     release = json.loads((run / "privacy.json").read_text())["views"]["release"]
     assert release["amplified_by"] is None
@@ -242,8 +250,8 @@ def test_draws_amplify_nothing_after_a_client_failed(
 
 DRAWN = [
     *tiny("fedavg_gan"),
-    *("method=fedavg_gan", "partition=iid", "partition.clients=10", "method.cohort=3"),
-    *("method.draws=clients", "privacy.aggregation=secure", "privacy.threshold=all"),
+    *("method=fedavg_gan", "partition=iid", "partition.clients=10", "method.cohort_size=3"),
+    *("method.sampled_by=clients", "privacy.aggregation=secure", "privacy.threshold=all"),
     *("privacy.adversary=server", "runtime.faults.nan=1e-12", "runtime.checkpoint_every=2"),
 ]
 
@@ -263,10 +271,12 @@ def interrupted(after: int, *words: str) -> None:
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
-    def fail(self: Faults, coins: Coins, client: int, kind: str, place: int) -> str | None:
+    def fail(
+        self: FaultRates, streams: RandomStreams, client: int, kind: str, place: int
+    ) -> str | None:
         return "returns_error" if (kind, place, client) == (messages.ASK, round_, 0) else None
 
-    monkeypatch.setattr(Faults, "of", fail)
+    monkeypatch.setattr(FaultRates, "sample", fail)
 
 
 def charged(capsys: pytest.CaptureFixture[str]) -> float:
@@ -277,6 +287,14 @@ def charged(capsys: pytest.CaptureFixture[str]) -> float:
     return float(found["epsilon"])
 
 
+@kills(
+    "fedgen/run/privacy_budget.py",
+    ("ready.with_dropouts().plan.server_event(ready.privacy.budget.samples_per_client)"),
+    "ready.method.plan.server_event(ready.privacy.budget.samples_per_client)",
+)
+@kills(
+    "fedgen/run/snapshot.py", "            ready = ready.counting_dropouts()", "            pass"
+)
 def test_what_a_failure_showed_counts_before_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,14 +306,14 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     command = ["train", *DRAWN, "privacy.noise=secure", "rounds=8", f"run_dir={run}"]
     assert cli.run(command) == 2
     assert (run / "unanswered").exists()
-    failed, so_far = entered(), unfinished(run).spent
+    failed, so_far = entered(), load_snapshot(run).spent
     assert failed > 10
     ready = settings.setup(compose("config", command[1:]))
-    shown = with_draws_seen(canonical(ready.method.plan.server(4)))
+    shown = with_sampling_revealed(canonical(ready.method.plan.server_event(4)))
     seen = epsilon(shown, 1e-5, ready.method.plan.relation)
     for found in so_far.values():
         assert found.or_infinity >= seen.or_infinity > 0
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     assert cli.run(["train", f"resume={run}"]) == 0
     views = json.loads((run / "privacy.json").read_text())["views"]
     assert entered() == pytest.approx(views["server"]["epsilon"])
@@ -303,6 +321,11 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     assert views["server"]["epsilon"] > so_far["server"].or_infinity
 
 
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)",
+    "run_dir.unanswered.exists()",
+)
 def test_what_a_failure_showed_is_told_twice_by_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +333,7 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
     run = tmp_path / "run"
     fail_in(monkeypatch, 2)
     assert cli.run(["train", *DRAWN, "rounds=4", f"run_dir={run}"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     assert cli.run(["train", f"resume={run}"]) == 0
     before = (run / "privacy.json").read_text()
     (run / "unanswered").unlink()
@@ -318,6 +341,11 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
     assert (run / "privacy.json").read_text() == before
 
 
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "    return bool(told) or (outside and SpendDb.default().has_dropout(name))",
+    "    return bool(told)",
+)
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
 def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -329,9 +357,9 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     shutil.copytree(run, before)
     # all who are asked, so that nobody is charged: a ledger that is behind would be refused
     fail = {messages.ASK: "returns_error"}
-    monkeypatch.setattr(Faults, "of", lambda self, coins, client, kind, place: fail.get(kind))
+    monkeypatch.setattr(FaultRates, "sample", lambda *args: fail.get(args[3]))
     assert cli.run(["train", f"resume={run}"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     failed = entered()
     assert failed > 10
     if back == "over, without it":
@@ -339,7 +367,7 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     if back == "a copy from before":
         shutil.rmtree(run)
         before.rename(run)
-        assert unfinished(run).spent["server"].or_infinity > 8
+        assert load_snapshot(run).spent["server"].or_infinity > 8
     else:
         (run / "unanswered").unlink()
     assert cli.run(["train", f"resume={run}"]) == 0
@@ -348,6 +376,19 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     assert entered() == pytest.approx(failed)
 
 
+@kills(
+    "fedgen/run/snapshot.py", 'identity["run"]) or _client_died(ready, run_dir)', 'identity["run"])'
+)
+@kills(
+    "fedgen/run/train.py",
+    "            died = self._marks and client_died(self.run_dir)",
+    "            died = False",
+)
+@kills(
+    "fedgen/run/train.py",
+    ("            if not new and ready.dropouts_reveal_cohorts and client_died(run_dir):"),
+    "            if False:",
+)
 def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,7 +402,7 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
         if state.rounds == 3:
             (run / "clients" / "4" / "died").touch()
 
-    with pytest.raises(UnansweredError, match="died over an answer"):
+    with pytest.raises(NoResponseError, match="died during a response"):
         training.train(compose("config", [*command, f"run_dir={run}"]), watch=die)
     assert (run / "unanswered").exists()
 
@@ -373,26 +414,32 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with pytest.raises(Interrupted):
         training.train(compose("config", [*command, f"run_dir={other}"]), watch=cut)
     assert not (other / "unanswered").exists()
-    gone, there = unfinished(other).spent["server"], unfinished(run).spent["server"]
+    gone, there = load_snapshot(other).spent["server"], load_snapshot(run).spent["server"]
     assert gone.or_infinity == there.or_infinity, "on its page, too"
     with RunDir(other).locked("run"):  # as it trains on, an answer is on its way
-        assert unfinished(other).spent["server"].or_infinity < gone.or_infinity
+        assert load_snapshot(other).spent["server"].or_infinity < gone.or_infinity
     epsilons = []
     for place in (other, run):  # before another run has looked at how it ended
         assert cli.run(["train", f"resume={place}"]) == 0
         views = json.loads((place / "privacy.json").read_text())["views"]
         epsilons += [view["epsilon"] for view in views.values()]
     ready = settings.setup(compose("config", command))
-    shown = with_draws_seen(canonical(ready.method.plan.server(8)))
+    shown = with_sampling_revealed(canonical(ready.method.plan.server_event(8)))
     least = epsilon(shown, 1e-5, ready.method.plan.relation).or_infinity
     assert min(epsilons) >= least * (1 - 1e-9) > 10
 
 
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "        return ended_by_dropout(RunDir(folder))",
+    "        return False",
+)
+@kills("fedgen/run/privacy_budget.py", "        elif died is None:", "        elif False:")
 @pytest.mark.parametrize("left", ["all", "a mark", "no folder", "another run"])
 def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder tells that nobody died over an answer, or counts as if somebody had."""
+    """Its folder tells that nobody died during a response, or counts as if somebody had."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
 
@@ -411,7 +458,7 @@ def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
     assert admitted == (left == "all")
     if admitted:
         return
-    assert "privacy.budget_epsilon: other runs on these data (1) come to" in capsys.readouterr().err
+    assert "privacy.budget_epsilon: other runs on these data (1) cost" in capsys.readouterr().err
     shown = charged(capsys)
     assert shown > 1.5 * quiet
     if left == "no folder":  # it comes back: nothing is taken back until it is over
@@ -454,14 +501,15 @@ def test_a_run_is_looked_for_where_it_went_on(
 def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     place = RunDir(tmp_path)
-    with place.looked_at() as first, place.looked_at() as second:
+    with place.reading() as first, place.reading() as second:
         assert first and second
         with pytest.raises(FedgenError, match="in use"), place.locked("run"):
             pass
-    with place.locked("run"), place.looked_at() as quiet:
+    with place.locked("run"), place.reading() as quiet:
         assert not quiet
 
 
+@kills("fedgen/run/train.py", "        if gaps and not self._over:", "        if False:")
 def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,13 +519,21 @@ def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     fail_in(monkeypatch, 4)
     command = ["train", *DRAWN, "privacy.noise=secure", "rounds=8", "privacy.budget_epsilon=11"]
     assert cli.run([*command, f"run_dir={run}"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "fedgen: privacy.budget_epsilon: this run comes to ε = " in capsys.readouterr().err
+    assert "fedgen: privacy.budget_epsilon: this run costs ε = " in capsys.readouterr().err
     assert not (run / "privacy.json").exists()
 
 
+@kills(
+    "fedgen/run/train.py",
+    "        until = min(self._until or budget.rounds, budget.rounds)",
+    "        until = self._until or budget.rounds",
+)
+@kills(
+    "fedgen/run/calibrate.py", "    return replace(privacy, budget=budget)", "    return privacy"
+)
 @pytest.mark.parametrize("told", [[], ["rounds=11"]], ids=["goes on", "is told to end"])
 def test_a_target_ends_a_run_whose_draws_were_shown(
     told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -488,7 +544,7 @@ def test_a_target_ends_a_run_whose_draws_were_shown(
     fail_in(monkeypatch, 2)
     command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
     assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
-    monkeypatch.setattr(Faults, "of", lambda *_: None)
+    monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     assert cli.run(["train", f"resume={run}", *told]) == 0
     record = json.loads((run / "privacy.json").read_text())
     assert 0 < record["rounds"] < 11
@@ -512,6 +568,7 @@ def test_a_client_that_fails_is_marked_before_anything_else_happens(
     assert seen[0]
 
 
+@kills("fedgen/federation/rounds.py", 'raise _UnusableError("unplanned")', "pass")
 def test_answers_of_other_noise_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -555,21 +612,18 @@ def test_an_altered_configuration_is_refused(
 
 
 def test_the_mean_is_over_those_who_answered() -> None:
-    from fedgen.federation.messages import Answer
-    from fedgen.privacy.bounds import Ball
+    from fedgen.federation.messages import Response
     from fedgen.privacy.events import Unit
-    from fedgen.privacy.mechanisms import NoMechanism
-    from fedgen.privacy.routing import Routing
     from fedgen.strategies.sample_gradients import SampleGradients
 
-    strategy = SampleGradients(make(3, routing="mean"), COINS)
+    strategy = SampleGradients(make(3, routing="mean"), STREAMS)
     strategy.nodes = {client: client for client in range(3)}
-    from fedgen.method import Query
+    from fedgen.methods.api import Query
 
     strategy.configure_query(0, Query({"images": torch.zeros(2, 1)}))
-    event = NoMechanism(Ball(1.0), Routing("mean", 1), Unit.CLIENT).event(2)
+    event = NonPrivateDpEvent()
     answers = {
-        client: Answer({"answer": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
+        client: Response({"answer": torch.full((2, 1), value).numpy()}, event, Unit.CLIENT)
         for client, value in ((0, 3.0), (2, 5.0))
     }
     mean = strategy.aggregate_query(0, answers, 2)
@@ -577,7 +631,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
     assert mean.flatten().tolist() == [4.0, 4.0]
 
 
-class Script(GridAround):
+class Script(GridWrapper):
     """Answers from a list of replies."""
 
     def __init__(self, replies: list[list[Message]]) -> None:
@@ -603,7 +657,7 @@ def message(name: str) -> Message:
 def test_a_late_reply_is_an_error_first_and_comes_when_others_are_asked_for() -> None:
     asked = message("7")
     reply = Message(asked.content, reply_to=asked)
-    grid = FaultyGrid(Script([[reply], [], []]), Faults(late=1.0), COINS)
+    grid = FaultyGrid(Script([[reply], [], []]), FaultRates(late=1.0), STREAMS)
     grid._clients[2] = 0
     grid.push_messages([asked])
     [error] = grid.pull_messages(["7"])
@@ -642,7 +696,7 @@ def test_all_faults_at_once(train: Train, tmp_path: Path) -> None:
     assert not (run / "results.json").exists()
     assert cli.run(["train", f"resume={run}"]) == 0
     rates = (setting.removeprefix("runtime.faults.").split("=") for setting in ALL[:-2])
-    faults = Faults(**{name: float(rate) for name, rate in rates})
+    faults = FaultRates(**{name: float(rate) for name, rate in rates})
     releases = {}
     for client in range(clients):
         charged, slept, gone = set(), set(), False

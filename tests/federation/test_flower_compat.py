@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedgen.federation import flower_compat
-from fedgen.federation.in_process import InProcessGrid
+from fedgen.federation.runtimes.in_process import InProcessGrid
 
 
 def test_version() -> None:

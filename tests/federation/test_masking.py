@@ -13,11 +13,19 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import ECB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutation import kills
 from scipy import stats
 
-from fedgen.federation import masking
-from fedgen.federation.masking import Masker, MaskingError, Words, graph, stream, unmasked
-from fedgen.privacy.releases import Secure
+from fedgen.federation.secagg import masking
+from fedgen.federation.secagg.masking import (
+    Masker,
+    MaskingError,
+    Words,
+    build_graph,
+    stream,
+    unmask,
+)
+from fedgen.privacy.aggregation import Secure
 
 FIVE = Secure(5, 4, 1)
 WORDS = 400
@@ -46,7 +54,7 @@ class Played:
         no_shares, no_words, no_reveal = (set(each) for each in after)
         self.keys = {c: each.announce() for c, each in self.maskers.items()}
         self.dealt = {
-            c: each.deal(self.keys) for c, each in self.maskers.items() if c not in no_shares
+            c: each.seal_shares(self.keys) for c, each in self.maskers.items() if c not in no_shares
         }
         self.masked = {
             c: self.maskers[c].mask(self.words[c])
@@ -67,7 +75,7 @@ class Played:
         """The sum, and who revealed a wrong share of whose secret."""
         total = np.sum(list(self.masked.values()), axis=0, dtype=f"u{self.sums.bits // 8}")
         shares = self.told if told is None else told
-        return unmasked(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
+        return unmask(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
 
     def right(self, told: dict[int, dict[int, bytes]] | None = None) -> bool:
         kind = f"u{self.sums.bits // 8}"
@@ -75,6 +83,11 @@ class Played:
         return np.array_equal(self.sum(told)[0], expected)
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "(np.add if self.client < other else np.subtract)(masked",
+    "(np.add if self.client != other else np.subtract)(masked",
+)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.data())
 def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObject) -> None:
@@ -100,6 +113,12 @@ def test_either_ring_is_unmasked(bits: int) -> None:
     assert Played(Secure(7, 5, 1, bits), ([1], [4], [])).right()  # type: ignore[arg-type]
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "result - mask if other < client else result + mask",
+    "result + mask if other < client else result - mask",
+    case="0.1",
+)
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1])
 def test_a_hundred_clients_drop_out_at_each_stage(rate: float) -> None:
     rng = np.random.default_rng(2)
@@ -112,12 +131,17 @@ def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
     sums = Secure(400, 300, 20)
     played = Played(sums, ([3, 77], range(100, 110), [200, 201, 399]))
     assert played.right()
-    net = graph(played.keys, sums)
+    net = build_graph(played.keys, sums)
     assert net.degree < 200
-    assert all(len(set(net.around(c))) == net.degree + 1 for c in range(400))
-    assert all(c in net.around(o) for c in range(0, 400, 37) for o in net.around(c))
+    assert all(len(set(net.neighbours(c))) == net.degree + 1 for c in range(400))
+    assert all(c in net.neighbours(o) for c in range(0, 400, 37) for o in net.neighbours(c))
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "if disconnected < _MAX_FAILURE and captured < _MAX_FAILURE:",
+    "if captured < _MAX_FAILURE:",
+)
 @pytest.mark.parametrize(("asked", "threshold", "colluders"), [(200, 134, 0), (1000, 667, 50)])
 def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
     asked: int, threshold: int, colluders: int
@@ -141,6 +165,11 @@ def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
     assert asked * caught * 2**60 < ways
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "else _degree(len(keys), sums.threshold, sums.colluders)",
+    "else min(_degree(sums.asked, sums.threshold, sums.colluders), len(keys) - 1)",
+)
 @pytest.mark.parametrize(
     ("asked", "threshold", "colluders"),
     [(300, 200, 100), (500, 334, 150), (1000, 667, 200), (1000, 600, 50), (10, 8, 4), (10, 9, 5)],
@@ -152,7 +181,7 @@ def test_however_few_announce_keys_colluders_are_below_the_threshold(
     are there as many as the threshold."""
     sums = Secure(asked, threshold, colluders)
     for count in {threshold, (threshold + asked) // 2, asked}:
-        net = graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
+        net = build_graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
         if net.degree == count - 1:
             assert net.shamir > colluders
             continue
@@ -164,6 +193,11 @@ def test_however_few_announce_keys_colluders_are_below_the_threshold(
         assert count * caught * 2**60 < ways
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "masked = words + stream(self._seed, len(words), words.dtype)",
+    "masked = words.copy()",
+)
 def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
     """Chi-squared over 256 bins at level 1e-6, of what the server sees of zeros: of single vectors,
     of their differences, and of one without all masks that it has with others: its own mask stays
@@ -171,7 +205,7 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
     sums = Secure(5, 4, 0)
     maskers = cohort(sums)
     keys = {c: each.announce() for c, each in maskers.items()}
-    dealt = {c: each.deal(keys) for c, each in maskers.items()}
+    dealt = {c: each.seal_shares(keys) for c, each in maskers.items()}
     zeros = np.zeros(20_000, np.uint32)
     for c, each in maskers.items():
         assert each.open({o: dealt[o][c] for o in dealt if o != c}) == []
@@ -186,6 +220,16 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
         assert len(np.unique(each)) > 0.999 * len(each)
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    'b"mask" + _names(*sorted((one, other))) + context',
+    'b"mask" + _names(*sorted((one, other)))',
+)
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "Cipher(AES256(key), CTR(bytes(16)))",
+    "Cipher(AES256(key[:4] * 8), CTR(key[:8] * 2))",
+)
 def test_masks_are_those_of_aes() -> None:
     """A known answer: no test of sums sees a weak generator. AES-256-CTR of zeros under zeros."""
     known = "dc95c078a2408989ad48a21492842087"
@@ -196,13 +240,18 @@ def test_masks_are_those_of_aes() -> None:
     pair = cohort(FIVE)
     keys = {c: each.announce() for c, each in pair.items()}
     for each in pair.values():
-        each.deal(keys)
+        each.seal_shares(keys)
     assert pair[0]._pair(pair[0]._mask_key, 1) == pair[1]._pair(pair[1]._mask_key, 0)
     other = Masker(0, FIVE, b"run/2", pair[0]._mask_key, pair[0]._box_key)
-    other.deal({**keys, 0: other.announce()})
+    other.seal_shares({**keys, 0: other.announce()})
     assert pair[0]._pair(pair[0]._mask_key, 1) != other._pair(other._mask_key, 1)
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    'b"mask" + _names(*sorted((one, other))) + context',
+    'b"mask" + context',
+)
 @pytest.mark.parametrize("variant", ["bit 255", "point of order 2", "the key itself"])
 def test_a_variant_of_another_key_shares_no_mask_with_it(variant: str) -> None:
     """X25519 agrees on the same secret with such keys; equal masks would cancel, and a colluder
@@ -222,19 +271,32 @@ def test_a_variant_of_another_key_shares_no_mask_with_it(variant: str) -> None:
     assert maskers[1]._pair(secret, 0) != maskers[1]._pair(secret, 4)
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "    if len(shares) < threshold:\n",
+    "    if len(shares) < 1:\n",
+)
+@kills(
+    "fedgen/federation/secagg/masking.py", "for _ in range(threshold - 1)]", "for _ in range(0)]"
+)
 def test_shares_below_the_threshold_tell_nothing() -> None:
     """Any three of five give the secret back; two go with every other secret as well."""
     secret = bytes(range(32))
-    shares = masking._split(secret, 3, 5)
+    shares = masking.split_secret(secret, 3, 5)
     for some in itertools.combinations(range(5), 3):
-        found, bad = masking._secret({x + 1: shares[x] for x in some}, 3, secret.__eq__)
+        found, bad = masking.recover_secret({x + 1: shares[x] for x in some}, 3, secret.__eq__)
         assert (found, bad) == (secret, [])
     with pytest.raises(MaskingError):
-        masking._secret({1: shares[0], 2: shares[1]}, 3, secret.__eq__)
-    firsts = [masking._split(secret, 2, 3)[0][-1] for _ in range(2000)]
+        masking.recover_secret({1: shares[0], 2: shares[1]}, 3, secret.__eq__)
+    firsts = [masking.split_secret(secret, 2, 3)[0][-1] for _ in range(2000)]
     assert stats.chisquare(np.bincount(np.array(firsts) >> 4, minlength=16)).pvalue > 1e-6
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "return _commitment(secret, context) == text[64:]",
+    "return len(secret) == 32",
+)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(3, 9), st.data())
 def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataObject) -> None:
@@ -252,7 +314,7 @@ def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataO
             other = data.draw(st.sampled_from([1, 2**255]))
             share = int.from_bytes(told[liar][about], "big") ^ other
             told[liar][about] = share.to_bytes(33, "big")
-    shamir = graph(played.keys, played.sums).shamir
+    shamir = build_graph(played.keys, played.sums).shamir
     try:
         assert played.right(told)
     except MaskingError:
@@ -265,8 +327,8 @@ def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataO
 
 def test_one_wrong_share_among_the_first_is_named() -> None:
     played = Played(Secure(6, 5, 0), ((), (5,), ()))
-    liar = graph(played.keys, played.sums).around(0)[0]
-    liar = liar if liar in played.told else graph(played.keys, played.sums).around(0)[1]
+    liar = build_graph(played.keys, played.sums).neighbours(0)[0]
+    liar = liar if liar in played.told else build_graph(played.keys, played.sums).neighbours(0)[1]
     about = 5  # the key of one that is silent
     told = {c: dict(each) for c, each in played.told.items()}
     told[liar][about] = bytes(33)
@@ -290,20 +352,46 @@ def refused(act: Callable[[], object]) -> bool:
     return False
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "if responders & dropouts or self.client not in responders:",
+    "if self.client not in responders:",
+)
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "        if self._revealed:",
+    "        if self._revealed is None:",
+)
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "and bool(self._shares) and not self._used",
+    "and bool(self._shares)",
+)
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "if len(responders) < self.sums.threshold or not",
+    "if not",
+)
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "            self._shares.clear()",
+    "            self._shares.copy()",
+)
+@kills("fedgen/federation/secagg/masking.py", "if len(set(flat)) < len(flat) or any(", "if any(")
 def test_what_the_protocol_does_not_allow_is_refused() -> None:
     played = Played(FIVE, ((), (), ()))
     one = played.maskers[0]
     assert refused(lambda: one.reveal(range(5), []))  # a second time
     assert refused(lambda: one.mask(played.words[0]))  # two vectors, one mask
     assert refused(lambda: one.open(played.inbox(0)))
-    assert refused(lambda: one.deal(played.keys))
+    assert refused(lambda: one.seal_shares(played.keys))
     few = {helper: played.told[helper] for helper in (0, 1)}
     assert refused(lambda: played.sum(few))  # fewer than the threshold help
 
     def fresh() -> tuple[Masker, dict[int, bytes], dict[int, bytes]]:
         maskers = cohort(FIVE)
         keys = {c: each.announce() for c, each in maskers.items()}
-        dealt = {c: each.deal(keys) for c, each in maskers.items()}
+        dealt = {c: each.seal_shares(keys) for c, each in maskers.items()}
         return maskers[0], keys, {o: dealt[o][0] for o in range(1, 5)}
 
     one, _, inbox = fresh()
@@ -331,7 +419,7 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
     def dealing(change: Callable[[dict[int, bytes]], dict[int, bytes]]) -> bool:
         maskers = cohort(FIVE)
         keys = {c: each.announce() for c, each in maskers.items()}
-        return refused(lambda: maskers[0].deal(change(keys)))
+        return refused(lambda: maskers[0].seal_shares(change(keys)))
 
     assert not dealing(lambda keys: keys)
     assert dealing(lambda keys: {**keys, 1: keys[2]})  # one client twice

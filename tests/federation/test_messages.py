@@ -10,17 +10,18 @@ from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
+from mutation import kills
 
-from fedgen.coins import Coins
 from fedgen.federation import messages
-from fedgen.federation.flower_compat import identify_process, set_message_id, through_the_wire
-from fedgen.federation.messages import Answer
-from fedgen.method import Query
+from fedgen.federation.flower_compat import identify_process, serialize_roundtrip, set_message_id
+from fedgen.federation.messages import Response
+from fedgen.methods.api import Query
+from fedgen.privacy.aggregation import LOCAL, Aggregation, Secure, Trusted
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.mechanisms import ClientGaussian, RowGaussian
-from fedgen.privacy.releases import LOCAL, Aggregation, Secure, Trusted
 from fedgen.privacy.routing import Routing
+from fedgen.randomness import RandomStreams
 
 identify_process(1)
 numbers = st.sampled_from([np.float32, np.int64, np.uint8, np.float64]).flatmap(
@@ -41,20 +42,22 @@ def test_a_query_survives_the_wire() -> None:
     query = Query({"images": torch.rand(4, 1, 8, 8), "labels": torch.arange(4)})
     message = Message(messages.pack_query(3, query), dst_node_id=2, message_type=messages.ASK)
     set_message_id(message, "1")
-    for arrived in (message, through_the_wire(message)):
-        assert messages.read_place(arrived) == 3
+    for arrived in (message, serialize_roundtrip(message)):
+        assert messages.read_round(arrived) == 3
         found = messages.read_query(arrived)
-        assert all(torch.equal(found.rows[name], query.rows[name]) for name in query.rows)
+        assert all(torch.equal(found.samples[name], query.samples[name]) for name in query.samples)
 
 
 def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     mechanism = RowGaussian(Ball(1.0), 2.0, Routing("mean", 1), True, Unit.CLIENT)
     rows = [(torch.arange(32), torch.rand(32, 1, 28, 28))]
-    release = mechanism.release((32, 1, 28, 28), rows, Coins.of(0, "seeded"))
+    release = mechanism.release((32, 1, 28, 28), rows, RandomStreams.from_seed(0, "seeded"))
     question = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ASK)
     set_message_id(question, "1")
-    reply = Message(messages.pack_answer(messages.answer_of(release, LOCAL)), reply_to=question)
-    found = messages.read_answer(through_the_wire(reply), LOCAL)
+    reply = Message(
+        messages.pack_response(messages.response_from(release, LOCAL)), reply_to=question
+    )
+    found = messages.read_response(serialize_roundtrip(reply), LOCAL)
     assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
     assert found.unit is Unit.CLIENT
     assert np.array_equal(found.arrays["answer"], release.arrays["answer"])
@@ -63,24 +66,29 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
 
 
 def test_nothing_but_a_release_is_packed() -> None:
-    raw = Answer({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
+    raw = Response({"answer": np.zeros(3, np.float32)}, GaussianDpEvent(1.0), Unit.RECORD)
     for aggregation in (LOCAL, Secure(3, 2, 0), Trusted(1.0)):
-        with pytest.raises(TypeError, match="Answer must not leave"):
-            messages.answer_of(raw, aggregation)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="Response must not leave"):
+            messages.response_from(raw, aggregation)  # type: ignore[arg-type]
 
 
+@kills(
+    "fedgen/federation/messages.py",
+    "if not isinstance(message, aggregation.leaves):",
+    "if isinstance(message, Response):",
+)
 @pytest.mark.parametrize("own", [LOCAL, Secure(3, 2, 0), Trusted(1.0)])
 def test_what_an_aggregation_takes_leaves_for_it_alone(own: Aggregation) -> None:
     """A clipped vector for an aggregator that is trusted, a share for a secure sum, a release for
     anybody. Where it is trusted, noise is its own affair: a client that adds some is broken."""
     mechanism = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=own)
-    sent = mechanism.release(3, lambda: torch.ones(3), Coins.of(0, "seeded"))
+    sent = mechanism.release(3, lambda: torch.ones(3), RandomStreams.from_seed(0, "seeded"))
     for other in (LOCAL, Secure(3, 2, 0), Trusted(1.0)):
         if type(other) is type(own):
-            assert messages.answer_of(sent, other)
+            assert messages.response_from(sent, other)
             continue
         with pytest.raises(TypeError, match=f"{type(sent).__name__} must not leave"):
-            messages.answer_of(sent, other)
+            messages.response_from(sent, other)
 
 
 def test_foreign_bytes_are_refused() -> None:

@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from fedgen.federation.failures import DEADLINE, DIED
 from fedgen.federation.flower_compat import CLIENT_RAISED, NODE_UNAVAILABLE
 from fedgen.federation.messages import ASK
-from fedgen.federation.ray_cluster import cluster
-from fedgen.federation.ray_grid import RayGrid
+from fedgen.federation.runtimes.ray_cluster import cluster
+from fedgen.federation.runtimes.ray_grid import RayGrid
 
 pytestmark = pytest.mark.slow
 CLIENTS = 6
@@ -47,7 +47,7 @@ def grid() -> Iterator[RayGrid]:
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see the tests
-        yield RayGrid.of(app, CLIENTS, 2.0, 1, 0.5, 0.0, 2)
+        yield RayGrid.start(app, CLIENTS, 2.0, 1, 0.5, 0.0, 2)
 
 
 def play(grid: RayGrid, orders: dict[int, str]) -> dict[int, int | str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny import Train, tiny
 
-from fedgen.federation.ray_cluster import be_quiet
+from fedgen.federation.runtimes.ray_cluster import silence_ray
 
 pytestmark = pytest.mark.skipif(
     "FEDGEN_RAY_NODES" not in os.environ, reason="takes minutes and several nodes: by hand"
@@ -28,7 +28,7 @@ STORE = 200 * 2**20
 @pytest.fixture
 def nodes(nothing_left: None) -> Iterator[tuple[Any, list[Any]]]:
     """A cluster: a head without room, and three nodes of a core each."""
-    be_quiet()
+    silence_ray()
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}

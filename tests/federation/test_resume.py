@@ -17,11 +17,11 @@ from forked import Command, until
 from tiny import TINY, Train, fingerprint, tiny
 
 from fedgen import cli
+from fedgen.config.compose import compose
 from fedgen.errors import Interrupted
-from fedgen.experiments import training
-from fedgen.experiments.configuration import compose
 from fedgen.federation import checkpoint
 from fedgen.federation.rounds import RunState
+from fedgen.run import train as training
 
 LONG = [
     "partition=iid",
@@ -119,7 +119,7 @@ def test_a_secure_run_that_spent_all_before_it_died(
     words += ["runtime.faults.server_dies=8", f"run_dir={run}"]
     assert start([*small, *words]).wait() == -signal.SIGKILL
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "nothing was learnt" in capsys.readouterr().err
+    assert "the generator was not trained" in capsys.readouterr().err
     privacy = json.loads((run / "privacy.json").read_text())
     assert privacy["clients"]["0"]["events"][0][1] == 8
     assert privacy["views"]["release"]["epsilon"] == privacy["views"]["server"]["epsilon"] > 0
@@ -178,7 +178,7 @@ def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
     words = ["method=dp_merf_small", "privacy.noise=secure", "evaluation=none"]
     words += ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
 
-    def full(folder: Path, state: RunState, beside: checkpoint.Beside) -> None:
+    def full(folder: Path, state: RunState, beside: checkpoint.Metadata) -> None:
         if state.rounds:
             raise OSError(28, "No space left on device")
         save(folder, state, beside)
@@ -189,7 +189,7 @@ def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
         assert cli.run(["train", *words, "runtime=in_process", f"run_dir={run}"]) == 3
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "charged for an answer to round 1 that was lost" in capsys.readouterr().err
+    assert "charged for a response to round 1 that was lost" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
@@ -299,7 +299,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, runtime: str, nothing_left: N
     status, line = interrupted(command, run, 5, times=1)
     assert status == 130
     found = re.fullmatch(
-        rf"fedgen: interrupted after round (\d+); go on with: fedgen train resume={run}", line
+        rf"fedgen: interrupted after round (\d+); continue with: fedgen train resume={run}", line
     )
     assert found, line
     assert 5 <= int(found[1]) < 25
@@ -316,7 +316,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, runtime: str, nothing_left
     begin = time.monotonic()
     status, line = interrupted([*TINY, *settings, f"run_dir={run}"], run, 1, times=2)
     assert status == 130
-    assert "go on with: fedgen train resume=" in line
+    assert "continue with: fedgen train resume=" in line
     assert time.monotonic() - begin < 300
 
 

@@ -11,14 +11,21 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_pri
 from flwr.app import Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 
-from fedgen.coins import Coins
-from fedgen.federation import client_app, messages
-from fedgen.federation.client_app import ClientHome, Terms
-from fedgen.federation.client_store import ClientStore
+from fedgen.federation import messages
+from fedgen.federation.client import app
+from fedgen.federation.client.app import ClientContext, RunTerms
+from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.masking import KEY_BYTES, SHARE_BYTES, MaskingError, context_of, graph
-from fedgen.federation.signing import (
+from fedgen.federation.secagg.masking import (
+    KEY_BYTES,
+    SHARE_BYTES,
+    MaskingError,
+    build_graph,
+    mask_context,
+)
+from fedgen.federation.secagg.signing import (
     CREDENTIAL_BYTES,
     Signer,
     agreement,
@@ -26,8 +33,9 @@ from fedgen.federation.signing import (
     fingerprint,
     signers_needed,
 )
+from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.ledger import Ledger
-from fedgen.privacy.releases import Secure
+from fedgen.randomness import RandomStreams
 
 SUMS = Secure(4, 3, 0)
 KEYS = [generate_private_key(SECP384R1()) for _ in range(5)]
@@ -35,18 +43,20 @@ PEERS = {client: fingerprint(key.public_key()) for client, key in enumerate(KEYS
 
 
 @pytest.fixture
-def homes(tmp_path: Path) -> list[ClientHome]:
+def homes(tmp_path: Path) -> list[ClientContext]:
     """Four sites that told each other their fingerprints."""
     identify_process(1)
     return [
-        ClientHome(
+        ClientContext(
             client,
             None,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
-            Coins.of(0, "secure"),
+            RandomStreams.from_seed(0, "secure"),
             ClientStore(tmp_path, in_memory=True),
             Ledger(tmp_path / f"{client}.jsonl", "run", client, False),
-            Terms(1, "run", aggregation=SUMS, masks=True, signer=Signer(KEYS[client], PEERS)),
+            RunTerms(
+                1, "run", aggregation=SUMS, masked_sums=True, signer=Signer(KEYS[client], PEERS)
+            ),
         )
         for client in range(4)
     ]
@@ -60,45 +70,45 @@ def texts(content: RecordDict, length: int) -> dict[int, bytes]:
     return messages.read_texts(asked(content), length)
 
 
-def announced(homes: list[ClientHome], server_round: int = 0) -> dict[int, bytes]:
+def announced(homes: list[ClientContext], server_round: int = 0) -> dict[int, bytes]:
     found = {}
     for home in homes:
-        reply = client_app._keys(home, asked(messages.pack_keys_for(server_round, "question")))
+        reply = app._keys(home, asked(messages.pack_keys_for(server_round, "question")))
         found |= texts(reply, KEY_BYTES + CREDENTIAL_BYTES)
     return found
 
 
-def masked(homes: list[ClientHome], book: Mapping[int, bytes]) -> list[np.ndarray]:
+def masked(homes: list[ClientContext], book: Mapping[int, bytes]) -> list[np.ndarray]:
     """Shares dealt, and words of one under masks."""
     dealt = {}
     for home in homes:
-        reply = client_app._shares(home, asked(messages.pack_texts(0, book)))
-        dealt[home.number] = texts(reply, 2 * SHARE_BYTES + 16)
+        reply = app._shares(home, asked(messages.pack_texts(0, book)))
+        dealt[home.index] = texts(reply, 2 * SHARE_BYTES + 16)
     ones = np.ones(8, np.uint32)
     found = []
     for home in homes:
-        inbox = {other: each[home.number] for other, each in dealt.items() if other != home.number}
+        inbox = {other: each[home.index] for other, each in dealt.items() if other != home.index}
         assert home.masker is not None
         assert home.masker.open(inbox) == []
         found.append(home.masker.mask(ones))
     return found
 
 
-def agreed(home: ClientHome, answered: list[int], silent: list[int]) -> dict[int, bytes]:
-    reply = client_app._agree(home, asked(messages.pack_lists(0, answered, silent)))
+def agreed(home: ClientContext, answered: list[int], silent: list[int]) -> dict[int, bytes]:
+    reply = app._agree(home, asked(messages.pack_responders(0, answered, silent)))
     return texts(reply, CREDENTIAL_BYTES)
 
 
 def revealed(
-    home: ClientHome, answered: list[int], silent: list[int], signatures: Mapping[int, bytes]
+    home: ClientContext, answered: list[int], silent: list[int], signatures: Mapping[int, bytes]
 ) -> dict[int, bytes]:
-    lists = messages.with_texts(messages.pack_lists(0, answered, silent), signatures)
-    return texts(client_app._reveal(home, asked(lists)), SHARE_BYTES)
+    lists = messages.with_texts(messages.pack_responders(0, answered, silent), signatures)
+    return texts(app._reveal(home, asked(lists)), SHARE_BYTES)
 
 
-def rejected(home: ClientHome, book: Mapping[int, bytes]) -> set[int]:
+def rejected(home: ClientContext, book: Mapping[int, bytes]) -> set[int]:
     """Whose announcements a client rejects; it deals no shares then."""
-    reply = asked(client_app._shares(home, asked(messages.pack_texts(0, book))))
+    reply = asked(app._shares(home, asked(messages.pack_texts(0, book))))
     with pytest.raises(ValueError, match="no texts"):
         messages.read_texts(reply, SHARE_BYTES)
     return messages.read_rejected(reply)
@@ -107,7 +117,7 @@ def rejected(home: ClientHome, book: Mapping[int, bytes]) -> set[int]:
 ALL = [0, 1, 2, 3]
 
 
-def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientHome]) -> None:
+def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientContext]) -> None:
     masked(homes, announced(homes))
     signatures: dict[int, bytes] = {}
     for home in homes:
@@ -116,7 +126,7 @@ def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientHome]) -> No
         assert set(revealed(home, ALL, [], signatures)) == set(ALL)
 
 
-def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientHome]) -> None:
+def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientContext]) -> None:
     masked(homes, announced(homes))
     signatures: dict[int, bytes] = {}
     for home in homes:
@@ -126,10 +136,18 @@ def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientHome])
         assert set(revealed(home, ALL, [], signatures)) == set(ALL)
 
 
-def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientHome]) -> None:
+@kills(
+    "fedgen/federation/client/app.py", "signer.check(client, signed_text, text[KEY_BYTES:])", "pass"
+)
+@kills(
+    "fedgen/federation/secagg/signing.py",
+    ("if self.peers is not None and self.peers.get(client) != _point_fingerprint(point):"),
+    "if False:",
+)
+def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientContext]) -> None:
     """With keys of its own under a peer's number, whoever signs them."""
     book, forged = announced(homes), bytes(range(KEY_BYTES))
-    context = context_of("run", 0, "question")
+    context = mask_context("run", 0, "question")
     for text in (
         forged + Signer(KEYS[4], None).sign(announcement(context, 3, SUMS, forged)),
         forged + book[3][KEY_BYTES:],
@@ -138,47 +156,64 @@ def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientHome]) ->
         assert rejected(homes[0], {**book, 3: text}) == {3}
 
 
-def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientHome]) -> None:
+@kills(
+    "fedgen/federation/secagg/signing.py",
+    'return _text(b"keys", context, run_digest,',
+    'return _text(b"keys", run_digest,',
+)
+def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientContext]) -> None:
     before = announced(homes, 1)
     now = announced(homes, 0)
     assert rejected(homes[0], {**now, 3: before[3]}) == {3}
     keys = now[3][:KEY_BYTES]
     for context, sums in (("other", SUMS), ("run", Secure(4, 3, 1)), ("run", Secure(5, 3, 0))):
-        text = announcement(context_of(context, 0, "question"), 3, sums, keys)
+        text = announcement(mask_context(context, 0, "question"), 3, sums, keys)
         with pytest.raises(MaskingError, match="did not sign"):
             homes[0].terms.signer.check(3, text, now[3][KEY_BYTES:])  # type: ignore[union-attr]
 
 
-def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientHome]) -> None:
+@kills(
+    "fedgen/federation/client/app.py", "if last == server_round and signed != text:", "if False:"
+)
+@kills(
+    "fedgen/federation/client/app.py", "if len(signers) < signers_needed(masker.sums):", "if False:"
+)
+def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientContext]) -> None:
     """The server tells some that client 3 answered, and others that it did not: shares of its seed
     and of its key together would bare its words."""
     masked(homes, announced(homes))
     there: dict[int, bytes] = {}
     for home in homes[:3]:
         there |= agreed(home, ALL, [])
-    with pytest.raises(MaskingError, match="other lists were signed"):
+    with pytest.raises(MaskingError, match="different lists were already signed"):
         agreed(homes[0], [0, 1, 2], [3])
-    with pytest.raises(MaskingError, match="not two lists of one cohort"):
+    with pytest.raises(MaskingError, match="the lists overlap or omit this client"):
         agreed(homes[3], [0, 1, 2], [3])
     assert len(there) >= signers_needed(SUMS)
     assert revealed(homes[0], ALL, [], there)
     with pytest.raises(MaskingError):
         revealed(homes[3], [0, 1, 2], [3], there)
-    with pytest.raises(MaskingError, match="not the lists"):
+    with pytest.raises(MaskingError, match="the lists differ"):
         revealed(homes[1], [0, 1, 2], [3], there)
-    with pytest.raises(MaskingError, match="too few agree"):
+    with pytest.raises(MaskingError, match="too few signatures"):
         revealed(homes[2], ALL, [], {0: there[0], 1: there[1]})
 
 
-def test_lists_are_signed_by_those_who_answered_alone(homes: list[ClientHome]) -> None:
+@kills("fedgen/federation/client/app.py", "masker.check_lists(*map(set, lists))", "assert lists")
+def test_lists_are_signed_by_those_who_answered_alone(homes: list[ClientContext]) -> None:
     """A client that signed before it answered could announce other keys, and sign other lists."""
     book = announced(homes)
     for home in homes:
-        client_app._shares(home, asked(messages.pack_texts(0, book)))
-    with pytest.raises(MaskingError, match="nothing was masked"):
+        app._shares(home, asked(messages.pack_texts(0, book)))
+    with pytest.raises(MaskingError, match="no message was masked"):
         agreed(homes[0], ALL, [])
 
 
+@kills(
+    "fedgen/federation/secagg/masking.py",
+    "        shamir = (len(keys) + sums.colluders) // 2 + 1\n",
+    "        pass\n",
+)
 @given(asked=st.integers(2, 60), data=st.data())
 def test_no_two_disjoint_sets_of_honest_clients_give_a_secret_back(
     asked: int, data: st.DataObject
@@ -189,11 +224,16 @@ def test_no_two_disjoint_sets_of_honest_clients_give_a_secret_back(
     sums = Secure(asked, threshold, data.draw(st.integers(0, threshold - 1)))
     count = data.draw(st.integers(threshold, asked))
     keys = {client: client.to_bytes(KEY_BYTES, "big") for client in range(count)}
-    shamir = graph(keys, sums, whole=True).shamir
+    shamir = build_graph(keys, sums, complete=True).shamir
     assert 2 * (shamir - sums.colluders) > count - sums.colluders
     assert shamir <= signers_needed(sums)
 
 
+@kills(
+    "fedgen/federation/secagg/signing.py",
+    "return max(sums.threshold, (sums.asked + sums.colluders) // 2 + 1)",
+    "return sums.threshold",
+)
 @given(asked=st.integers(2, 60), data=st.data())
 def test_two_lists_would_need_an_honest_client_that_signed_both(
     asked: int, data: st.DataObject
@@ -206,12 +246,12 @@ def test_two_lists_would_need_an_honest_client_that_signed_both(
     assert 2 * (needed - colluders) > honest
 
 
-def test_any_key_will_do_where_nobody_was_told(homes: list[ClientHome]) -> None:
-    text = agreement(context_of("run", 0, "question"), {}, [0], [1])
+def test_any_key_will_do_where_nobody_was_told(homes: list[ClientContext]) -> None:
+    text = agreement(mask_context("run", 0, "question"), {}, [0], [1])
     told, untold = Signer(KEYS[0], PEERS), Signer(KEYS[0], None)
     credential = Signer(KEYS[4], None).sign(text)
     untold.check(2, text, credential)
-    with pytest.raises(MaskingError, match="client 2 is not the peer"):
+    with pytest.raises(MaskingError, match="client 2 does not match its fingerprint"):
         told.check(2, text, credential)
     for broken in (
         credential[:-1] + bytes(1),
@@ -226,12 +266,17 @@ def test_who_is_silent_may_be_the_servers_choice() -> None:
     """On a ring the server, who knows it, could have all on both sides of a few be silent, and open
     the sum of those few. Clients that sign are all neighbours of each other."""
     sums, keys = Secure(240, 160, 0), {c: c.to_bytes(KEY_BYTES, "big") for c in range(240)}
-    assert graph(keys, sums).degree < 80, "those of a simulation have few neighbours"
-    whole = graph(keys, sums, whole=True)
-    assert whole.degree == 239 and len(whole.around(7)) == 240
+    assert build_graph(keys, sums).degree < 80, "those of a simulation have few neighbours"
+    whole = build_graph(keys, sums, complete=True)
+    assert whole.degree == 239 and len(whole.neighbours(7)) == 240
     assert whole.shamir > 239 // 2
 
 
-def test_clients_that_sign_are_neighbours_of_all(homes: list[ClientHome]) -> None:
+@kills(
+    "fedgen/federation/client/app.py",
+    "complete_graph=terms.signer is not None",
+    "complete_graph=False",
+)
+def test_clients_that_sign_are_neighbours_of_all(homes: list[ClientContext]) -> None:
     announced(homes)
-    assert all(home.masker is not None and home.masker.whole for home in homes)
+    assert all(home.masker is not None and home.masker.complete_graph for home in homes)

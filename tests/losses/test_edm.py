@@ -26,7 +26,7 @@ def ideal(noisy: torch.Tensor, levels: torch.Tensor, labels: torch.Tensor) -> to
 def drawn(sampler: Sampler, label: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     labels = torch.full((400,), label)
-    return sampler.draw(ideal, labels, 2, lambda: torch.randn(400, 1, 4, 4, generator=generator))
+    return sampler.sample(ideal, labels, 2, lambda: torch.randn(400, 1, 4, 4, generator=generator))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_guidance_goes_further() -> None:
 
 def test_levels_fall_as_the_paper_has_them() -> None:
     """Equation 5."""
-    levels = replace(SAMPLER, steps=3, lowest=1.0, highest=16.0, rho=2.0).levels
+    levels = replace(SAMPLER, steps=3, sigma_min=1.0, sigma_max=16.0, rho=2.0).noise_levels
     assert levels == pytest.approx([16.0, 6.25, 1.0, 0.0])
 
 

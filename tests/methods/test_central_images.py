@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import COINS
+from mutation import kills
+from tiny import STREAMS
 
 from fedgen import cli
-from fedgen.data.datasets import digits
-from fedgen.method import PublicFacts
+from fedgen.data.digits import digits
+from fedgen.methods.api import PublicFacts
 from fedgen.methods.central_images import central_images
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import canonical
 
-DIGITS = digits(COINS).shard(np.arange(1437))
+DIGITS = digits(STREAMS).shard(np.arange(1437))
 
 
 def method(noise: float | None, rate: float = 1.0, images: int = 1, clients: int = 1):  # type: ignore[no-untyped-def]
@@ -26,7 +27,7 @@ def method(noise: float | None, rate: float = 1.0, images: int = 1, clients: int
 def test_five_at_a_multiplier_of_five_cost_what_is_known() -> None:
     """SunnierLee's first stage, 0.188 by RDP: sampling at 1/10, noise multiplier 5, five times."""
     plan = method(5 / 5**0.5, 0.1, 5).plan
-    found = epsilon(canonical(plan.server(5)), 1e-5, plan.relation)
+    found = epsilon(canonical(plan.server_event(5)), 1e-5, plan.relation)
     assert found.value == pytest.approx(0.165, abs=1e-3)
     assert found.second_opinion == pytest.approx(0.188, abs=1e-3)
 
@@ -34,11 +35,11 @@ def test_five_at_a_multiplier_of_five_cost_what_is_known() -> None:
 def test_without_noise_they_are_the_labels_means() -> None:
     """Half the size and back, and smoothed, a mean digit is still itself."""
     made = method(None)
-    question = made.server.query(made.server.init(COINS), 0, COINS)
+    question = made.server.query(made.server.init(STREAMS), 0, STREAMS)
     assert question is not None
-    sent = made.client.answer({}, question, DIGITS, 0, COINS)
-    mean = made.total([sent.arrays["answer"]], 0, COINS).float()
-    state = made.server.update(made.server.init(COINS), mean, 0, COINS)
+    sent = made.client.respond({}, question, DIGITS, 0, STREAMS)
+    mean = made.aggregate([sent.arrays["answer"]], 0, STREAMS).float()
+    state = made.server.update(made.server.init(STREAMS), mean, 0, STREAMS)
     images, labels = DIGITS.rows(torch.arange(len(DIGITS)))
     for label in range(10):
         own = images[labels == label].mean(0)
@@ -46,14 +47,19 @@ def test_without_noise_they_are_the_labels_means() -> None:
         assert near.index(min(near)) == label
 
 
+@kills(
+    "fedgen/methods/central_images.py",
+    "return sum_of_rows(small, clip, labels, facts.classes)",
+    "return sum_of_rows(small / max(1, len(labels)), clip, labels, facts.classes)",
+)
 def test_no_division_by_private_counts() -> None:
     """Of half the rows, an image is half as bright: nothing tells how many rows a label has."""
     made = method(None)
-    question = made.server.query(made.server.init(COINS), 0, COINS)
+    question = made.server.query(made.server.init(STREAMS), 0, STREAMS)
     assert question is not None
     whole, half = (
-        torch.from_numpy(made.client.answer({}, question, shard, 0, COINS).arrays["answer"])
-        for shard in (DIGITS, digits(COINS).shard(np.arange(718)))
+        torch.from_numpy(made.client.respond({}, question, shard, 0, STREAMS).arrays["answer"])
+        for shard in (DIGITS, digits(STREAMS).shard(np.arange(718)))
     )
     assert float(half.sum() / whole.sum()) == pytest.approx(0.5, abs=0.02)
 
@@ -70,4 +76,4 @@ def test_images_that_cannot_be_halved(capsys: pytest.CaptureFixture[str]) -> Non
             device="cpu",
         )
     assert cli.run(["train", "method=central_images_small", "method.sampling_rate=2"]) == 2
-    assert "method.sampling_rate: is a share" in capsys.readouterr().err
+    assert "method.sampling_rate: must be at most 1, got 2" in capsys.readouterr().err

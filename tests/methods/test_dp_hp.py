@@ -42,14 +42,14 @@ def test_no_image_has_longer_features_than_one(seed: int, pairs: int, grey: bool
     source = torch.Generator().manual_seed(seed)
     one = torch.rand(20, 1, 1, 1, generator=source).expand(20, 1, 8, 8)
     images = one if grey else torch.rand(20, 1, 8, 8, generator=source)
-    assert float(of(of.drawn(torch.tensor(seed)), images).norm(dim=1).max()) <= 1 + 1e-6
+    assert float(of(of.sample_parameters(torch.tensor(seed)), images).norm(dim=1).max()) <= 1 + 1e-6
 
 
 def test_weighed_distances_are_those_of_the_kernels() -> None:
     """gamma times the mean over pixels of the kernel's, and the mean over pairs."""
     of = features()
     images = torch.randint(0, 256, (2, 1, 8, 8), generator=torch.Generator().manual_seed(1)) / 255
-    drawn = of.drawn(torch.tensor(5))
+    drawn = of.sample_parameters(torch.tensor(5))
     first, second = (of(drawn, images) * of.weights).double()
     a, b = (hermite(20, 0.05)[(image.flatten() * 255).round().long()] for image in images)
     expected = 20 * (a - b).square().sum(1).mean()
@@ -72,8 +72,8 @@ def test_sums_of_groups_are_sums_of_images(seed: int, groups: int, size: int) ->
     source = torch.Generator().manual_seed(seed)
     images = (torch.randn(groups * size, 1, 8, 8, generator=source) / 2 + 0.5).clamp(0, 1)
     images.requires_grad_()
-    drawn = of.drawn(torch.tensor(seed))
-    quick = of.summed(drawn, images, groups)
+    drawn = of.sample_parameters(torch.tensor(seed))
+    quick = of.sum_by_label(drawn, images, groups)
     slow = of(drawn, images).view(groups, size, -1).sum(1)
     assert torch.allclose(quick, slow, atol=1e-5)
     aim = torch.randn(quick.shape, generator=source)
@@ -86,7 +86,7 @@ def test_sums_of_groups_are_sums_of_images(seed: int, groups: int, size: int) ->
 def test_gradients_reach_the_pixels() -> None:
     of = features()
     images = torch.rand(3, 1, 8, 8, requires_grad=True)
-    found = of(of.drawn(torch.tensor(0)), images).square().sum()
+    found = of(of.sample_parameters(torch.tensor(0)), images).square().sum()
     torch.autograd.backward(found)
     assert images.grad is not None and float(images.grad.abs().min()) >= 0
     assert float(images.grad.abs().max()) > 0
@@ -105,7 +105,10 @@ def test_its_cost_is_that_of_one_gaussian() -> None:
     ("word", "problem"),
     [
         ("sum_share=0", "must be positive"),
-        *((f"sum_share={share}", "leaves one of the kernels nothing") for share in (1e-300, 1, 2)),
+        *(
+            (f"sum_share={share}", "leaves no weight for one of the kernels")
+            for share in (1e-300, 1, 2)
+        ),
         ("kernel_length=1e-20", "must be at least 1e-06"),
         ("kernel_length=1e200", "must be below 1e+06"),
         ("sum_weight=1e300", "must be below 1e+12"),

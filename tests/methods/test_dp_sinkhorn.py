@@ -11,18 +11,19 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from geomloss import SamplesLoss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import COINS, SHARD
+from mutation import kills
+from tiny import SHARD, STREAMS
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts, Query
+from fedgen.methods.api import Method, PublicFacts, Query
 from fedgen.methods.dp_sinkhorn import dp_sinkhorn
 from fedgen.models import dcgan
 from fedgen.models.functional import adam_step, part
-from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.batch_sampling import PoissonSampling
 from fedgen.privacy.events import canonical
 
 COUNT, RATE, CLIP = 10, 0.3, 0.5
@@ -54,13 +55,13 @@ def make(noise: float | None, **changed: object) -> Method:
 
 
 def asked(method: Method) -> Query:
-    query = method.server.query(method.server.init(COINS), 0, COINS)
+    query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
     assert query is not None
     return query
 
 
 def released(method: Method, shard: Shard, round_: int = 0) -> Tensor:
-    release = method.client.answer({}, asked(method), shard, round_, COINS)
+    release = method.client.respond({}, asked(method), shard, round_, STREAMS)
     return torch.from_numpy(release.arrays["answer"])
 
 
@@ -79,14 +80,14 @@ W = SamplesLoss("sinkhorn", p=2, blur=BLUR, diameter=WIDEST, debias=False, cost=
 
 def drawn(round_: int = 0) -> tuple[Tensor, Tensor]:
     """The batch that the client draws in a round."""
-    batch = PoissonBatches(RATE).draw(len(SHARD), COINS.at("gradient", round_))
+    batch = PoissonSampling(RATE).sample(len(SHARD), STREAMS.at("gradient", round_))
     return SHARD.rows(torch.from_numpy(batch))
 
 
 def test_without_noise_the_answer_is_the_gradient_through_geomloss() -> None:
     method = make(None)
     query = asked(method)
-    x, labels = query.rows["images"].clone().requires_grad_(), query.shared["labels"]
+    x, labels = query.samples["images"].clone().requires_grad_(), query.shared["labels"]
     every = torch.cat([x, query.shared["images"]])
     loss = 2 * W(points(x, labels[:COUNT]), points(*drawn()))
     loss = loss - W(points(x, labels[:COUNT]), points(every[4:], labels[4:]))
@@ -98,10 +99,10 @@ def test_without_noise_the_answer_is_the_gradient_through_geomloss() -> None:
 def test_a_step_of_the_generator_descends_the_whole_loss(way: str) -> None:
     """Gradients of images that clients know of, those that they do not, and the generator's own."""
     method = make(None, released=way)
-    state = method.server.init(COINS)
-    after = method.server.update(state, released(method, SHARD), 0, COINS)
+    state = method.server.init(STREAMS)
+    after = method.server.update(state, released(method, SHARD), 0, STREAMS)
     template = dcgan.Generator(4, 10, (1, 8, 8), 4)
-    here = COINS.at("fakes", 0)
+    here = STREAMS.at("fakes", 0)
     latents = torch.randn(14, 4, generator=here.public("latents"))
     labels = torch.randint(0, 10, (14,), generator=here.public("labels"))
     weights = {n: w.clone().requires_grad_() for n, w in part(state, "generator").items()}
@@ -130,6 +131,9 @@ def test_a_row_less_moves_the_answer_by_at_most_the_sensitivity(
     assert float((released(method, SHARD) - released(method, NOBODY)).norm()) <= 2 * CLIP + 1e-4
 
 
+@kills(
+    "fedgen/methods/dp_sinkhorn.py", 'streams.at("gradient", round_)', "streams", case="joint-1.0"
+)
 @pytest.mark.parametrize(("clipping", "times"), [("joint", 1.0), ("images", math.sqrt(COUNT))])
 def test_images_clipped_by_themselves_take_more_noise(clipping: str, times: float) -> None:
     """6,400 numbers of std 2 * 2 C: their variance leaves 10 % with probability below 1e-7."""
@@ -138,12 +142,14 @@ def test_images_clipped_by_themselves_take_more_noise(clipping: str, times: floa
     noise = answers - answers.mean(0)
     assert float(noise.square().mean()) == pytest.approx(0.9 * (4 * CLIP * times) ** 2, rel=0.1)
     event = PoissonSampledDpEvent(RATE, GaussianDpEvent(2.0))
-    assert canonical(method.plan.server(3 * COUNT)) == {event: 3}, "one event a step, both ways"
+    assert canonical(method.plan.server_event(3 * COUNT)) == {event: 3}, (
+        "one event a step, both ways"
+    )
 
 
 def test_the_question_is_as_large_whatever_the_batch() -> None:
     for round_ in range(3):
-        query = make(1.0).server.query(make(1.0).server.init(COINS), round_, COINS)
+        query = make(1.0).server.query(make(1.0).server.init(STREAMS), round_, STREAMS)
         assert query is not None and query.count == COUNT
     assert released(make(1.0), NOBODY).shape == released(make(1.0), SHARD).shape
 
@@ -151,8 +157,6 @@ def test_the_question_is_as_large_whatever_the_batch() -> None:
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"debiased": 1.5}, "method.debiased"),
-        ({"sampling_rate": 2.0}, "method.sampling_rate"),
         ({"l1": 0.0, "l2": 0.0}, "method.l2"),
         ({"clipping": "images", "released": "weights"}, "method.clipping"),
     ],

@@ -8,16 +8,16 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from scipy.special import ndtri
-from tiny import COINS, SHARD, noised
+from tiny import SHARD, STREAMS, noised
 from torch import Tensor
 from torch.func import functional_call
 
 from fedgen.data.datasets import Shard
-from fedgen.method import Method, PublicFacts
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.dp_wgan_gp import dp_wgan_gp
 from fedgen.models import cdcgan
 from fedgen.models.functional import part
-from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.batch_sampling import PoissonSampling
 from fedgen.privacy.events import canonical
 
 BATCH, RATE, CLIP = 6, 0.1, 0.3
@@ -30,6 +30,7 @@ def make(noise: float | None, **changed: object) -> Method:
         "latent": 4,
         "batch": BATCH,
         "sampling_rate": RATE,
+        "rows": None,
         "critic_steps": 1,
         "gradient_penalty": 10.0,
         "learning_rate": 1e-3,
@@ -42,8 +43,8 @@ def make(noise: float | None, **changed: object) -> Method:
 
 
 def answered(method: Method, shard: Shard, round_: int = 0) -> Tensor:
-    query = method.server.query(method.server.init(COINS), round_, COINS)
-    release = method.client.answer({}, query, shard, round_, COINS)
+    query = method.server.query(method.server.init(STREAMS), round_, STREAMS)
+    release = method.client.respond({}, query, shard, round_, STREAMS)
     return torch.from_numpy(release.arrays["answer"])
 
 
@@ -51,10 +52,10 @@ def answered(method: Method, shard: Shard, round_: int = 0) -> Tensor:
 def test_a_step_is_algorithm_2(noise: float) -> None:
     """One row at a time, by plain autograd."""
     method = make(noise)
-    client = method.client.answer.__self__  # type: ignore[attr-defined]
-    start, here = method.server.init(COINS), COINS.at("steps", 0, "step", 0)
+    client = method.client.respond.__self__  # type: ignore[attr-defined]
+    start, here = method.server.init(STREAMS), STREAMS.at("steps", 0, "step", 0)
     generator = part(start, "generator")
-    batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
+    batch = torch.from_numpy(PoissonSampling(RATE).sample(len(SHARD), here))
     uniforms = here.secret_uniforms(len(batch) * 5, "pairs", 0).reshape(-1, 5) + 2.0**-54
     latents, rhos = torch.from_numpy(ndtri(uniforms[:, 1:])).float(), uniforms[:, 0]
     total = noised(torch.zeros(client.nets.size()), noise * CLIP, here)
@@ -86,7 +87,7 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
 
 def test_what_a_run_costs() -> None:
     plan = make(1.5).plan
-    assert canonical(plan.server(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
+    assert canonical(plan.server_event(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
     assert plan.claim is not None
 
 
@@ -95,7 +96,7 @@ def test_small_clips_do_not_matter_under_adam() -> None:
 
     def moved(clip: float) -> Tensor:
         method = make(1e-2, clip=clip, critic_steps=5)
-        start, here = method.server.init(COINS), part
+        start, here = method.server.init(STREAMS), part
         after = answered(method, SHARD)[0]
         weights = here(here(start, "discriminator"), "weights")
         count = sum(value.numel() for value in weights.values())
@@ -109,19 +110,19 @@ def test_small_clips_do_not_matter_under_adam() -> None:
 
 def test_generator_steps_lower_the_loss_of_the_critic() -> None:
     method = make(None, sampling_rate=1.0, batch=60)
-    state = method.server.init(COINS)
+    state = method.server.init(STREAMS)
     for round_ in range(3):
-        query = method.server.query(state, round_, COINS)
-        answer = method.client.answer({}, query, SHARD, round_, COINS).arrays["answer"]
+        query = method.server.query(state, round_, STREAMS)
+        answer = method.client.respond({}, query, SHARD, round_, STREAMS).arrays["answer"]
         before = state
-        state = method.server.update(state, torch.from_numpy(answer), round_, COINS)
-    nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
-    latents, labels = nets.inputs(200, COINS)
+        state = method.server.update(state, torch.from_numpy(answer), round_, STREAMS)
+    nets = method.client.respond.__self__.nets  # type: ignore[attr-defined]
+    latents, labels = nets.inputs(200, STREAMS)
     critic = part(part(state, "discriminator"), "weights")
 
     def score(of: dict) -> float:
         with torch.no_grad():
             images = nets.generate(part(of, "generator"), latents, labels)
-            return float(nets.judge(critic, images, labels).mean())
+            return float(nets.discriminate(critic, images, labels).mean())
 
     assert score(state) > score(before)

@@ -1,4 +1,4 @@
-"""DPDM: a step by plain torch, whose coins are whose, and a network that keeps rows apart."""
+"""DPDM: a step by plain torch, whose streams are whose, and a network that keeps rows apart."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import COINS, SHARD
+from mutation import kills
+from tiny import SHARD, STREAMS
 from torch.func import functional_call
 
 from fedgen import cli
-from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.losses import edm
 from fedgen.losses.edm import Sampler
-from fedgen.method import Method, PublicFacts
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.dpdm import dpdm
-from fedgen.models.functional import flat, initial, part, template, unflat
+from fedgen.models.functional import flat, init_weights, meta_module, part, unflat
 from fedgen.models.unet import UNet
+from fedgen.randomness import RandomStreams
 
 NETWORK = partial(UNet, width=4, multipliers=[1, 2], blocks=1, attention=[4])
 SETTINGS = {
@@ -27,13 +28,13 @@ SETTINGS = {
     "sampler": partial(
         Sampler,
         steps=3,
-        lowest=0.002,
-        highest=80.0,
+        sigma_min=0.002,
+        sigma_max=80.0,
         rho=7.0,
         second_order=False,
         churn=0.0,
-        churn_from=0.05,
-        churn_to=50.0,
+        churn_min=0.05,
+        churn_max=50.0,
         guidance=0.0,
     ),
     "copies": 3,
@@ -43,6 +44,7 @@ SETTINGS = {
     "ema": 0.9,
     "batch": 60,
     "sampling_rate": 1.0,
+    "rows": None,
     "clip": 1.0,
     "device": "cpu",
 }
@@ -52,11 +54,11 @@ def make(noise: float | None = None, **changed: object) -> Method:
     return dpdm(PublicFacts(1, 60, 10, (1, 8, 8)), noise, **{**SETTINGS, **changed})  # type: ignore[arg-type]
 
 
-def answer(method: Method, shard: Shard, coins: Coins = COINS) -> np.ndarray:
-    state = method.server.init(COINS)
-    query = method.server.query(state, 0, COINS)
+def answer(method: Method, shard: Shard, streams: RandomStreams = STREAMS) -> np.ndarray:
+    state = method.server.init(STREAMS)
+    query = method.server.query(state, 0, STREAMS)
     assert query is not None
-    return method.client.answer({}, query, shard, 0, coins).arrays["answer"][0]
+    return method.client.respond({}, query, shard, 0, streams).arrays["answer"][0]
 
 
 @pytest.mark.parametrize("size", [8, 28, 32])
@@ -66,8 +68,8 @@ def test_the_network_keeps_images_apart_and_their_shape(
     size: int, attends: bool, patch: int
 ) -> None:
     attention = [size // (2 * patch)] if attends else []
-    net = template(UNet(10, (1, size, size), 8, [1, 2], 2, attention, patch))
-    weights = initial(net, COINS.public("network"))
+    net = meta_module(UNet(10, (1, size, size), 8, [1, 2], 2, attention, patch))
+    weights = init_weights(net, STREAMS.public("network"))
     images = torch.randn(3, 1, size, size)
     levels, labels = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1, 10, 3])
     found = functional_call(net, weights, (images, levels, labels))
@@ -81,18 +83,18 @@ def test_the_network_keeps_images_apart_and_their_shape(
 
 
 def test_an_answer_is_the_gradient_of_the_mean_over_copies() -> None:
-    """By plain autograd on the client's own coins: 60 rows at K 3 are parts of 21 or so."""
+    """By plain autograd on the client's own streams: 60 rows at K 3 are parts of 21 or so."""
     method = make()
-    client = method.client.answer.__self__
-    state = method.server.init(COINS)
+    client = method.client.respond.__self__
+    state = method.server.init(STREAMS)
     weights = part(state, "generator")
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    here, whole = COINS.at("sum", 0), torch.zeros(())
+    here, whole = STREAMS.at("sum", 0), torch.zeros(())
     shown: list[int] = []
-    for number, rows in enumerate(client.mechanism.parts(60, here, 64 // 3)):
+    for number, rows in enumerate(client.mechanism.batch_parts(60, here, 64 // 3)):
         images, labels = SHARD.rows(torch.from_numpy(rows))
         clean = (images * 2 - 1).repeat_interleave(3, 0)
-        levels, noise, dropped = client._coins(len(rows), clean, here.at("copies", number))
+        levels, noise, dropped = client._random_inputs(len(rows), clean, here.at("copies", number))
         labels = torch.where(dropped, 10, labels)
         shown += labels.tolist()
         noisy = clean + levels.view(-1, 1, 1, 1) * noise
@@ -108,20 +110,29 @@ def test_an_answer_is_the_gradient_of_the_mean_over_copies() -> None:
 
 def test_levels_and_noise_have_the_papers_law() -> None:
     """log s ~ N(-1.2, 1.2^2): 4,000 of them at five standard errors."""
-    client = make().client.answer.__self__
-    levels, noise, dropped = client._coins(2000, torch.zeros(4000, 1, 2, 2), COINS)
+    client = make().client.respond.__self__
+    levels, noise, dropped = client._random_inputs(2000, torch.zeros(4000, 1, 2, 2), STREAMS)
     assert float(levels.log().mean()) == pytest.approx(-1.2, abs=5 * 1.2 / 4000**0.5)
     assert float(levels.log().std()) == pytest.approx(1.2, rel=5 / 8000**0.5)
     assert float(noise.std()) == pytest.approx(1, rel=5 / 32000**0.5)
     assert float(dropped.float().mean()) == pytest.approx(0.5, abs=5 * 0.5 / 2000**0.5)
 
 
+@kills(
+    "fedgen/methods/dpdm.py",
+    "numbers = torch.from_numpy(streams.secret_uniforms(size, name)).add_(2.0**-54)",
+    ("numbers = torch.rand(size, generator=streams.public(name), dtype=torch.float64)"),
+)
 def test_copies_are_the_clients_secret() -> None:
-    """Other secret coins, another answer; other public ones, the same: nobody else can tell which
+    """Other secret streams, another answer; other public ones, the same: nobody else can tell which
     noise met which row."""
     method = make(sampling_rate=1.0)
-    other_secret = Coins(COINS.public_key, b"another secret key", COINS.noise_key, "seeded")
-    other_public = Coins(b"another public key", COINS.secret_key, COINS.noise_key, "seeded")
+    other_secret = RandomStreams(
+        STREAMS.public_key, b"another secret key", STREAMS.noise_key, "seeded"
+    )
+    other_public = RandomStreams(
+        b"another public key", STREAMS.secret_key, STREAMS.noise_key, "seeded"
+    )
     usual = answer(method, SHARD)
     assert not np.allclose(usual, answer(method, SHARD, other_secret))
     assert np.array_equal(usual, answer(method, SHARD, other_public))
@@ -139,14 +150,14 @@ def test_a_row_moves_the_sum_by_at_most_the_clip(copies: int) -> None:
 
 def test_the_server_takes_adams_step() -> None:
     method = make()
-    state = method.server.init(COINS)
+    state = method.server.init(STREAMS)
     gradient = torch.randn(flat(part(state, "generator")).numel())
     leaves = {n: v.clone().requires_grad_() for n, v in part(state, "generator").items()}
     adam = torch.optim.Adam(leaves.values(), 1e-2, (0.9, 0.999))
     for name, value in unflat(gradient, leaves).items():
         leaves[name].grad = value
     adam.step()
-    after = method.server.update(state, gradient[None], 0, COINS)
+    after = method.server.update(state, gradient[None], 0, STREAMS)
     for name, value in leaves.items():
         assert torch.allclose(part(after, "generator")[name], value, atol=1e-5), name
 
@@ -168,7 +179,7 @@ def test_the_server_takes_adams_step() -> None:
         ("method.network.patch=0", "method.network.patch"),
         ("method.betas=[a,0.9]", "method.betas"),
         ("method.sampler.rho=1e-9", "method.sampler.rho"),
-        ("method.sampler.lowest=90", "method.sampler.lowest"),
+        ("method.sampler.sigma_min=90", "method.sampler.sigma_min"),
         ("method.sampler.guidanse=1", "method.sampler.guidanse"),
     ],
 )

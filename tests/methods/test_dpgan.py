@@ -17,25 +17,27 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from tiny import COINS, SHARD, Train, noised
+from mutation import kills
+from tiny import SHARD, STREAMS, Train, noised
 from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 
 from fedgen import cli
-from fedgen.adversarial import Pace
-from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.federation.messages import Answer
+from fedgen.federation.messages import Response
 from fedgen.losses.adversarial import hinge, logistic, wasserstein
-from fedgen.method import Method, PublicFacts
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.dpgan import dpgan
+from fedgen.methods.families.dp_sgd import gradient_sum
+from fedgen.methods.families.gan import StepsPerGeneratorStep
 from fedgen.models import cdcgan
 from fedgen.models.functional import adam_start, adam_step, part
-from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.batch_sampling import PoissonSampling
+from fedgen.privacy.clipping import Precision, clipped_sum
 from fedgen.privacy.events import Unit, canonical
-from fedgen.privacy.per_example import Precision, clipped_sum
+from fedgen.randomness import RandomStreams
 from fedgen.strategies.parameter_updates import ParameterUpdates
 
 BATCH, RATE, CLIP, RATES = 5, 0.2, 0.3, (1e-2, (0.5, 0.999))
@@ -50,6 +52,7 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
         "batch": BATCH,
         "fakes": BATCH,
         "sampling_rate": RATE,
+        "rows": None,
         "discriminator_steps": 2,
         "accuracy_floor": 0.6,
         "accuracy_ema": 0.99,
@@ -66,27 +69,27 @@ def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
 
 
 def played(method: Method, rounds: int) -> dict:
-    state, round_ = method.server.init(COINS), 0
+    state, round_ = method.server.init(STREAMS), 0
     while round_ < rounds:
-        query = method.server.query(state, round_, COINS)
-        release = method.client.answer({}, query, SHARD, round_, COINS)
+        query = method.server.query(state, round_, STREAMS)
+        release = method.client.respond({}, query, SHARD, round_, STREAMS)
         answers = torch.from_numpy(release.arrays["answer"])
-        state = method.server.update(state, answers, round_, COINS)
+        state = method.server.update(state, answers, round_, STREAMS)
         round_ += query.count
     return state
 
 
 def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[str, dict]:
-    """Algorithm 1 with the coins of the run, and nothing of the federation, the mechanisms or the
+    """Algorithm 1 with the streams of the run, and nothing of the federation, the mechanisms or the
     method: networks, batches, clipped sums and Adam are used as they are tested elsewhere."""
-    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
     theta = part(start, "generator")
     phi = part(part(start, "discriminator"), "weights")
     theta_adam, phi_adam = adam_start(theta), adam_start(phi)
 
-    def generate(weights: dict, coins: Coins) -> tuple[Tensor, Tensor]:
-        labels = torch.randint(0, 10, (BATCH,), generator=coins.public("labels"))
-        latents = torch.randn(BATCH, 4, generator=coins.public("latents"))
+    def generate(weights: dict, streams: RandomStreams) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(0, 10, (BATCH,), generator=streams.public("labels"))
+        latents = torch.randn(BATCH, 4, generator=streams.public("latents"))
         return functional_call(nets.generator, weights, (latents, labels)), labels
 
     def clipped(images: Tensor, labels: Tensor, sign: float) -> Tensor:
@@ -97,7 +100,7 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
         return torch.cat([found[name].flatten() for name in sorted(phi)])
 
     for t in range(rounds):
-        here = COINS.at("steps", t - t % steps, "step", t % steps)
+        here = STREAMS.at("steps", t - t % steps, "step", t % steps)
         batch = np.flatnonzero(here.secret_bits(len(SHARD), "batch") < int(RATE * 2**64))
         real = clipped(*SHARD.rows(torch.from_numpy(batch)), -1.0)
         with torch.no_grad():
@@ -109,16 +112,21 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
         gradients = {n: p.view_as(phi[n]) for n, p in zip(sorted(phi), pieces, strict=True)}
         adam_step(phi, gradients, phi_adam, *RATES)
         if (t + 1) % steps == 0:
-            coins = COINS.at("generator", t + 1 - steps)
+            streams = STREAMS.at("generator", t + 1 - steps)
 
-            def generator_loss(own: dict, coins: Coins = coins) -> Tensor:
-                fakes = generate(own, coins)
+            def generator_loss(own: dict, streams: RandomStreams = streams) -> Tensor:
+                fakes = generate(own, streams)
                 return F.softplus(-functional_call(nets.discriminator, phi, fakes)).mean()
 
             adam_step(theta, grad(generator_loss)(theta), theta_adam, *RATES)
     return {"generator": theta, "discriminator": phi}
 
 
+@kills(
+    "fedgen/methods/families/gan.py",
+    'streams.at("steps", round_, "step", number)',
+    'streams.at("steps", round_)',
+)
 @pytest.mark.parametrize("noise", [0.0, 1.5])
 def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
     """8 steps of the generator. Without noise: with a multiplier of 1e-300, which adds zero."""
@@ -128,7 +136,7 @@ def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
     assert all(torch.equal(found[n], value) for n, value in reference["discriminator"].items())
     found = part(ours, "generator")
     assert all(torch.equal(found[n], value) for n, value in reference["generator"].items())
-    moved = part(method.server.init(COINS), "generator")
+    moved = part(method.server.init(STREAMS), "generator")
     assert not any(torch.equal(found[n], moved[n]) for n in found if n.endswith("weight"))
 
 
@@ -144,11 +152,11 @@ LOSSES = {
 def test_a_generator_follows_the_loss_that_its_discriminator_does(loss: Callable) -> None:
     """Its first step: away from where the discriminator, by this loss, wants fakes to be."""
     method = make(1e-300, discriminator_steps=1, loss=loss, generator_learning_rate=1e-3)
-    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
     phi = part(part(played(method, 1), "discriminator"), "weights")
     before, after = part(start, "generator"), part(played(method, 1), "generator")
-    inputs = nets.inputs(200, COINS.at("other"))
-    scores = [nets.judge(phi, nets.generate(w, *inputs), inputs[1]) for w in (before, after)]
+    inputs = nets.inputs(200, STREAMS.at("other"))
+    scores = [nets.discriminate(phi, nets.generate(w, *inputs), inputs[1]) for w in (before, after)]
     as_real = [LOSSES[loss][0](each).mean() for each in scores]
     assert scores[1].mean() > scores[0].mean() and as_real[1] < as_real[0]
 
@@ -158,7 +166,7 @@ def test_a_generator_follows_the_loss_that_its_discriminator_does(loss: Callable
 def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Callable) -> None:
     """One step against plain autograd, one example at a time."""
     method = make(noise, discriminator_steps=1, loss=loss)
-    nets, start = method.client.answer.__self__.nets, method.server.init(COINS)  # type: ignore[attr-defined]
+    nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
     phi = part(part(start, "discriminator"), "weights")
 
     def clipped(image: Tensor, label: Tensor, real: bool) -> Tensor:
@@ -169,8 +177,8 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
         flat = torch.cat([each.flatten() for each in found])
         return flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
 
-    here = COINS.at("steps", 0, "step", 0)
-    batch = torch.from_numpy(PoissonBatches(RATE).draw(len(SHARD), here))
+    here = STREAMS.at("steps", 0, "step", 0)
+    batch = torch.from_numpy(PoissonSampling(RATE).sample(len(SHARD), here))
     total = noised(torch.zeros(nets.size()), noise * CLIP, here)
     for image, label in zip(*SHARD.rows(batch), strict=True):
         total = total + clipped(image, label, True)
@@ -178,27 +186,33 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
     fakes = nets.generate(part(start, "generator"), latents, labels).detach()
     for image, label in zip(fakes, labels, strict=True):
         total = total + clipped(image, label, False)
-    query = method.server.query(start, 0, COINS)
-    release = method.client.answer({}, query, SHARD, 0, COINS)
+    query = method.server.query(start, 0, STREAMS)
+    release = method.client.respond({}, query, SHARD, 0, STREAMS)
     found = method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
     assert torch.allclose(
         found[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6 + noise * CLIP / BATCH / 1000
     )
 
 
+@kills("fedgen/privacy/mechanisms.py", "repeat(mechanism.event(), len(steps))", "mechanism.event()")
+@kills(
+    "fedgen/methods/families/gan.py",
+    'streams.at("steps", round_, "step", number)',
+    'streams.at("steps", round_ + number)',
+)
 def test_steps_are_charged_one_by_one_and_share_no_noise() -> None:
-    """Six steps in a message, and questions that overlap them: each flips coins of its own, or two
-    answers would show their difference."""
+    """Six steps in a message, and queries that overlap them: each has random streams of its own, or
+    two responses would show their difference."""
     method = make(1e6, discriminator_steps=6)
-    start = method.server.init(COINS)
-    query = method.server.query(start, 0, COINS)
-    release = method.client.answer({}, query, SHARD, 0, COINS)
+    start = method.server.init(STREAMS)
+    query = method.server.query(start, 0, STREAMS)
+    release = method.client.respond({}, query, SHARD, 0, STREAMS)
     assert release.event == SelfComposedDpEvent(canonical_event(1e6), 6)
     found = []
     for first in range(4):
-        answer = method.client.answer({}, query.take([0]), SHARD, first, COINS).arrays["answer"]
+        answer = method.client.respond({}, query.take([0]), SHARD, first, STREAMS).arrays["answer"]
         found.append(method.worst_cases()[0].read(torch.from_numpy(answer))[0])
-    two = method.client.answer({}, query.take([0, 1]), SHARD, 0, COINS).arrays["answer"]
+    two = method.client.respond({}, query.take([0, 1]), SHARD, 0, STREAMS).arrays["answer"]
     m = method.worst_cases()[0].read(torch.from_numpy(two))[0]
     found.append(m - RATES[1][0] * found[0])  # what the second of the two steps added
     close = torch.corrcoef(torch.stack(found)).fill_diagonal_(0).abs()
@@ -212,7 +226,7 @@ def canonical_event(noise: float) -> PoissonSampledDpEvent:
 def test_adaptive_steps_climb_as_the_paper_says() -> None:
     """A scripted accuracy: 0.9, then 0.5 for ever. The average falls below 0.6 after as many steps
     as 0.99^n takes from 0.4 to 0.1; a rung's grace is 200 steps of the generator."""
-    pace, told, state, climbed = Pace("adaptive", 0.6, 0.99), 0.9, None, []
+    pace, told, state, climbed = StepsPerGeneratorStep("adaptive", 0.6, 0.99), 0.9, None, []
     state = pace.start()
     average = told
     for step in range(1500):
@@ -236,8 +250,8 @@ def test_mode_seeking_keeps_images_of_a_label_apart() -> None:
         method = make(1.0, mode_seeking=weight, fakes=20, discriminator_steps=1)
         state = played(method, 15)
         labels = torch.arange(10).repeat(2)
-        nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
-        latents, _ = nets.inputs(20, COINS.at("test"))
+        nets = method.client.respond.__self__.nets  # type: ignore[attr-defined]
+        latents, _ = nets.inputs(20, STREAMS.at("test"))
         first, second = nets.generate(part(state, "generator"), latents, labels).chunk(2)
         return float((first - second).detach().abs().mean())
 
@@ -255,26 +269,26 @@ def test_fewer_fakes_weigh_as_much() -> None:
 
 def test_a_rung_has_its_grace() -> None:
     """Accuracy is below the floor from the start: nothing happens before 200 steps."""
-    pace = Pace("adaptive", 0.6, 0.99)
+    pace = StepsPerGeneratorStep("adaptive", 0.6, 0.99)
     state = pace.start()
     for step in range(200):
         assert pace.now(state) == 1, step
         state = pace.after(state, torch.tensor(0.1))
     assert pace.now(state) == 2
-    assert Pace(7, 0.6, 0.99).now(state) == 7
+    assert StepsPerGeneratorStep(7, 0.6, 0.99).now(state) == 7
 
 
 def first_moment(method: Method, shard: Shard, round_: int = 0) -> Tensor:
     """What a client's answer tells of the noised sum of its first step."""
-    query = method.server.query(method.server.init(COINS), round_, COINS).take([0])
-    release = method.client.answer({}, query, shard, round_, COINS)
+    query = method.server.query(method.server.init(STREAMS), round_, STREAMS).take([0])
+    release = method.client.respond({}, query, shard, round_, STREAMS)
     return method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
 
 
 def test_an_empty_batch_is_released_and_charged() -> None:
     method = make(1.0)
-    query = method.server.query(method.server.init(COINS), 0, COINS)
-    release = method.client.answer({}, query, EMPTY, 0, COINS)
+    query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
+    release = method.client.respond({}, query, EMPTY, 0, STREAMS)
     assert release.event == SelfComposedDpEvent(canonical_event(1.0), 2)
     quiet = first_moment(make(1e-300), EMPTY)
     noise = (first_moment(method, EMPTY) - quiet) / (1 - RATES[1][0])
@@ -305,9 +319,9 @@ def test_the_divisor_does_not_depend_on_the_rows() -> None:
 
 def test_the_server_takes_the_mean_of_the_discriminators() -> None:
     """Of three clients, in which one client's noise is a third of what it was."""
-    strategy = ParameterUpdates(make(1.0, clients=3), COINS)
+    strategy = ParameterUpdates(make(1.0, clients=3), STREAMS)
     answers = {
-        c: Answer({"answer": np.full((1, 2), v, np.float32)}, canonical_event(1.0), Unit.RECORD)
+        c: Response({"answer": np.full((1, 2), v, np.float32)}, canonical_event(1.0), Unit.RECORD)
         for c, v in enumerate((1.0, 2.0, 6.0))
     }
     assert sorted(strategy.route(0, 4)) == [0, 1, 2]
@@ -321,20 +335,42 @@ def test_the_server_takes_the_mean_of_the_discriminators() -> None:
 
 def test_what_a_run_costs() -> None:
     plan = make(1.5, clients=3).plan
-    assert canonical(plan.server(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
-    assert plan.release is None
+    assert canonical(plan.server_event(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
+    assert plan.release_event is None
     assert "Poisson" in str(plan.amplified_by["server"])
     everybody = make(1.5, sampling_rate=1.0).plan
-    assert canonical(everybody.server(7)) == {GaussianDpEvent(1.5): 7}
+    assert canonical(everybody.server_event(7)) == {GaussianDpEvent(1.5): 7}
     assert everybody.sampler == "none"
-    assert "no draw" in str(everybody.reasons["server"])
-    assert canonical(make(None).plan.server(7)) == {NonPrivateDpEvent(): 7}
+    assert "no subsampling" in str(everybody.not_amplified_because["server"])
+    assert canonical(make(None).plan.server_event(7)) == {NonPrivateDpEvent(): 7}
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.2])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(FedgenError, match=r"method\.sampling_rate"):
+    with pytest.raises(ValueError, match="sampling rate"):
         make(1.0, sampling_rate=rate)
+
+
+@kills(
+    "fedgen/methods/families/dp_sgd.py",
+    "rate_for_batch(batch, rows, clients)",
+    "rate_for_batch(batch, rows)",
+)
+@pytest.mark.parametrize(
+    ("clients", "kind", "rate"),
+    [(1, "local", 0.05), (4, "local", 0.2), (4, "secure", 0.05), (40, "local", 1.0)],
+)
+def test_the_rate_follows_from_the_batch_and_the_public_number_of_rows(
+    clients: int, kind: str, rate: float
+) -> None:
+    """A sum has the batch that it is divided by: of a client, or of all clients together."""
+    facts = PublicFacts(clients, None, 10, (1, 8, 8), aggregation_kind=kind)  # type: ignore[arg-type]
+    assert gradient_sum(facts, 1.0, CLIP, 5, None, 100).sampling == PoissonSampling(rate)
+    assert gradient_sum(facts, 1.0, CLIP, 5, 0.3, 100).sampling == PoissonSampling(0.3)
+    with pytest.raises(FedgenError, match=r"^data\.public_rows: is not set"):
+        gradient_sum(facts, 1.0, CLIP, 5, None, None)
+    with pytest.raises(FedgenError, match=r"^method\.batch: 5 exceeds data\.public_rows=4"):
+        gradient_sum(facts, 1.0, CLIP, 5, None, 4)
 
 
 def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
@@ -342,7 +378,7 @@ def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
     run = train("method=dpgan_small", "method/loss=hinge")
     place = run / "public" / "generator.json"
     told = json.loads(place.read_text())
-    assert told["method"]["loss"] == {"name": "adversarial.hinge"}
+    assert told["method"]["loss"] == {"type": "hinge"}
     assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/one.npz"]) == 0
     del told["method"]["loss"]
     place.write_text(json.dumps(told))

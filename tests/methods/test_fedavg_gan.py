@@ -12,20 +12,21 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from forked import Command
-from tiny import COINS, SHARD, Train, fingerprint, tiny
+from mutation import kills
+from tiny import SHARD, STREAMS, Train, fingerprint, tiny
 from torch import Tensor
 from torch.func import functional_call
 
 from fedgen import cli
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.federation.messages import Answer
-from fedgen.method import Method, PublicFacts
+from fedgen.federation.messages import Response
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.fedavg_gan import fedavg_gan
 from fedgen.models import cdcgan
 from fedgen.models.functional import flat, part
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Contribution, Relation, RevealedDraw, Unit, canonical
+from fedgen.privacy.events import Contribution, Relation, RevealedSampling, Unit, canonical
 from fedgen.strategies.parameter_updates import ParameterUpdates
 
 CLIENTS, COHORT, CLIP, RATE = 20, 5, 0.1, 0.05
@@ -35,13 +36,13 @@ FACTS = PublicFacts(CLIENTS, None, 10, (1, 8, 8))
 
 
 def make(noise: float | None, clients: int = CLIENTS, **changed: object) -> Method:
-    all_answer = bool(changed.pop("all_answer", True))
+    requires_all = bool(changed.pop("requires_all", True))
     settings = {
         "generator": partial(cdcgan.Generator, width=4),
         "discriminator": partial(cdcgan.Discriminator, width=3),
         "latent": 4,
-        "cohort": COHORT,
-        "draws": "server",
+        "cohort_size": COHORT,
+        "sampled_by": "server",
         "discriminator_steps": 2,
         "discriminator_learning_rate": RATE,
         "batch": 6,
@@ -55,7 +56,7 @@ def make(noise: float | None, clients: int = CLIENTS, **changed: object) -> Meth
         "ema": 0.9,
         "device": "cpu",
     }
-    facts = replace(changed.pop("facts", FACTS), clients=clients, all_answer=all_answer)  # type: ignore[type-var]
+    facts = replace(changed.pop("facts", FACTS), clients=clients, requires_all=requires_all)  # type: ignore[type-var]
     return fedavg_gan(facts, noise, **{**settings, **changed})  # type: ignore[arg-type]
 
 
@@ -64,16 +65,16 @@ def shard(rows: int) -> Shard:
 
 
 def delta(method: Method, rows: Shard, round_: int = 0, client: int = 0) -> Tensor:
-    query = method.server.query(method.server.init(COINS), round_, COINS)
+    query = method.server.query(method.server.init(STREAMS), round_, STREAMS)
     assert query is not None
-    answer = method.client.answer({}, query, rows, round_, COINS.at("client", client))
+    answer = method.client.respond({}, query, rows, round_, STREAMS.at("client", client))
     return torch.from_numpy(answer.arrays["answer"])
 
 
 def aggregated(method: Method, answers: dict[int, Tensor], round_: int = 0) -> Tensor:
-    strategy = ParameterUpdates(method, COINS.at("strategy"))
+    strategy = ParameterUpdates(method, STREAMS.at("strategy"))
     arrived = {
-        client: Answer({"answer": value.numpy()}, Contribution(), Unit.CLIENT)
+        client: Response({"answer": value.numpy()}, Contribution(), Unit.CLIENT)
         for client, value in answers.items()
     }
     found = strategy.aggregate_query(round_, arrived, 1)
@@ -83,9 +84,9 @@ def aggregated(method: Method, answers: dict[int, Tensor], round_: int = 0) -> T
 
 def test_a_clients_steps_are_algorithm_1() -> None:
     """Two steps of the critic's loss, by plain autograd; without privacy nothing is clipped."""
-    method, rows, here = make(None), shard(40), COINS.at("client", 0)
-    nets = method.client.answer.__self__.nets  # type: ignore[attr-defined]
-    state = method.server.init(COINS)
+    method, rows, here = make(None), shard(40), STREAMS.at("client", 0)
+    nets = method.client.respond.__self__.nets  # type: ignore[attr-defined]
+    state = method.server.init(STREAMS)
     start, generator = part(state, "discriminator"), part(state, "generator")
     weights = {name: value.clone().requires_grad_() for name, value in start.items()}
     for step in range(2):
@@ -116,8 +117,8 @@ def test_the_server_takes_the_mean_over_the_expected_cohort() -> None:
     deltas = {client: delta(method, shard(30), client=client) for client in range(3)}
     mean = aggregated(method, deltas)
     assert torch.allclose(mean, sum(deltas.values()) / COHORT, atol=1e-7)
-    state = method.server.init(COINS)
-    after = method.server.update(state, mean, 0, COINS)
+    state = method.server.init(STREAMS)
+    after = method.server.update(state, mean, 0, STREAMS)
     moved = flat(part(after, "discriminator")) - flat(part(state, "discriminator"))
     assert torch.allclose(moved, 0.7 * mean[0], atol=1e-6)
     assert int(after["adam/step"]) == 2
@@ -133,6 +134,11 @@ def test_a_client_without_rows_is_none() -> None:
     assert not delta(make(1.0), shard(0)).any()
 
 
+@kills(
+    "fedgen/strategies/cohort.py",
+    "            divisor = self.cohort.responses_per_sample\n",
+    "            divisor = max(1, len(responses))\n",
+)
 def test_an_empty_cohort_and_a_missing_client_do_not_show() -> None:
     """Whoever is missing moves the mean by its own clipped delta over the expected cohort; a cohort
     of nobody is noise."""
@@ -162,11 +168,16 @@ def test_noise_is_used_once() -> None:
     assert torch.equal(aggregated(method, {0: one}), aggregated(method, {0: one}))
 
 
+@kills(
+    "fedgen/strategies/cohort.py",
+    'self._streams.secret("cohort", server_round)',
+    'self._streams.secret("cohort")',
+)
 def test_a_cohort_is_drawn_as_it_is_counted() -> None:
     """Each client by itself at the rate of the event: binomial counts, at level 1e-7."""
     from scipy.stats import binom
 
-    strategy = ParameterUpdates(make(1.0), COINS.at("strategy"))
+    strategy = ParameterUpdates(make(1.0), STREAMS.at("strategy"))
     counts = np.zeros(CLIENTS)
     for round_ in range(2000):
         counts[list(strategy.route(round_, 1))] += 1
@@ -177,43 +188,49 @@ def test_a_cohort_is_drawn_as_it_is_counted() -> None:
 
 def test_what_it_costs() -> None:
     """The published run, whose noise for an epsilon of 10 is known from a second accountant."""
-    method = make(0.423, clients=3400, cohort=10)
+    method = make(0.423, clients=3400, cohort_size=10)
     plan = method.plan
     assert plan.unit is Unit.CLIENT and plan.relation is Relation.ADD_OR_REMOVE_ONE
-    assert plan.release is not None
-    spend = canonical(plan.release(1000))
+    assert plan.release_event is not None
+    spend = canonical(plan.release_event(1000))
     [(event, count)] = spend.items()
     assert isinstance(event, PoissonSampledDpEvent) and isinstance(event.event, GaussianDpEvent)
     assert (event.sampling_probability, count) == (10 / 3400, 1000)
     assert event.event.noise_multiplier == pytest.approx(0.423)
     assert epsilon(spend, 1e-5, plan.relation).value == pytest.approx(10, abs=0.1)
-    assert epsilon(canonical(plan.server(3)), 1e-5, plan.relation).value is None
+    assert epsilon(canonical(plan.server_event(3)), 1e-5, plan.relation).value is None
 
 
 def test_a_run_that_goes_on_without_clients_is_not_amplified() -> None:
-    plan = make(1.0, all_answer=False).plan
-    assert plan.release is not None
-    [event] = canonical(plan.release(10))
-    assert isinstance(event, RevealedDraw)
+    plan = make(1.0, requires_all=False).plan
+    assert plan.release_event is not None
+    [event] = canonical(plan.release_event(10))
+    assert isinstance(event, RevealedSampling)
     assert plan.amplified_by["release"] is None
 
 
 def test_what_is_published_of_noisy_clients_does_not_tell_how_often_one_was_drawn() -> None:
     """Where each noises by itself, noise that is missing shows the draws: they count as seen, for
     any client alike, whatever the busiest one's visits were."""
-    facts = replace(FACTS, aggregating="local")
+    facts = replace(FACTS, aggregation_kind="local")
     plan = make(2.0, facts=facts).plan
-    assert plan.release is not None and plan.seen is not None
-    assert canonical(plan.release(9)) == {RevealedDraw(COHORT / CLIENTS, GaussianDpEvent(2.0)): 9}
-    assert canonical(plan.seen(4)) == canonical(plan.server(4)) == {GaussianDpEvent(2.0): 4}
+    assert plan.release_event is not None and plan.event_if_sampling_revealed is not None
+    assert canonical(plan.release_event(9)) == {
+        RevealedSampling(COHORT / CLIENTS, GaussianDpEvent(2.0)): 9
+    }
+    assert (
+        canonical(plan.event_if_sampling_revealed(4))
+        == canonical(plan.server_event(4))
+        == {GaussianDpEvent(2.0): 4}
+    )
     assert plan.amplified_by == {"server": None, "release": None}
 
 
 def test_one_client_and_too_large_a_cohort_are_refused() -> None:
     with pytest.raises(FedgenError, match="one client among several"):
         make(1.0, clients=1)
-    with pytest.raises(FedgenError, match="cannot be drawn"):
-        make(1.0, cohort=21)
+    with pytest.raises(FedgenError, match="cannot sample 21 of 20"):
+        make(1.0, cohort_size=21)
 
 
 @pytest.mark.parametrize(

@@ -11,35 +11,36 @@ import torch
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import COINS, SHARD, Train, make, noised
+from mutation import kills
+from tiny import SHARD, STREAMS, Train, make, noised
 from torch.func import functional_call, grad
 
-from fedgen.coins import Coins
 from fedgen.data.datasets import Shard
-from fedgen.ensemble.server import Generator
 from fedgen.errors import FedgenError
-from fedgen.federation.messages import Answer
+from fedgen.federation.messages import Response
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
-from fedgen.method import Method
+from fedgen.methods.api import Method
+from fedgen.methods.families.ensemble_server import EnsembleServer
 from fedgen.models import dcgan, resnet
-from fedgen.models.functional import adam_start, part, split, template
+from fedgen.models.functional import adam_start, meta_module, part, split
 from fedgen.privacy.accounting import epsilon, gaussian_delta
-from fedgen.privacy.events import RevealedDraw, Unit, canonical
+from fedgen.privacy.events import RevealedSampling, Unit, canonical
+from fedgen.randomness import RandomStreams
 from fedgen.strategies.sample_gradients import SampleGradients
 
 
 def prepared(method: Method, shard: Shard = SHARD) -> dict:
     state: dict = {}
-    for number in range(method.client.preparations):
-        state |= method.client.prepare(number, shard, COINS)
+    for number in range(method.client.prepare_steps):
+        state |= method.client.prepare(number, shard, STREAMS)
     return state
 
 
 def trained(method: Method, state: dict, rounds: range, shard: Shard = SHARD) -> dict:
-    server = method.server.init(COINS)
+    server = method.server.init(STREAMS)
     for round_ in rounds:
-        broadcast = method.server.broadcast(server, round_, COINS)
-        state = {**state, **method.client.train(state, broadcast, shard, round_, COINS)}
+        broadcast = method.server.broadcast(server, round_, STREAMS)
+        state = {**state, **method.client.train(state, broadcast, shard, round_, STREAMS)}
     return state
 
 
@@ -61,7 +62,7 @@ def critic_of(state: dict, number: int, width: int = 2) -> dict:
 
 
 def critic(width: int) -> torch.nn.Module:
-    return template(dcgan.Critic(10, (1, 8, 8), width))
+    return meta_module(dcgan.Critic(10, (1, 8, 8), width))
 
 
 # The gradient
@@ -72,17 +73,17 @@ def critic(width: int) -> torch.nn.Module:
 def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, routing: str) -> None:
     method = make(generator=partial(generator, width=4), routing=routing)
     client, server = method.client, method.server
-    state, weights = prepared(method), server.init(COINS)
-    query = server.query(weights, 0, COINS)
-    answers = torch.from_numpy(client.answer(state, query, SHARD, 0, COINS).arrays["answer"])
+    state, weights = prepared(method), server.init(STREAMS)
+    query = server.query(weights, 0, STREAMS)
+    answers = torch.from_numpy(client.respond(state, query, SHARD, 0, STREAMS).arrays["answer"])
     program = server.update.__self__
-    assert isinstance(program, Generator)
-    ours = program.gradient(weights, answers, 0, COINS)
+    assert isinstance(program, EnsembleServer)
+    ours = program.gradient(weights, answers, 0, STREAMS)
 
     critics = client.train.__self__
-    draw = critics.draw(6, 0, COINS)
+    draw = critics.assign(6, 0, STREAMS)
     trainable, spectral = split(part(weights, "generator"))
-    latents, labels = critics.nets.inputs((6,), COINS.at("query", 0))
+    latents, labels = critics.nets.inputs((6,), STREAMS.at("query", 0))
 
     def whole(given: dict) -> torch.Tensor:
         images = functional_call(critics.nets.generator, {**given, **spectral}, (latents, labels))
@@ -92,7 +93,7 @@ def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, rout
             )
             for k, rows in draw.items()
         ]
-        return torch.stack(losses).sum() / 6 / critics.routing.answers_per_row
+        return torch.stack(losses).sum() / 6 / critics.routing.responses_per_sample
 
     expected = grad(whole)(trainable)
     for name, value in expected.items():
@@ -102,20 +103,20 @@ def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, rout
 
 def test_gradient_of_parameters_is_the_same_gradient() -> None:
     by_sample, by_weights = make(routing="mean"), make(routing="mean", sanitize="parameters")
-    state, weights = prepared(by_sample), by_sample.server.init(COINS)
+    state, weights = prepared(by_sample), by_sample.server.init(STREAMS)
     found = []
     for method in (by_sample, by_weights):
-        query = method.server.query(weights, 0, COINS)
-        release = method.client.answer(state, query, SHARD, 0, COINS)
+        query = method.server.query(weights, 0, STREAMS)
+        release = method.client.respond(state, query, SHARD, 0, STREAMS)
         answers = torch.from_numpy(release.arrays["answer"])
-        found.append(method.server.update.__self__.gradient(weights, answers, 0, COINS))
+        found.append(method.server.update.__self__.gradient(weights, answers, 0, STREAMS))
     for name, value in found[0].items():
         assert torch.allclose(value, found[1][name], atol=1e-6)
 
 
 def test_the_critics_loss_is_the_papers() -> None:
     """Equation 12 by plain autograd, with a critic that is no network."""
-    matrix = torch.randn(10, 64, generator=COINS.public("matrix"))
+    matrix = torch.randn(10, 64, generator=STREAMS.public("matrix"))
 
     def score(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (images.flatten(1).square() * matrix[labels]).sum(1)
@@ -138,11 +139,21 @@ def test_the_critics_loss_is_the_papers() -> None:
 # The separations
 
 
+@kills(
+    "fedgen/methods/families/critic_ensemble.py",
+    "real = partial(self.records, subsets, shard)",
+    ("real = partial(self.records, self.subsets(range(len(members)), shard, streams), shard)"),
+)
+@kills(
+    "fedgen/methods/families/critic_ensemble.py",
+    'order = torch.randperm(len(shard), generator=streams.public("subsets"))',
+    "order = torch.argsort(shard.images.flatten(1).float().sum(1), stable=True)",
+)
 @pytest.mark.parametrize("whose", range(5))
 def test_replacing_a_row_changes_one_critic(whose: int) -> None:
     """After warm start and training, K - 1 critics are bit-identical."""
     method = make()
-    row = method.client.train.__self__.subsets(range(whose, whose + 1), SHARD, COINS)[0][0, 0]
+    row = method.client.train.__self__.subsets(range(whose, whose + 1), SHARD, STREAMS)[0][0, 0]
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
     images[row], labels[row] = 255 - images[row], (labels[row] + 1) % 10
     changed = Shard(images, labels)
@@ -160,21 +171,31 @@ def test_every_row_has_a_critic() -> None:
     critics = make().client.train.__self__
     rows = []
     for members in critics.stacks:
-        index, sizes = critics.subsets(members, SHARD, COINS)
+        index, sizes = critics.subsets(members, SHARD, STREAMS)
         rows += [int(i) for part_, n in zip(index, sizes, strict=True) for i in part_[:n]]
     assert sorted(rows) == list(range(60))
 
 
+@kills(
+    "fedgen/methods/families/critic_ensemble.py",
+    "critics = self.weights(state, members, streams) if routed else {}\n",
+    (
+        "critics = self.weights(state, members, streams) if routed else {}\n"
+        "                for name, value in power_iteration(critics, "
+        "stacked=True).items():\n"
+        "                    critics[name].copy_(value)\n"
+    ),
+)
 @pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
 def test_answering_changes_no_later_training(routing: str) -> None:
     method = make(noise=1.0, routing=routing)
     quiet, asked = prepared(method), prepared(method)
-    server = method.server.init(COINS)
+    server = method.server.init(STREAMS)
     for round_ in range(4):
         quiet = trained(method, quiet, range(round_, round_ + 1))
         asked = trained(method, asked, range(round_, round_ + 1))
-        method.client.answer(
-            asked, method.server.query(server, round_, COINS), SHARD, round_, COINS
+        method.client.respond(
+            asked, method.server.query(server, round_, STREAMS), SHARD, round_, STREAMS
         )
     assert same(quiet, asked)
 
@@ -190,20 +211,28 @@ def test_training_leaves_the_state_that_went_in() -> None:
     assert not same(first, state)
 
 
+@kills(
+    "fedgen/methods/families/critic_ensemble.py",
+    'uniforms = torch.rand(index.shape, generator=streams.public("rows"))',
+    (
+        "uniforms = torch.rand(index.shape, generator=torch.Generator().manual_seed(\n"
+        '            streams.secret("routing").getrandbits(60)))'
+    ),
+)
 def test_training_by_rotation_does_not_see_the_draw() -> None:
-    """Other secret coins, the same critics; on query, other critics."""
-    other = Coins(COINS.public_key, b"another secret key", COINS.noise_key, "seeded")
+    """Other secret streams, the same critics; on query, other critics."""
+    other = RandomStreams(STREAMS.public_key, b"another secret key", STREAMS.noise_key, "seeded")
     for changed, expected in (
         ({}, True),
         ({"critic_schedule": "on_query", "routing": "per_step", "critics_per_step": 1}, False),
     ):
         method = make(**changed)
-        server, states = method.server.init(COINS), []
-        for coins in (COINS, other):
+        server, states = method.server.init(STREAMS), []
+        for streams in (STREAMS, other):
             state: dict = {}
             for round_ in range(3):
-                broadcast = method.server.broadcast(server, round_, COINS)
-                state = {**state, **method.client.train(state, broadcast, SHARD, round_, coins)}
+                broadcast = method.server.broadcast(server, round_, STREAMS)
+                state = {**state, **method.client.train(state, broadcast, SHARD, round_, streams)}
             states.append(state)
         assert same(*states) == expected
 
@@ -213,22 +242,26 @@ def test_stacked_critics_train_as_single_ones(width: int) -> None:
     """A stack is a matter of speed: with the same batches, gradients agree."""
     critics = make(critics_per_step=5).client.train.__self__
     critics = replace(critics, nets=replace(critics.nets, critic=critic(width)))
-    members, subsets = range(5), critics.subsets(range(5), SHARD, COINS)
-    images, labels = critics.rows(subsets, SHARD, COINS)
+    members, subsets = range(5), critics.subsets(range(5), SHARD, STREAMS)
+    images, labels = critics.records(subsets, SHARD, STREAMS)
     fakes = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
 
     def step(weights: dict, take: slice) -> dict:
         moments = adam_start(weights)
         critics.descend(
-            weights, moments, lambda _: (images[take], labels[take]), lambda *_: fakes[take], COINS
+            weights,
+            moments,
+            lambda _: (images[take], labels[take]),
+            lambda *_: fakes[take],
+            STREAMS,
         )
         return {**weights, **moments}
 
     with pytest.MonkeyPatch.context() as patch:  # the same mix for each
         patch.setattr(torch, "rand", lambda shape, generator: torch.full(shape, 0.3))
-        together = step(critics.fresh(members, COINS), slice(0, 5))
+        together = step(critics.fresh(members, STREAMS), slice(0, 5))
         for k in members:
-            alone = step(critics.fresh(range(k, k + 1), COINS), slice(k, k + 1))
+            alone = step(critics.fresh(range(k, k + 1), STREAMS), slice(k, k + 1))
             for name in (n for n in alone if n.startswith("m.") or n.endswith(".u")):
                 assert torch.allclose(together[name][k], alone[name][0], atol=1e-5), name
 
@@ -236,13 +269,25 @@ def test_stacked_critics_train_as_single_ones(width: int) -> None:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
 def test_the_rotation_gives_every_critic_its_turn(count: int, turn: int, at_once: int) -> None:
     turn = min(turn, count)
-    critics = replace(make().client.train.__self__, count=count, turn=turn, most=at_once)
+    critics = replace(
+        make().client.train.__self__, count=count, turn_size=turn, max_members=at_once
+    )
     assert [critic for members in critics.stacks for critic in members] == list(range(count))
     assert all(len(members) <= at_once for members in critics.stacks)
     sizes = [sum(map(len, each)) for each in critics.turns]
     assert sizes == [turn] * (count // turn) + [count % turn] * (count % turn > 0)
 
 
+@kills(
+    "fedgen/methods/families/critic_ensemble.py",
+    (
+        "_concatenate(\n"
+        "                        [self.weights(state, members, streams) for members in "
+        "group]\n"
+        "                    )"
+    ),
+    "self.weights(state, group[0], streams)",
+)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
 @settings(max_examples=10)
 def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
@@ -250,20 +295,20 @@ def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
 ) -> None:
     """Groups are a matter of speed: as many critics at once as a stack may have."""
     method = make(routing="mean", sanitize="samples", critics=count, critics_per_step=turn)
-    whole = replace(method.client.train.__self__, most=most)
+    whole = replace(method.client.train.__self__, max_members=most)
     assert [each for group in whole.groups for each in group] == whole.stacks
     assert all(group[-1].stop - group[0].start <= most for group in whole.groups)
     state = {
         name: tensors
         for number in range(len(whole.groups))
-        for name, tensors in whole.prepare(number, SHARD, COINS).items()
+        for name, tensors in whole.prepare(number, SHARD, STREAMS).items()
     }
     assert len(state) == 2 * len(whole.stacks)
     for stack in whole.stacks:
         assert len(state[f"critics.{stack.start}"]["score.weight"]) == len(stack)
-    query = method.server.query(method.server.init(COINS), 0, COINS)
-    answer = whole.release(state, query, SHARD, 0, COINS).arrays["answer"]
-    alone = [whole.ballots(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks]
+    query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
+    answer = whole.respond(state, query, SHARD, 0, STREAMS).arrays["answer"]
+    alone = [whole.outputs(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks]
     np.testing.assert_allclose(answer, torch.cat(alone).mean(0), rtol=1e-4, atol=1e-6)
 
 
@@ -273,8 +318,8 @@ def test_non_finite_critics_release_noise_alone() -> None:
         name: {k: torch.full_like(v, torch.nan) for k, v in tensors.items()}
         for name, tensors in prepared(method).items()
     }
-    query = method.server.query(method.server.init(COINS), 0, COINS)
-    release = method.client.answer(state, query, SHARD, 0, COINS)
+    query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
+    release = method.client.respond(state, query, SHARD, 0, STREAMS)
     assert np.isfinite(release.arrays["answer"]).all()
 
 
@@ -283,10 +328,12 @@ def test_non_finite_critics_release_noise_alone() -> None:
 
 def eps(method: Method, rounds: int, rows: int | None = None) -> tuple[float, float]:
     plan = method.plan
-    server = epsilon(canonical(plan.server(rows or rounds * 6)), 1e-5, plan.relation).or_infinity
-    if plan.release is None:
+    server = epsilon(
+        canonical(plan.server_event(rows or rounds * 6)), 1e-5, plan.relation
+    ).or_infinity
+    if plan.release_event is None:
         return server, server
-    return server, epsilon(canonical(plan.release(rounds)), 1e-5, plan.relation).or_infinity
+    return server, epsilon(canonical(plan.release_event(rounds)), 1e-5, plan.relation).or_infinity
 
 
 def test_centralized_draws_amplify_against_the_server_too() -> None:
@@ -301,17 +348,22 @@ def test_the_published_variant_is_not_amplified() -> None:
     provable = make(noise=1.0, routing="per_step")
     assert eps(published, 100)[0] > eps(provable, 100)[0]
     assert published.plan.amplified_by["server"] is None
-    assert published.plan.release is None
-    assert "past draws" in str(published.plan.reasons["server"])
+    assert published.plan.release_event is None
+    assert "past samples" in str(published.plan.not_amplified_because["server"])
 
 
+@kills(
+    "fedgen/methods/families/ensemble_privacy.py",
+    "hidden = not trains_on_query and (facts.cohorts_hidden or not federated)",
+    "hidden = facts.cohorts_hidden or not federated",
+)
 def test_the_published_variant_is_not_amplified_with_clients_either() -> None:
     """Whoever is drawn trains: the release view loses what the draw of clients would give."""
     published = make(clients=50, noise=1.0, critic_schedule="on_query", routing="per_step")
     provable = make(clients=50, noise=1.0, routing="per_step")
     assert eps(published, 100, rows=30)[1] > 1.5 * eps(provable, 100, rows=30)[1]
     assert published.plan.amplified_by["release"] is None
-    assert "past draws" in str(published.plan.reasons["release"])
+    assert "past samples" in str(published.plan.not_amplified_because["release"])
 
 
 def test_federated_draws_amplify_in_the_release_view_alone() -> None:
@@ -320,7 +372,9 @@ def test_federated_draws_amplify_in_the_release_view_alone() -> None:
     assert method.plan.unit.value == "client"
     assert release < server
     assert method.plan.amplified_by["server"] is None
-    busiest = epsilon(canonical(method.plan.server(600)), 1e-5, method.plan.relation).or_infinity
+    busiest = epsilon(
+        canonical(method.plan.server_event(600)), 1e-5, method.plan.relation
+    ).or_infinity
     assert release < busiest
 
 
@@ -330,50 +384,61 @@ def test_noise_adds_up_in_what_is_published() -> None:
     everybody = make(clients=49, noise=2.0, routing="mean")
     _, release = eps(everybody, 100)
     assert gaussian_delta(600**0.5 / (7 * 2.0), release) == pytest.approx(1e-5, rel=1e-3)
-    assert "adds up" in str(everybody.plan.reasons["release"])
-    some = make(clients=49, noise=0.5, answerers=4)
+    assert "adds up" in str(everybody.plan.not_amplified_because["release"])
+    some = make(clients=49, noise=0.5, responders=4)
     draw = SampledWithoutReplacementDpEvent(49, 4, GaussianDpEvent(1.0))
-    assert canonical(some.plan.release(10)) == {draw: 60}
+    assert canonical(some.plan.release_event(10)) == {draw: 60}
     assert "adds up" in str(some.plan.amplified_by["release"])
-    assert canonical(some.plan.server(10)) == {GaussianDpEvent(0.5): 10}
+    assert canonical(some.plan.server_event(10)) == {GaussianDpEvent(0.5): 10}
 
 
+@kills(
+    "fedgen/methods/families/ensemble_privacy.py",
+    "and facts.requires_all and routing.has_fixed_size",
+    "and routing.has_fixed_size",
+)
 @pytest.mark.parametrize(
     "changed",
-    [{"all_answer": False}, {"cohort_sampling": "poisson"}, {"clients": 1}],
+    [{"requires_all": False}, {"cohort_sampling": "poisson"}, {"clients": 1}],
 )
 def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
-    method = make(**{"clients": 5, "noise": 0.5, "answerers": 4, **changed})
-    event = (method.plan.release or method.plan.server)(6)
+    method = make(**{"clients": 5, "noise": 0.5, "responders": 4, **changed})
+    event = (method.plan.release_event or method.plan.server_event)(6)
     assert {gate.event.noise_multiplier for gate in canonical(event)} == {0.5}
-    assert "adds up" not in str(method.plan.amplified_by) + str(method.plan.reasons)
+    assert "adds up" not in str(method.plan.amplified_by) + str(method.plan.not_amplified_because)
 
 
 def test_sums_stay_whole_where_draws_show() -> None:
     """After a client failed and the run went on by other draws; and where critics train when they
     are drawn: draws amplify nothing then, and the noise of all who answer is there all the same."""
     for changed in ({"unanswered": True}, {"critic_schedule": "on_query"}):
-        method = make(clients=5, noise=0.5, answerers=4, **changed)
-        [(event, count)] = canonical(method.plan.release(6)).items()
-        assert (event, count) == (RevealedDraw(4 / 5, GaussianDpEvent(1.0)), 36)
+        method = make(clients=5, noise=0.5, responders=4, **changed)
+        [(event, count)] = canonical(method.plan.release_event(6)).items()
+        assert (event, count) == (RevealedSampling(4 / 5, GaussianDpEvent(1.0)), 36)
         assert method.plan.amplified_by["release"] is None
-        assert "adds up" in str(method.plan.reasons["release"])
+        assert "adds up" in str(method.plan.not_amplified_because["release"])
     everybody = make(clients=4, noise=0.5, routing="mean", unanswered=True)
-    assert canonical(everybody.plan.release(6)) == {GaussianDpEvent(1.0): 36}
+    assert canonical(everybody.plan.release_event(6)) == {GaussianDpEvent(1.0): 36}
 
 
+@kills(
+    "fedgen/strategies/sample_gradients.py",
+    'torch.from_numpy(responses[client].arrays["answer"]).double()',
+    'torch.from_numpy(responses[client].arrays["answer"]).half().double()',
+)
 def test_the_generator_follows_the_sum_alone() -> None:
     """To the last bit: what followed from single answers would not have the noise of the sum."""
-    strategy = SampleGradients(make(clients=4, noise=1.0, routing="mean"), COINS)
-    answers = noised(torch.zeros(4, 6, 1, 8, 8), 1.0, COINS)
+    strategy = SampleGradients(make(clients=4, noise=1.0, routing="mean"), STREAMS)
+    answers = noised(torch.zeros(4, 6, 1, 8, 8), 1.0, STREAMS)
     found = {
-        client: Answer({"answer": each.numpy()}, GaussianDpEvent(1.0), Unit.CLIENT)
+        client: Response({"answer": each.numpy()}, GaussianDpEvent(1.0), Unit.CLIENT)
         for client, each in enumerate(answers)
     }
     mean = strategy.aggregate_query(0, found, 6)
     assert torch.equal(mean, (answers.double().sum(0) / 4).float())
 
 
+@kills("fedgen/federation/client/app.py", 'self._streams.at("client", client),', "self._streams,")
 def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked the same, four answer with independent noise: that of their sum is twice one's."""
     answers = []
@@ -403,7 +468,7 @@ def test_without_a_mechanism_there_is_no_bound() -> None:
 @pytest.mark.parametrize(
     ("key", "changed", "clients"),
     [
-        ("method.answerers", {"answerers": 6}, 1),
+        ("method.responders", {"responders": 6}, 1),
         ("method.cohort_sampling", {"cohort_sampling": "poisson"}, 1),
         ("method.critics_per_step", {"critic_schedule": "on_query", "critics_per_step": 2}, 1),
         (
@@ -412,7 +477,7 @@ def test_without_a_mechanism_there_is_no_bound() -> None:
             1,
         ),
         ("method.routing", {"sanitize": "parameters"}, 1),
-        ("method.answerers", {"answerers": 51}, 50),
+        ("method.responders", {"responders": 51}, 50),
     ],
 )
 def test_contradictions_are_refused(key: str, changed: dict, clients: int) -> None:

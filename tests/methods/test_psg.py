@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import COINS, SHARD, Train
+from mutation import kills
+from tiny import SHARD, STREAMS, Train
 from torch.nn import functional as F
 
 from fedgen import cli
 from fedgen.errors import FedgenError
-from fedgen.method import Method, PublicFacts
+from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.psg import psg
 from fedgen.models.convnet import ConvNet
 from fedgen.models.functional import flat, part
@@ -35,6 +36,7 @@ SETTINGS = {
     "classifier_batch": 16,
     "batch": 20,
     "sampling_rate": 0.4,
+    "rows": None,
     "clip": 0.1,
     "device": "cpu",
 }
@@ -67,7 +69,7 @@ def test_images_that_cannot_be_pooled_three_times_are_refused(channels: int, lea
 
 def test_a_classifier_starts_as_torchs_layers_do() -> None:
     """Weights within torch's bounds, normalization that passes everything."""
-    weights = part(make().server.init(COINS), "classifier")
+    weights = part(make().server.init(STREAMS), "classifier")
     for name, parameter in ConvNet(10, (1, 8, 8), 4).named_parameters():
         if name.startswith("norms."):
             assert bool((weights[name] == float(name.endswith("weight"))).all())
@@ -79,8 +81,8 @@ def test_a_classifier_starts_as_torchs_layers_do() -> None:
 def test_an_answer_is_the_gradient_of_the_loss() -> None:
     """All rows, nothing clipped, nothing noised: their mean gradient by autograd."""
     method = make(sampling_rate=1.0, batch=60)
-    state = method.server.init(COINS)
-    sent = method.client.answer({}, method.server.query(state, 0, COINS), SHARD, 0, COINS)
+    state = method.server.init(STREAMS)
+    sent = method.client.respond({}, method.server.query(state, 0, STREAMS), SHARD, 0, STREAMS)
     net = net_of(state)
     images, labels = SHARD.rows(torch.arange(60))
     net(images * 2 - 1, labels).mean().backward()
@@ -91,7 +93,7 @@ def test_an_answer_is_the_gradient_of_the_loss() -> None:
 def test_the_set_descends_the_distance_of_gradients() -> None:
     """By a loop over units, and torch's SGD."""
     method = make(matches=3)
-    state = method.server.init(COINS)
+    state = method.server.init(STREAMS)
     images = state["set/images"].clone().requires_grad_()
     labels = torch.arange(10).repeat_interleave(3)
     answer = torch.randn(1, sum(p.numel() for p in net_of(state).parameters()))
@@ -111,7 +113,7 @@ def test_the_set_descends_the_distance_of_gradients() -> None:
         descent.zero_grad()
         apart.backward()
         descent.step()
-    after = method.server.update(state, answer, 0, COINS)
+    after = method.server.update(state, answer, 0, STREAMS)
     assert torch.allclose(after["set/images"], images.detach(), atol=1e-4)
     assert float((after["set/images"] - state["set/images"]).abs().max()) > 1e-4
 
@@ -123,7 +125,7 @@ def _logits(net: ConvNet, images: torch.Tensor) -> torch.Tensor:
 
 def test_a_set_begins_with_noise_around_grey() -> None:
     """4,000 pixels: their standard deviation is within 6 % of what is asked, at five sigma."""
-    images = make(initial_std=0.1, per_label=7).server.init(COINS)["set/images"]
+    images = make(initial_std=0.1, per_label=7).server.init(STREAMS)["set/images"]
     assert float(images.std()) == pytest.approx(0.1, rel=0.06)
     assert abs(float(images.mean())) < 0.01
 
@@ -131,11 +133,11 @@ def test_a_set_begins_with_noise_around_grey() -> None:
 def test_a_classifier_trains_on_the_set_and_is_made_anew() -> None:
     """After two rounds it has trained; after four there is another."""
     method = make()
-    state = method.server.init(COINS)
+    state = method.server.init(STREAMS)
     answer = torch.ones(1, sum(p.numel() for p in net_of(state).parameters()))
     seen = [part(state, "classifier")["logits.weight"]]
     for round_ in range(4):
-        state = method.server.update(state, answer, round_, COINS)
+        state = method.server.update(state, answer, round_, STREAMS)
         seen.append(part(state, "classifier")["logits.weight"])
     assert torch.equal(seen[0], seen[1])
     assert 0 < float((seen[1] - seen[2]).abs().max()) < 0.1, "some steps of 0.05"
@@ -145,7 +147,7 @@ def test_a_classifier_trains_on_the_set_and_is_made_anew() -> None:
 
 
 def test_more_matches_cost_nothing() -> None:
-    once, often = (make(noise=0.7, matches=m).plan.server(30) for m in (1, 9))
+    once, often = (make(noise=0.7, matches=m).plan.server_event(30) for m in (1, 9))
     assert canonical(once) == canonical(often)
     plan = make(noise=0.7).plan
     assert epsilon(canonical(once), 1e-5, plan.relation).or_infinity < 100
@@ -153,25 +155,30 @@ def test_more_matches_cost_nothing() -> None:
 
 def test_the_set_is_drawn_without_repetition_while_it_lasts() -> None:
     method = make()
-    weights = method.server.generator(method.server.init(COINS))
+    weights = method.server.generator(method.server.init(STREAMS))
     labels = torch.arange(10).repeat(3)
-    drawn = method.server.sample(weights, labels, COINS)
+    drawn = method.server.sample(weights, labels, STREAMS)
     assert len(drawn.unique(dim=0)) == 30
     for label in range(10):
         mine = {tuple(image.flatten().tolist()) for image in drawn[labels == label]}
         own = weights["images"][3 * label : 3 * label + 3]
         assert mine == {tuple(image.flatten().tolist()) for image in own}
-    again = method.server.sample(weights, labels.repeat(2), COINS)
+    again = method.server.sample(weights, labels.repeat(2), STREAMS)
     assert len(again.unique(dim=0)) == 30
 
 
+@kills(
+    "fedgen/evaluation/judge.py",
+    "if not judged.settings.judge or judged.is_set:",
+    "if not judged.settings.judge:",
+)
 def test_a_run_says_that_there_are_but_so_many_images(
     train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = train("method=psg_small", "rounds=2", "evaluation=quick", "evaluation.samples=300",
                 "evaluation.seeds=1", "evaluation.judge=true", "evaluation.leakage=true",
                 "evaluation.real2gen=[]")  # fmt: skip
-    assert "not computed: 20 images, which repeat" in capsys.readouterr().out
+    assert "not computed: only 20 distinct images" in capsys.readouterr().out
     results = json.loads((run / "results.json").read_text())
     assert results["distinct"] == 20
     assert "fcd" not in results

@@ -10,32 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedgen.coins import Coins
+from fedgen.config.registry import load, words
 from fedgen.errors import FedgenError
 from fedgen.models import dcgan, functional, resnet
 from fedgen.models.functional import (
     SpectralConv2d,
     adam_start,
     adam_step,
-    applied,
-    gradients_of,
-    initial,
+    functional_apply,
+    init_weights,
+    meta_module,
+    power_iterate_all,
     power_iteration,
-    settled,
     split,
     stack,
-    template,
     trainable,
+    weight_gradients,
 )
+from fedgen.randomness import RandomStreams
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 12, 12)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("make", [dcgan.Generator, resnet.Generator])
-def test_generators(make: type, shape: tuple[int, int, int], coins: Coins) -> None:
-    net = template(make(latent=5, classes=3, shape=shape, width=4))
-    weights = initial(net, coins.public("weights"))
+def test_generators(make: type, shape: tuple[int, int, int], streams: RandomStreams) -> None:
+    net = meta_module(make(latent=5, classes=3, shape=shape, width=4))
+    weights = init_weights(net, streams.public("weights"))
     images = functional_call(net, weights, (torch.randn(2, 5), torch.tensor([0, 2])))
     assert images.shape == (2, *shape)
     assert images.min() >= 0
@@ -43,10 +44,23 @@ def test_generators(make: type, shape: tuple[int, int, int], coins: Coins) -> No
     assert (images[0] != images[1]).any()
 
 
+@pytest.mark.parametrize("word", sorted(words("method.generator").keys() - {"autoencoder"}))
+def test_generators_work_in_a_stack(word: str, streams: RandomStreams) -> None:
+    """By vmap over generators, as in warm starts."""
+    make = load(word, "method.generator")
+    net = meta_module(make(latent=5, classes=3, shape=(1, 8, 8), width=4))
+    each = [init_weights(net, streams.public("weights", number)) for number in range(2)]
+    latents, labels = torch.rand(2, 4, 5), torch.tensor([[0, 1, 2, 0], [1, 2, 0, 1]])
+    images = functional_apply(net, stack(each), latents, labels)
+    for alone, inputs, label, found in zip(each, latents, labels, images, strict=True):
+        expected = functional_call(net, alone, (inputs, label))
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_critic(shape: tuple[int, int, int], coins: Coins) -> None:
-    net = template(dcgan.Critic(classes=3, shape=shape, width=4))
-    weights = initial(net, coins.public("weights"))
+def test_critic(shape: tuple[int, int, int], streams: RandomStreams) -> None:
+    net = meta_module(dcgan.Critic(classes=3, shape=shape, width=4))
+    weights = init_weights(net, streams.public("weights"))
     images = torch.rand(2, *shape).repeat(2, 1, 1, 1)
     scores = functional_call(net, weights, (images, torch.tensor([0, 0, 1, 1])))
     assert scores.shape == (4,)
@@ -66,28 +80,28 @@ def test_sizes_that_doubling_does_not_reach_are_refused() -> None:
 
 @pytest.mark.parametrize("make", [partial(dcgan.Critic, 10), partial(resnet.Generator, 4, 10)])
 def test_settled_weights_give_what_layers_that_settle_them_give(
-    make: Callable[..., nn.Module], coins: Coins
+    make: Callable[..., nn.Module], streams: RandomStreams
 ) -> None:
     """And the same gradients, alone and in a stack."""
-    module = template(make((1, 8, 8), 3))
-    sources = [coins.public("init", number) for number in range(2)]
-    stacked = trainable(stack([initial(module, source) for source in sources]))
+    module = meta_module(make((1, 8, 8), 3))
+    sources = [streams.public("init", number) for number in range(2)]
+    stacked = trainable(stack([init_weights(module, source) for source in sources]))
     labels = torch.tensor([[1, 2], [3, 4]])
     size = (2, 2, *((1, 8, 8) if isinstance(module, dcgan.Critic) else (4,)))
-    inputs = torch.rand(size, generator=coins.public("inputs"))
+    inputs = torch.rand(size, generator=streams.public("inputs"))
     for take in (slice(0, 2), slice(1, 2)):
         some = trainable({name: value[take] for name, value in stacked.items()})
-        plain = applied(module, some, inputs[take], labels[take])
-        once = applied(module, settled(some), inputs[take], labels[take])
+        plain = functional_apply(module, some, inputs[take], labels[take])
+        once = functional_apply(module, power_iterate_all(some), inputs[take], labels[take])
         assert torch.allclose(plain, once, atol=1e-6)
-        expected = gradients_of(plain.square().sum(), some)
-        for name, value in gradients_of(once.square().sum(), some).items():
+        expected = weight_gradients(plain.square().sum(), some)
+        for name, value in weight_gradients(once.square().sum(), some).items():
             assert torch.allclose(value, expected[name], atol=1e-5), name
 
 
-def test_power_iteration_finds_the_spectral_norm(coins: Coins) -> None:
-    net = template(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
-    weights = initial(net, coins.public("weights"))
+def test_power_iteration_finds_the_spectral_norm(streams: RandomStreams) -> None:
+    net = meta_module(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
+    weights = init_weights(net, streams.public("weights"))
     for _ in range(200):
         weights.update(power_iteration(weights, stacked=False))
     name = "convolutions.1.weight"
@@ -97,11 +111,11 @@ def test_power_iteration_finds_the_spectral_norm(coins: Coins) -> None:
     assert float(u @ matrix @ v) == pytest.approx(float(top), rel=1e-3)
 
 
-def test_a_stack_steps_as_its_members_do(coins: Coins) -> None:
+def test_a_stack_steps_as_its_members_do(streams: RandomStreams) -> None:
     """Power iteration and Adam on a stack equal those on each member, exactly."""
-    net = template(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
-    members = [initial(net, coins.public("weights", i)) for i in range(3)]
-    gradients = [initial(net, coins.public("gradients", i)) for i in range(3)]
+    net = meta_module(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
+    members = [init_weights(net, streams.public("weights", i)) for i in range(3)]
+    gradients = [init_weights(net, streams.public("gradients", i)) for i in range(3)]
     stacked, state = stack(members), adam_start(stack(members))
     adam_step(stacked, split(stack(gradients))[0], state, 1e-2, (0.5, 0.9))
     stacked.update(power_iteration(stacked, stacked=True))
@@ -112,13 +126,13 @@ def test_a_stack_steps_as_its_members_do(coins: Coins) -> None:
             assert torch.allclose(value, stacked[name][i], rtol=1e-6, atol=1e-7), name
 
 
-def test_adam_is_torchs(coins: Coins) -> None:
+def test_adam_is_torchs(streams: RandomStreams) -> None:
     ours = {"w": torch.ones(4)}
     state = adam_start(ours)
     theirs = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([theirs], 1e-2, betas=(0.5, 0.9))
     for step in range(5):
-        gradient = torch.randn(4, generator=coins.public("gradient", step))
+        gradient = torch.randn(4, generator=streams.public("gradient", step))
         adam_step(ours, {"w": gradient}, state, 1e-2, (0.5, 0.9))
         theirs.grad = gradient
         optimizer.step()
@@ -138,9 +152,11 @@ def test_adam_takes_gradients_in_any_memory_order() -> None:
 
 
 @pytest.mark.parametrize("make", [dcgan.Generator, resnet.Generator])
-def test_forward_passes_change_nothing_and_can_be_stacked(make: type, coins: Coins) -> None:
-    net = template(make(latent=5, classes=3, shape=(1, 8, 8), width=4))
-    stacked = stack([initial(net, coins.public("weights", i)) for i in range(2)])
+def test_forward_passes_change_nothing_and_can_be_stacked(
+    make: type, streams: RandomStreams
+) -> None:
+    net = meta_module(make(latent=5, classes=3, shape=(1, 8, 8), width=4))
+    stacked = stack([init_weights(net, streams.public("weights", i)) for i in range(2)])
     before = {name: value.clone() for name, value in stacked.items()}
     inputs = torch.randn(2, 3, 5), torch.tensor([[0, 1, 2], [2, 1, 0]])
     images = vmap(partial(functional_call, net))(stacked, inputs)
@@ -152,17 +168,17 @@ def test_a_stack_convolves_by_products_as_by_itself() -> None:
     """What a stack does on a GPU, with its first and second derivatives."""
     torch.manual_seed(0)
     layer = SpectralConv2d(3, 4, 5, 2, 2)
-    stacked = stack([initial(layer, torch.Generator().manual_seed(seed)) for seed in range(3)])
+    stacked = stack([init_weights(layer, torch.Generator().manual_seed(seed)) for seed in range(3)])
     images = torch.rand(3, 6, 3, 9, 9)
 
-    def slopes(by_products: bool) -> list[Tensor]:
-        token = functional._stacked_on_gpu.set(by_products)
+    def slopes(device: str) -> list[Tensor]:
+        token = functional._stack_device.set(device)
         at = images.clone().requires_grad_()
         weights = {name: value.clone().requires_grad_() for name, value in stacked.items()}
         found = vmap(lambda own, given: functional_call(layer, own, given))(weights, at)
-        functional._stacked_on_gpu.reset(token)
+        functional._stack_device.reset(token)
         (slope,) = torch.autograd.grad(found.square().sum(), at, create_graph=True)
         return [found, slope, *torch.autograd.grad(slope.square().sum(), [weights["weight"], at])]
 
-    for ours, theirs in zip(slopes(True), slopes(False), strict=True):
+    for ours, theirs in zip(slopes("cuda"), slopes("cpu"), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)

@@ -13,10 +13,11 @@ from dp_accounting import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import claimed_by_rdp, epsilon, gaussian_epsilon, rough_epsilon
-from fedgen.privacy.budget import check_delta, release_epsilon
-from fedgen.privacy.calibration import least_noise, most_repetitions
+from fedgen.privacy.budget import release_epsilon
+from fedgen.privacy.calibration import max_repetitions, min_noise_multiplier
 from fedgen.privacy.events import Relation, canonical, repeat
 from fedgen.privacy.routing import Routing
 
@@ -28,7 +29,7 @@ def test_noise_inverts_accounting(target: float, count: int) -> None:
     def at(sigma: float) -> float:
         return gaussian_epsilon(math.sqrt(count) / sigma, 1e-5)
 
-    found = at(least_noise(at, target))
+    found = at(min_noise_multiplier(at, target))
     assert target - 1e-3 <= found <= target
 
 
@@ -39,7 +40,7 @@ def test_noise_for_secret_draws(target: float) -> None:
     def at(sigma: float) -> float:
         return epsilon(canonical(routing.event(640_000, sigma, True)), 1e-5, REPLACE).or_infinity
 
-    sigma = least_noise(at, target)
+    sigma = min_noise_multiplier(at, target)
     assert target - 1e-3 <= at(sigma) <= target
     if target == 10:
         assert sigma == pytest.approx(0.739, abs=1e-3)
@@ -54,13 +55,15 @@ def test_a_rough_account_saves_most_of_the_work(off: float) -> None:
         calls.append(sigma)
         return gaussian_epsilon(300 / sigma, 1e-5)
 
-    found = least_noise(at, 10.0, lambda sigma: off * gaussian_epsilon(300 / sigma, 1e-5) ** 1.02)
+    found = min_noise_multiplier(
+        at, 10.0, lambda sigma: off * gaussian_epsilon(300 / sigma, 1e-5) ** 1.02
+    )
     assert len(calls) <= 5
     assert 10 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 10
 
 
 def test_an_account_that_is_too_rough_does_no_harm() -> None:
-    found = least_noise(
+    found = min_noise_multiplier(
         lambda sigma: gaussian_epsilon(300 / sigma, 1e-5), 2.0, lambda sigma: 5 + 1e5 / sigma, 1e-3
     )
     assert 2 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 2
@@ -75,19 +78,19 @@ def test_accounts_that_break_off_do_no_harm(steep: float) -> None:
         return steep if beside else 100 / sigma
 
     for rough in (at, lambda sigma: 0.9 * at(sigma)):
-        found = least_noise(at, 1.99, rough)
+        found = min_noise_multiplier(at, 1.99, rough)
         assert at(found) <= 1.99
-    assert at(least_noise(lambda s: 0.99 * at(s), 1.99, at)) * 0.99 <= 1.99
+    assert at(min_noise_multiplier(lambda s: 0.99 * at(s), 1.99, at)) * 0.99 <= 1.99
 
 
 def test_an_impossible_target_is_refused() -> None:
     with pytest.raises(FedgenError, match=r"privacy\.target_epsilon"):
-        least_noise(lambda _: 5.0, 1.0)
+        min_noise_multiplier(lambda _: 5.0, 1.0)
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_most_repetitions_is_the_last_that_fits(fits: int, limit: int) -> None:
-    assert most_repetitions(lambda n: float(n), fits + 0.5, limit) == min(fits, limit)
+    assert max_repetitions(lambda n: float(n), fits + 0.5, limit) == min(fits, limit)
 
 
 @pytest.mark.parametrize("target", [0.5, 3.0])
@@ -98,7 +101,7 @@ def test_steps_for_a_target(target: float) -> None:
     def at(steps: int) -> float:
         return epsilon(canonical(event, steps), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
 
-    steps = most_repetitions(at, target, 100_000)
+    steps = max_repetitions(at, target, 100_000)
     assert at(steps) <= target < at(steps + 1)
 
 
@@ -108,7 +111,7 @@ def test_noise_for_poisson_draws(target: float, relation: Relation) -> None:
     def spend(sigma: float) -> dict:
         return dict(canonical(PoissonSampledDpEvent(0.01, GaussianDpEvent(sigma)), 2000))
 
-    sigma = least_noise(
+    sigma = min_noise_multiplier(
         lambda s: epsilon(spend(s), 1e-5, relation).or_infinity,
         target,
         lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity,
@@ -133,13 +136,15 @@ def test_noise_for_a_small_target(target: float, draw: str) -> None:
     def at(sigma: float) -> float:
         return epsilon(spend(sigma), 1e-5, relation).or_infinity
 
-    sigma = least_noise(at, target, lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity)
+    sigma = min_noise_multiplier(
+        at, target, lambda s: rough_epsilon(spend(s), 1e-5, relation).or_infinity
+    )
     assert 0.9 * target <= at(sigma) <= target
 
 
 def test_noise_for_a_small_target_without_draws() -> None:
     for target in (1e-3, 1e-4):
-        sigma = least_noise(lambda s: gaussian_epsilon(10 / s, 1e-5), target)
+        sigma = min_noise_multiplier(lambda s: gaussian_epsilon(10 / s, 1e-5), target)
         assert 0.9 * target <= gaussian_epsilon(10 / sigma, 1e-5) <= target
 
 
@@ -161,7 +166,7 @@ def test_no_floor_is_a_second_opinion(noise: float, relation: Relation) -> None:
 @pytest.mark.parametrize("delta", [0.0, -1.0, 1.0, 2.0, math.nan])
 def test_delta_is_checked(delta: float) -> None:
     with pytest.raises(FedgenError, match=r"privacy\.delta"):
-        check_delta(delta)
+        compose("config", [f"privacy.delta={delta}"])
 
 
 def test_a_likely_stop_forbids_amplification() -> None:

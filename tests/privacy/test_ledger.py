@@ -10,10 +10,11 @@ import pytest
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.events import repeat
-from fedgen.privacy.ledger import Ledger, larger, spend_from_json, spend_to_json
+from fedgen.privacy.ledger import Ledger, elementwise_max, spend_from_json, spend_to_json
 
 EVENT = repeat(SampledWithoutReplacementDpEvent(10, 1, GaussianDpEvent(1.5)), 8)
 
@@ -22,6 +23,11 @@ def ledger(path: Path, seeded: bool = True, run: str = "r", client: int = 3) -> 
     return Ledger(path / "ledger.jsonl", run, client, seeded)
 
 
+@kills(
+    "fedgen/privacy/ledger.py",
+    "                self._record(int(entry",
+    "                entry or self._record(int(entry",
+)
 def test_a_charge_is_on_disk_at_once(tmp_path: Path) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
     again = ledger(tmp_path)
@@ -47,7 +53,7 @@ def test_another_question_in_a_round_is_charged_anew(tmp_path: Path) -> None:
         ("a", 2, False),
         ("b", 2, True),
     ):
-        assert mine.is_second(0, asked) == second
+        assert mine.is_second_query(0, asked) == second
         mine.charge(0, asked, 8, EVENT)
         assert mine.releases == releases
         mine = ledger(tmp_path)
@@ -61,7 +67,7 @@ def test_several_processes_share_a_ledger(tmp_path: Path) -> None:
         with mine.locked():
             assert mine.releases == server_round
             mine.charge(server_round, "q", 8, EVENT)
-            assert mine.is_repeat(server_round, "q")
+            assert mine.is_repeated(server_round, "q")
     assert ledger(tmp_path).account() == second.account()
 
 
@@ -98,7 +104,7 @@ def test_a_torn_last_line_is_a_charge_that_never_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [{"run": "s"}, {"client": 4}])
 def test_another_runs_or_clients_ledger_is_refused(tmp_path: Path, other: dict) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
-    with pytest.raises(FedgenError, match="belongs to another run or client"):
+    with pytest.raises(FedgenError, match="belongs to a different run or client"):
         ledger(tmp_path, **other)
 
 
@@ -150,6 +156,6 @@ def test_json_keeps_spends(given_spend: dict) -> None:
 
 @given(spends, spends)
 def test_the_larger_count_counts(mine: dict, theirs: dict) -> None:
-    found = larger(mine, theirs)
-    assert found == larger(theirs, mine)
+    found = elementwise_max(mine, theirs)
+    assert found == elementwise_max(theirs, mine)
     assert all(found[event] >= count for s in (mine, theirs) for event, count in s.items())

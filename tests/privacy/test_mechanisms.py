@@ -9,29 +9,34 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent
+from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from mutation import kills
 from scipy import stats
 
-from fedgen.coins import Coins
 from fedgen.errors import FedgenError
-from fedgen.privacy.batches import AllRows, FixedBatches, OwnDraw, PoissonBatches
+from fedgen.privacy.aggregation import LOCAL, Aggregation, Clipped, Release, Trusted
+from fedgen.privacy.batch_sampling import (
+    FixedSizeSampling,
+    FullBatch,
+    Participation,
+    PoissonSampling,
+)
 from fedgen.privacy.bounds import Ball
+from fedgen.privacy.clipping import ClippedSum, clip_rows, sum_of_rows
 from fedgen.privacy.events import Contribution, Relation, Unit
 from fedgen.privacy.mechanisms import (
     ClientGaussian,
     ClientMean,
     JointGaussian,
-    NoMechanism,
     RowGaussian,
     SumGaussian,
 )
-from fedgen.privacy.mechanisms import total as total_of
-from fedgen.privacy.per_example import ClippedSum, clip_rows, of_rows
-from fedgen.privacy.releases import LOCAL, Aggregation, Clipped, Release, Trusted
+from fedgen.privacy.mechanisms import aggregator as total_of
 from fedgen.privacy.routing import Routing
+from fedgen.randomness import RandomStreams
 
 GRAIN = 1 + 2**-10 * math.sqrt(5)
 """By how much rounding to a grid may stretch a distance of one std over at most five entries."""
@@ -62,6 +67,11 @@ def test_small_rows_are_left_alone(rows: np.ndarray) -> None:
     assert torch.equal(clip_rows(given_rows, 2.0), given_rows)
 
 
+@kills(
+    "fedgen/privacy/clipping.py",
+    "return torch.where(norms < _MAX_NORM, scale, 0.0)",
+    "return scale",
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_a_bad_row_becomes_zero_and_its_neighbours_stay(bad: float) -> None:
     rows = torch.tensor([[0.1, 0.2], [bad, 3e38], [0.3, 0.4]])
@@ -70,34 +80,49 @@ def test_a_bad_row_becomes_zero_and_its_neighbours_stay(bad: float) -> None:
     assert torch.equal(clipped[[0, 2]], rows[[0, 2]])
 
 
+@kills(
+    "fedgen/privacy/bounds.py",
+    "rows if math.isinf(self.clip) else clip_rows(rows, self.clip)",
+    "rows",
+)
 @given(any_rows, any_rows, st.integers(1, 5))
 def test_sensitivity_bounds_any_exchange(
     before: np.ndarray, after: np.ndarray, critics: int
 ) -> None:
     """Exchanging one critic's data moves the answer, noise aside, by at most the sensitivity."""
-    mechanism, coins = gaussian(0.7, 1.0, critics), Coins.of(0, "seeded")
+    mechanism, streams = gaussian(0.7, 1.0, critics), RandomStreams.from_seed(0, "seeded")
     others = [torch.full((3, 4), float(k)) for k in range(critics - 1)]
 
     def released(rows: np.ndarray) -> np.ndarray:
         answers = [(torch.arange(3), r) for r in [*others, torch.from_numpy(rows)]]
-        return mechanism.release((3, 4), answers, coins).arrays["answer"]
+        return mechanism.release((3, 4), answers, streams).arrays["answer"]
 
     moved = np.linalg.norm(released(before) - released(after), axis=1)
     for relation in Relation:
         assert (moved <= GRAIN * mechanism.sensitivity(relation) + 1e-4).all()
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "self.bound.radius if removes_client else self.bound.diameter",
+    "self.bound.radius",
+)
 def test_the_bound_is_met() -> None:
     up, down = torch.tensor([[9.0, 0.0]]), torch.tensor([[-9.0, 0.0]])
-    mechanism, coins = gaussian(0.5, 1.0), Coins.of(0, "seeded")
+    mechanism, streams = gaussian(0.5, 1.0), RandomStreams.from_seed(0, "seeded")
     first, second = (
-        mechanism.release((1, 2), all_rows(r), coins).arrays["answer"] for r in (up, down)
+        mechanism.release((1, 2), all_rows(r), streams).arrays["answer"] for r in (up, down)
     )
     assert np.linalg.norm(first - second) == pytest.approx(
         mechanism.sensitivity(Relation.REPLACE_ONE), rel=1e-4
     )
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "self.aggregation.sent(exact, self.std, event, self.unit, streams)",
+    "self.aggregation.sent(exact, self.std / 2, event, self.unit, streams)",
+)
 @pytest.mark.parametrize("critics", [1, 4])
 def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
     """Variance of 60,000 numbers within the chi-square interval of level 1e-6, per coordinate of a
@@ -106,7 +131,9 @@ def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
     mechanism = gaussian(clip, sigma, critics)
     rows = torch.zeros(600, 100)
     answers = [(torch.arange(600), rows) for _ in range(critics)]
-    noise = mechanism.release((600, 100), answers, Coins.of(1, "seeded")).arrays["answer"]
+    noise = mechanism.release((600, 100), answers, RandomStreams.from_seed(1, "seeded")).arrays[
+        "answer"
+    ]
     scale = sigma * 2 * clip / critics
     statistic = float((noise.astype(np.float64) ** 2).sum()) / scale**2
     low, high = stats.chi2.interval(1 - 1e-6, noise.size)
@@ -114,10 +141,18 @@ def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
     assert not low < statistic / 4 < high
 
 
-def test_releases_at_different_places_have_independent_noise(coins: Coins) -> None:
+@kills(
+    "fedgen/privacy/aggregation.py",
+    ('rounded_gaussian(exact.to(torch.float64) / grid, std / grid, streams, "release")'),
+    (
+        "rounded_gaussian(exact.to(torch.float64) / grid, std / grid, "
+        'RandomStreams.from_seed(0, "seeded"))'
+    ),
+)
+def test_releases_at_different_places_have_independent_noise(streams: RandomStreams) -> None:
     rows = torch.zeros(20, 50)
     found = [
-        gaussian(1.0, 1.0).release((20, 50), all_rows(rows), coins.at(*place)).arrays["answer"]
+        gaussian(1.0, 1.0).release((20, 50), all_rows(rows), streams.at(*place)).arrays["answer"]
         for place in [
             ("client", 0, "answer", 0),
             ("client", 1, "answer", 0),
@@ -128,60 +163,93 @@ def test_releases_at_different_places_have_independent_noise(coins: Coins) -> No
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.2
 
 
-def test_rows_answered_too_seldom_are_refused(coins: Coins) -> None:
-    with pytest.raises(ValueError, match="number of answers"):
-        gaussian(1.0, 1.0, 2).release((3, 4), all_rows(torch.zeros(3, 4)), coins)
+def test_rows_answered_too_seldom_are_refused(streams: RandomStreams) -> None:
+    with pytest.raises(ValueError, match="as many responses as"):
+        gaussian(1.0, 1.0, 2).release((3, 4), all_rows(torch.zeros(3, 4)), streams)
 
 
-def test_a_release_says_what_it_cost(coins: Coins) -> None:
-    release = gaussian(1.0, 2.5).release((1, 4), all_rows(torch.zeros(1, 4)), coins)
+def test_a_release_says_what_it_cost(streams: RandomStreams) -> None:
+    release = gaussian(1.0, 2.5).release((1, 4), all_rows(torch.zeros(1, 4)), streams)
     assert release.event == GaussianDpEvent(2.5)
     assert release.unit is Unit.RECORD
 
 
-def test_without_a_mechanism_there_is_no_bound(coins: Coins) -> None:
+def test_without_a_mechanism_there_is_no_bound(streams: RandomStreams) -> None:
     rows = torch.randn(2, 3) * 100
-    mechanism = NoMechanism(Ball(math.inf), Routing("mean", 1), Unit.RECORD)
-    release = mechanism.release((2, 3), all_rows(rows), coins)
+    mechanism = RowGaussian(Ball(math.inf), 0.0, Routing("mean", 1), False, Unit.RECORD)
+    release = mechanism.release((2, 3), all_rows(rows), streams)
     assert np.array_equal(release.arrays["answer"], rows.numpy())
-    assert "NonPrivate" in repr(release.event)
+    assert release.event == NonPrivateDpEvent()
+
+
+@pytest.mark.parametrize("clip", [1.0, math.inf])
+def test_no_mechanism_has_a_bound_without_noise(clip: float, streams: RandomStreams) -> None:
+    """Whether or not it clips; nor does a sampling in front of it amplify anything."""
+    relation, poisson = Relation.ADD_OR_REMOVE_ONE, PoissonSampling(0.1)
+    part = sum_of_rows(torch.ones(1, 3), clip)
+    releases = [
+        RowGaussian(Ball(clip), 0.0, Routing("per_step", 10), True, Unit.RECORD).event(5),
+        JointGaussian(clip, 0.0, poisson, relation, Unit.RECORD).release(torch.ones(2, 3), streams),
+        SumGaussian(clip, 0.0, poisson, 1.0, relation, Unit.RECORD).release((3,), [part], streams),
+        SumGaussian(clip, 0.0, poisson, 1.0, relation, Unit.PERSON, max_records=3).event(),
+        ClientMean(clip, 0.0, poisson, 1.0, relation).release((3,), [part], streams),
+        ClientGaussian(clip, 0.0, relation, Participation(0.5)).release(
+            3, lambda: torch.ones(3), streams
+        ),
+    ]
+    events = [getattr(each, "event", each) for each in releases]
+    assert events == [NonPrivateDpEvent()] * len(releases)
 
 
 def test_nobody_else_makes_a_release() -> None:
-    with pytest.raises(TypeError, match="made by a mechanism"):
+    with pytest.raises(TypeError, match="only a mechanism creates"):
         Release({}, GaussianDpEvent(1.0), Unit.RECORD)
 
 
 # Matrices, sums, and what a trusted aggregator may take in
 
 REPLACE, ADD_OR_REMOVE = Relation.REPLACE_ONE, Relation.ADD_OR_REMOVE_ONE
-COINS = Coins.of(0, "seeded")
+STREAMS = RandomStreams.from_seed(0, "seeded")
 
 
 def joint(relation: Relation = ADD_OR_REMOVE) -> JointGaussian:
-    return JointGaussian(0.7, 1.0, AllRows(), relation, Unit.RECORD)
+    return JointGaussian(0.7, 1.0, FullBatch(), relation, Unit.RECORD)
 
 
 def summed(relation: Relation, divisor: float = 8.0) -> SumGaussian:
-    return SumGaussian(0.7, 1.0, AllRows(), divisor, relation, Unit.RECORD)
+    return SumGaussian(0.7, 1.0, FullBatch(), divisor, relation, Unit.RECORD)
 
 
+@kills(
+    "fedgen/privacy/aggregation.py",
+    (
+        "    grid = grid_spacing(std, _GRID_BITS)\n"
+        "    rounded = rounded_gaussian(exact.to(torch.float64) / grid, std / grid, "
+        'streams, "release")\n'
+        "    return rounded.mul_(grid).to(torch.float32)"
+    ),
+    (
+        "    rounded = torch.from_numpy(streams.secret_uniforms(exact.numel(), "
+        '"release")).epsilon_for(exact.shape)\n'
+        "    return (exact + std * torch.special.ndtri(rounded)).to(torch.float32)"
+    ),
+)
 @given(any_rows, st.floats(0.1, 300), st.integers(0, 1000))
 def test_what_is_released_lies_on_a_grid_of_the_noise(
     rows: np.ndarray, sigma: float, seed: int
 ) -> None:
     """Noise in floating point takes but some values: without the grid, which sums can be reached
     tells neighbours apart (Mironov 2012)."""
-    coins, given_rows = Coins.of(seed, "seeded"), torch.from_numpy(rows)
-    summing = SumGaussian(0.7, sigma, AllRows(), 3.0, REPLACE, Unit.RECORD)
+    streams, given_rows = RandomStreams.from_seed(seed, "seeded"), torch.from_numpy(rows)
+    summing = SumGaussian(0.7, sigma, FullBatch(), 3.0, REPLACE, Unit.RECORD)
     trusted = of_clients(0.7, sigma, Trusted(0.7))
     vector = given_rows[:1].numpy()
-    matrix = JointGaussian(0.7, sigma, AllRows(), REPLACE, Unit.RECORD)
+    matrix = JointGaussian(0.7, sigma, FullBatch(), REPLACE, Unit.RECORD)
     for std, found in (
-        (1.4 * sigma, gaussian(0.7, sigma).release((3, 4), all_rows(given_rows), coins)),
-        (1.4 * sigma, matrix.release(given_rows, coins)),
-        (1.4 * sigma / 3, summing.release((4,), [of_rows(given_rows, 0.7)], coins)),
-        (0.7 * sigma, total_of(trusted)([vector], 0, coins).numpy()),
+        (1.4 * sigma, gaussian(0.7, sigma).release((3, 4), all_rows(given_rows), streams)),
+        (1.4 * sigma, matrix.release(given_rows, streams)),
+        (1.4 * sigma / 3, summing.release((4,), [sum_of_rows(given_rows, 0.7)], streams)),
+        (0.7 * sigma, total_of(trusted)([vector], 0, streams).numpy()),
     ):
         release = found if isinstance(found, np.ndarray) else found.arrays["answer"]
         steps = release.astype(np.float64) / 2.0 ** math.floor(math.log2(std) - 10)
@@ -197,8 +265,8 @@ def test_holes_of_floating_point_tell_nothing(sigma: float) -> None:
     for trial in range(400):
         far = rng.random() < 0.5
         rows = torch.full((1, 64), 0.125 if far else 0.0)
-        coins = Coins.of(trial, "seeded")
-        found = gaussian(1.0, sigma).release((1, 64), all_rows(rows), coins).arrays["answer"]
+        streams = RandomStreams.from_seed(trial, "seeded")
+        found = gaussian(1.0, sigma).release((1, 64), all_rows(rows), streams).arrays["answer"]
         std = np.float32(2 * sigma)
         noise = (found / std).astype(np.float32)
         near = [noise, np.nextafter(noise, np.float32(9)), np.nextafter(noise, np.float32(-9))]
@@ -211,19 +279,44 @@ def test_holes_of_floating_point_tell_nothing(sigma: float) -> None:
 def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np.ndarray) -> None:
     """A matrix is any function of its batch: a neighbour makes it any other one."""
     first, second = (
-        joint().release(torch.from_numpy(m), COINS).arrays["answer"] for m in (before, after)
+        joint().release(torch.from_numpy(m), STREAMS).arrays["answer"] for m in (before, after)
     )
     for relation in Relation:
         assert np.linalg.norm(first - second) <= GRAIN * joint().sensitivity(relation) + 1e-5
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    'clip_rows(matrix.detach().to("cpu", torch.float32)[None], self.clip)[0]',
+    'clip_rows(matrix.detach().to("cpu", torch.float32), self.clip)',
+)
 def test_a_matrix_is_clipped_as_a_whole() -> None:
     """Rows that are each in the ball make a matrix that is not."""
     rows = torch.ones(50, 4) * 0.3
-    quiet = JointGaussian(0.7, 1e-9, AllRows(), REPLACE, Unit.RECORD)
-    assert np.linalg.norm(quiet.release(rows, COINS).arrays["answer"]) <= 0.7
+    quiet = JointGaussian(0.7, 1e-9, FullBatch(), REPLACE, Unit.RECORD)
+    assert np.linalg.norm(quiet.release(rows, STREAMS).arrays["answer"]) <= 0.7
 
 
+@kills(
+    "fedgen/privacy/clipping.py",
+    "scale = (clip * margin / norms).clamp(max=1.0)",
+    "scale = torch.ones_like(norms)",
+)
+@kills(
+    "fedgen/privacy/clipping.py",
+    ("norms = row_norms(rows)\n    blocks"),
+    ("norms = row_norms(rows.sum(0)[None]).expand(len(rows))\n    blocks"),
+)
+@kills(
+    "fedgen/privacy/clipping.py",
+    ("norms = row_norms(rows)\n    blocks"),
+    ("norms = row_norms(rows.mean(0)[None]).expand(len(rows))\n    blocks"),
+)
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "return total.div_(self.divisor)",
+    "return total.div_(max(1, int(total.count_nonzero())))",
+)
 @given(any_rows, arrays(np.float32, (1, 4), elements=st.floats(width=32)), st.integers(0, 2))
 @example(np.ones((3, 4), np.float32), np.full((1, 4), -9, np.float32), 0)
 def test_a_sum_moves_by_at_most_its_sensitivity(
@@ -239,39 +332,61 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
     for relation, pair in neighbours.items():
         mechanism = summed(relation)
         first, second = (
-            mechanism.release((4,), [of_rows(torch.from_numpy(each), 0.7)], COINS).arrays["answer"]
+            mechanism.release((4,), [sum_of_rows(torch.from_numpy(each), 0.7)], STREAMS).arrays[
+                "answer"
+            ]
             for each in pair
         )
         assert np.linalg.norm(first - second) <= GRAIN * mechanism.sensitivity(relation) + 1e-5
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    (
+        "        return GaussianDpEvent(self.noise_multiplier)\n"
+        "\n"
+        "    def batch_parts(self, records: int, streams: RandomStreams, part_size: "
+        "int)"
+    ),
+    (
+        "        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))\n"
+        "\n"
+        "    def batch_parts(self, records: int, streams: RandomStreams, part_size: "
+        "int)"
+    ),
+)
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "return clip_rows(total[None] / max(rows, 1), self.clip)[0]",
+    "return total / self.expected",
+)
 @given(any_rows, st.integers(1, 40), st.integers(1, 40))
 def test_a_clients_mean_is_in_the_ball_whatever_rows_it_has(
     rows: np.ndarray, times: int, expected: int
 ) -> None:
     """However many, and whatever number was expected; of none it is nothing."""
-    mechanism = ClientMean(0.7, 1e-9, PoissonBatches(0.1), expected, ADD_OR_REMOVE)
+    mechanism = ClientMean(0.7, 1e-9, PoissonSampling(0.1), expected, ADD_OR_REMOVE)
     assert mechanism.sensitivity(ADD_OR_REMOVE) == 0.7
     assert mechanism.event() == GaussianDpEvent(1e-9), "a draw among its rows hides nothing"
-    parts = [of_rows(torch.from_numpy(np.tile(rows, (times, 1))), 0.7) for _ in range(2)]
+    parts = [sum_of_rows(torch.from_numpy(np.tile(rows, (times, 1))), 0.7) for _ in range(2)]
     for sums, most in ((parts, 0.7), (parts[:1], 0.7), ([], 0.0)):
-        released = mechanism.release((4,), sums, COINS).arrays["answer"]
+        released = mechanism.release((4,), sums, STREAMS).arrays["answer"]
         assert np.linalg.norm(released.astype(float)) <= most + 1e-7
     exact = clip_rows(torch.from_numpy(rows), 0.7).double().mean(0).numpy()
-    assert np.allclose(mechanism.release((4,), parts, COINS).arrays["answer"], exact, atol=1e-5)
-    with pytest.raises(ValueError, match="more than the sensitivity"):
-        mechanism.release((4,), [of_rows(torch.from_numpy(rows), 0.8)], COINS)
+    assert np.allclose(mechanism.release((4,), parts, STREAMS).arrays["answer"], exact, atol=1e-5)
+    with pytest.raises(ValueError, match="larger norm than the sensitivity"):
+        mechanism.release((4,), [sum_of_rows(torch.from_numpy(rows), 0.8)], STREAMS)
 
 
 @given(any_rows, st.permutations(range(3)))
 def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -> None:
     mechanism = summed(REPLACE)
     first, second, pieces = (
-        mechanism.release((4,), given_, COINS).arrays["answer"]
+        mechanism.release((4,), given_, STREAMS).arrays["answer"]
         for given_ in (
-            [of_rows(torch.from_numpy(rows), 0.7)],
-            [of_rows(torch.from_numpy(rows[order]), 0.7)],
-            [of_rows(torch.from_numpy(part), 0.7) for part in (rows[:1], rows[1:])],
+            [sum_of_rows(torch.from_numpy(rows), 0.7)],
+            [sum_of_rows(torch.from_numpy(rows[order]), 0.7)],
+            [sum_of_rows(torch.from_numpy(part), 0.7) for part in (rows[:1], rows[1:])],
         )
     )
     assert np.allclose(first, second, atol=2e-4)  # where rounding falls to the other side
@@ -284,7 +399,7 @@ def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
     up, down = torch.full((1, 4), 9.0), torch.full((1, 4), -9.0)
     other = down if relation is REPLACE else up[:0]
     first, second = (
-        mechanism.release((4,), [of_rows(rows, 0.7)], COINS).arrays["answer"]
+        mechanism.release((4,), [sum_of_rows(rows, 0.7)], STREAMS).arrays["answer"]
         for rows in (up, other)
     )
     moved = np.linalg.norm(first - second)
@@ -292,12 +407,13 @@ def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
 
 
 def test_a_part_with_a_larger_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="more than the sensitivity"):
-        summed(REPLACE).release((4,), [of_rows(torch.ones(1, 4), 0.8)], COINS)
-    with pytest.raises(TypeError, match="made by what clips"):
+    with pytest.raises(ValueError, match="larger norm than the sensitivity"):
+        summed(REPLACE).release((4,), [sum_of_rows(torch.ones(1, 4), 0.8)], STREAMS)
+    with pytest.raises(TypeError, match="only the functions of this module create"):
         ClippedSum({}, torch.zeros(0), 1.0)
 
 
+@kills("fedgen/privacy/ghost_norms.py", "dim=1, dtype=torch.float64)", "dim=1).double()")
 def test_long_rows_are_in_the_ball_too() -> None:
     """Ten million numbers, of which a norm in single precision misses a thousandth."""
     row = torch.randn(1, 10**7, generator=torch.Generator().manual_seed(0))
@@ -310,7 +426,7 @@ def test_sensitivities_are_those_of_the_design() -> None:
     assert summed(REPLACE, 1.0).sensitivity(REPLACE) == 1.4
     whole = of_clients(0.7, 1.0)
     assert [whole.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
-    drawn = replace(whole, draw=OwnDraw(0.1))
+    drawn = replace(whole, participation=Participation(0.1))
     assert [drawn.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == pytest.approx([7, 14])
     rows = RowGaussian(Ball(0.7), 1.0, Routing("mean", 1), True, Unit.CLIENT)
     assert [rows.sensitivity(r) for r in (ADD_OR_REMOVE, REPLACE)] == [0.7, 1.4]
@@ -322,22 +438,32 @@ def of_clients(clip: float, sigma: float, aggregation: Aggregation = LOCAL) -> C
 
 def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
     """Many releases of nothing, and the promised standard deviation."""
-    shape, coins = (60_000,), COINS.at(kind)
+    shape, streams = (60_000,), STREAMS.at(kind)
     if kind == "joint":
-        mechanism = JointGaussian(0.5, 1.5, AllRows(), relation, Unit.RECORD)
-        return mechanism.release(torch.zeros(shape), coins).arrays["answer"], 1.5
+        mechanism = JointGaussian(0.5, 1.5, FullBatch(), relation, Unit.RECORD)
+        return mechanism.release(torch.zeros(shape), streams).arrays["answer"], 1.5
     diameter = 0.5 * (2 if relation is REPLACE else 1)
     if kind == "sum":
-        of_sum = SumGaussian(0.5, 1.5, PoissonBatches(0.1), 32.0, relation, Unit.RECORD)
-        return of_sum.release(shape, [], coins).arrays["answer"], 1.5 * diameter / 32
+        of_sum = SumGaussian(0.5, 1.5, PoissonSampling(0.1), 32.0, relation, Unit.RECORD)
+        return of_sum.release(shape, [], streams).arrays["answer"], 1.5 * diameter / 32
     meeting = Trusted(0.5) if kind == "trusted" else LOCAL
-    of_client = ClientGaussian(0.5, 1.5, relation, OwnDraw(0.1), meeting)
-    found = of_client.release(*shape, lambda: torch.zeros(shape), coins).arrays["answer"]
+    of_client = ClientGaussian(0.5, 1.5, relation, Participation(0.1), meeting)
+    found = of_client.release(*shape, lambda: torch.zeros(shape), streams).arrays["answer"]
     if kind == "trusted":
-        found = total_of(of_client)([found], 0, coins).numpy()
+        found = total_of(of_client)([found], 0, streams).numpy()
     return found, 1.5 * diameter / 0.1
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "return _clip_norms_moved(relation) * self.clip / self.divisor",
+    "return _clip_norms_moved(relation) * self.clip / self.divisor**1.5",
+)
+@kills(
+    "fedgen/privacy/aggregation.py",
+    "return noised(_sum(messages), std, streams.salted(context)).double()",
+    "return noised(_sum(messages), std / 2, streams.salted(context)).double()",
+)
 @pytest.mark.parametrize("relation", list(Relation))
 @pytest.mark.parametrize("kind", ["joint", "sum", "client", "trusted"])
 def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> None:
@@ -351,41 +477,46 @@ def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> Non
 
 
 def test_draws_are_part_of_the_event() -> None:
-    """A mechanism draws with what it is accounted by."""
-    poisson, fixed = PoissonBatches(0.25), FixedBatches(3, 12)
-    for batches in (poisson, fixed, AllRows()):
+    """A mechanism draws with what it is acas the accounting assumes."""
+    poisson, fixed = PoissonSampling(0.25), FixedSizeSampling(3, 12)
+    for batches in (poisson, fixed, FullBatch()):
         mechanism = SumGaussian(1.0, 2.0, batches, 3.0, REPLACE, Unit.RECORD)
-        [drawn] = mechanism.parts(12, COINS.at("some"), 64)
+        [drawn] = mechanism.batch_parts(12, STREAMS.at("some"), 64)
         assert mechanism.event() == batches.event(GaussianDpEvent(2.0))
-        assert np.array_equal(drawn, batches.draw(12, COINS.at("some")))
+        assert np.array_equal(drawn, batches.sample(12, STREAMS.at("some")))
         assert sorted(set(drawn.tolist())) == drawn.tolist()
-    assert len(fixed.draw(12, COINS)) == 3
-    assert AllRows().draw(12, COINS).tolist() == list(range(12))
-    with pytest.raises(ValueError, match="counted by"):
-        fixed.draw(13, COINS)
+    assert len(fixed.sample(12, STREAMS)) == 3
+    assert FullBatch().sample(12, STREAMS).tolist() == list(range(12))
+    with pytest.raises(ValueError, match="as the accounting assumes"):
+        fixed.sample(13, STREAMS)
 
 
 @pytest.mark.parametrize("make", [lambda *a: summed_of(*a), lambda *a: joint_of(*a)])
 def test_a_draw_without_neighbours_is_refused(make: object) -> None:
     with pytest.raises(FedgenError, match=r"privacy\.relation"):
-        make(FixedBatches(3, 12), ADD_OR_REMOVE)  # type: ignore[operator]
+        make(FixedSizeSampling(3, 12), ADD_OR_REMOVE)  # type: ignore[operator]
 
 
-def summed_of(batches: FixedBatches, relation: Relation) -> SumGaussian:
+def summed_of(batches: FixedSizeSampling, relation: Relation) -> SumGaussian:
     return SumGaussian(1.0, 1.0, batches, 3.0, relation, Unit.RECORD)
 
 
-def joint_of(batches: FixedBatches, relation: Relation) -> JointGaussian:
+def joint_of(batches: FixedSizeSampling, relation: Relation) -> JointGaussian:
     return JointGaussian(1.0, 1.0, batches, relation, Unit.RECORD)
 
 
+@kills(
+    "fedgen/privacy/batch_sampling.py",
+    'streams.secret_bits(records, "batch") < np.uint64(int(self.rate * 2**64))',
+    ('streams.secret_bits(records, "batch") < np.uint64(int(1.5 * self.rate * 2**64))'),
+)
 def test_poisson_batches_have_the_promised_rate_and_no_memory() -> None:
     """Each row in 4,000 draws within the binomial interval of level 1e-7 (200 rows: 2e-5 in all);
     sizes vary as a sum of independent draws does."""
-    batches = PoissonBatches(0.1)
+    batches = PoissonSampling(0.1)
     drawn = np.zeros((4000, 200), dtype=bool)
     for step in range(4000):
-        drawn[step, batches.draw(200, COINS.at("step", step))] = True
+        drawn[step, batches.sample(200, STREAMS.at("step", step))] = True
     low, high = stats.binom.interval(1 - 1e-7, 4000, 0.1)
     assert ((low <= drawn.sum(0)) & (drawn.sum(0) <= high)).all()
     variance = drawn.sum(1).var() / (200 * 0.1 * 0.9)
@@ -396,7 +527,7 @@ def test_poisson_batches_have_the_promised_rate_and_no_memory() -> None:
 def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
     counts = np.zeros(20)
     for step in range(3000):
-        counts[FixedBatches(5, 20).draw(20, COINS.at("fixed", step))] += 1
+        counts[FixedSizeSampling(5, 20).sample(20, STREAMS.at("fixed", step))] += 1
     low, high = stats.binom.interval(1 - 1e-7, 3000, 0.25)
     assert ((low <= counts) & (counts <= high)).all()
 
@@ -404,37 +535,52 @@ def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
 @given(arrays(np.float32, (5,), elements=st.floats(width=32)))
 def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray) -> None:
     mechanism = of_clients(0.5, 1.0, Trusted(0.5))
-    part = mechanism.release(5, lambda: torch.from_numpy(vector), COINS).arrays["answer"]
+    part = mechanism.release(5, lambda: torch.from_numpy(vector), STREAMS).arrays["answer"]
     assert np.linalg.norm(part.astype(float)) <= 0.5
 
 
+@kills(
+    "fedgen/privacy/aggregation.py",
+    (
+        "                clip_rows(torch.from_numpy(message), self.clip).numpy() for "
+        "message in messages\n"
+    ),
+    "                message for message in messages\n",
+)
 @given(arrays(np.float32, (1, 5), elements=st.floats(width=32, allow_nan=True)))
 def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
     """Clients that do not keep to the clip norm move the sum by no more than those that do."""
     quiet = of_clients(0.5, 1e-9, Trusted(0.5))
     other = np.full((1, 5), 0.1, np.float32)
-    with_it, without = (total_of(quiet)(cohort, 0, COINS) for cohort in ([other, vector], [other]))
+    with_it, without = (
+        total_of(quiet)(cohort, 0, STREAMS) for cohort in ([other, vector], [other])
+    )
     assert float((with_it - without).norm()) <= 0.5 + 1e-6
 
 
 def test_contributions_are_made_by_mechanisms_alone() -> None:
-    with pytest.raises(TypeError, match="made by a mechanism"):
+    with pytest.raises(TypeError, match="only a mechanism creates"):
         Clipped({"answer": np.zeros((1, 5), dtype=np.float32)}, Contribution(), Unit.CLIENT)
 
 
-@pytest.mark.parametrize("batches", [PoissonBatches(0.5), AllRows()])
-def test_a_row_more_changes_its_own_part_alone(batches: PoissonBatches | AllRows) -> None:
-    """Given all coins: parts are of the rows' own, their number is public, all rows are in one."""
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "return [batch[part == index] for index in range(number)]",
+    "return list(np.array_split(batch, number))",
+)
+@pytest.mark.parametrize("batches", [PoissonSampling(0.5), FullBatch()])
+def test_a_row_more_changes_its_own_part_alone(batches: PoissonSampling | FullBatch) -> None:
+    """Given all streams: a part depends on its own rows, the number of parts is public."""
     mechanism = SumGaussian(1.0, 1.0, batches, 640.0, ADD_OR_REMOVE, Unit.RECORD)
     for step in range(20):
-        coins = COINS.at("parts", step)
-        less, more = (mechanism.parts(rows, coins, 64) for rows in (1200, 1201))
+        streams = STREAMS.at("parts", step)
+        less, more = (mechanism.batch_parts(rows, streams, 64) for rows in (1200, 1201))
         assert len(less) == len(more) == 10
         changed = [place for place in range(10) if not np.array_equal(less[place], more[place])]
         assert len(changed) <= 1
         for place in changed:
             assert np.array_equal(more[place][:-1], less[place])
-        assert np.array_equal(np.sort(np.concatenate(more)), batches.draw(1201, coins))
+        assert np.array_equal(np.sort(np.concatenate(more)), batches.sample(1201, streams))
     sizes = [len(part) for part in more]
     assert stats.chisquare(sizes).pvalue > 1e-6
 
@@ -450,7 +596,7 @@ def test_an_honest_answer_is_longer_with_less_than_its_probability(
     """By the exact tail of the noise's length, and not by much more than is needed."""
     mechanism = RowGaussian(Ball(clip), noise, Routing("mean", 1), False, Unit.RECORD)
     std = noise * mechanism.sensitivity(REPLACE)
-    longest = mechanism.longest(size)
+    longest = mechanism.max_norm(size)
     noise_alone = (longest / 1.01 - clip) / std
     assert stats.chi2.logsf(noise_alone**2, size) <= -200 * (1 - 1e-6)
     root = math.sqrt(size)

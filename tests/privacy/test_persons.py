@@ -12,42 +12,51 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutation import kills
 from scipy.stats import binom, kstest, norm
 from tiny import Train, tiny
 
 from fedgen import cli
-from fedgen.coins import Coins
-from fedgen.data.partition import of_persons
+from fedgen.commands import audit
+from fedgen.config.compose import compose
+from fedgen.data.partition import limit_per_person
 from fedgen.errors import FedgenError
-from fedgen.experiments import audit
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup, setup
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.batches import PoissonBatches
+from fedgen.privacy.batch_sampling import PoissonSampling
+from fedgen.privacy.clipping import sum_of_rows
 from fedgen.privacy.events import (
     PoissonSampledGroup,
     Relation,
     Unit,
     canonical,
     from_json,
-    of_group,
+    group_event,
     repeat,
+    scale_noise,
     to_json,
-    with_draws_seen,
-    with_noise,
+    with_sampling_revealed,
 )
 from fedgen.privacy.mechanisms import SumGaussian
-from fedgen.privacy.per_example import of_rows
+from fedgen.randomness import RandomStreams
+from fedgen.run.setup import Setup, setup
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
 CASES = [(3, 0.01, 1.0, 300), (10, 0.05, 4.0, 200), (2, 0.2, 0.8, 10), (4, 0.5, 2.0, 1)]
 
 
 def sampled(rate: float, sigma: float, size: int, count: int = 1) -> dict:
-    event = of_group(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size)
+    event = group_event(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size)
     return canonical(repeat(event, count))
 
 
+@kills(
+    "fedgen/privacy/events.py", ("    if size == 1:\n        return event\n"), "    return event\n"
+)
+@kills(
+    "fedgen/privacy/accounting.py",
+    "    weights = binom.pmf(counts, event.size, event.sampling_probability)",
+    "    weights = binom.pmf(counts, 1, event.sampling_probability)",
+)
 @pytest.mark.parametrize(("size", "rate", "sigma", "count"), CASES)
 def test_epsilon_is_the_second_accountants(
     size: int, rate: float, sigma: float, count: int
@@ -75,8 +84,8 @@ def test_it_lies_between_one_row_and_all_of_them_at_once(
         canonical(repeat(GaussianDpEvent(sigma / size), count)), 1e-5, RELATION
     ).or_infinity
     assert one <= found + 1e-3 and found <= whole + 1e-9
-    assert found <= epsilon(with_draws_seen(spend), 1e-5, RELATION).or_infinity + 1e-9
-    assert epsilon(with_noise(spend, 2.0), 1e-5, RELATION).or_infinity <= found + 1e-3
+    assert found <= epsilon(with_sampling_revealed(spend), 1e-5, RELATION).or_infinity + 1e-9
+    assert epsilon(scale_noise(spend, 2.0), 1e-5, RELATION).or_infinity <= found + 1e-3
 
 
 @given(st.integers(1, 1000), st.floats(1e-4, 1), st.floats(0.1, 100))
@@ -107,24 +116,40 @@ def test_no_group_of_that_size_is_read(size: int) -> None:
 
 def test_what_has_no_bound_for_groups() -> None:
     with pytest.raises(ValueError, match="no bound for a group"):
-        of_group(PoissonSampledGroup(0.1, 2, GaussianDpEvent(1.0)), 2)
+        group_event(PoissonSampledGroup(0.1, 2, GaussianDpEvent(1.0)), 2)
     with pytest.raises(ValueError, match="not replaced"):
         epsilon(sampled(0.1, 1.0, 2), 1e-5, Relation.REPLACE_ONE)
 
 
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    (
+        "        return group_event(\n"
+        "            self.sampling.event(GaussianDpEvent(self.noise_multiplier)), "
+        "self.max_records\n"
+        "        )"
+    ),
+    "        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))",
+)
 @pytest.mark.parametrize(("size", "rate", "sigma"), [(5, 0.3, 0.5), (3, 0.05, 1.0)])
 def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float) -> None:
     """Of a person all of whose rows point one way: a test that fails one honest mechanism in a
     thousand."""
-    mechanism = SumGaussian(1.0, sigma, PoissonBatches(rate), 1.0, RELATION, Unit.PERSON, most=size)
-    assert mechanism.event() == of_group(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size)
+    mechanism = SumGaussian(
+        1.0, sigma, PoissonSampling(rate), 1.0, RELATION, Unit.PERSON, max_records=size
+    )
+    assert mechanism.event() == group_event(
+        PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size
+    )
     rows = torch.full((size, 1), 7.0)  # clipped to 1
     found = []
     for number in range(3000):
-        here = Coins.of(number, "seeded")
+        here = RandomStreams.from_seed(number, "seeded")
         sums = (
-            of_rows(rows[torch.from_numpy(part)], 1.0, torch.zeros(len(part), dtype=torch.long), 1)
-            for part in mechanism.parts(size, here, 100)
+            sum_of_rows(
+                rows[torch.from_numpy(part)], 1.0, torch.zeros(len(part), dtype=torch.long), 1
+            )
+            for part in mechanism.batch_parts(size, here, 100)
         )
         found.append(float(mechanism.noised(1, sums, here)))
 
@@ -139,18 +164,28 @@ def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float)
 # --- rows -----------------------------------------------------------------------------------------
 
 
+@kills(
+    "fedgen/data/partition.py",
+    "kept.append(np.sort(order[place < most]))",
+    "kept.append(np.sort(order[place <= most]))",
+)
+@kills(
+    "fedgen/data/partition.py",
+    ("keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard]"),
+    "keyed_digest(key, example_content(images[0], int(row))) for row in shard]",
+)
 @given(st.integers(0, 11), st.integers(1, 4))
 def test_without_a_person_everybody_elses_rows_are_the_same_ones(person: int, most: int) -> None:
     """Their rows are gone from the data, so that all others lie elsewhere there, by other numbers;
     somebody may have one image twice."""
-    rng, coins = np.random.default_rng(0), Coins.of(3, "seeded")
+    rng, streams = np.random.default_rng(0), RandomStreams.from_seed(3, "seeded")
     persons = np.sort(rng.integers(0, 12, 150))
     images = rng.integers(0, 4, (150, 1, 1, 2), dtype=np.uint8)
     labels = rng.integers(0, 2, 150)
 
     def kept(there: np.ndarray, named: np.ndarray) -> list[tuple[int, ...]]:
-        own = (named, most, images[there], labels[there], coins)
-        [rows] = of_persons([np.arange(len(there))], *own)
+        own = (named, most, images[there], labels[there], streams)
+        [rows] = limit_per_person([np.arange(len(there))], *own)
         assert (np.diff(rows) > 0).all()
         assert np.bincount(persons[there][rows]).max() == most
         return sorted(
@@ -168,13 +203,18 @@ def test_without_a_person_everybody_elses_rows_are_the_same_ones(person: int, mo
     assert others == [each for each in whole if each[0] != person]
 
 
-def test_persons_are_at_one_client(coins: Coins) -> None:
+@kills(
+    "fedgen/data/partition.py",
+    "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
+    "    if not homes:",
+)
+def test_persons_are_at_one_client(streams: RandomStreams) -> None:
     persons = np.array([0, 0, 1, 1])
     rows = np.zeros((4, 1, 8, 8), np.uint8), np.zeros(4, np.int64)
     with pytest.raises(FedgenError, match="several clients images of one person"):
-        of_persons([np.array([0, 2]), np.array([1, 3])], persons, 1, *rows, coins)
-    with pytest.raises(FedgenError, match="do not tell whom"):
-        of_persons([np.arange(4)], None, 1, *rows, coins)
+        limit_per_person([np.array([0, 2]), np.array([1, 3])], persons, 1, *rows, streams)
+    with pytest.raises(FedgenError, match="do not name the person"):
+        limit_per_person([np.arange(4)], None, 1, *rows, streams)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -217,23 +257,27 @@ def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> N
     made = ready(method, people)
     loud, quiet = made.at_noise(1.0), made.at_noise(1e-4)
     for kind in range(len(loud.worst_cases())):
-        [(leaf, count)] = canonical(loud.worst_cases()[kind].event or loud.plan.server(1)).items()
+        [(leaf, count)] = canonical(
+            loud.worst_cases()[kind].event or loud.plan.server_event(1)
+        ).items()
         assert isinstance(leaf, GaussianDpEvent)
         sides = []
         for side in ("first", "second"):
             worst = quiet.worst_cases()[kind]
             state, shard = getattr(worst, side)
             sides.append(
-                audit._released(quiet, worst, state, shard, 0, Coins.of(5, "seeded")).astype(float)
+                audit._play(
+                    quiet, worst, state, shard, 0, RandomStreams.from_seed(5, "seeded")
+                ).astype(float)
             )
         spread = []
         for trial in range(40):
             worst = loud.worst_cases()[kind]
             state, shard = worst.second
             both = [
-                audit._released(each, worst, state, shard, trial, Coins.of(5, "seeded")).astype(
-                    float
-                )
+                audit._play(
+                    each, worst, state, shard, trial, RandomStreams.from_seed(5, "seeded")
+                ).astype(float)
                 for each in (loud, quiet)
             ]
             spread.append(both[0] - both[1])
@@ -271,13 +315,16 @@ def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["method=dp_merf_small", "privacy.unit=person"], "privacy.images_per_person: is not set"),
-        (["method=dp_merf_small", "privacy.images_per_person=2"], "of privacy.unit=person alone"),
-        (["method=dp_merf_small", *PERSONS], "the data do not tell whom"),
-        (["method=dp_merf_small", "privacy.unit=person", "privacy.images_per_person=0"], "whole"),
+        (
+            ["method=dp_merf_small", "privacy.images_per_person=2"],
+            "applies only to",
+        ),
+        (["method=dp_merf_small", *PERSONS], "the data do not name the person"),
+        (["privacy.unit=person", "privacy.images_per_person=0"], "at least 1"),
         (["method=gs_wgan_small", "method.critics=9", *PERSONS], "cannot be person"),
         (["method=dp_sinkhorn_small", *PERSONS], "cannot be person"),
         (
-            ["method=fedavg_gan", "partition=by_writer", "method.cohort=2", *PERSONS],
+            ["method=fedavg_gan", "partition=by_writer", "method.cohort_size=2", *PERSONS],
             "cannot be person",
         ),
         (["method=dp_merf_small", "partition=iid", "partition.clients=4", *PERSONS], "one person"),
@@ -286,7 +333,7 @@ def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
 def test_mistakes(
     words: list[str], said: str, people: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_persons = [] if "do not tell" in said else ["data=folder", people, "data.classes=10",
+    with_persons = [] if "do not name" in said else ["data=folder", people, "data.classes=10",
                                                      "data.public_rows=160"]  # fmt: skip
     assert cli.run(["account", *with_persons, *words]) == 2
     error = capsys.readouterr().err

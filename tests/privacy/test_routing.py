@@ -12,10 +12,11 @@ import pytest
 from dp_accounting import GaussianDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from scipy import stats
 
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, RevealedDraw, canonical
+from fedgen.privacy.events import Relation, RevealedSampling, canonical
 from fedgen.privacy.routing import Routing
 
 routings = st.builds(
@@ -28,9 +29,9 @@ routings = st.builds(
 
 @given(routings, st.integers(1, 10), st.integers())
 def test_each_row_has_its_answerers(routing: Routing, rows: int, seed: int) -> None:
-    routed = routing.draw(rows, random.Random(seed))
+    routed = routing.assign(rows, random.Random(seed))
     counts = Counter(row for answered in routed.values() for row in answered)
-    assert counts == dict.fromkeys(range(rows), routing.answers_per_row)
+    assert counts == dict.fromkeys(range(rows), routing.responses_per_sample)
     assert all(0 <= member < routing.population for member in routed)
     assert all(answered == sorted(set(answered)) for answered in routed.values())
 
@@ -40,17 +41,22 @@ def test_rows_are_drawn_independently_and_uniformly() -> None:
     routing, rng = Routing("per_sample", 4), random.Random(0)
     pairs: Counter[tuple[int, int]] = Counter()
     for _ in range(8000):
-        owner = {row: m for m, rows in routing.draw(2, rng).items() for row in rows}
+        owner = {row: m for m, rows in routing.assign(2, rng).items() for row in rows}
         pairs[owner[0], owner[1]] += 1
     assert len(pairs) == 16
     assert stats.chisquare(list(pairs.values())).pvalue > 1e-6
 
 
 def test_per_step_draws_once() -> None:
-    routed = Routing("per_step", 50).draw(32, random.Random(1))
+    routed = Routing("per_step", 50).assign(32, random.Random(1))
     assert list(routed.values()) == [list(range(32))]
 
 
+@kills(
+    "fedgen/privacy/routing.py",
+    "gate = GaussianDpEvent(noise_multiplier / math.sqrt(samples / draws))",
+    "gate, draws = GaussianDpEvent(noise_multiplier), samples",
+)
 def test_one_draw_is_one_node() -> None:
     """The batch is inside of the node when one draw serves it, outside when each row has its own;
     taking the first for the second understates epsilon hundredfold."""
@@ -62,12 +68,17 @@ def test_one_draw_is_one_node() -> None:
     assert per_sample.event.noise_multiplier == 1.07
 
 
+@kills(
+    "fedgen/privacy/routing.py",
+    "math.sqrt(self.responses_per_sample) * noise_multiplier, hidden",
+    "self.responses_per_sample * noise_multiplier, hidden",
+)
 @pytest.mark.parametrize(("noise", "delta"), [(0.5, 1e-3), (0.5, 0.05), (1.0, 1e-2)])
 def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float) -> None:
     """Two of three clients are drawn, each adds its own noise, and the sum is seen. The worst that
     the other two can answer makes of epsilon what it says, and nothing makes more."""
     found = epsilon(
-        canonical(Routing("per_sample", 3, 2).event_of_sums(1, noise, True)),
+        canonical(Routing("per_sample", 3, 2).event_of_sum(1, noise, True)),
         delta,
         Relation.REPLACE_ONE,
     ).or_infinity
@@ -107,25 +118,27 @@ def test_a_sum_of_rounded_answers_is_a_rounded_sum() -> None:
 
 
 def test_what_does_not_amplify() -> None:
-    assert isinstance(Routing("per_step", 9).event(4, 1.0, hidden=False), RevealedDraw)
-    assert isinstance(Routing("per_step", 9, 2, "poisson").event(4, 1.0, hidden=True), RevealedDraw)
+    assert isinstance(Routing("per_step", 9).event(4, 1.0, hidden=False), RevealedSampling)
+    assert isinstance(
+        Routing("per_step", 9, 2, "poisson").event(4, 1.0, hidden=True), RevealedSampling
+    )
     assert canonical(Routing("mean", 9).event(4, 1.0, hidden=True)) == {GaussianDpEvent(1.0): 4}
 
 
 def test_poisson_cohorts_have_the_expected_size() -> None:
     routing, rng = Routing("per_step", 100, 10, "poisson"), random.Random(0)
-    sizes = [len(routing.draw(1, rng)) for _ in range(2000)]
+    sizes = [len(routing.assign(1, rng)) for _ in range(2000)]
     assert stats.ttest_1samp(sizes, 10).pvalue > 1e-6
     assert min(sizes) < 10 < max(sizes)
 
 
 @given(routings, st.integers(1, 6), st.integers(1, 60))
 def test_the_busiest_stays_below_its_cap(routing: Routing, rows: int, steps: int) -> None:
-    cap = routing.busiest(rows, steps, 1e-6)
+    cap = routing.max_load(rows, steps, 1e-6)
     assert routing.stop_probability(rows, steps, cap) <= 1e-6
     rng, asked = random.Random(0), Counter()
     for _ in range(steps):
-        for member, answered in routing.draw(rows, rng).items():
+        for member, answered in routing.assign(rows, rng).items():
             asked[member] += len(answered)
     assert max(asked.values()) <= cap
 
@@ -139,6 +152,11 @@ def test_events_of_steps_add_up() -> None:
     )
 
 
+@kills(
+    "fedgen/privacy/routing.py",
+    ("exceeding = binom.sf(thresholds // times, draws, rate)  # by the samples of this step alone"),
+    "times, exceeding = 1, binom.sf(thresholds, draws, rate)",
+)
 @pytest.mark.parametrize("mode", ["per_sample", "per_step"])
 def test_steps_that_are_done_again_count_by_the_same_draw(mode: str) -> None:
     """Exactly, by all outcomes of five steps of which the first is done three times, the second

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from hostile import content
 from mlflow import MlflowClient
+from mutation import kills
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Train, fingerprint, tiny
 
 from fedgen import cli
-from fedgen.experiments.identity import _settings_digest
+from fedgen.run.resume import _settings_digest
 
 WORDS = ["method=dpgan_small", "log_every=1", "sample_every=2", "rounds=4"]
 WORDS += ["privacy.target_epsilon=null", "privacy.noise_multiplier=2"]
@@ -74,6 +75,11 @@ def test_none_leaves_nothing(train: Train) -> None:
     assert not list(run.glob("events*")) and not (run / "mlflow.db").exists()
 
 
+@kills(
+    "fedgen/run/resume.py",
+    "    there.logger, there.names.logger = asked.logger, asked.names.logger\n",
+    "",
+)
 @pytest.mark.parametrize("command", ["train", "release"])
 def test_a_run_that_was_handed_over_logs_where_its_reader_says(
     command: str, train: Train, tmp_path: Path
@@ -81,8 +87,7 @@ def test_a_run_that_was_handed_over_logs_where_its_reader_says(
     """Its directory names a server that would learn what private rows tell: it is not asked."""
     run = train(*WORDS)
     config = OmegaConf.load(run / "config.yaml")
-    target = "fedgen.reporting.loggers.mlflow"
-    elsewhere = {"_target_": target, "_partial_": True, "uri": "http://127.0.0.1:9", "project": "x"}
+    elsewhere = {"type": "mlflow", "uri": "http://127.0.0.1:9", "project": "x"}
     config.logger, config.names.logger = elsewhere, "mlflow"
     (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
     identity = json.loads((run / "run.json").read_text())
@@ -124,17 +129,22 @@ def test_nothing_is_sent(name: str, tmp_path: Path) -> None:
             proxy.accept()
 
 
+@kills(
+    "fedgen/config/registry.py",
+    "return REGISTRY.get(group_of(place), {})",
+    "return {word: name for each in REGISTRY.values() for word, name in each.items()}",
+)
 def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(*WORDS)
     config = OmegaConf.load(run / "config.yaml")
-    config.method.generator = {"_target_": "fedgen.reporting.loggers.mlflow", "_partial_": True}
+    config.method.generator = {"type": "mlflow"}
     (run / "config.yaml").write_text(OmegaConf.to_yaml(config))
     identity = json.loads((run / "run.json").read_text())
     identity["settings"] = _settings_digest(config)
     (run / "run.json").write_text(json.dumps(identity))
     before = content(run)
     assert cli.run(["train", f"resume={run}", "rounds=6"]) == 2
-    assert "does not belong there" in capsys.readouterr().err
+    assert "cannot be 'mlflow'" in capsys.readouterr().err
     assert content(run) == before
 
 

@@ -19,8 +19,8 @@ from tiny import Train
 
 from fedgen import cli
 from fedgen.privacy.accounting import gaussian_delta, gaussian_epsilon
-from fedgen.reporting.headline import FOUND, at_most, beliefs, of_persons, tier
-from fedgen.reporting.run_dir import RunDir
+from fedgen.reporting.headline import MIN_SHARE_FOUND, beliefs, format_belief, person_rows, tier
+from fedgen.storage.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SEVERAL = ["partition=iid", "partition.clients=4", "rounds=3", "sample_every=1", "log_every=1"]
@@ -72,8 +72,8 @@ def test_of_one_label_no_classifier_is_shown(train: Train, tmp_path: Path) -> No
     words = ["method=mixture_small", "data=folder", f"data.path={tmp_path}/photos"]
     words += ["data.public_rows=70", "evaluation=quick", "evaluation.samples=60"]
     html = page(str(train(*words, "partition=single")), tmp_path / "report.html")
-    assert "No classifier judged them: there is one label only." in html
-    assert "real2gen" not in html.split("<h2>How good they are</h2>")[1].split("<h2>")[0]
+    assert "Not evaluated by classifiers: there is only one label." in html
+    assert "real2gen" not in html.split("<h2>Utility</h2>")[1].split("<h2>")[0]
 
 
 def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Pat
     html = page(str(run), tmp_path / "public.html", "audience=public")
     assert "What this generator reveals about the private data" in html
     told = html
-    for words in ("follows from its seed", "knows the seed", "From a seed"):  # there is one
+    for words in ("derived from its seed", "knows the seed", "From a seed"):  # there is one
         told = told.replace(words, "")
     for private in ("ledger", "seed", "accountant", str(run), "real2real", "Clients"):
         assert private not in told, private
-    assert "whoever has what is published" in html and "whoever runs the training" not in html
+    assert "a reader of the release" in html and "the operator of the training" not in html
     # the folder alone makes the same page
     alone = tmp_path / "handed out"
     shutil.copytree(run / "public", alone)
@@ -113,11 +113,13 @@ def test_runs_side_by_side_and_their_siblings(train: Train, tmp_path: Path) -> N
         for s in (0, 1)
     ]
     html = page(f"[{runs[0]},{runs[1]}]", tmp_path / "both.html")
-    assert "Side by side" in html
+    assert "<h2>Comparison</h2>" in html
     assert '<td><a href="#run1">s0</a></td>' in html
-    assert html.count("1 other run</b> on the same data lies beside") == 2
+    assert html.count("1 other run</b> on the same data is in the same folder") == 2
     train("evaluation=none", "held_out=100", name="s2")
-    assert "2 other runs</b> on the same data lie beside" in page(str(runs[0]), tmp_path / "a.html")
+    assert "2 other runs</b> on the same data are in the same folder" in page(
+        str(runs[0]), tmp_path / "a.html"
+    )
     public = page(f"[{runs[0]},{runs[1]}]", tmp_path / "p.html", "audience=public")
     assert "generator 2" in public
     assert "s0" not in re.sub(r'"data:[^"]*"', "", public)
@@ -135,7 +137,7 @@ def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> N
             found["sha256"] = RunDir(run).digests()
         (run / f"{name}.json").write_text(json.dumps(found))
     html = page(str(run), tmp_path / "many.html")
-    assert "2150 between them are left out" in html
+    assert "the 2150 between them are omitted" in html
     assert html.count('<td class="number" data-value=') == 4 * 50
 
 
@@ -181,7 +183,7 @@ def test_settings_that_were_altered_are_not_told(
     [
         ("results.json", None, "has no results; finish it: fedgen train resume="),
         ("results.json", "{", "results.json was altered; restore it"),
-        ("privacy.json", "{}", "privacy.json is not what the run wrote; restore it"),
+        ("privacy.json", "{}", "privacy.json was changed after the run wrote it; restore it"),
         ("public/samples.png", None, "has no public/samples.png; restore it"),
     ],
 )
@@ -208,7 +210,7 @@ def test_a_run_whose_files_are_not_as_it_left_them(
 def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audience: str) -> None:
     run = train("method=dpgan_small", "privacy=none", "evaluation=none")
     html = page(str(run), tmp_path / "page.html", f"audience={audience}")
-    for word in ("was noised", "What is hidden", "remove the noise", "remove it", "Protected:"):
+    for word in ("was noised", "remove the noise", "remove it", "Protected:"):
         assert word not in html
     assert "there is no bound" in html.lower()
     assert "seed" not in (run / "public" / "PRIVACY.md").read_text()
@@ -216,7 +218,7 @@ def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audie
 
 
 def test_what_the_folder_lacks_the_whole_page_has(train: Train, tmp_path: Path) -> None:
-    run, said = train(), "bounds of their own, not in this folder"
+    run, said = train(), "their bounds are not in this folder"
     assert said in page(str(run), tmp_path / "public.html", "audience=public")
     assert said not in page(str(run), tmp_path / "page.html")
 
@@ -231,9 +233,9 @@ def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
     assert "St. Mary&#39;s, ${x}" in html and "&lt;b&gt;" in html and "<td><b></td>" not in html
     assert html.count('class="missing">missing: about.') == 2
     assert "A person with several images at one client is protected less" in html
-    assert "No attack was tried" in html and "Each client has an ε of its own" in html
+    assert "No attack was run" in html and "ε differs between clients" in html
     record = json.loads((run / "privacy.json").read_text())
-    [(two, pair), *_, (ten, many)] = of_persons(record)
+    [(two, pair), *_, (ten, many)] = person_rows(record)
     assert (two, ten) == (2, 10)
     alone = record["views"]["server"]["epsilon"]
     assert alone < pair < many
@@ -247,7 +249,7 @@ def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
 
 def test_an_audit_is_in_the_report(train: Train, tmp_path: Path) -> None:
     run = train("method=dp_merf_small")
-    point = {"after": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}
+    point = {"releases": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}
     told = {"confidence": 0.95, "program": {"points": []}, "run": {"points": [point]}}
     (run / "audit.json").write_text(json.dumps(told))
     said = "After 1 rounds an attack on the run shows an ε of at least 0.50 (95% confidence)"
@@ -262,7 +264,7 @@ def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: f
     mu = brentq(lambda mu: float(gaussian_delta(mu, epsilon)) - delta, 1e-6, 200)
     thresholds = np.linspace(-10, 10 + mu, 2000)
     there, others = norm.sf(thresholds - mu), norm.sf(thresholds)
-    enough = there >= FOUND
+    enough = there >= MIN_SHARE_FOUND
     for prior, after in beliefs(epsilon, delta):
         right = prior * there / (prior * there + (1 - prior) * others)
         assert right[enough].max() <= after + 1e-9
@@ -283,7 +285,7 @@ def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: f
 def test_beliefs_are_shown_as_far_as_there_is_a_bound(
     belief: float, bounded: bool, shown: str
 ) -> None:
-    assert at_most(belief, bounded) == shown
+    assert format_belief(belief, bounded) == shown
 
 
 def test_beliefs_without_a_bound() -> None:

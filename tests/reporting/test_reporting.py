@@ -19,30 +19,31 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from omegaconf import OmegaConf
 from PIL import Image
 from tiny import Train
 
 from fedgen.errors import FedgenError
-from fedgen.files import TEMPORARY
-from fedgen.reporting import memory as memory_
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
-from fedgen.reporting.memory import PeakMemory, memory_of_tree
-from fedgen.reporting.progress import RunProgress, bytes_in_words, epsilon_in_words
-from fedgen.reporting.run_dir import RunDir, schema, unused_folder
-from fedgen.reporting.words import card, statement, summary
+from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
+from fedgen.reporting.summary import card, statement, summary
+from fedgen.run import memory as memory_
+from fedgen.run.memory import PeakMemory, memory_of_tree
+from fedgen.storage.io import TEMPORARY
+from fedgen.storage.run_dir import RunDir, schema, unused_folder
 
 
 @given(st.floats(0, 1e4))
 def test_epsilon_is_never_rounded_down(value: float) -> None:
-    assert float(epsilon_in_words(value)) >= value
-    assert float(epsilon_in_words(value)) <= value + 0.0101
+    assert float(format_epsilon(value)) >= value
+    assert float(format_epsilon(value)) <= value + 0.0101
 
 
 def test_words() -> None:
-    assert epsilon_in_words(None) == "∞"
-    assert bytes_in_words(999) == "999 B"
-    assert bytes_in_words(2_500_000) == "2.5 MB"
+    assert format_epsilon(None) == "∞"
+    assert format_bytes(999) == "999 B"
+    assert format_bytes(2_500_000) == "2.5 MB"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -90,13 +91,13 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
 def test_a_teacher_whose_labels_nobody_sees_is_said(
     train: Train, seen: float | None, said: bool
 ) -> None:
-    run = train("method=mixture_small", "method.teacher=ridge", "evaluation=none")
+    run = train("method=mixture_small", "method.private_classifier=ridge", "evaluation=none")
     results = json.loads((run / "results.json").read_text())
     results["real2gen"] = {name: {"mean": seen} for name in ("cnn", "logistic_regression")}
     results["real2real"] = {name: {"mean": 0.9} for name in ("cnn", "logistic_regression")}
     results["classifier"] = {"mean": 0.9, "n": 100}
     (run / "results.json").write_text(json.dumps(results))
-    assert ("method.teacher=none" in summary(run)) is said
+    assert ("method.private_classifier=none" in summary(run)) is said
 
 
 def test_the_card_is_one_that_hubs_read(train: Train) -> None:
@@ -132,7 +133,7 @@ def test_the_statement_says_how_strongly(train: Train, epsilon: float, finds: st
     record["views"]["release"]["epsilon"] = epsilon
     text = statement(record, "draws")
     assert finds in text
-    assert ("rules little out" in text) == (epsilon == 10)
+    assert ("excludes little" in text) == (epsilon == 10)
 
 
 def test_only_public_is_public(train: Train) -> None:
@@ -143,10 +144,10 @@ def test_only_public_is_public(train: Train) -> None:
 def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.add_metrics({"round": 1})
-    size, _ = run.extent()
+    size, _ = run.size()
     run.add_metrics({"round": 2})
     run.add_failure({"kind": "late", "client": 0})
-    run.cut(size)
+    run.truncate(size)
     assert run.metrics() == [{"round": 1}]
     assert run.failures() == {"late": 1}, "failures stay"
 
@@ -154,16 +155,16 @@ def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_short_is_replaced(tmp_path: Path) -> None:
     """A process that dies while it appends one."""
     run = RunDir(tmp_path)
-    run.begin(0)
-    run.begin(1)
+    run.mark_started(0)
+    run.mark_started(1)
     run.add_failure({"kind": "failed", "client": 1})
     for name in ("rounds_begun.txt", "failures.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"ki' if name.startswith("failures") else "1")
-    assert (run.begun(), run.failures()) == ({0: 1, 1: 1}, {"failed": 1})
-    run.begin(2)
+    assert (run.started_rounds(), run.failures()) == ({0: 1, 1: 1}, {"failed": 1})
+    run.mark_started(2)
     run.add_failure({"kind": "late", "client": 0})
-    assert (run.begun(), run.failures()) == ({0: 1, 1: 1, 2: 1}, {"failed": 1, "late": 1})
+    assert (run.started_rounds(), run.failures()) == ({0: 1, 1: 1, 2: 1}, {"failed": 1, "late": 1})
 
 
 def test_the_last_spend_is_a_whole_line_with_an_epsilon(tmp_path: Path) -> None:
@@ -216,6 +217,11 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
         RunDir.create(left, config, {"run": "a", "branch": ""})
 
 
+@kills(
+    "fedgen/storage/run_dir.py",
+    "if not _locked(held, fcntl.LOCK_EX) or not _is_unused(path):",
+    "if False:",
+)
 def test_of_many_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
     """And what tells which run it is, is of the one whose folder it is."""
 
@@ -238,6 +244,11 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path)
     assert len(set(found)) == 40 and all(path.is_dir() for path in found)
 
 
+@kills(
+    "fedgen/storage/run_dir.py",
+    ("if stat.S_ISLNK(kind.st_mode) or (stat.S_ISREG(kind.st_mode) and kind.st_nlink > 1):"),
+    "if False:",
+)
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     """A folder that has one is somebody's."""
     file, folder = tmp_path / "mine.md", tmp_path / "mine"

@@ -20,12 +20,12 @@ from PIL import Image
 from tiny import METHODS, TINY, tiny
 
 from fedgen import cli
+from fedgen.config.compose import compose
 from fedgen.errors import Interrupted
-from fedgen.experiments import training
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
 from fedgen.federation.rounds import RunState
+from fedgen.run import train
+from fedgen.run.setup import Setup
 
 SECONDS = 60.0  # more is a hang
 
@@ -33,7 +33,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def dice(kind: str, number: int) -> random.Random:
-    """The coins of one case."""
+    """The streams of one case."""
     return random.Random(f"{kind} {number}")
 
 
@@ -56,7 +56,7 @@ VALUES = [
     *("", "null", "nan", "inf", "-inf", "-1", "0", "1", "0.5", "1e-300", "1e308", "1e309", "true"),
     *("[]", "{}", "[[1]]", "[1,2]", "{a: 1}", "${nope}", "${seed}", "???", "a", "é", "'", '"', "("),
     *("99999999999999999999", "-99999999999999999999", "0x10", "1_0", "../..", "a=b", "a,b", "~"),
-    *("[null]", "{_target_: os.system}", "\\", "$", "#", "1 2", "10" * 200, "\u0000", "[", "{"),
+    *("[null]", "{type: os.system}", "\\", "$", "#", "1 2", "10" * 200, "\u0000", "[", "{"),
 ]
 
 
@@ -127,16 +127,16 @@ def test_data(fuzz: int, tmp_path: Path, data_root: Path, capsys: Captured) -> N
     np.savez(samples, images=rng.random((30, 1, 8, 8)).astype("f"), labels=np.arange(30) % 10)
     sampled = samples.read_bytes()
     for number in range(fuzz):
-        coins = dice("data", number)
+        streams = dice("data", number)
         kind = number % 3
         if kind == 0:
-            (data_root / "mnist.npz").write_bytes(harm(good, coins))
+            (data_root / "mnist.npz").write_bytes(harm(good, streams))
             answered(capsys, number, "account", "data=mnist", f"data.root={data_root}", *TINY)
         elif kind == 1:
-            (images / "a" / "1.png").write_bytes(harm(picture, coins))
+            (images / "a" / "1.png").write_bytes(harm(picture, streams))
             answered(capsys, number, "account", "data=folder", f"data.path={images}", *TINY)
         else:
-            samples.write_bytes(harm(sampled, coins))
+            samples.write_bytes(harm(sampled, streams))
             judged = ["evaluation.leakage=true", "evaluation.classifiers={}"]
             answered(capsys, number, "evaluate", f"samples={samples}", *judged)
 
@@ -152,7 +152,7 @@ CUT = [*RUN, "rounds=5", "runtime.checkpoint_every=2"]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, as a stranger may hand it over."""
     place = tmp_path_factory.mktemp("finished") / "run"
-    return training.train(compose("config", [*CUT, f"run_dir={place}"]))
+    return train.train(compose("config", [*CUT, f"run_dir={place}"]))
 
 
 @pytest.fixture(scope="module", params=["seeded", "secure"])
@@ -169,7 +169,7 @@ def cut_off(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
         words = [*CUT, f"privacy.noise={request.param}", f"run_dir={place / 'run'}"]
         with pytest.raises(Interrupted):
-            training.train(compose("config", words), watch=stop)
+            train.train(compose("config", words), watch=stop)
     (place / "home").mkdir(exist_ok=True)
     return place
 

@@ -17,14 +17,14 @@ from forked import Command
 from tiny import CASES, PARTITIONS, fingerprint, tiny
 
 from fedgen import cli
-from fedgen.experiments import training
-from fedgen.experiments.configuration import compose
-from fedgen.federation.client_app import LEDGER
-from fedgen.files import home
+from fedgen.config.compose import compose
+from fedgen.federation.client.app import LEDGER
 from fedgen.privacy.events import total
 from fedgen.privacy.ledger import Ledger, spend_from_json
-from fedgen.privacy.spent import SpentFile
-from fedgen.reporting.run_dir import RunDir
+from fedgen.privacy.spend_db import SpendDb
+from fedgen.run import train
+from fedgen.storage.io import fedgen_home
+from fedgen.storage.run_dir import RunDir
 
 KILLS = 3
 MODES = ["seeded", "seeded", "secure"]
@@ -52,7 +52,9 @@ def released(run: Path, name: str, clients: int, seeded: bool) -> dict[int, Any]
     """What each client's ledger comes to."""
     folder = run / "clients"
     return {
-        client: Ledger(folder / str(client) / LEDGER, name, client, seeded, looking=True).account()
+        client: Ledger(
+            folder / str(client) / LEDGER, name, client, seeded, read_only=True
+        ).account()
         for client in range(clients)
     }
 
@@ -74,12 +76,12 @@ def test_killed_at_any_moment(fuzz: int, tmp_path: Path) -> None:
         assert cli.run(command) in ((0,) if noise == "seeded" else (0, 2)), case
         if noise == "seeded":
             whole = [*words[:-1], f"run_dir={tmp_path}/whole-{number}"]
-            assert fingerprint(run) == fingerprint(training.train(compose("config", whole))), case
+            assert fingerprint(run) == fingerprint(train.train(compose("config", whole))), case
             continue
         identity = json.loads((run / "run.json").read_text())
         [entry] = [
             e
-            for e in SpentFile(home() / "spent.sqlite").entries(identity["data"])
+            for e in SpendDb(fedgen_home() / "spent.sqlite").entries(identity["data"])
             if e.run == identity["run"]
         ]
         told = json.loads((run / "privacy.json").read_text())["clients"]
@@ -88,4 +90,4 @@ def test_killed_at_any_moment(fuzz: int, tmp_path: Path) -> None:
             counted = spend_from_json(told[str(client)]["events"])
             more = total([counted])
             assert all(more.get(event, 0) >= n for event, n in account.spend.items()), case
-            assert all(entry.cost.get(event, 0) >= n for event, n in more.items()), case
+            assert all(entry.spend.get(event, 0) >= n for event, n in more.items()), case

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from hostile import lying
+from mutation import kills
 from tiny import TINY
 
 import fedgen
 from fedgen import cli
+from fedgen.config.compose import compose
 from fedgen.errors import Interrupted
-from fedgen.experiments import training
-from fedgen.experiments.configuration import compose
-from fedgen.experiments.settings import Setup
 from fedgen.federation import messages
 from fedgen.federation.rounds import RunState
+from fedgen.run import train
+from fedgen.run.setup import Setup
 
 CLIENTS = 4
 RUN = [*TINY, "partition=iid", f"partition.clients={CLIENTS}", "method.routing=per_sample"]
@@ -121,6 +122,24 @@ ANSWERS: dict[str, Callable[[Content], None]] = {
 }
 
 
+@kills(
+    "fedgen/federation/rounds.py",
+    "not self._is_planned(spend) or not",
+    "False and not",
+    case="a million",
+)
+@kills(
+    "fedgen/federation/rounds.py",
+    "            self._record_spend(client, NonPrivateDpEvent())  # it left",
+    "            pass  # it left",
+    case="a million",
+)
+@kills(
+    "fedgen/federation/rounds.py",
+    "if (norms > self.method.plan.max_norm).any():",
+    "if False:",
+    case="numbers of a million",
+)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_lie_is_a_failure_of_one_client(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +185,11 @@ ACCOUNTS: dict[str, Callable[[Content], None]] = {
 }
 
 
+@kills(
+    "fedgen/federation/rounds.py",
+    "if not self._is_planned(account.spend) or max_count > self._most_rows:",
+    "if False:",
+)
 @pytest.mark.parametrize(
     "event", [{"event": "non_private"}, poisson(0.1), GAUSSIAN | {"noise_multiplier": math.nan}]
 )
@@ -211,6 +235,11 @@ def test_a_client_cannot_have_spent_more_than_it_may_be_asked_for(
     assert 0 < record["views"]["server"]["epsilon"] <= 10
 
 
+@kills(
+    "fedgen/run/train.py",
+    "elementwise_max(state.spends.get(client, {}), account.spend)",
+    "account.spend",
+)
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
 def test_a_lie_outlives_a_resume_and_stops_none(
     noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,12 +253,12 @@ def test_a_lie_outlives_a_resume_and_stops_none(
                 raise KeyboardInterrupt
 
         words = [*RUN, "sample_every=1", f"runtime.checkpoint_every={every}", f"run_dir={run}"]
-        # of 100 samples: by secret coins, the liar goes unasked once in 10^12
+        # of 100 samples: by secret streams, the liar goes unasked once in 10^12
         words += [f"privacy.noise={noise}", "method.batch=100"]
         with monkeypatch.context() as patch:
             lying(patch, messages.ASK, ANSWERS["less noise"])
             with pytest.raises(Interrupted):
-                training.train(compose("config", words), watch=stop)
+                train.train(compose("config", words), watch=stop)
         assert cli.run(["train", f"resume={run}"]) == 0
         record = json.loads((run / "privacy.json").read_text())
         assert record["without_bound"] == [0]

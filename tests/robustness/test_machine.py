@@ -10,8 +10,8 @@ import pytest
 from tiny import TINY, Train, fingerprint
 
 from fedgen import cli
-from fedgen.experiments.configuration import compose
-from fedgen.files import TEMPORARY
+from fedgen.config.compose import compose
+from fedgen.storage.io import TEMPORARY
 
 Captured = pytest.CaptureFixture[str]
 
@@ -22,7 +22,7 @@ MISTAKES = [
     ("evaluation=[[1]]", "evaluation"),
     ("method=null", "method"),
     ("runtime=[]", "runtime"),
-    ("method.answerers=${nope}", "method.answerers"),
+    ("method.responders=${nope}", "method.responders"),
     ("method.critic.width=99999999999999999999", "method.critic.width"),
     ("seed=1e400", "seed"),
     ("~runtime=1e-300", "runtime"),
@@ -48,7 +48,7 @@ def test_more_memory_than_there_is(tmp_path: Path, capsys: Captured) -> None:
     words = ["method.batch=99999999999", f"run_dir={tmp_path}/run"]
     assert cli.run(["train", *TINY, *words]) == 3
     said = capsys.readouterr().err
-    assert "too little memory" in said and said.count("\n") == 1
+    assert "out of memory" in said and said.count("\n") == 1
 
 
 @pytest.mark.slow

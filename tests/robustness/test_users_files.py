@@ -17,9 +17,10 @@ import pytest
 from omegaconf import OmegaConf
 from tiny import TINY, Train, fingerprint, tiny
 
-from fedgen import cli, files
+from fedgen import cli
 from fedgen.errors import FedgenError
-from fedgen.federation.ray_cluster import ray_folder
+from fedgen.federation.runtimes.ray_cluster import ray_folder
+from fedgen.storage import io
 
 Captured = pytest.CaptureFixture[str]
 
@@ -158,11 +159,11 @@ def test_what_a_run_keeps_is_for_its_owner_alone(method: str, exists: bool, tmp_
 
 
 def test_unfinished_files_are_new_and_removed(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="full"), files.temporary_path(tmp_path / "a.txt") as fresh:
+    with pytest.raises(OSError, match="full"), io.temporary_path(tmp_path / "a.txt") as fresh:
         assert fresh.exists() and fresh.parent == tmp_path
         raise OSError(errno.ENOSPC, "full")
     assert not list(tmp_path.iterdir())
-    with files.temporary_path(tmp_path / "b", folder=True) as fresh:
+    with io.temporary_path(tmp_path / "b", folder=True) as fresh:
         (fresh / "c").touch()
         fresh.rename(tmp_path / "b")
     assert tree(tmp_path) == {"b": None, "b/c": b""}
@@ -176,21 +177,21 @@ def test_a_file_system_that_promises_nothing(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(FedgenError, match="does not support fsync"):
-        files.write_whole(tmp_path / "a", b"1")
+        io.write_atomic(tmp_path / "a", b"1")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("most", [0, 10])
 def test_small_files_alone_are_read(most: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * most)
-    assert files.read_bounded(tmp_path / "a", most) == b"x" * most
+    assert io.read_bounded(tmp_path / "a", most) == b"x" * most
     (tmp_path / "a").write_bytes(b"x" * (most + 1))
     with pytest.raises(ValueError, match="larger than"):
-        files.read_bounded(tmp_path / "a", most)
+        io.read_bounded(tmp_path / "a", most)
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/zero"), tmp_path / "pipe"):
         with pytest.raises(ValueError, match="not a regular file"):
-            files.read_bounded(path, most)
+            io.read_bounded(path, most)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +250,17 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
     [
         (["account", f"rounds={'9' * 5000}"], "rounds: is too long"),
         (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long or nested too deeply"),
-        (["account", "hydra.run.dir=x"], "hydra.run.dir: is of Hydra's own"),
-        (["account", "hydra.verbose=true"], "hydra.verbose: is of Hydra's own"),
+        (["account", "hydra.run.dir=x"], "hydra.run.dir: is an option of Hydra's"),
+        (["account", "hydra.verbose=true"], "hydra.verbose: is an option of Hydra's"),
         (["account", "spent", "rounds=5"], "rounds: is not read by fedgen account spent"),
         (["account", "published=all", "rounds=5"], "rounds: is not read by"),
-        (["account", "privacy.threshold=3"], "privacy.threshold: counts answers to a secure sum"),
+        (["account", "privacy.threshold=3"], "privacy.threshold: applies to secure sums only"),
         (["link", "name=x"], "name: is of accept=KEY.pub"),
         (["link", "host=nonsense"], "host: 'nonsense' is no address of this machine"),
         (["link", "host=8.8.8.8"], "host: '8.8.8.8' is no address of this machine"),
         (["node", "log", "superlink=a:1"], "superlink: is not read by fedgen node log"),
         (["new", "method", "a", "name=b"], "name: is given twice"),
-        (["account", f"seed={2**70}"], "seed: must be a whole number"),
+        (["account", f"seed={2**70}"], "seed: must be below"),
         (
             ["train", "evaluation.judge=true", "evaluation.samples=300", "data=folder",
              "data.path=few.npz", "data.classes=2", "method=mixture_small", "data.public_rows=40"],
@@ -306,16 +307,16 @@ def test_a_source_tree_without_metadata_has_a_version() -> None:
 def test_settings_that_were_written_are_read(text: str, tmp_path: Path) -> None:
     """Texts that only look like numbers are no numbers, and those that YAML quotes are as told."""
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml({"labels": [text, 10, -3, 0, 0.5]}))
-    assert OmegaConf.create(files.read_yaml(tmp_path / "config.yaml")).labels[0] == text
+    assert OmegaConf.create(io.read_yaml(tmp_path / "config.yaml")).labels[0] == text
 
 
 def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        files.write_whole(tmp_path / "a", b"", shared=True)
-        with files.private_umask():
-            files.write_whole(tmp_path / "b", b"", shared=True)
-            with files.user_umask():
+        io.write_atomic(tmp_path / "a", b"", shared=True)
+        with io.private_umask():
+            io.write_atomic(tmp_path / "b", b"", shared=True)
+            with io.user_umask():
                 (tmp_path / "c").touch()
             (tmp_path / "d").touch()
     finally:
@@ -328,9 +329,9 @@ def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
 def test_numbers_that_yaml_reads_otherwise_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(ValueError, match="which YAML parses as"):
-        files.read_yaml(tmp_path / "policy.yaml")
+        io.read_yaml(tmp_path / "policy.yaml")
     (tmp_path / "policy.yaml").write_text("peers: {'010': ab, 0: cd}\nepsilon: 0.5\n")
-    files.read_yaml(tmp_path / "policy.yaml")
+    io.read_yaml(tmp_path / "policy.yaml")
 
 
 def test_ray_folders_of_killed_processes_alone_are_removed() -> None:

@@ -1,0 +1,140 @@
+"""Compute the cost of a run before it starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.methods.api import AggregationKind
+from fedgen.methods.plan import Plan
+from fedgen.privacy.accounting import Epsilon
+from fedgen.privacy.aggregation import Secure
+from fedgen.privacy.events import canonical, describe
+from fedgen.reporting.progress import format_epsilon
+from fedgen.run import setup
+from fedgen.run.calibrate import UNLIMITED, epsilon_for, planned_epsilons
+from fedgen.run.preflight import delta_warnings, preset_warnings
+from fedgen.run.privacy_report import amplification
+from fedgen.run.setup import Setup
+from fedgen.storage.run_dir import or_null
+
+
+def account(config: DictConfig) -> str:
+    """Return the plan of a run and its ε by view, as text or as a JSON list of one row.
+
+    Raises:
+        FedgenError: for the first invalid setting.
+    """
+    ready = setup.setup(config)
+    views = planned_epsilons(ready.method, ready.privacy)
+    return json.dumps([_row(ready, views)]) if config.output == "json" else _describe(ready, views)
+
+
+def _row(ready: Setup, views: dict[str, Epsilon]) -> dict[str, Any]:
+    plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
+    formula = claim and or_null(claim.epsilon(privacy.budget.rounds, privacy.delta))
+    return {
+        "recipe": ready.config.names.method,
+        "data": ready.config.names.data,
+        "unit": plan.unit.value,
+        "delta": privacy.delta,
+        "claimed_epsilon": None,
+        "formula_epsilon": formula,
+        "server_epsilon": or_null(views["server"].value),
+        "release_epsilon": or_null(views["release"].value),
+        "accountant": views["server"].accountant,
+        "rdp_epsilon": or_null(views["server"].second_opinion),
+        "noise_multiplier": privacy.noise_multiplier,
+        "noise_multiplier_for_claim": None,
+        "steps": plan.queries_in(privacy.budget.rounds),
+    }
+
+
+def _describe(ready: Setup, views: dict[str, Epsilon]) -> str:
+    plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
+    clients = len(ready.shards)
+    noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
+    lines = [
+        f"{ready.config.names.method} on {ready.config.names.data}, "
+        f"{clients} client{'s' if clients > 1 else ''}: at most {privacy.budget.rounds} rounds"
+        f"{_describe_query_rounds(plan, privacy.budget.rounds)} of {plan.samples_per_round} "
+        f"query sample{'s' if plan.samples_per_round > 1 else ''}; each client responds "
+        f"{_describe_client(privacy.budget.samples_per_client)}",
+        f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
+        f"δ = {privacy.delta:g}",
+        f"sampling: {plan.sampler}; noise multiplier: {noise}",
+    ]
+    for name, found in views.items():
+        by, reason = amplification(plan, name, found)
+        rows = plan.samples_per_round * plan.queries_in(privacy.budget.rounds)
+        event = plan.server_event(min(privacy.budget.samples_per_client, rows))
+        if plan.release_event is not None and found != views["server"]:
+            event = plan.release_event(privacy.budget.rounds)
+        second = ""
+        if found.second_opinion is not None:
+            second = f", second opinion {format_epsilon(found.second_opinion)}"
+        lines += [
+            f"{name}: proven ε = {format_epsilon(found.value)} ({found.accountant}{second})",
+            f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
+            f"  counted: {describe(canonical(event))}",
+        ]
+    if clients > 1 and privacy.noise_multiplier is not None:
+        lines += _compare_aggregations(ready)
+    lines += [*delta_warnings(ready), *preset_warnings(ready.config)]
+    if claim is not None:
+        formula = format_epsilon(or_null(claim.epsilon(privacy.budget.rounds, privacy.delta)))
+        lines.append(f"its formula would claim ε = {formula} ({claim.source})")
+    return "\n".join(lines)
+
+
+def _compare_aggregations(ready: Setup) -> list[str]:
+    """Compare the cost of the run at its noise multiplier for each kind of aggregation."""
+    lines, budget, delta = [], ready.privacy.budget, ready.privacy.delta
+    for kind in get_args(AggregationKind):
+        try:
+            method = ready.with_aggregation(kind)
+        except FedgenError as error:
+            lines.append(f"noise made {_NOISE_SOURCE[kind]}: not possible: {error.problem}")
+            continue
+        rows = min(
+            budget.samples_per_client,
+            method.plan.samples_per_round * method.plan.queries_in(budget.rounds),
+        )
+        own = replace(budget, samples_per_client=rows)
+        server, release = (
+            format_epsilon(epsilon_for(method, own, budget.rounds, rows, delta, who).value)
+            for who in (True, False)
+        )
+        sums = method.plan.aggregation
+        shares = method.cohort.responses_per_sample if sums.is_local else 1.0
+        if isinstance(sums, Secure):
+            shares = sums.asked / sums.honest
+        lines.append(
+            f"noise made {_NOISE_SOURCE[kind]}: ε = {server} (server), {release} (release); noise "
+            f"of the sum {math.sqrt(shares):.3g} times its multiplier"
+        )
+    return lines
+
+
+_NOISE_SOURCE: dict[AggregationKind, str] = {
+    "local": "by each client (local)",
+    "secure": "by all clients together (secure)",
+    "trusted": "by an aggregator (trusted)",
+}
+
+
+def _describe_client(rows: int) -> str:
+    if rows >= UNLIMITED:
+        return "any number of times"
+    return "at most once" if rows == 1 else f"at most {rows} times"
+
+
+def _describe_query_rounds(plan: Plan, rounds: int) -> str:
+    """Describe which rounds query clients, if not all do."""
+    asking = plan.queries_in(rounds)
+    return "" if asking == rounds else f" ({asking} query clients)"

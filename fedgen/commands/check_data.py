@@ -1,0 +1,139 @@
+"""Run ``fedgen data check``: describe a data set before training, with the warnings of a rehearsal.
+For the holder of the images: counts are private, and stay here."""
+
+from __future__ import annotations
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.config import validation
+from fedgen.config.compose import compose
+from fedgen.config.overrides import shell_quote, to_override_value
+from fedgen.data.datasets import Dataset
+from fedgen.privacy.budget import delta_problem
+from fedgen.run.preflight import MIN_IMAGES, narrow_range, rare_labels, unread_columns
+from fedgen.run.setup import partitioned_data
+
+
+def check(config: DictConfig) -> str:
+    """Read the data set of a configuration; describe it and suggest settings.
+
+    Raises:
+        FedgenError: for settings or data that training would refuse.
+    """
+    validation.check(config)
+    found, shards = partitioned_data(config)
+    channels, height, width = found.shape
+    kind = "grey" if channels == 1 else "RGB"
+    rows, test = len(found.labels), len(found.test_labels)
+    counts = np.bincount(found.labels, minlength=found.classes)
+    lines = [
+        f"{found.name}: {rows:,} images to train on, {test:,} to test on, {width}x{height} {kind}",
+        f"{found.classes} label{'s' if found.classes > 1 else ''}, with {_describe_counts(counts)}",
+    ]
+    if found.writers is not None:
+        of = np.unique(found.writers, return_counts=True)[1]
+        lines.append(f"{len(of):,} clients, with {_describe_counts(of)}")
+    if len(shards) > 1:
+        sizes = np.array([len(shard) for shard in shards])
+        lines.append(
+            f"partition={config.names.partition}: {len(shards):,} clients, "
+            f"{_describe_counts(sizes)}"
+        )
+    if found.persons is not None and found.has_persons:
+        of = np.unique(found.persons, return_counts=True)[1]
+        lines.append(f"{len(of):,} persons, with {_describe_counts(of)}")
+    if found.names is not None:
+        names = ", ".join(found.names[:_MAX_NAMES])
+        lines.append(f"labels, published by name (data.names=false: by number): {names}")
+    lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
+    if (wrong := delta_problem(config.privacy.delta, rows, "image")) is not None:
+        lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
+    epsilon = f"privacy.target_epsilon={_EPSILON:g}"
+    usual = compose("account", [f"data={config.names.data}"])
+    fitting = _suggested_overrides(found, usual.data.get("public_rows") is not None)
+    lines.append(
+        f"fits: fedgen train {shell_quote([*_data_overrides(config, usual), *fitting, epsilon])}"
+    )
+    lines.append(
+        "(privacy.target_epsilon: yours to choose, 1 is strong if δ is well below 1 / number of "
+        f"images; without it, ε is {usual.privacy.target_epsilon:g})"
+    )
+    lines.append(
+        "(method.private_classifier=none: many times as fast, and better where images are few)"
+    )
+    lines.append("these numbers are private: do not publish them")
+    return "\n".join(lines)
+
+
+def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
+    said = []
+    if found.classes == 1:
+        said.append("all images have one label: the utility of samples cannot be measured")
+    said += narrow_range(found) + rare_labels(found, counts)
+    if test < MIN_IMAGES:
+        said.append(
+            f"{test} test images are few for an evaluation: consider the confidence intervals"
+        )
+    if found.example_keys.moves:
+        said.append(
+            f"{found.example_keys.moves}: methods with sums accept these images, and those that "
+            "protect replaced records refuse them"
+        )
+    if found.has_persons and _persons_span_clients(found):
+        said.append(
+            "a person has images at several clients, and no client can protect them alone: with "
+            "privacy.unit=person use partition=single"
+        )
+    said += unread_columns(found)
+    if found.persons is None:
+        said.append("ε protects single images: several images of one person are separate records")
+    return said
+
+
+_MIN_IMAGES_FOR_CLASSIFIER = 10_000  # with fewer, its labels are worse than those of samples
+_MAX_NAMES = 20  # names per line
+_EPSILON = 5  # suggested target
+
+
+def _describe_counts(counts: np.ndarray) -> str:
+    few, most = int(counts.min()), int(counts.max())
+    return f"{most:,} images each" if few == most else f"{few:,} to {most:,} images each"
+
+
+def _data_overrides(config: DictConfig, usual: DictConfig) -> list[str]:
+    """Return the overrides that say where the data are and how they are read, as far as they differ
+    from the defaults."""
+    words = [f"data={config.names.data}"]
+    for key in config.data:
+        value = OmegaConf.select(config.data, str(key))
+        if value != usual.data.get(key) and key != "public_rows":
+            words.append(f"data.{key}={to_override_value(value)}")
+    return words
+
+
+def _suggested_overrides(found: Dataset, known: bool) -> list[str]:
+    """Return overrides that suit the data; numbers of images are rounded, because settings are
+    public."""
+    count = len(found.labels)
+    by = "by_folder" if found.persons is None or found.has_persons else "by_writer"
+    clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
+    persons = []
+    if found.persons is not None and found.has_persons:
+        of = np.unique(found.persons, return_counts=True)[1]
+        most = 2 ** int(np.log2(np.median(of)))  # roughly: it is public
+        count = int(np.minimum(of, most).sum())
+        persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
+        clients = [] if _persons_span_clients(found) else clients
+    about = round(count, 1 - len(str(count)))  # one digit: it becomes public
+    rows = [] if known and not persons else [f"data.public_rows={about}"]
+    teacher = ["method.private_classifier=none"] if count < _MIN_IMAGES_FOR_CLASSIFIER else []
+    return ["method=mixture", *teacher, *rows, *clients, *persons]
+
+
+def _persons_span_clients(found: Dataset) -> bool:
+    """Return whether a person has images at more than one client."""
+    if found.writers is None or found.persons is None:
+        return False
+    pairs = np.unique(np.stack([found.persons, found.writers]), axis=1)
+    return bool(pairs.shape[1] > len(np.unique(found.persons)))

@@ -1,0 +1,327 @@
+"""Run ``fedgen check``: test whether a method satisfies the contract of all methods.
+
+It trains short runs in a temporary folder and attacks the client program. The output also lists
+what cannot be tested: only the author of a method knows its worst neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+
+from fedgen.commands.audit import Adversary, adversaries, attack, check_audit, distinguishing_noise
+from fedgen.config.compose import compose
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError, Interrupted
+from fedgen.federation.client.app import ERRORS, last_error
+from fedgen.federation.failures import NoResponseError
+from fedgen.methods.api import Method
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.aggregation import Release
+from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
+from fedgen.randomness import RandomStreams
+from fedgen.reporting.progress import RunProgress, format_epsilon
+from fedgen.run import setup
+from fedgen.run.generator import draw_samples, labels_of, load_generator
+from fedgen.run.setup import Setup
+from fedgen.run.train import train
+from fedgen.storage.run_dir import RunDir
+
+_CLIENTS = 4
+_MAX_RECORDS = 300  # records next to the additional one
+_DRAWS = 100  # samples that may omit it
+_LOW_NOISE = 1e-4  # noise standard deviation over sensitivity
+_NUMBERS = 3000  # noise values for a precision of 1 %
+_TOLERATED = 1.1  # factor over a bound
+UNSEEN = """\
+not checked, known only to the author: that the neighbours in worst_cases are the worst case,
+and that the server receives nothing from clients but their responses"""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Result of one check; ``passed``: None if it could not be decided."""
+
+    promise: str
+    detail: str
+    passed: bool | None
+
+
+def check(config: DictConfig) -> str:
+    """Train and attack a method with these settings; return the results as text.
+
+    Raises:
+        FedgenError: for an invalid setting, or if a check fails.
+    """
+    for key in ("resume", "run_dir", "start", "group"):
+        if config[key] is not None:
+            problem = "names one run directory; a check trains several runs and deletes them"
+            raise FedgenError(key, problem, "leave it out")
+    if config.privacy.noise != "seeded":
+        problem = "is for releases: a check repeats runs"
+        raise FedgenError("privacy.noise", problem, "leave it out")
+    check_audit(config.audit)
+    if not config.audit.releases:
+        raise FedgenError("audit.releases", "0 releases leave nothing to attack", "e.g. 4000")
+    own = config.copy()
+    with open_dict(own):
+        del own.audit  # no canaries
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            setup.setup(own).method.worst_cases()  # before running for minutes
+            found = [*_runs(_smallest_run(own), Path(folder)), *_attacks(own, config.audit)]
+        except Interrupted:
+            raise Interrupted("interrupted; start the check again") from None
+        except FedgenError as error:
+            for file in Path(folder).glob(f"*/clients/*/{ERRORS}"):  # deleted with the folder
+                if (last := last_error(file)) is not None:
+                    print("".join(last["trace"]), end="")
+            if not isinstance(error, NoResponseError):
+                raise
+            cause = error.remedy.partition("(see ")[0].strip()  # the rest names deleted files
+            raise FedgenError("method", error.problem, f"{cause}; fix it") from error
+    signs = {True: "holds ", False: "BROKEN", None: "open  "}
+    lines = [f"{signs[each.passed]}  {each.promise}: {each.detail}" for each in found]
+    broken = [each for each in found if each.passed is False]
+    text = "\n".join([*lines, UNSEEN])
+    if broken:
+        print(text)
+        problem = f"{config.names.method} breaks {len(broken)} of {len(found)} promises"
+        raise FedgenError("method", problem, "fix it before you rely on its ε")
+    return text
+
+
+def _smallest_run(config: DictConfig) -> DictConfig:
+    """Return settings of a run without evaluation."""
+    few = config.copy()
+    quiet = compose("config", ["evaluation=none", "runtime=in_process"])
+    few.evaluation, few.names.evaluation = quiet.evaluation, "none"
+    few.evaluate_every, few.sample_every, few.log_every = 0, 1, 1
+    with open_dict(few):
+        own = {key: few.runtime[key] for key in quiet.runtime if key in few.runtime}
+        few.runtime = {**quiet.runtime, **own, "type": quiet.runtime.type}
+        few.runtime.checkpoint_every = 1
+    few.names.runtime = "in_process"
+    return few
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def _runs(config: DictConfig, folder: Path) -> list[CheckResult]:
+    first = _train(config, folder / "first")
+    moved = config.copy()
+    moved.runtime.store, moved.runtime.serialize = "disk", True
+    return [
+        _check_budget(first, config),
+        _check_accounting(first),
+        _check_samples(first),
+        _check_same(_train(config, folder / "again"), first, "a run repeats"),
+        _check_same(
+            _train(moved, folder / "moved"), first, "states on disk do not change the result"
+        ),
+        _check_resume(config, folder / "cut", first),
+        *_check_clients(config, folder),
+    ]
+
+
+def _train(config: DictConfig, place: Path) -> RunDir:
+    here = config.copy()
+    here.run_dir = str(place)
+    print(f"a run, {place.name}:", flush=True)
+    return RunDir(train(here))
+
+
+def _check_budget(run: RunDir, config: DictConfig) -> CheckResult:
+    """Check the budget against its adversary."""
+    who, target = config.privacy.adversary, config.privacy.target_epsilon
+    found = run.privacy()["views"][who]["epsilon"]
+    said = f"ε {format_epsilon(found)} against {who}, of {target}"
+    if target is None:
+        return CheckResult("a run stays within its budget", f"{said}: none is set", None)
+    return CheckResult("a run stays within its budget", said, found is not None and found <= target)
+
+
+def _check_accounting(run: RunDir) -> CheckResult:
+    """Check that the printed ε is at least that of the lines in the ledger of each client."""
+    printed, lines = run.privacy(), 0
+    relation, promise = Relation(printed["relation"]), "ledgers add up to the printed ε"
+    for client, page in printed["clients"].items():
+        told = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
+        spend = total([canonical(from_json(json.loads(line)["event"])) for line in told])
+        lines += len(told)
+        least = epsilon(spend, printed["delta"], relation).or_infinity if spend else 0.0
+        server = math.inf if page["server"] is None else page["server"]
+        if server < least * (1 - 1e-9):
+            said = f"client {client} has {format_epsilon(server)}, and spent {least:.4g}"
+            return CheckResult(promise, said, False)
+    return CheckResult(promise, f"{lines} releases", True)
+
+
+def _check_samples(run: RunDir) -> CheckResult:
+    """Check that samples need only ``public/``."""
+    found = load_generator(run.public, "cpu")
+    method, generator = found.method, found.weights
+    streams = RandomStreams.from_seed(0, "seeded").at("sample")
+    count = method.server.distinct_images or 10 * found.classes
+    labels = labels_of(found, count, None, streams)
+    images = method.server.sample(generator, labels, streams)
+    fits = bool(images.isfinite().all() and images.min() >= 0 and images.max() <= 1)
+    again = draw_samples(method, generator, labels, streams)
+    fits &= np.array_equal(again, draw_samples(method, generator, labels, streams))
+    said = f"{count} of shape {tuple(images.shape[1:])}, from public/ alone"
+    return CheckResult("samples are images, and repeat", said, fits)
+
+
+def _check_same(run: RunDir, first: RunDir, promise: str) -> CheckResult:
+    of_first, of_run = first.results()["generator_sha256"], run.results()["generator_sha256"]
+    same = of_first == of_run and first.privacy()["views"] == run.privacy()["views"]
+    return CheckResult(promise, "to the same bit" if same else "to another generator", same)
+
+
+def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult:
+    """Check a run that is interrupted at its second picture, as by Ctrl-C, and resumed."""
+    here, seen = config.copy(), []
+    here.run_dir = str(place)
+
+    def cut(*told: object) -> None:
+        seen.append(told)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    print("a run, interrupted and resumed:", flush=True)
+    promise = "an interrupted run resumes"
+    try:
+        train(here, watch=cut)
+    except Interrupted:
+        if len(seen) < 2:  # interrupted as by Ctrl-C
+            raise
+        return _check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, promise)
+    return CheckResult(promise, "too short to interrupt: use more rounds", None)
+
+
+def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
+    """Check several clients, with and without secure sums; a method may refuse what it does not
+    support."""
+    words = ["partition=iid", f"partition.clients={_CLIENTS}"]
+    shared = config.copy()
+    with open_dict(shared):
+        shared.partition = compose("config", words).partition
+    shared.names.partition = "iid"
+    found = []
+    for kind, who in ((config.privacy.aggregation, "several clients"), ("secure", "secure sums")):
+        here = shared.copy()
+        here.privacy.aggregation = kind
+        promise = f"{who} stay within the budget"
+        try:
+            run = _train(here, folder / who.replace(" ", "-"))
+        except FedgenError as error:
+            found.append(CheckResult(promise, f"refused ({error})", None))
+            continue
+        budget = _check_budget(run, here)
+        found.append(CheckResult(promise, budget.detail, budget.passed))
+    return found
+
+
+# --- attacks --------------------------------------------------------------------------------------
+
+
+def _attacks(config: DictConfig, audit: DictConfig) -> list[CheckResult]:
+    """Attack each kind of query and each view: with the stated noise, and with half of it."""
+    ready = setup.setup(config)
+    found = [_corrected(ready, kind) for kind in range(len(ready.method.worst_cases()))]
+    for sight in adversaries(ready.method):
+        for kind, worst in enumerate(ready.method.worst_cases()):
+            name = f"{sight.name}, {next(iter(worst.query.samples))}"
+            noise = audit.noise_multiplier or distinguishing_noise(ready, sight, kind)
+            above, said = _attack(ready, sight, kind, (noise, noise), audit)
+            found.append(CheckResult(f"no attack refutes the proof ({name})", said, not above))
+            if worst.custom_noise:  # independent of that of the run
+                continue
+            caught, less = _attack(ready, sight, kind, (noise, noise / 2), audit)
+            if not caught:
+                less += ": the attack is too weak to decide, e.g. because of secret sampling"
+            found.append(
+                CheckResult(f"half of the noise is noticed ({name})", less, caught or None)
+            )
+    return found
+
+
+def _corrected(ready: Setup, kind: int) -> CheckResult:
+    """Check that one more record among up to 300 of the first client's (white, grey, black, noise
+    or a duplicate, under two labels) moves the sum no further than accounted. It is appended last,
+    so that all others keep their positions."""
+    loud, quiet = ready.at_noise(1.0), ready.at_noise(_LOW_NOISE)
+    worst = loud.worst_cases()[kind]
+    promise = (
+        f"one more record among many moves a sum by no more ({next(iter(worst.query.samples))})"
+    )
+    local = loud.plan.aggregation.is_local and loud.plan.unit is Unit.RECORD
+    if worst.custom_noise:
+        return CheckResult(promise, "not tested: the noise of a warm-up is fixed", None)
+    if not local or loud.plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
+        return CheckResult(promise, "tested if clients respond with noised sums over records", None)
+    [leaf] = canonical(worst.event)  # one Gaussian, with or without sampling
+    proven = 1 / getattr(leaf, "event", leaf).noise_multiplier
+    whole = ready.dataset.shard(ready.shards[0])
+    images, labels = whole.images[:_MAX_RECORDS], whole.labels[:_MAX_RECORDS]
+    source = ready.streams.at("check").public("rows")
+
+    def sent(made: Method, more: list[tuple[Tensor, int]], streams: int) -> NDArray[np.float64]:
+        rows = torch.cat([images, *(row[None] for row, _ in more)])
+        shard = Shard(rows, torch.cat([labels, torch.tensor([each for _, each in more]).long()]))
+        here = ready.streams.at("check", kind, streams)
+        answer = made.client.respond({}, worst.query, shard, worst.round, here)
+        assert isinstance(answer, Release)
+        return np.asarray(answer.arrays["answer"], float).ravel()
+
+    noise = torch.randint(0, 256, images.shape[1:], generator=source, dtype=torch.uint8)
+    tried = [*(torch.full_like(noise, grey) for grey in (255, 219, 0)), noise, images[0]]
+    for streams in range(_DRAWS):  # until the record is sampled
+        without = sent(quiet, [], streams)
+        if np.abs(sent(quiet, [(noise, int(labels[-1]))], streams) - without).max() > 0:
+            break
+    else:
+        return CheckResult(promise, f"none of {_DRAWS} samples included the record", None)
+    enough = range(-(-_NUMBERS // without.size))
+    std = float(np.std([sent(loud, [], each) - sent(quiet, [], each) for each in enough]))
+    most = max(
+        float(np.linalg.norm(sent(quiet, [(row, label)], streams) - without)) / std / proven
+        for row in tried
+        for label in (int(labels[-1]), (int(labels[-1]) + 1) % ready.dataset.classes)
+    )
+    said = f"{most:.2f} of the accounted sensitivity, at most"
+    return CheckResult(promise, said, most < _TOLERATED)
+
+
+def _attack(
+    ready: Setup, sight: Adversary, kind: int, noise: tuple[float, float], audit: DictConfig
+) -> tuple[bool, str]:
+    """Return whether an attack refutes a program, given its ``noise`` (stated, used), and how
+    closely."""
+    claimed, really = map(ready.at_noise, noise)
+    with RunProgress() as progress:
+        points = attack(
+            really,
+            claimed.plan,
+            claimed.worst_cases()[kind],
+            sight,
+            releases=audit.releases,
+            confidence=audit.confidence,
+            delta=ready.config.privacy.delta,
+            streams=ready.streams.at("check", sight.name, kind),
+            told=lambda done: progress.show("simulated releases", done, 2 * audit.releases, ""),
+        )
+    most = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
+    proven = format_epsilon(most.proven)
+    said = f"the attack shows ε ≥ {most.lower_bound:.2f}; proven for its view: {proven}"
+    return any(point.broken for point in points), said

@@ -1,0 +1,125 @@
+"""Run ``fedgen release``: from a rehearsal to a published package."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.config.compose import compose
+from fedgen.errors import FedgenError, Interrupted
+from fedgen.privacy.budget import delta_problem
+from fedgen.run.resume import check_runtime_is_local, open_run, settings_before_derivation
+from fedgen.run.train import train
+from fedgen.storage.io import check_no_links, share, temporary_path
+from fedgen.storage.run_dir import RunDir
+
+
+def release(config: DictConfig) -> tuple[Path, Path]:
+    """Train once more with the settings of a seeded run and random streams of the operating system,
+    with no access to private images except training, and pack the release. A run with secret noise
+    is packed unchanged.
+
+    Returns:
+        The run directory, and the packed file.
+
+    Raises:
+        FedgenError: for a run that cannot be released.
+    """
+    out = Path(config.out)
+    if out.suffix != ".zip" or out.exists():
+        problem = f"{out} exists" if out.suffix == ".zip" else f"{out} is no .zip file"
+        raise FedgenError("out", problem, "give a new out=FILE.zip")
+    _check_place(out)
+    run_dir, was, identity = open_run(Path(config.run), "run")
+    if not run_dir.finished:
+        problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"
+        raise FedgenError("run", problem, remedy)
+    run = run_dir.path
+    privacy = run_dir.privacy()
+    if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
+        raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
+    if was.privacy.noise == "seeded":
+        try:
+            run = train(_release_config(was, identity, config))
+        except FedgenError as error:
+            if error.key == "privacy.budget_epsilon":  # named differently here
+                raise FedgenError("budget_epsilon", error.problem, error.remedy) from error
+            raise
+        except Interrupted as error:
+            told = f"{error}, then pack it: fedgen release run=... out={out}"
+            raise Interrupted(told) from error
+    _pack(RunDir(run), out)
+    return run, out
+
+
+def _check_place(out: Path) -> None:
+    """Raise FedgenError if nothing can be written, before anything is spent."""
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
+
+
+def _release_config(was: DictConfig, identity: dict[str, Any], asked: DictConfig) -> DictConfig:
+    """Return the settings of a rehearsal for a release.
+
+    Raises:
+        FedgenError: for a run without noise, with initial weights of another run, of an audit or of
+            fedgen debug, or on a runtime elsewhere.
+    """
+    for what, found in (
+        ("has no noise", was.names.privacy == "none"),
+        ("began with another run's weights, and has no ε", was.start is not None),
+        ("was an audit, with canaries among the images", was.get("audit") is not None),
+        ("was one of several generators for debugging", was.group is not None),
+    ):
+        if found:
+            raise FedgenError("run", what, "rehearse the release with fedgen train")
+    again = "train by fedgen train privacy.noise=secure evaluation=none runtime.address={}; pack it"
+    check_runtime_is_local(was, again)
+    now = was.copy()
+    for key, value in settings_before_derivation(
+        Path(asked.run), was, identity, "run"
+    ).items():  # calibrated again
+        OmegaConf.update(now, key, value)
+    quiet = compose("config", ["evaluation=none"])
+    now.evaluation, now.names.evaluation = quiet.evaluation, "none"
+    now.evaluate_every, now.held_out, now.corruption.fraction = 0, 0, 0.0
+    now.runtime.faults = quiet.runtime.faults
+    now.privacy.noise, now.privacy.budget_epsilon = "secure", asked.budget_epsilon
+    now.run_dir = asked.run_dir
+    return now
+
+
+def _pack(run: RunDir, out: Path) -> None:
+    """Pack the published files of a run atomically.
+
+    Raises:
+        FedgenError: if they differ from what the run wrote, or there is not enough space.
+    """
+    check_no_links(run.public, "run")
+    run.check_digests("run")
+    try:
+        with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
+            for file in run.published:
+                member = zipfile.ZipInfo(f"{out.stem}/{file.name}")  # dated 1980: reveals no time
+                member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                opened_.writestr(member, file.read_bytes())
+            opened_.close()
+            if out.exists():
+                raise FileExistsError(errno.EEXIST, "it exists now", str(new))
+            share(new)
+            new.rename(out)
+    except OSError as error:
+        problem = (
+            f"{out} cannot be written ({error.strerror}); the release was computed and "
+            "its ε is spent"
+        )
+        remedy = f"pack it: fedgen release run={run.path} out=FILE.zip"
+        raise FedgenError("out", problem, remedy) from error

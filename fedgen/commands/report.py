@@ -1,0 +1,65 @@
+"""Run ``fedgen report``: write the page of one or more runs; a shorter one for an unfinished
+run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, ListConfig
+
+from fedgen.errors import FedgenError
+from fedgen.reporting.report import report as page
+from fedgen.reporting.so_far import SnapshotReport, load_snapshot_report
+from fedgen.reporting.summary import unbounded_note
+from fedgen.run.generator import draw_samples
+from fedgen.run.resume import check_unaltered
+from fedgen.run.snapshot import is_unfinished, load_snapshot
+from fedgen.storage.io import write_atomic
+from fedgen.storage.run_dir import RunDir
+
+_COLUMNS = 10
+
+
+def report(config: DictConfig) -> Path:
+    """Write the page.
+
+    Raises:
+        FedgenError: for a mistake of the user.
+    """
+    out = Path(config.out)
+    if out.suffix != ".html":
+        raise FedgenError("out", f"{out} is no .html file", "give out=FILE.html")
+    if config.audience == "server" and out.absolute().parent.name == "public":
+        problem = f"{out} lies in a folder that is published, and a server's page is not"
+        raise FedgenError("out", problem, "choose another place, or audience=public")
+    runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
+    about = {str(key): value for key, value in config.about.items()}
+    paths = [Path(str(run)) for run in runs]
+    alone = len(paths) == 1 and config.audience == "server"
+    if alone and is_unfinished(paths[0]):
+        text = _snapshot_report(paths[0])
+    else:
+        for path in paths if config.audience == "server" else []:
+            _, was, identity = RunDir.open(path, "runs")
+            check_unaltered(path, was, identity, "runs")
+        text = page(paths, config.audience, about)
+    try:
+        write_atomic(out, text.encode(), shared=True)
+    except OSError as error:
+        raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
+    return out
+
+
+def _snapshot_report(path: Path) -> str:
+    """Return the page of an unfinished run."""
+    made = load_snapshot(path)
+    plan, classes = made.setup.method.plan, made.setup.dataset.classes
+    streams = made.setup.streams.at("shown")
+    labels = torch.arange(classes).repeat_interleave(_COLUMNS)
+    images = draw_samples(made.setup.method, made.generator, labels, streams)
+    unit, delta = plan.unit.value, made.setup.privacy.delta
+    spent = {name: found.value for name, found in made.spent.items()}
+    but_for = unbounded_note(len(made.without_bound), len(made.setup.shards))
+    told = made.setup.config, made.note, unit, delta, spent, but_for
+    return load_snapshot_report(SnapshotReport(made.run_dir, *told, images, _COLUMNS))

@@ -1,0 +1,1 @@
+"""Settings: composition by Hydra, types, validation, construction."""

@@ -1,0 +1,274 @@
+"""Parse overrides: Hydra's grammar, sweeps, and its errors as one line."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import numbers
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from fedgen.config.extensions import config_folders
+from fedgen.config.renamed import RENAMED
+from fedgen.errors import FedgenError
+
+_SHOWN = 200  # characters of a value shown in an error
+_LONGEST, _DEEPEST = 100_000, 50  # characters of an override; nesting of lists
+_MAX_SHOWN = "is too long or nested too deeply", "shorten it"
+_HINTS = 3  # settings named in a hint
+_HOME_TILDE = re.compile(r"(?<=[=,\[])~(?=/)")  # unchanged by a shell, in a word or in quotes
+# what is quoted already; or a name inside of a list with a letter that Hydra's grammar has no place
+# for outside of quotes
+_UNQUOTED_NAME = re.compile(
+    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|"""
+    r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*",
+    re.ASCII,
+)
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
+
+
+def override_key(word: str) -> str:
+    """Return the key of ``KEY=VALUE``."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def parse_overrides(words: Sequence[str]) -> list[str]:
+    """Return overrides in Hydra's grammar, which accepts neither non-ASCII letters nor ``=();&#``
+    and similar characters outside quotes: names with these (``data.path=Hündin``) are quoted here.
+    ``~`` in a path is the home folder.
+
+    Raises:
+        FedgenError: for an override that is not valid even in quotes.
+    """
+    parser = OverridesParser.create()
+
+    def is_read(word: str) -> bool:
+        try:
+            parser.parse_overrides([word])
+        except HydraException:
+            return False
+        except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+            raise FedgenError(override_key(word), *_MAX_SHOWN) from error
+        return True
+
+    def quoted(word: str) -> str:
+        key, _, value = word.partition("=")
+        text = f"{key}={to_override_value(value)}"
+        if set(value) & set("[]{},'\"$"):  # not a plain name: quote the names in it
+            text = _UNQUOTED_NAME.sub(lambda name: name[1] or to_override_value(name[0]), value)
+            text = f"{key}={text}"
+        if not is_read(text):
+            remedy = f"""quote it: {key}="'...'" """.strip()
+            raise FedgenError(override_key(word), f"cannot be read: {value[:_SHOWN]}", remedy)
+        return text
+
+    words = [_HOME_TILDE.sub(lambda _: str(Path.home()), word) for word in words]
+    for word in words:
+        if word.startswith("~"):
+            remedy = "leave out the ~, or set it to null"
+            raise FedgenError(override_key(word), "cannot be removed", remedy)
+        if override_key(word).startswith("hydra.") and override_key(word) != "hydra.searchpath":
+            problem = "is an option of Hydra's command line, which fedgen does not use"
+            remedy = "leave it out; run_dir=DIR says where a run is"
+            raise FedgenError(override_key(word), problem, remedy)
+        deepest = max(itertools.accumulate((c in "[{") - (c in "]}") for c in word), default=0)
+        if len(word) > _LONGEST or deepest > _DEEPEST:
+            raise FedgenError(override_key(word)[:_SHOWN], *_MAX_SHOWN)
+    return [word if is_read(word) else quoted(word) for word in words]
+
+
+def group_folders() -> dict[str, Path]:
+    """Return the folder of each group, of fedgen or of an extension."""
+    places = [place for place in reversed(config_folders()) if place.is_dir()]
+    return {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
+
+
+def check_groups(overrides: list[str]) -> None:
+    """Raise FedgenError for an option of a group that is not a name."""
+    folders = group_folders()
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for word, each in zip(overrides, parsed, strict=True):
+        group = folders.get(each.key_or_group)
+        value = each.value()
+        left_out = each.is_delete() and value is None
+        if group and not left_out and not isinstance(value, str | QuotedString | dict):
+            known = sorted(path.stem for path in group.glob("*.yaml"))
+            problem = f"cannot be {word.partition('=')[2]}"
+            raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")
+
+
+def set_values(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Apply overrides of single settings (``key=value``, ``+key=value``) to a composed
+    configuration, as Hydra does while composing, which is the slowest step.
+
+    Raises:
+        HydraException: for an unknown key.
+        FedgenError: for an existing key with ``+``.
+    """
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        present = OmegaConf.select(config, key, throw_on_missing=False) is not None
+        if override.is_add() and present and not isinstance(value, dict | list):
+            raise FedgenError(key, "is a setting already", "leave out the +")
+        try:
+            added = override.is_add() or override.is_force_add()
+            OmegaConf.update(config, key, value, merge=True, force_add=added)
+        except (ConfigAttributeError, ConfigKeyError) as error:
+            raise HydraException(f"Could not override '{key}'") from error
+
+
+def to_override_value(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, numbers.Real):  # NumPy's too
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)  # 1.0 is 1: the same run as by the command line
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return (
+            "{" + ",".join(f"{key}:{to_override_value(each)}" for key, each in value.items()) + "}"
+        )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(to_override_value(each) for each in value) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", r"\'")
+    return f"'{quoted}'"
+
+
+def shell_quote(words: Sequence[str]) -> str:
+    """Return words quoted for a shell, in double quotes if they contain single ones."""
+    return " ".join(
+        f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+        for word in words
+    )
+
+
+def combinations(overrides: list[str]) -> list[list[str]]:
+    """Return every combination of comma-separated values, as in Hydra's sweeps, and of the axes of
+    ``sweep=NAME``."""
+    sweeps = [word.partition("=")[2] for word in overrides if override_key(word) == "sweep"]
+    base, axes = _axes(sweeps[-1]) if sweeps else ([], [])
+    overrides = parse_overrides([word for word in overrides if override_key(word) != "sweep"])
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        options = [
+            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+            if each.is_sweep_override()
+            else [word]
+            for each, word in zip(parsed, overrides, strict=True)
+        ]
+    except HydraException as error:
+        raise one_line_error(error) from error
+    return [
+        [*base, *itertools.chain(*(words.split() for words in point)), *batch]
+        for point in itertools.product(*axes)
+        for batch in itertools.product(*options)
+    ]
+
+
+def _axes(name: str) -> tuple[list[str], list[list[str]]]:
+    """Return the overrides of all runs of a sweep, and its axes: alternatives of one or more
+    overrides."""
+    found = OmegaConf.to_container(OmegaConf.load(config_name("sweep", name)))
+    assert isinstance(found, dict)
+    return found["base"], found["axes"]
+
+
+def config_name(folder: str, name: str) -> Path:
+    """Return the file of a sweep or a matrix.
+
+    Raises:
+        FedgenError: if there is none with this name.
+    """
+    there = [place / folder for place in config_folders()]
+    files = {path.stem: path for place in there for path in place.glob("*.yaml")}
+    if name not in files:
+        near = difflib.get_close_matches(name, files, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise FedgenError(
+            folder, f"there is no {name!r}", f"{hint}choose {', '.join(sorted(files))}"
+        )
+    return files[name]
+
+
+def _options_with(key: str) -> list[str]:
+    """Return the options of a group that have a setting."""
+    group, _, rest = key.partition(".")
+    folder = group_folders().get(group)
+
+    def has(file: Path) -> bool:
+        found: Any = OmegaConf.to_container(OmegaConf.load(file))
+        for part in rest.split("."):
+            if not isinstance(found, dict) or part not in found:
+                return False
+            found = found[part]
+        return True
+
+    files = sorted(folder.glob("*.yaml")) if folder and rest else []
+    return [file.stem for file in files if has(file)]
+
+
+def _suggestion(wrong: str, known: Sequence[str]) -> list[str]:
+    """Return similar settings: with the same last part, or similar spelling."""
+    word = wrong.rpartition(".")[2]
+    ends = [each for each in known if each.count(".") == 1 and each.endswith(f".{word}")]
+    ends = ends or [each for each in known if each.count(".") == 1 and each.endswith(f"_{word}")]
+    return ends[:_HINTS] or difflib.get_close_matches(wrong, known, 1)
+
+
+def one_line_error(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
+    """Return Hydra's error as key, problem, remedy.
+
+    Args:
+        known: keys of the chosen groups.
+    """
+    text = str(error)
+    option = re.search(r"Could not find '([\w/]+)/([^'/]*)'", text)
+    if option:
+        options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+        near = difflib.get_close_matches(option[2], options, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        own = "for your own, set FEDGEN_EXTENSIONS=PACKAGE"
+        remedy = f"{hint}choose {', '.join(options)}; {own}"
+        return FedgenError(option[1], f"there is no {option[2]!r}", remedy)
+    key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
+    if key:
+        # a wrong key within a value, e.g. method.shares={levels:1}, is named by the cause alone
+        wrong, inner = key[1] or key[2], getattr(error.__cause__, "full_key", None) or ""
+        wrong = inner if inner.startswith(f"{wrong}.") else wrong
+        of_warm_up = "warm_up." * wrong.startswith("warm_up.")
+        if present := RENAMED.get(wrong.removeprefix(of_warm_up)):
+            return FedgenError(wrong, "was renamed", f"use {of_warm_up}{present}")
+        group, _, last = wrong.rpartition(".")
+        if last == wrong and any(each.startswith(f"{last}.") for each in known()):
+            remedy = f"set {last}.KEY=VALUE for one of its settings"
+            return FedgenError(wrong, "is a group of settings", remedy)
+        if last in known() and not any(each.startswith(f"{group}.") for each in known()):
+            return FedgenError(wrong, "is not a setting", f"did you mean {last}?")
+        if theirs := _options_with(wrong):
+            problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
+            return FedgenError(wrong, problem, "choose that, or leave it out")
+        near = _suggestion(wrong, [each for each in known() if each != wrong])
+        hint = f"did you mean {' or '.join(near)}?"
+        remedy = hint if near else "see fedgen --help, or --cfg for all"
+        return FedgenError(wrong, "is not a setting", remedy)
+    several = re.search(r"Ambiguous value for argument '([^=]+)=", text)
+    if several:
+        remedy = "a list is in brackets: [a,b]; a text in quotes; fedgen train -m runs each"
+        return FedgenError(several[1], "has several values", remedy)
+    [problem, *_] = text.splitlines() or ["cannot be read"]
+    return FedgenError("override", problem, "see fedgen --help")

@@ -1,0 +1,300 @@
+"""Settings of all commands as typed models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from fedgen.config.constraints import Fraction
+from fedgen.config.explain import explain
+from fedgen.errors import FedgenError
+
+RUNTIME_INVARIANT = ("threads", "min_success", "masks", "faults")
+"""Settings of the runtime group that a run's bits and its privacy depend on."""
+
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+"""Text without zero bytes."""
+Count = Annotated[int, Ge(1), Le(10**9)]
+Natural = Annotated[int, Ge(0), Le(10**9)]
+Positive = Annotated[float, Gt(0)]
+PrivacyLevel = Annotated[float, Ge(1e-9), Le(1e9)]
+"""ε, or a noise multiplier."""
+Processes = Annotated[int, Ge(1), Le(1024)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _FunctionGroup(_Section):
+    """Settings of a group with a function (``type``), which declares further settings."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Any  # checked by the registry
+
+
+class _Data(_FunctionGroup):
+    root: Text | None = None
+    public_rows: Count | None = None
+
+
+class _Privacy(_Section):
+    target_epsilon: PrivacyLevel | None
+    noise_multiplier: PrivacyLevel | None
+    delta: Annotated[float, Gt(0), Lt(1)]
+    adversary: Literal["server", "release"]
+    unit: Literal["record", "client", "person"] | None
+    images_per_person: Count | None
+    aggregation: Literal["local", "secure", "trusted"] | None
+    threshold: Count | Literal["all"] | None
+    colluders: Natural
+    budget_epsilon: PrivacyLevel | None
+    noise: Literal["seeded", "secure"]
+
+
+class _Faults(_Section):
+    """Probabilities of injected faults, and the round after which the server is killed."""
+
+    raises: Fraction
+    returns_error: Fraction
+    hangs: Fraction
+    wrong_shape: Fraction
+    nan: Fraction
+    dies: Fraction
+    late: Fraction
+    twice: Fraction
+    vanishes: Fraction
+    server_dies: Natural
+
+
+class _Runtime(_FunctionGroup):
+    threads: Processes
+    timeout: Positive | None
+    min_success: Annotated[float, Gt(0), Le(1)]
+    masks: Literal[True, False, "auto"]
+    checkpoint_every: Count
+    faults: _Faults
+    store: Literal["memory", "disk"] | None = None
+    cache_gb: Positive | None = None
+
+
+class _Evaluation(_Section):
+    samples: Annotated[int, Ge(0), Le(10**7)]
+    seeds: Annotated[int, Ge(0), Le(1000)]
+    jobs: Processes | None
+    classifiers: dict[str, _FunctionGroup]
+    real2gen: list[str]
+    judge: bool
+    fid: bool
+    inception_weights: Text | None
+    leakage: bool
+
+
+class _WarmUp(_Section):
+    """method: None: no warm-up, and none of the others."""
+
+    method: _FunctionGroup | None
+    noise_multiplier: PrivacyLevel | None = None
+    rounds: Count | None = None
+    batch: Count | None = None
+
+
+class _Corruption(_Section):
+    fraction: Fraction
+
+
+class _Command(_Section):
+    names: dict[str, Any] = {}  # the options of the groups, from compose
+
+
+class _Train(_Command):
+    """Settings of ``fedgen train``."""
+
+    method: _FunctionGroup
+    warm_up: _WarmUp
+    data: _Data
+    partition: _FunctionGroup
+    privacy: _Privacy
+    runtime: _Runtime
+    evaluation: _Evaluation
+    logger: _FunctionGroup
+    rounds: Count
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)]
+    device: Literal["auto", "cpu", "cuda"]
+    run_dir: Text | None
+    resume: Text | None
+    group: Any  # checked against the number of clients
+    start: Text | None
+    sample_every: Count
+    log_every: Count
+    evaluate_every: Natural
+    held_out: Natural
+    corruption: _Corruption
+    debug: Any = None  # of an experiment of fedgen debug, like the next
+    jobs: Any = None
+
+
+class _Account(_Train):
+    output: Literal["words", "json"]
+    spent: bool
+    published: Text | None
+
+
+class _AuditGroup(_Section):
+    releases: Natural
+    noise_multiplier: PrivacyLevel | None
+    canaries: Natural
+    confidence: Annotated[float, Ge(0.9), Lt(1)]
+
+
+class _Audit(_Train):
+    audit: _AuditGroup
+
+
+class Run(_Train):
+    """Settings of a run, which may be part of an audit."""
+
+    audit: _AuditGroup | None = None
+
+
+class _DebugGroup(_Section):
+    reserved_clients: Count
+    suspect: Fraction
+    normal: Fraction
+    quantiles: bool
+    generators: Annotated[int, Ge(2)]
+    samples: Annotated[int, Ge(100), Le(10**6)]
+    margin: Fraction
+
+
+class _Debug(_Train):
+    jobs: Processes | None
+    debug: _DebugGroup
+
+
+class _Benchmark(_Command):
+    matrix: Text
+    methods: Any  # checked against the matrix, like the next three
+    data: Any
+    epsilons: Any
+    seeds: Any
+    run_dir: Text | None
+    jobs: Processes | None
+
+
+class _Evaluate(_Command):
+    data: _Data | None = None
+    evaluation: _Evaluation
+    run: Text | None
+    samples: Text | None
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)]
+    device: Literal["auto", "cpu", "cuda"]
+
+
+class _Link(_Command):
+    host: Text
+    port: Annotated[int, Ge(1), Lt(2**16)]
+    home: Text
+    hosts: list[Text]
+    days: Annotated[int, Ge(1), Le(3650)]
+    largest: Annotated[int, Ge(1), Le(2000)]
+    accept: Text | None
+    name: Text | None
+
+
+class _New(_Command):
+    name: Text
+    kind: Literal["sums", "dp_sgd"]
+    out: Text
+
+
+class _Node(_Command):
+    data: _Data
+    number: Natural
+    superlink: Text | None
+    ca: Text
+    key: Text
+    home: Text
+    policy: Text
+    lines: Count
+    log: bool
+
+
+class _Release(_Command):
+    run: Text
+    out: Text
+    run_dir: Text | None
+    budget_epsilon: PrivacyLevel | None
+
+
+class _About(_Section):
+    controller: Text | None
+    purpose: Text | None
+    data: Text | None
+    persons: Text | None
+
+
+class _Report(_Command):
+    runs: Text | list[Text]
+    audience: Literal["server", "public"]
+    out: Text
+    about: _About
+
+
+class _Sample(_Command):
+    run: Text
+    n: Any  # checked by the generator, like the next two
+    labels: Any
+    seed: Any
+    out: Text
+    device: Literal["auto", "cpu", "cuda"]
+
+
+SCHEMAS: dict[str, type[BaseModel]] = {
+    "config": _Train,
+    "account": _Account,
+    "audit": _Audit,
+    "benchmark": _Benchmark,
+    "debug": _Debug,
+    "evaluate": _Evaluate,
+    "link": _Link,
+    "new": _New,
+    "node": _Node,
+    "release": _Release,
+    "report": _Report,
+    "sample": _Sample,
+}
+"""File of ``configs/`` -> its settings."""
+
+
+def check_resolved(config: DictConfig) -> None:
+    """Raise FedgenError for a setting that is missing, or refers to a missing one."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        problem = str(error).splitlines()[0]
+        raise FedgenError(error.full_key or "override", problem, "correct it") from error
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise FedgenError(missing[0], "is not given", f"add {missing[0]}=...")
+
+
+def check_settings(
+    config: DictConfig, schema: type[BaseModel], extra: Literal["ignore"] | None = None
+) -> None:
+    """Check all settings of a command, except those that functions declare.
+
+    Args:
+        extra: what to do about unknown settings; None: they are errors.
+
+    Raises:
+        FedgenError: for the first one that is missing, unknown, or of another type or range.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    try:
+        schema.model_validate(plain, extra=extra)
+    except ValidationError as error:
+        raise explain(error, plain, "") from None

@@ -1,1 +1,0 @@
-"""Whole runs, composed from a resolved configuration."""

@@ -1,0 +1,1 @@
+"""Client side of a federation: the ClientApp, its context and its state."""

@@ -1,0 +1,571 @@
+"""The Flower ClientApp of every method and runtime, with the privacy checks of a client."""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from dp_accounting import NonPrivateDpEvent
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from fedgen.config.extensions import extension_of
+from fedgen.data.datasets import Shard
+from fedgen.errors import missing_resource
+from fedgen.federation import messages
+from fedgen.federation.client.state_store import ClientStore
+from fedgen.federation.messages import Response
+from fedgen.federation.secagg.masking import (
+    KEY_BYTES,
+    SEALED_BYTES,
+    Masker,
+    MaskingError,
+    mask_context,
+)
+from fedgen.federation.secagg.signing import (
+    CREDENTIAL_BYTES,
+    Signer,
+    agreement,
+    announcement,
+    signers_needed,
+)
+from fedgen.methods.api import ClientProgram, Query
+from fedgen.privacy.aggregation import LOCAL, Aggregation, Secure
+from fedgen.privacy.events import Spend, canonical, total
+from fedgen.privacy.ledger import Ledger, SpendStore
+from fedgen.randomness import Mode, RandomStreams
+from fedgen.storage.io import digest
+
+T = TypeVar("T")
+
+FAILED = 101
+"""Error code of every failure of a client. The cause may depend on private records and stays with
+the client, in ``errors.jsonl``."""
+
+REFUSED = 104
+"""Error code of a site whose policy refuses the request; the reason is in its own log."""
+
+_RESPONSE_VERSION = "exact noise on a grid with one zero, sums in parts"
+"""Change this with any code that changes the response to the same query: a run started by an older
+version must not treat its responses as repeats, which are free."""
+
+LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
+_ANSWERING, _DIED = "answering", "died"  # mark files: responding; a process died while responding
+_TAIL = 2**20  # bytes read from the end of an error log
+
+
+class BudgetError(Exception):
+    """A query exceeded the budget of the client, which did not respond."""
+
+
+class PastRoundError(Exception):
+    """A query referred to a past round, or to streams that a response has used; the client did not
+    respond. Two responses with the same noise would reveal their difference."""
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """Limits that each client of a run enforces for any query.
+
+    samples: its budget of query samples.
+    run: name of the run.
+    limits: maximum count of each event of the plan; None: ``samples`` is sufficient.
+    aggregation: who adds the noise of responses.
+    stores_response: whether a response is stored before it is charged, and sent again by a resumed
+        run (``Plan.resends_responses``).
+    masked_sums: whether responses are masked (``masking.py``); a simulation may sum without masks.
+    signer: signs keys and lists (``signing.py``); None: no signatures.
+    accepted_request: text of the request that all signing clients must have accepted.
+    rehearsal: non-private records. A query is tried on them first, so that an invalid query fails
+        before it reaches private records; None: not tried.
+    marks_deaths: whether a client leaves a mark file if its process dies while responding: a
+        missing or late response may reveal which records the client sampled.
+    """
+
+    samples: int
+    run: str = ""
+    limits: Spend | None = None
+    aggregation: Aggregation = LOCAL
+    stores_response: bool = False
+    masked_sums: bool = False
+    signer: Signer | None = None
+    accepted_request: bytes = b""
+    rehearsal: Shard | None = None
+    marks_deaths: bool = False
+
+
+@dataclass(frozen=True)
+class ClientSetup:
+    """Configuration of a process that hosts clients; can be pickled.
+
+    program: returns the client program.
+    shard: client -> its records.
+    seed, noise: seed and mode of the random streams; in mode ``secure`` each process has its own
+        secret and noise streams.
+    domain: distinguishes the streams of runs with the same seed.
+    folder: folder of the clients' files, on a file system that all processes share.
+    terms: limits of all clients.
+    in_memory, cache_bytes: see ``ClientStore``.
+    threads: threads of torch.
+    spend_db: record of spend outside the run (``SpendDb``); None: none.
+    mods: Flower mods around the app.
+    """
+
+    program: Callable[[], ClientProgram]
+    shard: Callable[[int], Shard]
+    seed: int
+    domain: str
+    noise: Mode
+    folder: Path
+    terms: RunTerms
+    in_memory: bool
+    cache_bytes: float
+    threads: int
+    spend_db: SpendStore | None = None
+    mods: tuple[Mod, ...] = ()
+
+
+@dataclass
+class ClientContext:
+    """Context of one client.
+
+    responded_round: last round that this process responded to.
+    masker: mask secrets of round ``keys_round``, of this process only.
+    agreed: last round whose lists were signed, and their text.
+    rehearsed: kinds of queries that were tried successfully.
+    """
+
+    index: int
+    program: ClientProgram
+    shard: Shard
+    streams: RandomStreams
+    store: ClientStore
+    ledger: Ledger
+    terms: RunTerms
+    responded_round: int = -1
+    masker: Masker | None = None
+    keys_round: int = -1
+    agreed: tuple[int, bytes] = (-1, b"")
+    rehearsed: set[str] = field(default_factory=set)
+
+
+class ClientContexts:
+    """Contexts of the clients of this process, built on first use."""
+
+    def __init__(self, setup: ClientSetup) -> None:
+        torch.set_num_threads(setup.threads)
+        self._setup, self._program = setup, setup.program()
+        self._streams = RandomStreams.from_seed(setup.seed, setup.noise)
+        if setup.domain:
+            self._streams = self._streams.at("branch", setup.domain)
+        self._store = ClientStore(setup.folder, setup.in_memory, setup.cache_bytes)
+        self._contexts: dict[int, ClientContext] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, context: Context) -> ClientContext:
+        """Return the context of the client that a message is addressed to."""
+        return self.get(partition_of(context))
+
+    def get(self, client: int) -> ClientContext:
+        """Return the context of a client."""
+        with self._lock:  # one context per client: it stores the last response
+            if client not in self._contexts:
+                try:
+                    self._contexts[client] = self._build(client)
+                except Exception as error:
+                    write_error(self._store.folder(client), "setup", error)
+                    raise
+            return self._contexts[client]
+
+    def _build(self, client: int) -> ClientContext:
+        setup, folder = self._setup, self._store.folder(client)
+        ledger = folder / LEDGER, setup.terms.run, client, setup.noise == "seeded", setup.spend_db
+        return ClientContext(
+            client,
+            self._program,
+            setup.shard(client),
+            self._streams.at("client", client),
+            self._store,
+            Ledger(*ledger),
+            setup.terms,
+        )
+
+
+def partition_of(context: Context) -> int:
+    """Return the index of the client that a message is addressed to."""
+    return int(str(context.node_config["partition-id"]))
+
+
+def client_app(
+    find_context: Callable[[Context], ClientContext],
+    mods: tuple[Mod, ...] = (),
+    without_server: bool = True,
+) -> ClientApp:
+    """Return the app. It captures no data: ``find_context`` looks the client up by the message's
+    context. ``without_server``: see ``LocalNodes``.
+
+    A repeated message receives the same reply, so that nothing is charged twice. A client handles
+    one message at a time, in any process or thread.
+    """
+    app = ClientApp(mods=list(mods))
+
+    def handler(verb: Callable[[ClientContext, Message], RecordDict]) -> Callable[..., Message]:
+        def handle(message: Message, context: Context) -> Message:
+            ctx = None
+            try:
+                ctx = find_context(context)
+                with ctx.ledger.locked():
+                    content = verb(ctx, message)
+            except Exception as error:  # only a code is sent, never the exception's text
+                if ctx is not None:
+                    folder = ctx.store.folder(ctx.index)
+                    write_error(folder, message.metadata.message_type, error)
+                if not without_server and missing_resource(error) is not None:
+                    raise
+                return Message(Error(FAILED), reply_to=message)
+            return Message(content, reply_to=message)
+
+        return handle
+
+    for kind, verb in _HANDLERS.items():
+        category, action = kind.split(".")
+        getattr(app, category)(action)(handler(verb))
+    return app
+
+
+@lru_cache(maxsize=1)
+def _process_label() -> str:
+    """Return the properties of the process that responses depend on to the last bit."""
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no cuda"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__} {cpu} {cuda}"
+
+
+def write_error(folder: Path, kind: str, error: Exception) -> None:
+    """Append an error to the client's log."""
+    trace = traceback.format_exception(error)
+    line = {"kind": kind, "error": type(error).__name__, "problem": str(error), "trace": trace}
+    if (origin := extension_of(error)) is not None:
+        line["at"] = origin
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ERRORS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def last_error(file: Path) -> dict[str, Any] | None:
+    """Return the last entry of an error log; None if it is incomplete because its writer died."""
+    try:
+        with file.open("rb") as handle:
+            handle.seek(max(0, file.stat().st_size - _TAIL))
+            line = json.loads(handle.read().decode(errors="replace").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    complete = isinstance(line, dict) and {"error", "problem", "trace"} <= line.keys()
+    return line if complete else None
+
+
+# --- message handlers -----------------------------------------------------------------------------
+
+
+def _hello(ctx: ClientContext, message: Message) -> RecordDict:
+    return messages.pack_partition(ctx.index)
+
+
+def _account(ctx: ClientContext, message: Message) -> RecordDict:
+    return messages.pack_account(ctx.ledger.account())
+
+
+def _keep(ctx: ClientContext, message: Message) -> RecordDict:
+    ctx.store.keep(ctx.index, messages.read_round(message))
+    return messages.pack_acknowledgement()
+
+
+def _restore(ctx: ClientContext, message: Message) -> RecordDict:
+    ctx.store.restore(ctx.index, messages.read_round(message))
+    return messages.pack_acknowledgement()
+
+
+def _forget(ctx: ClientContext, message: Message) -> RecordDict:
+    ctx.store.forget(ctx.index)
+    return messages.pack_acknowledgement()
+
+
+def _compute_private(ctx: ClientContext, server_round: int, compute: Callable[[], T]) -> T:
+    """Compute on private records. A failure is visible and its information is not bounded: in mode
+    ``secure`` the client has no bound from then on; a seeded run, which is an experiment, prints
+    the ε of a run without the failure. (Sending only noise would not help: one record would then
+    move the sum by the contributions of all records of the client, more than the sensitivity.)"""
+    try:
+        return compute()
+    except Exception:
+        _charge_unbounded(ctx, server_round)
+        raise
+
+
+def _charge_unbounded(ctx: ClientContext, server_round: int) -> None:
+    """Record that a failure on private records was visible."""
+    if ctx.streams.mode == "secure":
+        ctx.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
+
+
+@contextmanager
+def _death_mark(ctx: ClientContext) -> Iterator[None]:
+    """Leave a permanent mark if the process dies within the context."""
+    folder = ctx.store.folder(ctx.index)
+    if ctx.terms.marks_deaths:
+        if (folder / _ANSWERING).exists():
+            (folder / _DIED).touch()
+        (folder / _ANSWERING).touch()
+    yield
+    (folder / _ANSWERING).unlink(missing_ok=True)
+
+
+def died_while_responding(folder: Path) -> bool:
+    """Return whether a process died while the client of this folder responded. Call while no client
+    responds."""
+    return any((folder / mark).exists() for mark in (_ANSWERING, _DIED))
+
+
+def _prepare(ctx: ClientContext, message: Message) -> RecordDict:
+    number = messages.read_round(message)
+    if not 0 <= number < ctx.program.prepare_steps:
+        raise ValueError("unknown part to prepare")
+    last_round = ctx.store.last_round(ctx.index, messages.PREPARE)
+    if last_round is None or last_round < number:
+        parts = _compute_private(
+            ctx, 0, lambda: ctx.program.prepare(number, ctx.shard, ctx.streams)
+        )
+        ctx.store.commit(ctx.index, messages.PREPARE, number, parts, None, str(number))
+    return messages.pack_acknowledgement()
+
+
+def _train(ctx: ClientContext, message: Message) -> RecordDict:
+    server_round = messages.read_round(message)
+    last_round = ctx.store.last_round(ctx.index, messages.TRAIN)
+    if last_round is None or last_round < server_round:
+        arrays = messages.read_broadcast(message)
+        state = ctx.store.state(ctx.index)
+        try:
+            changed = ctx.program.train(state, arrays, ctx.shard, server_round, ctx.streams)
+        except Exception as error:
+            if ctx.terms.rehearsal is None:
+                _charge_unbounded(ctx, server_round)
+                raise
+            # a site keeps its previous state, a valid function of its records, and acknowledges
+            write_error(ctx.store.folder(ctx.index), message.metadata.message_type, error)
+            changed = {}
+        message_digest = messages.digest_of(message)
+        ctx.store.commit(ctx.index, messages.TRAIN, server_round, changed, None, message_digest)
+    return messages.pack_acknowledgement()
+
+
+def _keys(ctx: ClientContext, message: Message) -> RecordDict:
+    server_round, terms = messages.read_round(message), ctx.terms
+    last_round = ctx.store.last_round(ctx.index, messages.ASK)
+    if server_round <= max(ctx.responded_round, -1 if last_round is None else last_round):
+        raise PastRoundError  # a second sum over other clients would reveal this contribution
+    if not terms.masked_sums or not isinstance(terms.aggregation, Secure):
+        raise MaskingError("this run has no masks")
+    context = mask_context(terms.run, server_round, messages.read_keys_for(message))
+    masker = Masker(ctx.index, terms.aggregation, context, complete_graph=terms.signer is not None)
+    ctx.masker, ctx.keys_round, keys = masker, server_round, masker.announce()
+    ctx.agreed = -1, b""  # lists are bound to keys
+    if terms.signer is not None:
+        text = announcement(context, masker.client, masker.sums, keys, terms.accepted_request)
+        keys += terms.signer.sign(text)
+    return messages.pack_texts(server_round, {ctx.index: keys})
+
+
+def _shares(ctx: ClientContext, message: Message) -> RecordDict:
+    masker, signer = _masker(ctx, message), ctx.terms.signer
+    announced = messages.read_texts(message, KEY_BYTES + (CREDENTIAL_BYTES if signer else 0))
+    server_round, rejected = messages.read_round(message), []
+    if signer is not None:
+        for client, text in announced.items():
+            keys_ = text[:KEY_BYTES]
+            signed_text = announcement(
+                masker.context, client, masker.sums, keys_, ctx.terms.accepted_request
+            )
+            try:
+                signer.check(client, signed_text, text[KEY_BYTES:])
+            except MaskingError as error:
+                write_error(ctx.store.folder(ctx.index), messages.SHARES, error)
+                rejected.append(client)
+    if rejected:
+        return messages.pack_rejected(server_round, rejected)
+    keys = {client: text[:KEY_BYTES] for client, text in announced.items()}
+    return messages.pack_texts(server_round, masker.seal_shares(keys))
+
+
+def _open(ctx: ClientContext, message: Message) -> RecordDict:
+    broken = _masker(ctx, message).open(messages.read_texts(message, SEALED_BYTES))
+    for client in broken:
+        error = MaskingError(f"the sealed share of client {client} fails authentication")
+        write_error(ctx.store.folder(ctx.index), messages.OPEN, error)
+    return messages.pack_rejected(messages.read_round(message), broken)
+
+
+def _agree(ctx: ClientContext, message: Message) -> RecordDict:
+    """Sign the lists of a round, and no other lists in that round."""
+    server_round, signer = messages.read_round(message), ctx.terms.signer
+    masker, lists = _masker(ctx, message), messages.read_responders(message)
+    text = agreement(masker.context, masker.keys, *lists)
+    if signer is None:
+        raise MaskingError("this run has no signatures")
+    # after masking, a client announces no other keys in this round, so it signs one text only
+    masker.check_lists(*map(set, lists))
+    last, signed = ctx.agreed
+    if last == server_round and signed != text:
+        raise MaskingError("different lists were already signed for this round")
+    ctx.agreed = server_round, text
+    return messages.pack_texts(server_round, {ctx.index: signer.sign(text)})
+
+
+def _reveal(ctx: ClientContext, message: Message) -> RecordDict:
+    server_round, signer = messages.read_round(message), ctx.terms.signer
+    masker = _masker(ctx, message)
+    lists = messages.read_responders(message)
+    if signer is not None:
+        text = agreement(masker.context, masker.keys, *lists)
+        signatures = messages.read_texts(message, CREDENTIAL_BYTES)
+        if ctx.agreed != (server_round, text) or not set(signatures) <= set(masker.keys):
+            raise MaskingError("the lists differ from the signed ones")
+        signers = [
+            client
+            for client, credential in signatures.items()
+            if signer.is_signed_by(client, text, credential)
+        ]
+        if len(signers) < signers_needed(masker.sums):
+            raise MaskingError("too few signatures")
+    return messages.pack_texts(server_round, masker.reveal(*lists))
+
+
+def _masker(ctx: ClientContext, message: Message) -> Masker:
+    """Return the mask secrets for the round of a message."""
+    if ctx.masker is None or ctx.keys_round != messages.read_round(message):
+        raise MaskingError("no keys were announced for this round")
+    return ctx.masker
+
+
+def _outgoing(ctx: ClientContext, response: Response, message: Message) -> RecordDict:
+    """Return the reply with a response: masked if the run has masks; without masks only within a
+    simulation."""
+    if ctx.terms.masked_sums:
+        words, masker = response.arrays["answer"], _masker(ctx, message)
+        masked = masker.mask(words.reshape(-1).view(f"u{words.itemsize}"))
+        response = replace(
+            response, arrays={"answer": masked.view(words.dtype).reshape(words.shape)}
+        )
+    return messages.pack_response(response)
+
+
+def _check_query(ctx: ClientContext, server_round: int, query: Query, message: Message) -> None:
+    """Raise an exception for an invalid query, independent of private records."""
+    if ctx.terms.masked_sums:
+        context = mask_context(ctx.terms.run, server_round, messages.framed_digest(message.content))
+        masker = _masker(ctx, message)
+        if masker.context != context:
+            raise MaskingError("keys were announced for another query")
+        if not masker.is_ready:
+            raise MaskingError("no shares have been opened for this query")
+    arrays = [*query.samples.items(), *query.shared.items()]
+    if query.count > ctx.terms.samples:
+        raise BudgetError
+    if (
+        not messages.is_query(message)
+        or query.count < 1
+        or any(len(values) != query.count for values in query.samples.values())
+    ):
+        raise ValueError("invalid query")
+    if not messages.is_finite(message):
+        raise ValueError("the query is not finite")
+    kind = repr([(name, value.dtype, tuple(value.shape)) for name, value in arrays])
+    has_integers = any(
+        not value.is_floating_point() for _, value in arrays
+    )  # integers may be indices
+    if ctx.terms.rehearsal is not None and (has_integers or kind not in ctx.rehearsed):
+        streams = ctx.streams.at("rehearsal")
+        ctx.program.respond(
+            ctx.store.state(ctx.index), query, ctx.terms.rehearsal, server_round, streams
+        )
+        ctx.rehearsed.add(kind)
+
+
+def _respond(ctx: ClientContext, message: Message) -> RecordDict:
+    server_round = messages.read_round(message)
+    last_round = ctx.store.last_round(ctx.index, messages.ASK)
+    if last_round == server_round and not ctx.terms.masked_sums:
+        return messages.pack_response(ctx.store.response(ctx.index))
+    if last_round is not None and server_round <= last_round:
+        raise PastRoundError
+    if ctx.streams.mode == "secure" and server_round <= ctx.responded_round:
+        raise PastRoundError  # restoring the state does not undo a response
+    query = messages.read_query(message)
+    _check_query(ctx, server_round, query, message)
+    # a resumed run may reach the same round with a different query (a client was late, the machine
+    # differs), which must not share the noise of the first: seeded streams depend on the query, and
+    # secret ones are always fresh
+    history = ctx.store.history(ctx.index)
+    # the domain of the streams is included: a response with other streams is charged
+    domain = str(ctx.streams.domain)
+    # a stored response belongs to this run and is the same on every machine
+    machine = ctx.terms.run if ctx.terms.stores_response else _process_label()
+    identity = _RESPONSE_VERSION, machine, domain, history, messages.digest_of(message)
+    query_digest = digest(*(part.encode() for part in identity))
+    response = (
+        ctx.store.stored_response(ctx.index, query_digest) if ctx.terms.stores_response else None
+    )
+    charged = response is not None and ctx.ledger.last == query_digest
+    repeat = charged or ctx.ledger.is_repeated(server_round, query_digest)
+    if not repeat and ctx.ledger.rows + query.count > ctx.terms.samples:
+        raise BudgetError
+    if ctx.ledger.is_second_query(server_round, query_digest) and not ctx.program.resamples:
+        raise PastRoundError
+    ctx.responded_round = server_round
+    if response is None:
+        state = ctx.store.state(ctx.index)
+        streams = ctx.streams.for_release(query_digest)
+        with _death_mark(ctx):
+            release = _compute_private(
+                ctx,
+                server_round,
+                lambda: ctx.program.respond(state, query, ctx.shard, server_round, streams),
+            )
+        response = messages.response_from(release, ctx.terms.aggregation)
+    if not repeat and ctx.terms.limits is not None:
+        after = total([ctx.ledger.account().spend, canonical(response.event)])
+        if any(count > ctx.terms.limits.get(event, 0) for event, count in after.items()):
+            raise BudgetError
+    if ctx.terms.stores_response:
+        ctx.store.store_response(ctx.index, query_digest, response)
+    if not charged:  # before the response is sent
+        ctx.ledger.charge(server_round, query_digest, query.count, response.event)
+    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)
+    return _outgoing(ctx, response, message)
+
+
+_HANDLERS = {
+    messages.HELLO: _hello,
+    messages.ACCOUNT: _account,
+    messages.KEEP: _keep,
+    messages.RESTORE: _restore,
+    messages.FORGET: _forget,
+    messages.PREPARE: _prepare,
+    messages.TRAIN: _train,
+    messages.KEYS: _keys,
+    messages.SHARES: _shares,
+    messages.OPEN: _open,
+    messages.ASK: _respond,
+    messages.AGREE: _agree,
+    messages.REVEAL: _reveal,
+}

@@ -1,0 +1,1 @@
+"""Runtimes: in process, on Ray, in Flower's simulation engine."""

@@ -1,0 +1,1 @@
+"""Secure aggregation: masks, signatures, the server's exchange."""

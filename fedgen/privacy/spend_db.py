@@ -1,0 +1,318 @@
+"""Spend on a data set over all runs in mode ``secure``, stored outside the run directories, so that
+copying, restoring or deleting a directory does not reduce it.
+
+A run is registered with its maximum spend before any client is queried. Its clients record their
+spend before a response is sent. Entries are never removed and counts never decrease; triggers of
+the database enforce this.
+
+Bound. Runs on the same records compose adaptively. In each run, a record belongs to one client,
+whose count of each event is at most the maximum over clients, so the sum of these maxima over runs
+bounds the cost of every record for any partitions. For clients or persons the bound covers only
+runs with the same partition, because otherwise the records of one client belong to several. An
+unfinished run counts with its maximum spend, because it can be resumed; where a missing response
+reveals a sample, the larger maximum is stored as well. The adversary sees all messages of clients
+(``server``).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dp_accounting import DpEvent
+
+from fedgen.errors import FedgenError
+from fedgen.privacy.accounting import Epsilon, epsilon
+from fedgen.privacy.events import Relation, Spend, Unit, from_json, to_json, total
+from fedgen.privacy.ledger import spend_from_json, spend_to_json, with_reported
+from fedgen.storage.io import fedgen_home, parse_json
+
+_WAIT_SECONDS = 60.0  # for locks of other processes
+_TABLES = """
+CREATE TABLE IF NOT EXISTS runs (
+    run TEXT PRIMARY KEY, data TEXT NOT NULL, shares TEXT NOT NULL, folder TEXT NOT NULL,
+    unit TEXT NOT NULL, relation TEXT NOT NULL, most TEXT NOT NULL,
+    over INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS charges (
+    run TEXT NOT NULL, client INTEGER NOT NULL, event TEXT NOT NULL, count INTEGER NOT NULL,
+    PRIMARY KEY (run, client, event)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS wholes (run TEXT PRIMARY KEY, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS shown (run TEXT PRIMARY KEY);
+CREATE TRIGGER IF NOT EXISTS shown_stay BEFORE DELETE ON shown
+    BEGIN SELECT RAISE(ABORT, 'what was seen stays seen'); END;
+CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
+    BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
+CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
+    BEGIN SELECT RAISE(ABORT, 'a charge stays'); END;
+CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
+    WHEN NEW.count < OLD.count OR NEW.run != OLD.run OR NEW.client != OLD.client
+        OR NEW.event != OLD.event
+    BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
+"""
+_MOVE = "UPDATE runs SET folder = ? WHERE run = ?"
+_READ = "SELECT run, data, shares, folder, unit, relation, most, over FROM runs "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run on a data set.
+
+    data: digest of the records.
+    partition: digest of the assignment of records to clients, by content.
+    folder: where the run was started or last resumed.
+    max_spend: maximum spend of a client by the plan; for a finished run, by its queries.
+    charged: client -> spend by its own ledger.
+    max_spend_with_dropouts: ``max_spend`` if a missing response may have revealed a sample; None if
+        a missing response cannot reveal one.
+    full_data: digest of the records including the test split: file names may decide the split, so
+        other names yield other training records. Runs with either digest in common are on the same
+        data.
+    """
+
+    run: str
+    data: str
+    partition: str
+    folder: str
+    unit: Unit
+    relation: Relation
+    max_spend: Spend
+    is_finished: bool = False
+    charged: dict[int, Spend] = field(default_factory=dict)
+    max_spend_with_dropouts: Spend | None = None
+    full_data: str = ""
+
+    @property
+    def kind(self) -> tuple[Unit, Relation, str]:
+        """Key of runs whose spends add up."""
+        return self.unit, self.relation, "" if self.unit is Unit.RECORD else self.partition
+
+    @property
+    def spend(self) -> Spend:
+        """Spend that the run counts with."""
+        return with_reported(self.max_spend, self.charged.values())
+
+
+@dataclass(frozen=True)
+class SpendDb:
+    """The database. Each call opens it anew: threads, forks and other machines with a shared home
+    folder may call concurrently.
+
+    Raises:
+        FedgenError: in every method, if the database cannot be read or written.
+    """
+
+    path: Path
+
+    @classmethod
+    def default(cls) -> SpendDb:
+        """Return the database of this user."""
+        try:
+            return cls(fedgen_home() / "spent.sqlite")
+        except RuntimeError as error:
+            raise FedgenError("FEDGEN_HOME", str(error), "set it to another folder") from error
+
+    def register(
+        self, entry: Entry, check: Callable[[Entry, Sequence[Entry]], None], force: bool = False
+    ) -> None:
+        """Register a run before its first query, unless its maximum spend is already registered.
+
+        Args:
+            check: receives the run as it would count and all other runs on its data, and raises to
+                refuse; no other run is registered meanwhile.
+            force: check again even if the maximum spend is registered, because the run was checked
+                with a smaller one.
+        """
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            registered, is_finished = _max_spend(file, entry.run)
+            charged = _charged(file, entry.run)
+            entry = replace(
+                entry, max_spend=with_reported(entry.max_spend, [registered or {}]), charged=charged
+            )
+            force = force or is_finished or entry.max_spend != registered
+            file.execute(_MOVE, (entry.folder, entry.run))  # the run resumes there
+            if entry.full_data:
+                file.execute(
+                    "INSERT OR IGNORE INTO wholes VALUES (?, ?)", (entry.run, entry.full_data)
+                )
+            if entry.max_spend_with_dropouts is not None:
+                with_dropouts, conflict = (
+                    json.dumps(spend_to_json(entry.max_spend_with_dropouts)),
+                    "REPLACE" if force else "IGNORE",
+                )
+                file.execute(
+                    f"INSERT OR {conflict} INTO gaps VALUES (?, ?)", (entry.run, with_dropouts)
+                )
+            if registered is not None and not force:
+                return
+            others = _entries(file, entry.data, entry.full_data)
+            check(entry, [other for other in others if other.run != entry.run])
+            max_spend = json.dumps(spend_to_json(entry.max_spend))
+            if registered is not None:
+                statement = "UPDATE runs SET over = 0, most = ? WHERE run = ?"
+                file.execute(statement, (max_spend, entry.run))
+                return
+            kinds = entry.unit.value, entry.relation.value
+            file.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
+                (entry.run, entry.data, entry.partition, entry.folder, *kinds, max_spend),
+            )
+
+    def set_folder(self, run: str, folder: str) -> None:
+        """Record the current folder of a finished run."""
+        with self._open() as file:
+            file.execute(_MOVE, (folder, run))
+
+    def raise_max_spend(self, run: str, max_spend: Spend) -> None:
+        """Raise the maximum spend of an unfinished run; it never decreases."""
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            encoded = json.dumps(
+                spend_to_json(with_reported(max_spend, [_max_spend(file, run)[0] or {}]))
+            )
+            file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (encoded, run))
+
+    def record_dropout(self, run: str, max_spend: Spend) -> None:
+        """Record permanently that a missing response may have revealed a sample of a run, with its
+        new maximum spend."""
+        with self._open() as file:
+            file.execute("INSERT OR IGNORE INTO shown VALUES (?)", (run,))
+        self.raise_max_spend(run, max_spend)
+
+    def has_dropout(self, run: str) -> bool:
+        """Return whether a dropout was recorded; an older copy of the directory does not show
+        it."""
+        if not self.path.exists():  # do not create the database
+            return False
+        with self._open() as file:
+            return file.execute("SELECT 1 FROM shown WHERE run = ?", (run,)).fetchone() is not None
+
+    def finish(self, run: str, max_spend: Spend) -> None:
+        """Record that a run is finished with this maximum spend; if it was finished before, with no
+        less than was recorded then."""
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            previous, was_finished = _max_spend(file, run)
+            encoded = json.dumps(
+                spend_to_json(with_reported(max_spend, [(previous or {}) if was_finished else {}]))
+            )
+            file.execute("UPDATE runs SET over = 1, most = ? WHERE run = ?", (encoded, run))
+
+    def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None:
+        """Record the total spend of a client in a run durably. Call before a response is sent.
+
+        Args:
+            before: spend before this charge. If more is recorded, a copy of the run is active at
+                the same time, and this one is refused.
+        """
+        rows = [(run, client, json.dumps(to_json(event)), count) for event, count in spent.items()]
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            recorded = _charged(file, run, client).get(client, {})
+            if any(count > before.get(event, 0) for event, count in recorded.items()):
+                problem = f"a copy of run {run} is also charging client {client}"
+                raise FedgenError("run_dir", problem, "resume only one of them")
+            file.executemany(
+                "INSERT INTO charges VALUES (?, ?, ?, ?) ON CONFLICT (run, client, event) "
+                "DO UPDATE SET count = max(count, excluded.count)",
+                rows,
+            )
+
+    def charged(self, run: str, client: int) -> Spend:
+        """Return the spend of a client in a run."""
+        with self._open() as file:
+            return _charged(file, run, client).get(client, {})
+
+    def entries(self, data: str, whole: str = "") -> list[Entry]:
+        """Return all runs on a data set in order of registration."""
+        with self._open() as file:
+            return _entries(file, data, whole)
+
+    def other_folders(self, known: Sequence[Entry]) -> list[str]:
+        """Return the folders of all runs not in ``known``, which are on other data."""
+        with self._open() as file:
+            rows = file.execute("SELECT run, folder FROM runs ORDER BY rowid").fetchall()
+        runs = {entry.run for entry in known}
+        return [folder for run, folder in rows if run not in runs]
+
+    def runs_on_same_data(self, run: str) -> list[Entry]:
+        """Return all runs on the data of a run, including itself; empty if it is not registered."""
+        with self._open() as file:
+            statement = (
+                "SELECT data, (SELECT data FROM wholes WHERE run = ?1) FROM runs WHERE run = ?1"
+            )
+            digests = file.execute(statement, (run,)).fetchone()
+            return _entries(file, digests[0], digests[1] or "") if digests else []
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
+            with closing(connection) as file, file:
+                file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
+                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'shown'").fetchone():
+                    file.executescript(_TABLES)
+                yield file
+        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
+            problem = f"cannot record the spend on data sets ({error})"
+            remedy = "restore it, or set the environment variable FEDGEN_HOME to another folder"
+            raise FedgenError(str(self.path), problem, remedy) from error
+
+
+def _entries(file: sqlite3.Connection, data: str, whole: str) -> list[Entry]:
+    entries = []
+    for run, digest, shares, folder, unit, relation, max_spend, is_finished in file.execute(
+        _READ + "WHERE data = ? OR run IN (SELECT run FROM wholes WHERE data = ?) ORDER BY rowid",
+        (data, whole),
+    ).fetchall():
+        spend = spend_from_json(parse_json(max_spend))
+        unit_and_relation = Unit(unit), Relation(relation)
+        charged = _charged(file, run)
+        row = file.execute("SELECT most FROM gaps WHERE run = ?", (run,)).fetchone()
+        with_dropouts = spend_from_json(parse_json(row[0])) if row else None
+        entries.append(
+            Entry(
+                run,
+                digest,
+                shares,
+                folder,
+                *unit_and_relation,
+                spend,
+                bool(is_finished),
+                charged,
+                with_dropouts,
+            )
+        )
+    return entries
+
+
+def _max_spend(file: sqlite3.Connection, run: str) -> tuple[Spend | None, bool]:
+    """Return the maximum spend of a run, None if it is not registered, and whether it is
+    finished."""
+    row = file.execute("SELECT most, over FROM runs WHERE run = ?", (run,)).fetchone()
+    return (spend_from_json(parse_json(row[0])), bool(row[1])) if row else (None, False)
+
+
+def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dict[int, Spend]:
+    spends: dict[int, dict[DpEvent, int]] = {}
+    for client, event, count in file.execute(
+        "SELECT client, event, count FROM charges WHERE run = ?1 AND client = ifnull(?2, client)",
+        (run, only),
+    ):
+        spends.setdefault(client, {})[from_json(parse_json(event))] = int(count)
+    return dict(spends)
+
+
+def composed_epsilon(entries: Sequence[Entry], delta: float) -> Epsilon:
+    """Return a bound on the cost of runs of one kind for any record or client."""
+    [relation] = {entry.relation for entry in entries}
+    return epsilon(total([entry.spend for entry in entries]), delta, relation)

@@ -1,0 +1,1 @@
+"""Training runs: setup, training, resuming, metrics, publication, privacy report."""

@@ -1,0 +1,216 @@
+"""Calibrate the noise multiplier and the budget of a run before any client is queried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from omegaconf import DictConfig
+
+from fedgen.errors import FedgenError
+from fedgen.methods.api import Method
+from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
+from fedgen.privacy.budget import TAIL, Budget, release_epsilon, smaller_epsilon
+from fedgen.privacy.calibration import max_repetitions, min_noise_multiplier
+from fedgen.privacy.events import canonical
+
+UNLIMITED = 10**12  # query samples of a client, where the bound does not depend on them
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Privacy parameters of a run, fixed before it starts."""
+
+    delta: float
+    noise: Literal["seeded", "secure"]
+    noise_multiplier: float | None
+    budget: Budget
+    protected: int | None = None  # public number of records, clients or persons
+
+
+def solve(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
+    """Return the noise multiplier and the budget. A target alone determines the noise, a noise
+    multiplier alone allows all rounds, and both end the run before it exceeds the target.
+
+    Raises:
+        FedgenError: if the target cannot be reached, or neither is given.
+    """
+    target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
+    delta, rounds = config.privacy.delta, config.rounds
+    plan = method(None).plan
+    trusted = method(1.0).plan.is_trusted  # without noise, trust is irrelevant
+    all_rows = plan.samples_per_round * plan.queries_in(rounds)
+    if trusted:
+        all_rows = UNLIMITED  # in mode secure, repeated rounds count too, and need not end a run
+    unlimited = Budget(rounds, all_rows, 0.0)
+    mode = config.privacy.noise
+    if rounds < plan.min_rounds:
+        problem = (
+            f"{rounds} are too few: the generator is not trained before round {plan.min_rounds}"
+        )
+        raise FedgenError("rounds", problem, "raise it")
+    if config.names.privacy == "none":
+        if target is not None or noise is not None:
+            raise FedgenError("privacy", "none has no target and no noise", "take privacy=dp")
+        return Privacy(delta, mode, None, unlimited)
+    if target is None and noise is None:
+        raise FedgenError(
+            "privacy",
+            "neither privacy.target_epsilon nor privacy.noise_multiplier is given",
+            "give one, or take privacy=none",
+        )
+    if target is None:
+        return Privacy(delta, mode, noise, unlimited)
+    server = config.privacy.adversary == "server"
+    if server and trusted:
+        problem = "cannot be server: clients trust it, and there is no bound against it"
+        raise FedgenError("privacy.adversary", problem, "set it to release")
+    try:
+        if noise is None:
+            noise = min_noise_multiplier(
+                lambda sigma: planned_epsilon(method(sigma), config, server, epsilon),
+                target,
+                lambda sigma: planned_epsilon(method(sigma), config, server, rough_epsilon),
+            )
+            return Privacy(delta, mode, noise, calibrate(method(noise), rounds))
+        budget = affordable_rounds(method(noise), config, server, target)
+        if budget.rounds < plan.min_rounds:
+            raise FedgenError(
+                "privacy.target_epsilon",
+                f"is spent after {budget.rounds} rounds; the method needs {plan.min_rounds}",
+                "raise it, or privacy.noise_multiplier",
+            )
+        return Privacy(delta, mode, noise, budget)
+    except FedgenError as error:
+        if config.warm_up.method is None or error.key != "privacy.target_epsilon":
+            raise
+        others = "" if noise is None else "privacy.noise_multiplier, "
+        remedy = (
+            f"raise it, {others}or warm_up.noise_multiplier, which more noise elsewhere "
+            "cannot offset"
+        )
+        raise FedgenError(error.key, error.problem, remedy) from error
+
+
+def solve_after_dropout(config: DictConfig, method: Method, privacy: Privacy) -> Privacy:
+    """Return the privacy of a run after a dropout, when its method costs more than planned: with a
+    target and a noise multiplier, the run ends earlier.
+
+    Raises:
+        FedgenError: if the first round exceeds the target.
+    """
+    target = config.privacy.target_epsilon
+    if target is None or config.privacy.noise_multiplier is None:
+        return privacy
+    try:
+        budget = affordable_rounds(method, config, config.privacy.adversary == "server", target)
+    except FedgenError as error:
+        problem = (
+            "a missing response may have revealed sampled cohorts: the remaining rounds "
+            f"would exceed ε = {target:g}"
+        )
+        raise FedgenError("resume", problem, "start a new run") from error
+    return replace(privacy, budget=budget)
+
+
+def calibrate(method: Method, rounds: int) -> Budget:
+    """Return the budget for which the noise is calibrated: the query samples of the busiest client,
+    except with small probability. The number of queries to a client costs nothing if the server is
+    trusted."""
+    asked = method.plan.queries_in(rounds)
+    if method.plan.is_trusted:
+        return Budget(rounds, UNLIMITED, 0.0)
+    rows = method.cohort.max_load(method.plan.samples_per_round, asked, TAIL)
+    stop = method.cohort.stop_probability(method.plan.samples_per_round, asked, rows)
+    return Budget(rounds, rows, stop)
+
+
+def planned_epsilon(method: Method, config: DictConfig, server: bool, by: Accountant) -> float:
+    """Return the ε of the whole run against one adversary."""
+    budget = calibrate(method, config.rounds)
+    found = epsilon_for(
+        method, budget, config.rounds, budget.samples_per_client, config.privacy.delta, server, by
+    )
+    return found.or_infinity
+
+
+def epsilon_for(
+    method: Method,
+    budget: Budget,
+    rounds: int,
+    rows: int,
+    delta: float,
+    server: bool,
+    by: Accountant = epsilon,
+) -> Epsilon:
+    """Return ε against one adversary after ``rounds`` rounds, for a client with ``rows`` query
+    samples."""
+    if method.plan.prior_event is not None:
+        return by(canonical(method.plan.prior_event), delta, method.plan.relation)
+    against_server = by(canonical(method.plan.server_event(rows)), delta, method.plan.relation)
+    if server or method.plan.release_event is None:
+        return against_server
+    event, relation = method.plan.release_event(rounds), method.plan.relation
+    found = release_epsilon(event, delta, relation, budget.stop_probability, by)
+    return smaller_epsilon(found, against_server)
+
+
+def affordable_rounds(method: Method, config: DictConfig, server: bool, target: float) -> Budget:
+    """Return the limit that a given noise multiplier allows: query samples per client (against the
+    server), or rounds."""
+    per_round, delta = method.plan.samples_per_round, config.privacy.delta
+    relation = method.plan.relation
+    asked = method.plan.queries_in(config.rounds)
+    all_rows = per_round * asked
+    if server or method.plan.release_event is None:
+
+        def spent(rows: int) -> float:
+            return epsilon(
+                canonical(method.plan.server_event(rows)), delta, method.plan.relation
+            ).or_infinity
+
+        # if all clients respond to everything, only whole rounds are spent
+        everybody = not method.cohort.is_sampled
+        unit = per_round if everybody else 1
+        rows = unit * max_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
+        stop = method.cohort.stop_probability(per_round, asked, rows)
+        enough = rows == all_rows or not everybody
+        rounds = config.rounds if enough else method.plan.rounds_for(rows // per_round)
+        stop = 0.0 if everybody else stop
+        if rows == 0:
+            raise _unreachable(target)
+        return Budget(rounds, rows, stop)
+    release = method.plan.release_event
+    rounds = max_repetitions(
+        lambda count: epsilon(canonical(release(count)), delta, relation).or_infinity,
+        target,
+        config.rounds,
+    )
+    if rounds == 0:
+        raise _unreachable(target)
+    return Budget(rounds, UNLIMITED if method.plan.is_trusted else all_rows, 0.0)
+
+
+def _unreachable(target: float) -> FedgenError:
+    return FedgenError(
+        "privacy.target_epsilon",
+        f"{target:g} is spent by the first round at this noise",
+        "raise privacy.noise_multiplier, or leave it out to solve for it",
+    )
+
+
+def planned_epsilons(method: Method, privacy: Privacy) -> dict[str, Epsilon]:
+    """Return ε by adversary, ``server`` and ``release``, of a run that spends its whole budget."""
+    budget = privacy.budget
+    return {
+        name: epsilon_for(
+            method,
+            budget,
+            budget.rounds,
+            budget.samples_per_client,
+            privacy.delta,
+            name == "server",
+        )
+        for name in ("server", "release")
+    }

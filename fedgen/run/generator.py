@@ -1,0 +1,392 @@
+"""Load generators and draw samples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from fedgen.config import registry
+from fedgen.config.build import build
+from fedgen.config.device import resolve_device
+from fedgen.config.renamed import with_present_names
+from fedgen.data.labels import has_names
+from fedgen.errors import FedgenError
+from fedgen.methods.api import Method, PublicFacts, Tensors
+from fedgen.randomness import RandomStreams
+from fedgen.reporting.figures import sample_grid, write_image
+from fedgen.reporting.parquet import write_parquet
+from fedgen.reporting.progress import RunProgress
+from fedgen.run.setup import Setup, published_names
+from fedgen.run.snapshot import is_unfinished, load_snapshot
+from fedgen.storage.io import check_no_links, read_bounded, read_json, share, temporary_path
+from fedgen.storage.run_dir import RunDir
+from fedgen.version import VERSION
+
+SCHEMA = 4
+"""Schema of ``generator.json``."""
+
+_SCHEMA_OF_FORMER_NAMES = 3  # as 4, with names of settings as in 0.1.0
+
+_CLIENTS = 10**9
+_COLUMNS = 10  # columns of a grid
+_MOST = 10**7  # limit on samples per command
+
+
+@dataclass(frozen=True)
+class PublishedGenerator:
+    """A published generator: the method that samples with ``weights``, the number of labels, the
+    shape of images (c, h, w), and the names of labels if they were published."""
+
+    method: Method
+    weights: Tensors
+    classes: int
+    shape: tuple[int, int, int]
+    labels: list[str] | None
+
+
+def judged_samples(
+    ready: Setup, generator: Tensors, count: int, progress: RunProgress
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the samples by which a run is evaluated, with uniform labels."""
+    streams, classes = ready.streams.at("evaluation"), ready.dataset.classes
+    labels = torch.randint(0, classes, (count,), generator=streams.public("labels"))
+    images = draw_samples(ready.method, generator, labels, streams.at("samples"), progress)
+    return images, labels.numpy()
+
+
+def draw_samples(
+    method: Method,
+    generator: Tensors,
+    labels: Tensor,
+    streams: RandomStreams,
+    progress: RunProgress | None = None,
+) -> NDArray[np.uint8]:
+    """Return samples (n, channels, height, width) uint8, generated in batches of 1,000."""
+    batches: list[Tensor] = []
+    for number, part in enumerate(torch.split(labels, 1000)):
+        batches.append(method.server.sample(generator, part, streams.at("batch", number)))
+        if progress is not None:
+            done = number * 1000 + len(part)
+            progress.show("samples", done, len(labels), "", end=False)
+    drawn = torch.cat(batches)
+    if not bool(drawn.isfinite().all()):
+        problem = "the generator produces non-finite pixels"
+        raise FedgenError("run", problem, "restore it, or request it from its author")
+    images: NDArray[np.uint8] = (drawn * 255).round().to(torch.uint8).numpy()
+    return images
+
+
+def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
+    """Return the public parameters that are needed to sample from the weights. Architectures are
+    stored as names of registered components, not as Python paths.
+
+    Args:
+        sha256: digest of the file of the weights.
+        record: privacy record, of which the parts for a reader of the release are included.
+    """
+    method = OmegaConf.to_container(ready.config.method, resolve=True)
+    assert isinstance(method, dict)
+    facts = {
+        "classes": ready.dataset.classes,
+        "labels": published_names(ready),
+        "shape": list(ready.dataset.shape),
+    }
+    known = ("delta", "unit", "relation", "noise", "images_per_person")
+    privacy = {key: record[key] for key in known if key in record}
+    if record["without_bound"]:  # ε covers the other clients
+        lost, clients = len(record["without_bound"]), len(record["clients"])
+        privacy["without_bound"] = {"clients": lost, "of": clients}
+    warm_up = OmegaConf.to_container(ready.config.warm_up, resolve=True)
+    assert isinstance(warm_up, dict)
+    began = {} if warm_up["method"] is None else {"warm_up": _without_strategies(warm_up)}
+    told = {
+        "schema": SCHEMA,
+        "method": _without_strategies(method),
+        **began,
+        **facts,
+        "generator_sha256": sha256,
+        "privacy": {"epsilon": record["views"]["release"]["epsilon"], **privacy},
+        "fedgen": VERSION,
+        "date": date.today().isoformat(),
+    }
+    return json.dumps(told, indent=2) + "\n"
+
+
+def read_description(folder: Path, key: str) -> dict[str, Any]:
+    """Read ``generator.json`` of a published folder.
+
+    Raises:
+        FedgenError: if it cannot be read or has a different schema; named by ``key``.
+    """
+    path = folder / "generator.json"
+    try:
+        found = read_json(path)
+        schema = found["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "give a finished run, or its public folder"
+        problem = f"{path} cannot be read"
+        if not folder.is_dir():
+            problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
+            zipped = folder.exists() and folder.suffix == ".zip"
+            remedy = "unpack it first" if zipped else remedy
+        elif within := sorted(each.parent for each in folder.glob("*/generator.json"))[:1]:
+            remedy = f"did you mean {within[0]}?"
+        raise FedgenError(key, problem, remedy) from error
+    if schema == _SCHEMA_OF_FORMER_NAMES and isinstance(found.get("method"), dict):
+        return {**found, "schema": SCHEMA, "method": with_present_names(found["method"], "method")}
+    if schema != SCHEMA:
+        problem = f"{path} has schema {schema!r}, not {SCHEMA}"
+        raise FedgenError(key, problem, "open it by the version of fedgen that wrote it")
+    return dict(found)
+
+
+def load_generator(path: Path, device: str) -> PublishedGenerator:
+    """Load the generator of a finished run, or of its ``public`` folder. The folder is untrusted
+    data: only registered components, and those of declared extensions, are built, and the weights
+    must match the description.
+
+    Raises:
+        FedgenError: if there is no valid generator.
+    """
+    folder = path / "public" if (path / "public").is_dir() else path
+    check_no_links(folder, "run")
+    found = read_description(folder, "run")
+    try:
+        data = read_bounded(folder / "generator.safetensors", _LARGEST)
+        weights = safetensors.torch.load(data)
+        # the number of clients is not published; larger than any cohort
+        facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
+        names = _names(found.get("labels"), facts.classes)
+        settings = found["method"]
+        _check_lists(settings)
+        _check_registered(settings, path)
+        make = build(settings, "method")
+        with (
+            _parameter_limit(_MAX_ENTRIES * len(weights)),
+            torch.device("meta"),
+        ):  # only sizes: they may have any value
+            server = make(facts=facts, noise_multiplier=None, device="meta").server
+            expected = server.generator(server.init(RandomStreams.from_seed(0, "seeded")))
+    except FedgenError as error:
+        if not error.key.startswith(("method", "data.")):
+            raise
+        problem = f"{folder / 'generator.json'} was altered ({error.key}: {error.problem})"
+        raise FedgenError("run", problem, "restore it") from error
+    except Exception as error:  # untrusted settings may raise anything
+        gone = isinstance(error, FileNotFoundError)
+        remedy = f"finish it: fedgen train resume={path}" if gone else "restore it"
+        raise FedgenError("run", f"{path} has no readable generator", remedy) from error
+    sha256 = hashlib.sha256(data).hexdigest()
+    of_run = RunDir(path).results()["generator_sha256"] if (path / "results.json").exists() else ""
+    if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):
+        raise FedgenError(
+            "run",
+            f"{folder / 'generator.safetensors'} was changed after the run wrote it",
+            "restore it",
+        )
+    shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in (weights, expected)]
+    if shapes[0] != shapes[1] or not all(bool(v.isfinite().all()) for v in weights.values()):
+        problem = f"{folder / 'generator.safetensors'} does not match generator.json"
+        raise FedgenError("run", problem, "restore it")
+    device = resolve_device(device)
+    method: Method = make(facts=facts, noise_multiplier=None, device=device)
+    weights = {name: each.to(device) for name, each in weights.items()}
+    return PublishedGenerator(method, weights, facts.classes, facts.shape, names)
+
+
+_LARGEST = 2**34  # limit on the weights, in bytes
+_MAX_ENTRIES = (
+    100  # limit relative to the weights of the generator, for other networks of the method
+)
+
+
+@contextlib.contextmanager
+def _parameter_limit(parameters: int) -> Iterator[None]:
+    """Raise ValueError once networks register more parameters than this: an untrusted file may
+    request any number of layers."""
+    left = [parameters]
+
+    def registered(*_: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("more parameters than there are weights for")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _without_strategies(settings: Any) -> Any:
+    """Return settings without the strategies, which generators do not need."""
+    if not isinstance(settings, dict):
+        return settings
+    return {n: _without_strategies(value) for n, value in settings.items() if n != "strategy"}
+
+
+def _check_registered(settings: Any, path: Path) -> None:
+    """Raise FedgenError for a type that is not registered, and not of a declared extension."""
+    try:
+        registry.check(settings, "method")
+    except FedgenError as error:
+        problem = f"{path} was altered, or needs an extension ({error.key}: {error.problem})"
+        own = f"; {error.remedy}" if "FEDGEN_EXTENSIONS" in error.remedy else ""
+        raise FedgenError("run", problem, f"restore it{own}") from error
+
+
+def _check_lists(settings: Any) -> None:
+    """Raise ValueError for a list longer than that of any setting."""
+    if isinstance(settings, list) and len(settings) > _MOST_LISTED:
+        raise ValueError
+    if isinstance(settings, dict | list):
+        for each in settings.values() if isinstance(settings, dict) else settings:
+            _check_lists(each)
+
+
+_MOST_LISTED = 256  # limit on the entries of a setting, e.g. widths of layers
+
+
+def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
+    """Raise ValueError for sizes that no data set has."""
+    channels, high, wide = shape
+    if not all(isinstance(n, int) and 0 < n <= 2**16 for n in (classes, channels, high, wide)):
+        raise ValueError
+    return classes, (channels, high, wide)
+
+
+def _names(told: Any, classes: int) -> list[str] | None:
+    """Raise ValueError unless these are valid names of the labels: each may become the name of a
+    folder."""
+    if told is None:
+        return None
+    if not isinstance(told, list) or len(told) != classes or not has_names(told):
+        raise ValueError
+    return told
+
+
+def labels_of(
+    published: PublishedGenerator, count: Any, chosen: Any, streams: RandomStreams
+) -> Tensor:
+    """Return the labels of samples: uniform over ``chosen`` (numbers or names) or over all labels;
+    for a set of images, each image once.
+
+    Raises:
+        FedgenError: for unknown labels, or more samples than a set has.
+    """
+    if not isinstance(count, int | np.integer) or count is True or not 1 <= count <= _MOST:
+        problem = f"must be a whole number from 1 to {_MOST}, got {count!r}"
+        raise FedgenError("n", problem, "e.g. n=1000")
+    classes, names = published.classes, published.labels or []
+    listed = isinstance(chosen, Sequence) and len(chosen) > 0 and not isinstance(chosen, str)
+    if chosen is not None and not listed:
+        known = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {chosen!r}"
+        raise FedgenError("labels", problem, "e.g. labels=[0,1]")
+    among = range(classes) if chosen is None else [_number(n, classes, names) for n in chosen]
+    count = int(count)
+    distinct, drawn = published.method.server.distinct_images, streams.public("labels")
+    if distinct is None:
+        return torch.tensor(list(among))[torch.randint(0, len(among), (count,), generator=drawn)]
+    order = torch.randperm(distinct, generator=drawn) % classes  # equally many per label
+    order = order[torch.isin(order, torch.tensor(list(among)))]
+    if count > len(order):
+        problem = f"{count} of a set of {len(order)} images"
+        raise FedgenError("n", problem, f"take at most {len(order)}: that is all of them")
+    return order[:count]
+
+
+def _number(label: Any, classes: int, names: Sequence[str]) -> int:
+    """Return the number of a label given by number or name."""
+    if str(label) in names:  # names take precedence, because a name may be a number
+        return names.index(str(label))
+    whole = isinstance(label, Integral) and not isinstance(label, bool)
+    if not whole or not 0 <= int(label) < classes:
+        known = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
+        remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; this run has no label names"
+        raise FedgenError("labels", problem, remedy)
+    return int(label)
+
+
+def sample(config: DictConfig) -> str:
+    """Write samples of a run: images (n, channels, height, width) uint8 and labels (n,) in an .npz;
+    a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
+    folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
+    published. Requires only the ``public`` folder; an unfinished run requires its directory and its
+    data. Return the location as text."""
+    out, streams = Path(config.out), RandomStreams.from_seed(config.seed, "seeded").at("sample")
+    if not out.suffix and out.exists():
+        raise FedgenError("out", f"{out} exists", "give a folder that does not")
+    if out.suffix not in ("", ".npz", ".png", ".parquet"):
+        problem = f"{out} is neither .npz, .png, .parquet nor a folder"
+        remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
+        raise FedgenError("out", problem, remedy)
+    path, told = Path(config.run), str(out)
+    if is_unfinished(path):
+        made = load_snapshot(path)
+        names = published_names(made.setup)
+        classes, shape = made.setup.dataset.classes, made.setup.dataset.shape
+        published = PublishedGenerator(made.setup.method, made.generator, classes, shape, names)
+        told = f"{out}\n{made.note}"
+    else:
+        published = load_generator(path, config.device)
+    labels = labels_of(published, config.n, config.labels, streams)
+    if out.suffix == ".png":
+        labels = labels.sort(stable=True).values
+    with RunProgress(stderr=True) as progress:
+        images = draw_samples(published.method, published.weights, labels, streams, progress)
+    try:
+        with temporary_path(
+            out, folder=not out.suffix
+        ) as new:  # atomic: an existing file is kept on failure
+            _write(out.suffix, images, labels, published, new)
+            for each in (new, *new.rglob("*")):
+                share(each)
+            new.rename(out)
+    except OSError as error:
+        why = f" ({error.strerror})" if error.strerror else ""
+        problem = f"{out} cannot be written{why}"
+        raise FedgenError("out", problem, "choose another place") from error
+    return told
+
+
+def _write(
+    suffix: str, images: NDArray[np.uint8], labels: Tensor, published: PublishedGenerator, new: Path
+) -> None:
+    """Write samples in the format of a suffix, "" for a folder."""
+    if suffix == ".npz":
+        np.savez_compressed(new, images=images, labels=labels.numpy())
+    elif suffix == ".png":
+        sample_grid(images, min(len(images), _COLUMNS), new)
+    elif suffix == ".parquet":
+        names = published.labels or [str(n) for n in range(published.classes)]
+        write_parquet(images, labels.tolist(), names, new)
+    else:
+        _write_folder(images, labels.tolist(), published.labels, new)
+
+
+def _write_folder(
+    images: NDArray[np.uint8], labels: list[int], names: list[str] | None, out: Path
+) -> None:
+    """Write one file per image, in a folder per label. File names are unique, because
+    ``data=folder`` identifies records by them."""
+    width = len(str(max(labels)))  # names sort in the order of labels
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        place = out / (f"{label:0{width}d}" if names is None else names[label])
+        place.mkdir(parents=True, exist_ok=True)
+        write_image(image, place / f"{number:05d}.png")

@@ -1,0 +1,212 @@
+"""Evaluate the samples of a run, or of a file, by all configured metrics.
+
+All metrics except gen2real access private images outside any mechanism: their results and pictures
+are only for holders of the images.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.config import validation
+from fedgen.config.build import build
+from fedgen.data.datasets import Dataset
+from fedgen.errors import FedgenError
+from fedgen.evaluation.inception_score import PARTS
+from fedgen.evaluation.leakage import PICTURES
+from fedgen.evaluation.metrics import Judged, data_digest, metrics
+from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, summary
+from fedgen.methods.api import Tensors
+from fedgen.randomness import RandomStreams
+from fedgen.reporting.progress import RunProgress
+from fedgen.run.generator import judged_samples
+from fedgen.run.setup import Setup
+from fedgen.storage.io import cache, temporary_path
+from fedgen.storage.run_dir import RunDir, make_folder
+
+LabelledImages = tuple[Images, Labels]
+
+
+JUDGED = (
+    *("gen2real", "real2real", "real2gen", "classifier", "judged", "judged_by", "distinct"),
+    *(key for metric in metrics() for key in metric.keys),
+)
+"""What of a run's results is its evaluation's."""
+
+
+def evaluate_run(
+    ready: Setup, generator: Tensors, progress: RunProgress, run_dir: RunDir
+) -> dict[str, Any]:
+    """Return the results of all configured metrics for samples of a run. They stay on the server
+    and are not part of the release."""
+    chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
+    done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
+    found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
+    with temporary_path(
+        pictures, folder=True
+    ) as fresh:  # a failed evaluation keeps the existing pictures
+        found |= _evaluate_run(ready, generator, progress, fresh)
+        for name in PICTURES:
+            (pictures / name).unlink(missing_ok=True)
+        if drawn := list(fresh.iterdir()):
+            make_folder(pictures)
+        elif pictures.is_dir() and not any(pictures.iterdir()):
+            pictures.rmdir()
+        for picture in drawn:
+            picture.rename(pictures / picture.name)
+    return {**found, **done}
+
+
+def _evaluate_run(
+    ready: Setup, generator: Tensors, progress: RunProgress, fresh: Path
+) -> dict[str, Any]:
+    """Return the results of ``evaluate_run``.
+
+    Args:
+        fresh: folder for pictures.
+    """
+    chosen = ready.config.evaluation
+    found: dict[str, Any] = {}
+    if chosen.samples and validation.min_samples(chosen):
+        samples = judged_samples(ready, generator, chosen.samples, progress)
+        training_images = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
+        streams, distinct = ready.streams.at("evaluation"), ready.method.server.distinct_images
+        found = suite(
+            chosen, ready.dataset, training_images, samples, streams, progress, fresh, distinct
+        )
+        if (classify := ready.method.server.classify) is not None:
+            images = torch.from_numpy(ready.dataset.test_images).float() / 255
+            right = classify(generator, images).numpy() == ready.dataset.test_labels
+            found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
+    return found
+
+
+def check_judged(chosen: DictConfig, data: Dataset) -> None:
+    """Raise FedgenError if the test split is too small for an inception score."""
+    if chosen.judge and len(data.test_images) < PARTS:
+        problem = f"needs at least {PARTS} test images, the data set has {len(data.test_images)}"
+        raise FedgenError("evaluation.judge", problem, "set it to false")
+
+
+def suite(
+    chosen: DictConfig,
+    data: Dataset,
+    training_images: Images,
+    samples: LabelledImages,
+    streams: RandomStreams,
+    progress: RunProgress,
+    pictures: Path,
+    distinct: int | None = None,
+) -> dict[str, Any]:
+    """Return all metrics in ``chosen``.
+
+    Args:
+        training_images: images that the generator may have been trained on: all or part of the
+            training split.
+        samples: images (n, channels, height, width) uint8 and labels (n,), in an order independent
+            of labels.
+        pictures: folder for the pictures of ``chosen.leakage``.
+        distinct: number of distinct images if samples repeat a set: distances between distributions
+            are not informative for so few, and leakage counts each once.
+
+    Raises:
+        FedgenError: if the test split is too small for the judge.
+    """
+    if distinct is None:
+        check_judged(chosen, data)
+    images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
+    found = utilities(chosen, data, samples, streams, progress)
+    if distinct is not None:
+        found["distinct"] = distinct
+    shown = Judged(
+        chosen,
+        data,
+        training_images,
+        samples,
+        images,
+        distinct is not None,
+        streams,
+        progress,
+        pictures,
+    )
+    for metric in metrics():
+        found |= metric.compute(shown)
+    return found
+
+
+def utilities(
+    chosen: DictConfig,
+    data: Dataset,
+    samples: LabelledImages,
+    streams: RandomStreams,
+    progress: RunProgress,
+    real: bool = True,
+) -> dict[str, Any]:
+    """Return gen2real, and if ``real``, the accuracy of the same classifiers trained on as many
+    real images, on the test split (``real2real``) and, for those in ``chosen.real2gen``, on samples
+    (``real2gen``)."""
+    classifiers = {
+        str(name): each
+        for name, each in chosen.classifiers.items()
+        if _installed(str(name), each, progress)
+    }
+    order = torch.randperm(len(data.labels), generator=streams.public("real")).numpy()
+    rows = data.images[order[: len(samples[1])]], data.labels[order[: len(samples[1])]]
+    test = data.test_images, data.test_labels
+
+    def fit(name: str, seed: int, train: LabelledImages, **tests: LabelledImages) -> Fit:
+        known = None
+        if list(tests) == ["real2real"]:  # independent of the samples
+            settings = OmegaConf.to_container(classifiers[name], resolve=True)
+            name_of_result = data_digest(settings, seed, data.classes, *train, *test)
+            known = cache() / "real2real" / f"{name_of_result}.json"
+        made = build(classifiers[name], f"evaluation.classifiers.{name}")
+        return Fit(name, made, train, tests, data.classes, seed, known)
+
+    fits = []
+    for name, seed in itertools.product(classifiers, range(chosen.seeds)):
+        fits.append(fit(name, seed, samples, gen2real=test))
+        if real and name in chosen.real2gen:
+            fits.append(fit(name, seed, rows, real2real=test, real2gen=samples))
+        elif real:
+            fits.append(fit(name, seed, rows, real2real=test))
+    fits = [
+        each for each in fits if len(np.unique(each.rows[1])) > 1
+    ]  # a single label trains no classifier
+    jobs = min(chosen.jobs or os.cpu_count() or 1, max(len(fits), 1))
+    if fits:
+        progress.show("evaluation", 0, len(fits), f"{fits[0].name}, of {len(samples[0]):,} samples")
+    scores: dict[tuple[str, str], list[Scores]] = {}
+    for done, (number, found) in enumerate(all_scores(fits, jobs), 1):
+        for kind, values in found.items():
+            scores.setdefault((kind, fits[number].name), []).append(values)
+        progress.show("evaluation", done, len(fits), fits[number].name)
+    trained_on = {"gen2real": samples, "real2real": rows, "real2gen": rows}
+    judged = {"gen2real": test, "real2real": test, "real2gen": samples}
+    return {
+        kind: {
+            name: summary(
+                scores.get((kind, name), []), len(trained_on[kind][1]), len(judged[kind][1])
+            )
+            for name in classifiers
+            if kind != "real2gen" or name in chosen.real2gen
+        }
+        for kind in (trained_on if real else ["gen2real"])
+    }
+
+
+def _installed(name: str, classifier: DictConfig, progress: RunProgress) -> bool:
+    """Return whether the library of a classifier is installed; print a line otherwise."""
+    library = str(classifier.get("model", "sklearn")).partition(".")[0]
+    if find_spec(library) is None:
+        progress.say(f"{name} is left out: pip install {library}")
+        return False
+    return True

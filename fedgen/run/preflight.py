@@ -1,0 +1,84 @@
+"""Warn of settings and data that void the δ of a run or make its samples useless."""
+
+from __future__ import annotations
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.config.extensions import is_extension
+from fedgen.data.datasets import Dataset
+from fedgen.privacy.events import Unit
+from fedgen.run.setup import ResolvedMethod, Setup, delta_problem_of
+
+MIN_IMAGES = 50
+
+
+_MAX_DARK = 31  # of 255: a maximum below this suggests a wrong scale
+
+
+def rare_labels(found: Dataset, counts: np.ndarray) -> list[str]:
+    """Warn of labels with few images.
+
+    Args:
+        counts: images per label.
+    """
+    rare = np.flatnonzero(counts < MIN_IMAGES).tolist()
+    names = found.names or [f"{label} (counted from 0)" for label in range(found.classes)]
+    few = ", ".join(names[label] for label in rare)
+    said = f"fewer than {MIN_IMAGES} images of label {few}: mostly noise at a small ε"
+    return [said] if few else []
+
+
+def narrow_range(found: Dataset) -> list[str]:
+    """Warn of pixels that use a small part of 0..255."""
+    least, most = (int(each) for each in (found.images.min(), found.images.max()))
+    if least == most:
+        return [f"all pixels are {most}: the images are blank"]
+    if most > _MAX_DARK:
+        return []
+    cause = "masks of 0 and 1" if most == 1 else "12 bits in the low bits, or dark"
+    remedy = f"scale them to 0..255, e.g. times {255 // most}"
+    return [f"no pixel is above {most} of 255 ({cause}), and samples will be black: {remedy}"]
+
+
+def unread_columns(found: Dataset) -> list[str]:
+    """Warn of columns that may identify persons under an unusual name."""
+    names = ", ".join(repr(each) for each in found.unread_columns)
+    return [f"columns that are not read: {names} (see client, person, split)"] if names else []
+
+
+def delta_warnings(ready: ResolvedMethod) -> list[str]:
+    """Warn of a δ that a release refuses."""
+    if ready.privacy.noise_multiplier is None:
+        return []
+    wrong = delta_problem_of(ready.privacy, ready.method.plan)
+    return [] if wrong is None else [f"warning: privacy.delta: {wrong[0]}; {wrong[1]}"]
+
+
+def preset_warnings(config: DictConfig) -> list[str]:
+    """Warn of a method with the settings for 8x8 images that is used for other images."""
+    name, own = str(config.names.method), not is_extension(config.method.type)
+    if not own or not name.endswith("_small") or config.names.data == "digits":
+        return []
+    return [f"{name} has the digits' settings: for other images try method=mixture"]
+
+
+def data_warnings(ready: Setup) -> list[str]:
+    """Return warnings of data that make a generator useless at any noise. They depend on private
+    images and are for rehearsals by their holder: a run for release accesses images for training
+    only."""
+    config, plan = ready.config, ready.method.plan
+    if ready.privacy.noise == "secure" or ready.dataset.is_remote or config.group is not None:
+        return []
+    rows, found = np.concatenate(ready.shards), ready.dataset
+    said = [f"warning: {text}" for text in unread_columns(found)]
+    assumed = OmegaConf.select(config, "method.rows")
+    by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
+    if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
+        said.append(
+            f"warning: method.rows = {assumed:,} is far from the actual number of images, and "
+            f"samples will be of little use: set a public number near it as {by}"
+        )
+    counts = np.bincount(found.labels[rows], minlength=found.classes)
+    said += [f"warning: {text}" for text in narrow_range(found) + rare_labels(found, counts)]
+    return said

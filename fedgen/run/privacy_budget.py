@@ -1,0 +1,227 @@
+"""Account for all runs on the same data, and check the budget of a further run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fedgen.config import validation
+from fedgen.errors import FedgenError
+from fedgen.federation.failures import IGNORED_REPLIES
+from fedgen.privacy.budget import delta_problem
+from fedgen.privacy.events import Relation, Spend, Unit, canonical
+from fedgen.privacy.ledger import elementwise_max, with_reported
+from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
+from fedgen.reporting.progress import format_epsilon
+from fedgen.run import setup
+from fedgen.run.privacy_report import ended_by_dropout
+from fedgen.run.setup import Setup
+from fedgen.storage.io import read_json
+from fedgen.storage.run_dir import RunDir, or_null
+
+
+def register_run(
+    ready: Setup, run_dir: RunDir, name: str, anew: bool = False, over: bool = False
+) -> SpendDb | None:
+    """Register a secure run before it queries clients; return None for a seeded run, which is an
+    experiment, and for a deployment, whose sites register their own.
+
+    Args:
+        anew: whether it was registered before and may now cost more.
+        over: whether it queries no more clients.
+
+    Raises:
+        FedgenError: if the budget of its data does not allow it.
+    """
+    if ready.privacy.noise != "secure" or ready.dataset.is_remote:  # each site registers its own
+        return None
+    plan, file = ready.method.plan, SpendDb.default()
+    most = canonical(plan.server_event(ready.privacy.budget.samples_per_client))
+    folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
+    gaps = _max_spend_with_dropouts(ready) if ready.dropouts_reveal_cohorts else None
+    rows = ready.dataset
+    own, whole = (rows.images_digest, ready.owners, folder), rows.account_of_all
+    if over:
+        file.set_folder(name, folder)
+        return file
+    entry = Entry(name, *own, *kinds, most, max_spend_with_dropouts=gaps, full_data=whole)
+    budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
+    _count_deaths(file, file.entries(entry.data, entry.full_data), entry)
+    file.register(entry, partial(check_budget, budget, delta), anew)
+    return file
+
+
+def record_dropout(file: SpendDb | None, ready: Setup, name: str) -> None:
+    """Record that a dropout may have revealed the sampled cohorts of a run."""
+    if file is not None:
+        file.record_dropout(name, _max_spend_with_dropouts(ready))
+
+
+def has_dropout(ready: Setup, run_dir: RunDir, name: str) -> bool:
+    """Return whether the cohorts of a run count as revealed: by its directory, which has two
+    records of it, or, for an old copy of a directory, by the account of its data."""
+    outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
+    told = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
+    return bool(told) or (outside and SpendDb.default().has_dropout(name))
+
+
+def _max_spend_with_dropouts(ready: Setup) -> Spend:
+    return canonical(
+        ready.with_dropouts().plan.server_event(ready.privacy.budget.samples_per_client)
+    )
+
+
+def _count_deaths(file: SpendDb, entries: Sequence[Entry], own: Entry | None = None) -> None:
+    """Count the cohorts of runs as revealed if the runs died during a response of a client, or if
+    their folders are missing, whether they resume or not.
+
+    Args:
+        own: the run that starts or resumes now. Its own folder is checked separately; the folder of
+            an earlier copy may have been moved.
+    """
+    for entry in entries:
+        if (
+            entry.max_spend_with_dropouts is None
+            or entry.is_finished
+            or with_reported(entry.max_spend_with_dropouts, [entry.max_spend]) == entry.max_spend
+        ):
+            continue  # nothing to count, or already counted
+        died = _died(Path(entry.folder), entry.run)
+        if own is not None and own.run == entry.run:
+            died = bool(died) and own.folder != entry.folder
+        if died:
+            file.record_dropout(entry.run, entry.max_spend_with_dropouts)
+        elif died is None:
+            file.raise_max_spend(entry.run, entry.max_spend_with_dropouts)
+
+
+def _died(folder: Path, run: str) -> bool | None:
+    """Return whether a run died during a response of a client; None if its folder is missing."""
+    try:
+        if read_json(folder / "run.json")["run"] != run:
+            return None
+        return ended_by_dropout(RunDir(folder))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def finish_run(file: SpendDb | None, name: str, planned: Sequence[Spend]) -> None:
+    """Record the end of a run with the query samples of each client, as planned: the charges of
+    clients are registered separately, and their reports to the server do not exceed these."""
+    if file is not None:
+        nothing: Spend = {}
+        file.finish(name, reduce(elementwise_max, planned, nothing))
+
+
+def total_spend(path: Path) -> list[str]:
+    """Return lines of text: the total ε of a finished run and all other secure runs on its data,
+    and the number of runs that this ε does not cover; an empty list for a single run or an
+    experiment."""
+    run_dir, config, identity = RunDir.open(path, "run")
+    if config.privacy.noise != "secure" or not (file := SpendDb.default()).path.exists():
+        return []
+    _count_deaths(file, file.runs_on_same_data(identity["run"]))
+    entries = file.runs_on_same_data(identity["run"])
+    kinds = {each.kind for each in entries if each.run == identity["run"]}
+    alike, lines = [each for each in entries if each.kind in kinds], []
+    if len(alike) > 1:
+        cost = format_epsilon(composed_epsilon(alike, run_dir.privacy()["delta"]).value)
+        lines += [
+            f"together with other secure runs on these images ({len(alike)} in all): ε = {cost}"
+        ]
+    if others := len(entries) - len(alike):
+        lines += [
+            f"not counted: {others} more runs with other units, neighbours or client partitions "
+            "(fedgen account spent)"
+        ]
+    return lines
+
+
+def check_budget(budget: float | None, delta: float, entry: Entry, others: Sequence[Entry]) -> None:
+    """Raise FedgenError if a run would raise the total ε of its data above a budget."""
+    key = "privacy.budget_epsilon"
+    if budget is None:
+        return
+    if any(each.kind != entry.kind for each in others):
+        problem = "other runs on these data protect others than this, and no ε counts both"
+        raise FedgenError(key, problem, "see fedgen account spent; set it to null")
+    with_it = composed_epsilon([*others, entry], delta)
+    if with_it.or_infinity > budget:
+        before = "this run costs ε = "
+        if others:
+            so_far = format_epsilon(composed_epsilon(others, delta).value)
+            before = f"other runs on these data ({len(others)}) cost ε = {so_far}, with this run "
+        problem = f"{before}{format_epsilon(with_it.value)}, above {budget:g}"
+        remedy = "lower privacy.target_epsilon, or raise the budget"
+        raise FedgenError(key, problem, remedy)
+
+
+def account_spent(config: DictConfig) -> str:
+    """Return the total spend of secure runs on a data set, as text or JSON.
+
+    Raises:
+        FedgenError: for an invalid setting.
+    """
+    validation.check(config)
+    file, rows = SpendDb.default(), setup.dataset(config)
+    names, delta = (rows.images_digest, rows.account_of_all), config.privacy.delta
+    _count_deaths(file, file.entries(*names))
+    entries = file.entries(*names)
+    kinds = dict.fromkeys(entry.kind for entry in entries)
+    record: dict[str, Any] = {
+        "data": config.names.data,
+        "digest": rows.images_digest,
+        "delta": delta,
+        "runs": [_row(entry, delta) for entry in entries],
+        "together": [_together([e for e in entries if e.kind == k], *k[:2], delta) for k in kinds],
+        "on_other_data": file.other_folders(entries),
+    }
+    return json.dumps(record) if config.output == "json" else _words(record, file)
+
+
+def _row(entry: Entry, delta: float) -> dict[str, Any]:
+    return {
+        "run": entry.run,
+        "folder": entry.folder,
+        "over": entry.is_finished,
+        "epsilon": or_null(composed_epsilon([entry], delta).value),
+        "unit": entry.unit.value,
+        "relation": entry.relation.value,
+    }
+
+
+def _together(
+    entries: Sequence[Entry], unit: Unit, relation: Relation, delta: float
+) -> dict[str, Any]:
+    found = composed_epsilon(entries, delta)
+    return {
+        "unit": unit.value,
+        "relation": relation.value,
+        "epsilon": or_null(found.value),
+        "accountant": found.accountant,
+    }
+
+
+def _words(record: dict[str, Any], file: SpendDb) -> str:
+    lines = [f"{record['data']}: secure runs: {len(record['runs'])}, in {file.path}"]
+    for row in record["runs"]:
+        how = "cost" if row["over"] else "not over, may cost"
+        lines.append(f"  {row['folder']}: {how} ε = {format_epsilon(row['epsilon'])}")
+    lines += [
+        f"together: proven ε = {format_epsilon(each['epsilon'])} per {each['unit']}, neighbours: "
+        f"{each['relation'].replace('_', ' ')}, at δ = {record['delta']:g}, against an observer "
+        f"of the clients' messages ({each['accountant']})"
+        for each in record["together"]
+    ]
+    if (wrong := delta_problem(record["delta"], None, "record")) is not None:
+        lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
+    if len(record["together"]) > 1:
+        lines.append("runs with different units, neighbours or client partitions have no common ε")
+    if record["on_other_data"]:
+        lines.append(f"secure runs on other data: {', '.join(record['on_other_data'])}")
+    return "\n".join(lines)

@@ -1,0 +1,482 @@
+"""Check a resolved configuration and build the objects of a run. Nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dp_accounting import NonPrivateDpEvent
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from fedgen.config.build import build
+from fedgen.config.device import resolve_device
+from fedgen.config.extensions import is_extension
+from fedgen.config.registry import to_plain
+from fedgen.config.validation import check, faults
+from fedgen.data.canaries import Canaries, add_canaries
+from fedgen.data.corruption import invert_images, sample_bugged_clients
+from fedgen.data.datasets import Dataset, Shard, build_dataset
+from fedgen.data.labels import validate_names
+from fedgen.data.partition import Index, check_clients, check_shards, limit_per_person
+from fedgen.errors import FedgenError
+from fedgen.methods.api import AggregationKind, ClientProgram, Method, PublicFacts
+from fedgen.methods.families.pretraining import requires_sums, warm_up
+from fedgen.methods.plan import Plan
+from fedgen.privacy.aggregation import Secure
+from fedgen.privacy.budget import delta_problem
+from fedgen.privacy.events import Relation, Unit, canonical
+from fedgen.randomness import RandomStreams
+from fedgen.run.calibrate import Privacy, solve, solve_after_dropout
+from fedgen.storage.io import digest, read_json
+from fedgen.testing.fault_rates import FaultRates
+
+
+@dataclass(frozen=True)
+class ResolvedMethod:
+    """The parts of a run that depend only on its settings and on public facts about its clients.
+
+    at_noise: builds the method at another noise multiplier.
+    program: builds the client program in another process.
+    with_dropouts: builds the method as accounted if a missing response may have revealed a cohort.
+    with_aggregation: builds the method with another aggregation.
+    derived_settings: settings that the method derived, with their original values.
+    """
+
+    method: Method
+    privacy: Privacy
+    at_noise: Callable[[float | None], Method]
+    program: Callable[[], ClientProgram]
+    with_dropouts: Callable[[], Method]
+    with_aggregation: Callable[[AggregationKind], Method]
+    derived_settings: Mapping[str, int | None]
+
+    @property
+    def noise(self) -> float | None:
+        """Return the noise multiplier."""
+        return self.privacy.noise_multiplier
+
+    @property
+    def dropouts_reveal_cohorts(self) -> bool:
+        """Return whether a missing response may reveal a cohort that is accounted as secret."""
+        rows = self.privacy.budget.samples_per_client
+        counted = canonical(self.method.plan.server_event(rows))
+        return counted != canonical(self.with_dropouts().plan.server_event(rows))
+
+
+@dataclass(frozen=True)
+class Setup(ResolvedMethod):
+    """All parts of a run. ``domain``: see ``noise_domain``; ``canaries``: of an audited run."""
+
+    config: DictConfig
+    domain: str
+    streams: RandomStreams
+    dataset: Dataset
+    shards: list[Index]
+    faults: FaultRates
+    canaries: Canaries | None
+
+    @property
+    def partition_digest(self) -> str:
+        """Return a digest of the assignment of records to clients, by position."""
+        return digest(*(shard.tobytes() for shard in self.shards))
+
+    @property
+    def owners(self) -> str:
+        """Return a digest of the groups of images that the unit protects as a whole, in any order:
+        spends add up over runs with the same groups. Empty if the unit is a record."""
+        unit, persons = self.method.plan.unit, self.dataset.persons
+        if unit is Unit.CLIENT:
+            return self.dataset.digest_of(self.shards)
+        if unit is Unit.PERSON:
+            assert persons is not None
+            return self.dataset.digest_of(
+                np.flatnonzero(persons == person) for person in np.unique(persons)
+            )
+        return ""
+
+    def counting_dropouts(self) -> Setup:
+        """Return the setup as accounted after a dropout: no sampling amplifies, and with a target
+        and a noise multiplier the run ends earlier.
+
+        Raises:
+            FedgenError: if no rounds remain.
+        """
+        method = self.with_dropouts()
+        return replace(
+            self, method=method, privacy=solve_after_dropout(self.config, method, self.privacy)
+        )
+
+    def held_out(self, count: int) -> Shard | None:
+        """Return the first ``count`` held-out images, if there are any."""
+        if not self.config.held_out:
+            return None
+        images, labels = self.dataset.test_images[:count], self.dataset.test_labels[:count]
+        return Shard(torch.from_numpy(images), torch.from_numpy(labels))
+
+
+def setup(config: DictConfig, branch: str | None = None) -> Setup:
+    """Check a configuration and build the objects of the run.
+
+    Args:
+        branch: noise domain of a resumed run; None: see ``noise_domain``.
+
+    Raises:
+        FedgenError: for the first invalid setting.
+    """
+    check(config)
+    torch.set_num_threads(config.runtime.threads)
+    streams = RandomStreams.from_seed(config.seed, config.privacy.noise)
+    held, shards = partitioned_data(config)
+    bugged = sample_bugged_clients(len(shards), config.corruption.fraction, streams.at("data"))
+    held = invert_images(held, shards, bugged)
+    if config.group is not None:
+        shards = [shards[client] for client in _members(config.group, len(shards))]
+    rows = None if held.is_remote or len(shards) > 1 else len(shards[0])
+    found = resolve_method(config, len(shards), rows, held.classes, held.shape)
+    check_shards_fit(config, held, found.method.plan)
+    wrong = None if found.noise is None else delta_problem_of(found.privacy, found.method.plan)
+    if wrong is not None and found.privacy.noise == "secure" and branch is None:
+        raise FedgenError("privacy.delta", *wrong)  # a resumed run has stated its δ
+    if branch is None:
+        branch = _rehearsed_domain(config, found.noise) or noise_domain(
+            config, held, shards, found.noise
+        )
+    streams = streams.at("branch", branch)
+    canaries = None
+    if OmegaConf.select(config, "audit.canaries"):
+        plan = found.method.plan
+        # equal in all processes of a run
+        here = RandomStreams.from_seed(config.seed, "seeded").at("audit")
+        held, shards, canaries = add_canaries(
+            held, shards, plan.unit, plan.relation, config.audit.canaries, here
+        )
+    return Setup(
+        **vars(found),
+        config=config,
+        domain=branch,
+        streams=streams,
+        dataset=held,
+        shards=shards,
+        faults=faults(config),
+        canaries=canaries,
+    )
+
+
+def resolve_method(
+    config: DictConfig,
+    clients: int,
+    rows: int | None,
+    classes: int,
+    shape: tuple[int, int, int],
+) -> ResolvedMethod:
+    """Return the method, its noise and its budget, and write the derived settings into ``config``.
+    The result is the same in every process with the same arguments.
+
+    Args:
+        rows: number of records of a single client; None for several clients.
+        classes, shape: number of labels, and (channels, height, width) of images.
+
+    Raises:
+        FedgenError: for the first invalid setting.
+    """
+    asked_for = config.privacy
+    facts = PublicFacts(
+        clients,
+        rows,
+        classes,
+        shape,
+        requires_all=config.runtime.min_success >= 1,
+        aggregation_kind=asked_for.aggregation,
+        threshold=asked_for.threshold,
+        colluders=asked_for.colluders,
+        unit=Unit(asked_for.unit) if asked_for.unit else None,
+        images_per_person=asked_for.images_per_person or 1,
+    )
+    made = build(config.method, "method")
+    make = partial(_method, made, facts, config)
+    open_: dict[str, int | None] = {}
+    if (length := make(None).plan.fixed_rounds) not in (None, config.rounds):
+        open_["rounds"], config.rounds = config.rounds, length
+    privacy = solve(config, make)
+    noise = privacy.noise_multiplier
+    if settled := make(noise).derived_settings:
+        open_ |= {f"method.{key}": None for key in settled if config.method[key] is None}
+        config.method.update(settled)
+        made = build(config.method, "method")
+        make = partial(_method, made, facts, config)
+        if (length := make(noise).plan.fixed_rounds) not in (None, config.rounds):
+            open_.setdefault("rounds", config.rounds)
+            config.rounds = length
+            privacy = solve(config, make)
+            noise = privacy.noise_multiplier
+    method = make(noise)
+    if not _sums_fit(method.plan):
+        facts = replace(facts, ring_bits=64)
+        make = partial(_method, made, facts, config)
+        method = make(noise)
+    privacy = replace(privacy, protected=_protected(config, method.plan, clients, rows))
+    _check_aggregation(config, method.plan)
+    return ResolvedMethod(
+        method,
+        privacy,
+        at_noise=make,
+        program=partial(_program, make, noise),
+        with_dropouts=partial(_method, made, replace(facts, had_dropout=True), config, noise),
+        with_aggregation=lambda kind: _method(made, facts.with_aggregation(kind), config, noise),
+        derived_settings=open_,
+    )
+
+
+def _protected(config: DictConfig, plan: Plan, clients: int, rows: int | None) -> int | None:
+    """Return the public number of protected units; None if it is not public."""
+    if plan.unit is Unit.CLIENT:
+        return clients
+    public = OmegaConf.select(config, "data.public_rows") or OmegaConf.select(config, "method.rows")
+    if public is None and plan.relation is Relation.REPLACE_ONE:
+        public = rows  # single client: replacing a record keeps the number of records
+    return None if public is None else max(int(public) // plan.images_per_person, 1)
+
+
+def delta_problem_of(privacy: Privacy, plan: Plan) -> tuple[str, str] | None:
+    """Return the problem with δ for a release, and the remedy; see ``budget.delta_problem``."""
+    return delta_problem(privacy.delta, privacy.protected, plan.unit.value)
+
+
+def check_shards_fit(config: DictConfig, held: Dataset, plan: Plan) -> None:
+    """Raise FedgenError if replacing a record would move other records."""
+    by_place = plan.relation is Relation.REPLACE_ONE and plan.unit is Unit.RECORD
+    if held.example_keys.moves and by_place:
+        raise FedgenError(
+            "data",
+            f"{held.example_keys.moves}, and {config.names.method} protects records by their place",
+            "take a method of sums, e.g. mixture, dp_merf or dpgan",
+        )
+
+
+def _sums_fit(plan: Plan) -> bool:
+    """Return whether the integers of a secure sum can represent it."""
+    sums = plan.aggregation
+    if not isinstance(sums, Secure):
+        return True
+    return all(sums.fits(std, sums.asked * largest) for std, largest in plan.value_ranges)
+
+
+def _check_aggregation(config: DictConfig, plan: Plan) -> None:
+    """Raise FedgenError for responses that their aggregation does not support."""
+    aggregation = plan.aggregation
+    if not isinstance(aggregation, Secure):
+        if config.runtime.masks:
+            raise FedgenError(
+                "runtime.masks",
+                "hide the terms of a secure sum, and there is none",
+                "set it to false, or take privacy.aggregation=secure",
+            )
+        return
+    for std, largest in plan.value_ranges:
+        aggregation.check_range(std, aggregation.asked * largest)
+    answers = config.runtime.min_success * aggregation.asked
+    if answers < aggregation.threshold:
+        raise FedgenError(
+            "runtime.min_success",
+            f"accepts {answers:g} of {aggregation.asked} responses, but the noise needs "
+            f"{aggregation.threshold}",
+            "raise it, or lower privacy.threshold",
+        )
+
+
+def partitioned_data(config: DictConfig) -> tuple[Dataset, list[Index]]:
+    """Return the data set without held-out images, and the records of all clients."""
+    streams = RandomStreams.from_seed(config.seed, config.privacy.noise).at("data")
+    held = dataset(config).hold_out(config.held_out, streams)
+    if not held.is_remote:
+        check_clients(config.partition.get("clients"), len(held.labels))
+    shards = build(config.partition, "partition")(
+        images=held.images,
+        labels=held.labels,
+        classes=held.classes,
+        writers=held.writers,
+        streams=streams,
+    )
+    if not held.is_remote:
+        check_shards(shards, config.partition.get("clients"), len(held.labels))
+    if config.privacy.unit == Unit.PERSON.value:
+        if held.is_remote:
+            problem = "cannot be person here: nodes do not limit images per person"
+            raise FedgenError("privacy.unit", problem, "set it to record or client")
+        most, whole = config.privacy.images_per_person, (held.images, held.labels)
+        shards = limit_per_person(shards, held.persons, most, *whole, streams)
+    return held, shards
+
+
+def _members(group: object, clients: int) -> list[int]:
+    """Return the clients of a group.
+
+    Raises:
+        FedgenError: unless it is a list of distinct clients.
+    """
+    members = list(group) if isinstance(group, ListConfig) else []
+    numbers = [each for each in members if isinstance(each, int) and 0 <= each < clients]
+    if not numbers or len(set(numbers)) < len(members):
+        problem = f"must list clients from 0 to {clients - 1}, each once"
+        raise FedgenError("group", problem, "e.g. group=[0,3,7]")
+    return sorted(numbers)
+
+
+def noise_domain(
+    config: DictConfig, held: Dataset, shards: list[Index], noise_multiplier: float | None
+) -> str:
+    """Return the domain that separates the streams of a run from those of other runs with the same
+    seed. It depends on everything that messages depend on: settings, records, and the calibrated
+    noise, which may differ between versions. Two runs that share noise at different scales or on
+    different records would reveal them to a reader of both.
+
+    Empty in mode ``secure``: secret streams belong to the process, and public streams must not
+    depend on private records.
+    """
+    if config.privacy.noise == "secure":
+        return ""
+    whole: Any = OmegaConf.to_container(config, resolve=True)
+    whole["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
+    if whole["privacy"]["images_per_person"] is None:
+        whole["privacy"].pop("images_per_person")
+    chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
+    chosen += [whole["runtime"][key] for key in ("threads", "min_success")]
+    chosen += [whole.get("audit"), resolve_device(config.device), sorted(whole["group"] or [])]
+    chosen.append(rounded_noise(noise_multiplier))
+    if whole["warm_up"]["method"] is not None:
+        chosen.append(whole["warm_up"])
+    if held.classes != held.labels.max(initial=-1) + 1:
+        chosen.append(held.classes)  # the digest of records does not cover unused labels
+    facts = json.dumps(chosen, sort_keys=True).encode(), held.digest.encode()
+    if is_extension(config.partition.type):  # its code is not in the settings
+        return digest(*facts, *(shard.tobytes() for shard in shards))
+    return digest(*facts)
+
+
+def _rehearsed_domain(config: DictConfig, noise_multiplier: float | None) -> str | None:
+    """Return the noise domain of the run that a deployment rehearses, to reproduce its bits.
+
+    Raises:
+        FedgenError: if there is no such run, it has other noise, or noise is not seeded.
+    """
+    place = config.runtime.get("rehearses")
+    if place is None:
+        return None
+    key = "runtime.rehearses"
+    if config.privacy.noise != "seeded":
+        raise FedgenError(key, "is for seeded noise", "take privacy.noise=seeded, or null")
+    try:
+        identity = read_json(Path(place) / "run.json")
+        branch, noise = str(identity["branch"]), identity["noise_multiplier"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgenError(
+            key, f"{place} is no run directory", "give the directory of a finished run"
+        ) from error
+    if noise != rounded_noise(noise_multiplier):  # two scales of one stream reveal records
+        problem = (
+            f"{place} has noise multiplier {noise}, and this {rounded_noise(noise_multiplier)}"
+        )
+        raise FedgenError(key, problem, "rehearse the same settings")
+    return branch
+
+
+def rounded_noise(noise_multiplier: float | None) -> str | None:
+    """Return the noise multiplier with six digits: differences between machines are below that, and
+    noise that differs by less is equal on its grid."""
+    return None if noise_multiplier is None else f"{noise_multiplier:.6g}"
+
+
+def dataset(config: DictConfig) -> Dataset:
+    """Return the data set. A random test split is the same for all seeds: runs with several seeds
+    are evaluated on the same images, which none of them trains on."""
+    found: object = build(config.data, "data")(
+        root=config.data.get("root"),
+        public_rows=config.data.get("public_rows"),
+        streams=RandomStreams.from_seed(0, "seeded").at("data"),
+    )
+    if not isinstance(found, Dataset):
+        problem = f"returns a {type(found).__name__}, not a Dataset"
+        raise FedgenError("data", problem, "see fedgen.data.datasets")
+    if not is_extension(config.data.type):
+        return found
+    if {found.images.dtype, found.test_images.dtype} != {np.dtype(np.uint8)}:
+        problem = f"has images of {found.images.dtype}"
+        raise FedgenError("data", problem, "convert them to uint8, from 0 to 255")
+    return build_dataset(*(getattr(found, each.name) for each in fields(found)))
+
+
+def published_names(ready: Setup) -> list[str] | None:
+    """Return the published names of labels: those set by ``data.labels``, or those of the data set
+    (folder names, unless ``data.names=false``)."""
+    own = ready.dataset.names
+    return label_names(ready.config) or (None if own is None else list(own))
+
+
+def label_names(config: DictConfig) -> list[str] | None:
+    """Return the names of labels given by a setting, which are public."""
+    names = OmegaConf.select(config, "data.labels")
+    plain: Any = OmegaConf.to_container(names) if isinstance(names, ListConfig) else names
+    return None if plain is None else validate_names(plain)
+
+
+def _method(
+    make: Callable[..., Method],
+    facts: PublicFacts,
+    config: DictConfig,
+    noise_multiplier: float | None,
+) -> Method:
+    here = resolve_device(config.device)
+    method: object = make(facts=facts, noise_multiplier=noise_multiplier, device=here)
+    if not isinstance(method, Method):
+        problem = f"returns a {type(method).__name__}, not a Method"
+        raise FedgenError("method.type", problem, "see docs/own-method.md")
+    if config.warm_up.method is not None:
+        method = _with_warm_up(method, facts, config, noise_multiplier is not None, here)
+    if config.start is None:
+        return method
+    reason = "it started from the weights of another run, whose cost is not counted"
+    plan = replace(
+        method.plan,
+        prior_event=NonPrivateDpEvent(),
+        amplified_by=dict.fromkeys(method.plan.amplified_by),
+        not_amplified_because=dict.fromkeys(method.plan.not_amplified_because, reason),
+        claim=None,
+    )
+    return replace(method, plan=plan)
+
+
+def _with_warm_up(
+    method: Method, facts: PublicFacts, config: DictConfig, private: bool, device: str
+) -> Method:
+    """Return the method preceded by that of ``warm_up``."""
+    chosen = config.warm_up
+    noise = chosen.noise_multiplier if private else None
+    try:
+        start = build(chosen.method, "method")
+        first = start(facts=facts, noise_multiplier=noise, device=device)
+    except FedgenError as error:
+        key = f"warm_up.{error.key}" if error.key.startswith("method") else error.key
+        raise FedgenError(key, error.problem, error.remedy) from error
+    if not {"batch", "sampling_rate"} <= set(config.method):
+        raise requires_sums()
+    on_samples = {**to_plain(config.method), "batch": chosen.batch, "sampling_rate": 1.0}
+    made = build(on_samples, "method")
+    alone = PublicFacts(1, None, facts.classes, facts.shape)
+    return warm_up(
+        first,
+        method,
+        lambda: made(facts=alone, noise_multiplier=None, device=device),
+        facts.classes,
+        chosen.rounds,
+        chosen.batch,
+    )
+
+
+def _program(make: Callable[[float | None], Method], noise: float | None) -> ClientProgram:
+    return make(noise).client

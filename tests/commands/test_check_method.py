@@ -1,0 +1,121 @@
+"""``fedgen check``: what a method promises, and methods that break it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forked import Command
+from tiny import PARTITIONS, tiny
+
+from fedgen import cli
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("method", ["gs_wgan_small", "mixture_small", "fedavg_gan"])
+def test_methods_keep_what_they_promise(method: str, capsys: Captured) -> None:
+    words = [] if method == "fedavg_gan" else PARTITIONS["one"]
+    assert cli.run(["check", f"method={method}", *tiny(method), *words, "audit.releases=200"]) == 0
+    said = capsys.readouterr().out
+    assert "BROKEN" not in said
+    for promise in (
+        "a run stays within its budget: ε",
+        "ledgers add up to the printed ε",
+        "samples are images, and repeat",
+        "a run repeats: to the same bit",
+        "states on disk do not change the result",
+        "an interrupted run resumes",
+        "several clients stay within the budget",
+        *(() if method == "fedavg_gan" else ("secure sums stay within the budget",)),
+        "no attack refutes the proof",
+        *(
+            ("one more record among many moves a sum by no more",)
+            if method == "mixture_small"
+            else ()
+        ),
+    ):
+        assert f"holds   {promise}" in said, promise
+    assert "half of the noise is noticed" in said
+    assert "not checked, known only to the author" in said
+
+
+def test_what_cannot_be_found_out_is_left_open(capsys: Captured) -> None:
+    """Nothing is said of a run that was not cut off, nor of a budget that there is not."""
+    words = [*tiny("dp_hp_small"), "rounds=1", "audit.releases=200", "privacy.target_epsilon=null"]
+    words += ["privacy.noise_multiplier=2"]
+    assert cli.run(["check", "method=dp_hp_small", *words]) == 0
+    said = capsys.readouterr().out
+    assert "open    an interrupted run resumes: too short" in said
+    assert "open    a run stays within its budget" in said
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "promise"),
+    [
+        (
+            "return sum_of_rows(images.flatten(1), clip, labels, facts.classes)",
+            "found = sum_of_rows(images.flatten(1), clip, labels, facts.classes)\n"
+            "        found.gradients['rows'].mul_(2)\n        return found",
+            "no attack refutes the proof (client program, means)",
+        ),
+        (
+            "return sum_of_rows(images.flatten(1), clip, labels, facts.classes)",
+            "dark = images.flatten(1).mean(1) < 0.9\n"  # twice, and not what an attack plays
+            "        images = torch.cat([images, images[dark]])\n"
+            "        labels = torch.cat([labels, labels[dark]])\n"
+            "        return sum_of_rows(images.flatten(1), clip, labels, facts.classes)",
+            "one more record among many moves a sum by no more (means)",
+        ),
+        (
+            '{"means": means.clamp(0, 1)}',
+            '{"means": (means + 0.1 * torch.rand(means.shape)).clamp(0, 1)}',
+            "a run repeats: to another generator",
+        ),
+        (
+            'generator=streams.public("samples")',
+            "generator=None",
+            "samples are images, and repeat",
+        ),
+    ],
+)
+def test_what_is_broken_is_found(
+    right: str, wrong: str, promise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
+    program = tmp_path / "blur" / "blur.py"
+    assert right in program.read_text()
+    program.write_text(program.read_text().replace(right, wrong))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "blur")
+    command = Command(["check", "method=blur", "audit.releases=2000"])
+    assert command.wait() == 2
+    assert "fedgen: method: blur breaks" in command.errors
+    assert f"BROKEN  {promise}" in command.output
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("audit.releases=0", "audit.releases"),
+        ("run_dir=x", "run_dir"),
+        ("privacy.noise=secure", "privacy.noise"),
+        ("method=none", "method"),
+    ],
+)
+def test_mistakes_are_said(word: str, key: str, capsys: Captured) -> None:
+    assert cli.run(["check", *tiny("gs_wgan_small"), word]) == 2
+    assert key in capsys.readouterr().err
+
+
+def test_a_program_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the folder of its run is gone."""
+    assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
+    program = tmp_path / "blur" / "blur.py"
+    program.write_text(program.read_text().replace("clip, labels, facts", "labels, clip, facts"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDGEN_EXTENSIONS", "blur")
+    command = Command(["check", "method=blur"])
+    assert command.wait() == 2
+    assert "blur.py" in command.output and "of_rows" in command.output
+    assert str(tmp_path) in command.output and "errors.jsonl" not in command.errors

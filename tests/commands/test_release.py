@@ -1,0 +1,153 @@
+"""From a rehearsal to what is handed out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from mutation import kills
+from tiny import Train, tiny
+
+import fedgen
+from fedgen import cli
+
+JUDGED = ["method=dp_merf_small", "rounds=4", "evaluation=quick", "evaluation.samples=40",
+          "evaluate_every=2", "held_out=100"]  # fmt: skip
+
+
+def records(run: Path) -> tuple[dict, dict]:
+    return tuple(json.loads((run / f"{n}.json").read_text()) for n in ("privacy", "results"))
+
+
+@pytest.mark.parametrize("clients", [[], ["partition=iid", "partition.clients=4",
+                                          "privacy.aggregation=secure"]])  # fmt: skip
+def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Path) -> None:
+    rehearsal = train(*JUDGED, *clients)
+    run, out = tmp_path / "released", tmp_path / "hand-out.zip"
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}"]
+    assert cli.run(["release", *words]) == 0
+    (before, judged), (after, results) = records(rehearsal), records(run)
+    assert (before["noise"], after["noise"]) == ("seeded", "secure")
+    assert after["noise_multiplier"] == before["noise_multiplier"]
+    assert after["views"] == before["views"]
+    assert judged["gen2real"] and not results["gen2real"]
+    assert results["generator_sha256"] != judged["generator_sha256"]
+    with zipfile.ZipFile(out) as packed:
+        packed.extractall(tmp_path / "elsewhere")
+    public = tmp_path / "elsewhere" / "hand-out"
+    assert {p.name for p in public.iterdir()} == {p.name for p in (run / "public").iterdir()}
+    assert "not for release" not in (public / "PRIVACY.md").read_text()
+    assert fedgen.load(public).samples(5).images.shape == (5, 1, 8, 8)
+    # what was released once is packed, and nothing is spent again; nor is what lies beside it
+    (run / "public" / "report.html").write_text("who has what")
+    again = tmp_path / "again.zip"
+    assert cli.run(["release", f"run={run}", f"out={again}"]) == 0
+    assert records(run) == (after, results)
+    with zipfile.ZipFile(again) as packed:
+        assert {Path(name).name for name in packed.namelist()} == {p.name for p in public.iterdir()}
+        whole = packed.read("again/generator.safetensors")
+    assert whole == (public / "generator.safetensors").read_bytes()
+
+
+def test_a_large_delta_is_refused_for_a_release(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With δ = 0.9 a mechanism may publish nine records of ten whole."""
+    words = ["method=dp_merf_small", "rounds=4", "privacy.target_epsilon=1"]
+    rehearsal = train(*words, "privacy.delta=1e-3")
+    assert "warning: privacy.delta: 0.001 is above 1 / 1,437 records" in capsys.readouterr().out
+    assert cli.run(["release", f"run={rehearsal}", f"out={tmp_path / 'out.zip'}"]) == 2
+    error = capsys.readouterr().err
+    assert "privacy.delta: 0.001 is above 1 / 1,437 records" in error
+    assert "e.g. privacy.delta=0.0001" in error
+    secure = [f"run_dir={tmp_path / 'secure'}", "privacy.noise=secure", "privacy.delta=0.9"]
+    assert cli.run(["train", *tiny("dp_merf_small"), *words, *secure]) == 2
+    assert "privacy.delta" in capsys.readouterr().err
+    assert not (tmp_path / "secure").exists()
+    four = ["method=fedavg_gan", "partition=iid", "partition.clients=4", "privacy.delta=0.02"]
+    assert cli.run(["account", *tiny("fedavg_gan"), *four]) == 0
+    assert "0.02 is above 0.01" in capsys.readouterr().out, "of four clients 1/n says nothing"
+
+
+def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) -> None:
+    """When and by whom files were written is no part of what is handed out."""
+    run = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure")
+    packed = []
+    for name in ("a.zip", "b.zip"):
+        for file in (run / "public").iterdir():
+            os.utime(file, (1e9 + ord(name[0]) * 1e6,) * 2)
+            file.chmod(0o600 if name == "a.zip" else 0o644)
+        out = tmp_path / name
+        assert cli.run(["release", f"run={run}", f"out={out}"]) == 0
+        with zipfile.ZipFile(out) as opened:
+            packed.append([(i.date_time, i.external_attr, i.CRC) for i in opened.infolist()])
+    assert packed[0] == packed[1]
+
+
+def test_a_budget_refuses_it(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rehearsal = train("method=dp_merf_small", "rounds=4", "privacy.target_epsilon=2")
+    out = tmp_path / "out.zip"
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={tmp_path / 'r'}"]
+    assert cli.run(["release", *words, "budget_epsilon=1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("fedgen: budget_epsilon: ")
+    assert not out.exists()
+
+
+@kills("fedgen/commands/release.py", ("    _check_place(out)\n    run_dir,"), "    run_dir,")
+@pytest.mark.parametrize(
+    ("made", "words", "said"),
+    [
+        (["privacy=none"], [], "run: has no noise"),
+        ([], ["out=a.tar"], "out: a.tar is no .zip"),
+        ([], ["out=nowhere/a.zip"], "out: nowhere/a.zip cannot be written"),
+        ([], ["run=no"], "run: no is not a run directory"),
+        ([], ["budget_epsilon=-1"], "budget_epsilon: must be at least"),
+    ],
+)
+def test_mistakes(
+    made: list[str], words: list[str], said: str, train: Train, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = train("method=dp_merf_small", "rounds=2", *made)
+    words = [*words, f"run_dir={tmp_path / 'released'}"]
+    capsys.readouterr()
+    assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {said}") and error.count("\n") == 1
+    assert not (tmp_path / "o.zip").exists() and not (tmp_path / "released").exists()
+
+
+def test_one_that_is_cut_off_says_how_it_is_packed(train: Train, tmp_path: Path) -> None:
+    run, out = train("method=dp_merf_small", "rounds=3"), tmp_path / "o.zip"
+    words = [f"run={run}", f"out={out}", f"run_dir={tmp_path / 'released'}"]
+    code = (
+        "import os, signal, sys\n"
+        "from fedgen.commands import release\nfrom fedgen.run import train as training\n"
+        "from fedgen.config.compose import compose\n"
+        "def stop(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def train(config): return training.train(config, watch=stop)\n"
+        "release.train = train\n"
+        "release.release(compose('release', sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert f"then pack it: fedgen release run=... out={out}" in done.stderr
+    assert cli.run(["train", f"resume={tmp_path / 'released'}"]) == 0
+    assert cli.run(["release", f"run={tmp_path / 'released'}", f"out={out}"]) == 0
+    assert out.exists()
+
+
+def test_a_changed_generator_is_not_packed(train: Train, tmp_path: Path) -> None:
+    run = train("method=dp_merf_small", "rounds=2", "privacy.noise=secure")
+    (run / "public" / "PRIVACY.md").write_text("ε = 0.1")
+    assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}"]) == 2
+    assert not (tmp_path / "o.zip").exists()

@@ -1,0 +1,146 @@
+"""Sweeps: the axes of a file, what is missing, what was cut off, and the table."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+from forked import Command, until
+from omegaconf import DictConfig
+from tiny import tiny
+
+import configs
+from fedgen import cli
+from fedgen.commands import sweep
+from fedgen.config.build import build
+from fedgen.config.compose import compose
+from fedgen.config.overrides import combinations
+from fedgen.methods.api import PublicFacts
+from fedgen.storage.run_dir import RunDir
+
+SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.yaml"))
+
+
+def chosen(name: str) -> str:
+    """The method or the recipe of a sweep's first run."""
+    words = combinations([f"sweep={name}"])[0]
+    return next(word for word in words if word.startswith(("method=", "experiment=")))
+
+
+ONE_OF_EACH = list({chosen(name): name for name in SWEEPS}.values())
+"""One of the sweeps whose runs are of one method."""
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_sweep_composes(name: str) -> None:
+    points = combinations([f"sweep={name}", "rounds=2"])
+    assert len(points) == len({tuple(point) for point in points}) > 1
+    for point in (points[0], points[-1]):
+        config = compose("config", point)
+        assert config.rounds == 2
+        facts = PublicFacts(config.partition.get("clients") or 1, None, 10, (1, 28, 28))
+        make = build(config.method, "method")
+        assert make(facts=facts, noise_multiplier=1.0, device="cpu").plan.samples_per_round > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_first_of_every_sweep_runs_two_rounds(
+    name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDGEN_DATA", str(data_root))
+    words = combinations([f"sweep={name}"])[0]
+    words = ["data=mnist" if word == "data=fashion_mnist" else word for word in words]
+    # of another sweep; more than there are rows here
+    words = [word for word in words if not word.startswith(("start=", "method.critics="))]
+    method = compose("config", words).names.method
+    given = {word.split("=")[0] for word in words} - {"rounds", "evaluate_every"}
+    small = [word for word in tiny(method) if word.split("=")[0] not in given]
+    place = tmp_path / "run"
+    last = ["rounds=2", "evaluate_every=0", "held_out=0", f"run_dir={place}"]
+    if "privacy=none" not in words:
+        last += ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
+    assert cli.run(["train", *words, *small, *last]) == 0
+    assert json.loads((place / "results.json").read_text())["rounds"] == 2
+
+
+def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "sweep"
+    small = [w for w in tiny("dp_wgan_gp_small") if not w.startswith(("evaluation", "rounds"))]
+    judge = ["evaluation.samples=260", "evaluation.classifiers.cnn.epochs=1"]
+    command = ["train", "-m", "sweep=dp_wgan_gp_digits_clips", *small, *judge]
+    command += ["rounds=2", "evaluate_every=2", f"run_dir={place}"]
+    assert cli.run(command) == 0
+    before = (place / "1" / "results.json").stat().st_mtime_ns
+    (place / "0" / "results.json").unlink()
+    capsys.readouterr()
+    assert cli.run(command) == 0
+    assert f"{place}/1 is finished" in capsys.readouterr().out
+    assert (place / "1" / "results.json").stat().st_mtime_ns == before
+    with (place / "sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["method.clip"] for line in lines] == ["0.01", "0.1", "1.0", "100.0"]
+    assert all(float(line["epsilon.server"]) > 0 for line in lines)
+    assert all(0 <= float(line["gen2real.cnn"]) <= 1 for line in lines)
+    assert (place / "sweep.png").stat().st_size > 0
+    assert cli.run([*command, "seed=7"]) == 2
+    assert f"run_dir: {place}/0 has a different seed" in capsys.readouterr().err
+
+
+def test_told_to_end_it_says_how_all_of_it_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "sweep"
+    command = ["train", "-m", *tiny("dp_merf_small"), "method=dp_merf_small", "seed=0,1"]
+    process = Command([*command, "rounds=100000", "runtime.threads=1", f"run_dir={place}"])
+    until(process, place / "0" / "metrics.jsonl")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130
+    again = shlex.split(process.errors.partition("continue with: ")[2])
+    assert again == ["fedgen", *command, "rounds=100000", "runtime.threads=1", f"run_dir={place}"]
+    assert not (place / "1").exists()
+
+
+def test_runs_are_told_by_what_differs() -> None:
+    def configs(*words: str) -> list[DictConfig]:
+        return [compose("config", batch) for batch in combinations(list(words))]
+
+    found = sweep.varied_settings(configs("method=dp_merf_small,mixture_small", "seed=0,1"))
+    assert sweep.labels(found)[1:3] == [
+        "seed=1 method=dp_merf_small",
+        "seed=0 method=mixture_small",
+    ]
+    assert sweep.labels(sweep.varied_settings(configs("method=dp_merf_small"))) == ["run 0"]
+
+
+def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
+    """Settings and figures that the first run lacks are columns as well."""
+    small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]
+    command = ["train", "-m", *small, "method=dp_merf_small", "evaluation=none,quick", "rounds=2"]
+    command += [f"run_dir={tmp_path}/sweep"]
+    assert cli.run(command) == 0
+    lines = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [bool(line["gen2real.cnn"]) for line in lines] == [False, True]
+    at_its_end = RunDir(tmp_path / "sweep" / "1").accuracies("run")
+    assert at_its_end == [(2.0, float(lines[1]["gen2real.cnn"]))]
+    assert [line["evaluation.classifiers.cnn.epochs"] for line in lines] == ["", "10"]
+
+
+def test_gradients_of_critics_and_of_discriminators_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By scripts/gradient_norms.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    observed = importlib.import_module("gradient_norms").observed
+    for method in ("gs_wgan_small", "dpgan_small"):
+        words = [f"method={method}", *tiny(method), "rounds=12", f"run_dir={tmp_path / method}"]
+        _, norms, clip = observed(words)
+        assert len(norms) >= 12 and clip == 1
+
+
+def test_a_sweep_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "-m", "sweep=dpgan_figure_11"]) == 2
+    assert "did you mean dpgan_figure_1" in capsys.readouterr().err

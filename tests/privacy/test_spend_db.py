@@ -1,0 +1,502 @@
+"""What a data set has cost, over all secure runs: nothing takes a release back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutation import kills
+from PIL import Image
+from tiny import Train, tiny
+
+from fedgen import cli
+from fedgen.config.compose import compose
+from fedgen.errors import FedgenError, Interrupted
+from fedgen.federation.client.app import LEDGER
+from fedgen.federation.rounds import RunState
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import Relation, RevealedSampling, Unit
+from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
+from fedgen.run import train as training
+from fedgen.run.setup import Setup
+
+EVENT = GaussianDpEvent(2.0)
+SECURE = [
+    *tiny("dpgan_small"),
+    "method=dpgan_small",
+    "privacy.noise=secure",
+    "privacy.target_epsilon=null",
+    "privacy.noise_multiplier=2",
+]
+
+
+def entry(run: str, most: int = 10, data: str = "rows") -> Entry:
+    kinds = Unit.RECORD, Relation.ADD_OR_REMOVE_ONE
+    return Entry(run, data, "shares", f"runs/{run}", *kinds, {EVENT: most})
+
+
+def anything(entry: Entry, others: object) -> None:
+    """A check that every run passes."""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing was spent."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "if any(count > before.get(event, 0) for event, count in recorded.items()):",
+    "if False:",
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 2), max_size=12))
+def test_each_release_is_counted_whichever_copy_makes_it(tmp_path: Path, turns: list[int]) -> None:
+    """Of a run that was copied: what may leave is what was written down, one by one."""
+    file, run, released = SpendDb(tmp_path / "spent.sqlite"), str(turns), 0
+    file.register(entry(run, most=0, data=run), anything)
+    ledgers = [0, 0, 0]
+    for copy in turns:
+        before, ledgers[copy] = ledgers[copy], ledgers[copy] + 1
+        with suppress(FedgenError):
+            file.charge(run, 0, {EVENT: before}, {EVENT: ledgers[copy]})
+            released += 1
+    assert file.charged(run, 0).get(EVENT, 0) == released
+    assert released == len(turns) or len(set(turns)) > 1
+
+
+def test_nothing_is_taken_back(tmp_path: Path) -> None:
+    file = SpendDb(tmp_path / "spent.sqlite")
+    file.register(entry("a"), anything)
+    file.charge("a", 0, {}, {EVENT: 3})
+    file.record_dropout("a", {EVENT: 3})
+    for words in (
+        "DELETE FROM runs",
+        "DELETE FROM charges",
+        "UPDATE charges SET count = count - 1",
+        "UPDATE charges SET run = 'b'",
+        "DELETE FROM shown",
+    ):
+        opened = sqlite3.connect(file.path)
+        with pytest.raises(sqlite3.IntegrityError):
+            opened.execute(words)
+        opened.close()
+
+
+def _charge(path: Path) -> int:
+    released = 0
+    for count in range(30):
+        with suppress(FedgenError):
+            SpendDb(path).charge("a", 0, {EVENT: count}, {EVENT: count + 1})
+            released += 1
+    return released
+
+
+@pytest.mark.slow
+def test_copies_that_charge_at_once_are_counted_together(tmp_path: Path) -> None:
+    path = tmp_path / "spent.sqlite"
+    with ProcessPoolExecutor(4, mp_context=get_context("forkserver")) as pool:
+        released = sum(pool.map(_charge, [path] * 4))
+    assert SpendDb(path).charged("a", 0) == {EVENT: released}
+
+
+def test_a_copy_that_goes_on_beside_the_run_is_refused(tmp_path: Path) -> None:
+    """Also if both were opened before either had spent."""
+    file = SpendDb(tmp_path / "spent.sqlite")
+    ledgers = [Ledger(tmp_path / n / LEDGER, "run", 0, False, file) for n in ("run", "copy")]
+    ledgers[0].charge(0, "a", 1, EVENT)
+    with pytest.raises(FedgenError, match="a copy of run run is also charging"):
+        ledgers[1].charge(0, "a", 1, EVENT)
+    assert file.charged("run", 0) == {EVENT: 1}
+
+
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "with_reported(self.max_spend, self.charged.values())",
+    "with_reported({}, self.charged.values())",
+)
+def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path) -> None:
+    file = SpendDb(tmp_path / "spent.sqlite")
+    for run in ("a", "b"):
+        file.register(entry(run), anything)
+    file.register(entry("no common ε", data="others"), anything)
+    file.charge("a", 0, {}, {EVENT: 2})
+    file.charge("a", 1, {}, {EVENT: 4})
+    assert [each.spend[EVENT] for each in file.entries("rows")] == [10, 10]
+    file.finish("a", {EVENT: 3})
+    both = file.entries("rows")
+    assert [each.spend[EVENT] for each in both] == [4, 10], "the busiest client's own word"
+    expected = epsilon({EVENT: 14}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
+    assert composed_epsilon(both, 1e-5) == expected
+
+
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "force = force or is_finished or entry.max_spend != registered",
+    "force = force or is_finished or registered is None",
+)
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "force = force or is_finished or entry.max_spend != registered",
+    "force = force or entry.max_spend != registered and not is_finished",
+)
+def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Path) -> None:
+    """Whoever made it longer: the rounds in a run's directory are under no lock."""
+    file, checked = SpendDb(tmp_path / "spent.sqlite"), list[Entry]()
+
+    def note(entry: Entry, others: object) -> None:
+        checked.append(entry)
+
+    for most in (10, 10, 5, 20):
+        file.register(replace(entry("a", most), max_spend_with_dropouts={EVENT: 2 * most}), note)
+    assert [each.spend for each in checked] == [{EVENT: 10}, {EVENT: 20}]
+    [found] = file.entries("rows")
+    assert (found.max_spend, found.max_spend_with_dropouts) == ({EVENT: 20}, {EVENT: 40})
+
+    def refuse(entry: Entry, others: object) -> None:
+        raise FedgenError("privacy.budget_epsilon", "it is too much", "spend less")
+
+    with pytest.raises(FedgenError, match="too much"):
+        file.register(entry("a", 30), refuse)
+    # one that was over counted with less, and others may have taken the rest
+    file.charge("a", 0, {}, {EVENT: 7})
+    file.finish("a", {EVENT: 7})
+    with pytest.raises(FedgenError, match="too much"):
+        file.register(entry("a", 20), refuse)
+    assert [each.spend for each in file.entries("rows")] == [{EVENT: 7}]
+    file.register(entry("a", 5), note)
+    assert checked[-1].spend == {EVENT: 7}, "what was spent stays spent"
+
+
+@kills("fedgen/privacy/spend_db.py", '"" if self.unit is Unit.RECORD else self.partition', '""')
+def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere its rows are those of many clients: there is no sum, and no budget."""
+    clients = ["method=gs_wgan_small", *tiny("gs_wgan_small"), "partition=iid", "rounds=1"]
+    clients += ["partition.clients=4", "privacy.noise=secure", "method.warm_start=0"]
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert cli.run(["train", *clients, f"seed={seed}", f"run_dir={tmp_path / name}"]) == 0
+    found = spent(capsys)
+    first, second, third = (run["epsilon"] for run in found["runs"])
+    same, other = (each["epsilon"] for each in found["together"])
+    assert max(first, second) < same <= first + second
+    assert other == third
+    assert cli.run(["train", *clients, "privacy.budget_epsilon=1000"]) == 2
+    assert "protect others than this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "~no-such-user/there", "/proc/nowhere"])
+def test_a_home_that_cannot_be(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    there = tmp_path / place if place.startswith("file") else place
+    monkeypatch.setenv("FEDGEN_HOME", str(there))
+    assert cli.run(["train", *SECURE, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "FEDGEN_HOME" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "spent.sqlite"
+    path.write_text("no database, but a text that is longer than its header" * 10)
+    with pytest.raises(FedgenError, match=r"spent\.sqlite.*FEDGEN_HOME"):
+        SpendDb(path).entries("rows")
+
+
+@kills(
+    "fedgen/privacy/ledger.py",
+    "            self._outside.charge(self._run, self._client, before, so_far)",
+    "            pass",
+)
+def test_a_ledger_killed_between_its_two_charges_makes_up_for_it(tmp_path: Path) -> None:
+    file, path = SpendDb(tmp_path / "spent.sqlite"), tmp_path / "0" / LEDGER
+    Ledger(path, "run", 0, seeded=False).charge(0, "a", 1, EVENT)
+    assert file.charged("run", 0) == {}
+    Ledger(path, "run", 0, False, file, read_only=True)
+    assert file.charged("run", 0) == {}
+    ledger = Ledger(path, "run", 0, False, file)
+    assert file.charged("run", 0) == {EVENT: 1}
+    before = path.read_bytes()
+    ledger.charge(1, "b", 1, EVENT)
+    assert file.charged("run", 0) == {EVENT: 2}
+    for less in (before, before[:-5], b""):
+        path.write_bytes(less)
+        with pytest.raises(FedgenError, match="lacks releases"):
+            Ledger(path, "run", 0, False, file, read_only=True)
+        assert path.read_bytes() == less
+        with pytest.raises(FedgenError, match="lacks releases"):
+            Ledger(path, "run", 0, False, file)
+
+
+def spent(capsys: pytest.CaptureFixture[str]) -> dict:
+    capsys.readouterr()
+    assert cli.run(["account", "spent", "output=json"]) == 0
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "composed_epsilon([*others, entry], delta)",
+    "composed_epsilon([entry], delta)",
+)
+def test_runs_on_the_same_rows_add_up(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever shares them out; what is refused costs nothing and leaves nothing."""
+    assert spent(capsys)["runs"] == []
+    several = ["partition=iid", "partition.clients=3", "runtime=in_process"]
+    for name, words in {"one": [], "three": several}.items():
+        assert cli.run(["train", *SECURE, *words, f"run_dir={tmp_path / name}"]) == 0
+    found = spent(capsys)
+    assert [run["over"] for run in found["runs"]] == [True, True]
+    privacy = [json.loads((tmp_path / n / "privacy.json").read_text()) for n in ("one", "three")]
+    alone = [each["views"]["server"]["epsilon"] for each in privacy]
+    assert [run["epsilon"] for run in found["runs"]] == pytest.approx(alone)
+    [together] = found["together"]
+    assert max(alone) < together["epsilon"] <= sum(alone)
+
+    assert cli.run(["account", "spent"]) == 0
+    assert "together: proven ε" in capsys.readouterr().out
+    assert cli.run(["train", f"resume={tmp_path / 'three'}"]) == 0
+    assert f"(2 in all): ε = {together['epsilon']:.2f}" in capsys.readouterr().out
+    budget = f"privacy.budget_epsilon={together['epsilon'] + 0.01}"
+    third = ["train", *SECURE, budget, f"run_dir={tmp_path / 'third'}"]
+    assert cli.run(third) == 2
+    assert "privacy.budget_epsilon: other runs on these data (2)" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+    assert len(spent(capsys)["runs"]) == 2
+    assert cli.run([*third, f"privacy.budget_epsilon={2 * sum(alone)}"]) == 0
+    # another method protects other neighbours: there is no sum
+    other = ["method=gs_wgan_small", *tiny("gs_wgan_small"), *several, "privacy.noise=secure"]
+    assert cli.run(["train", *other, "privacy.budget_epsilon=100", f"run_dir={home}/g"]) == 2
+    assert "protect others than this" in capsys.readouterr().err
+    assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
+    assert "a seeded run is an experiment" in capsys.readouterr().err
+    (tmp_path / "photos" / "all").mkdir(parents=True)
+    for grey in range(30):
+        Image.new("L", (8, 8), grey).save(tmp_path / "photos" / "all" / f"{grey}.png")
+    assert cli.run(["account", "spent", "data=folder", f"data.path={tmp_path}/photos"]) == 0
+    said = capsys.readouterr().out
+    assert "secure runs: 0" in said
+    places = ", ".join(str(tmp_path / name) for name in ("one", "three", "third"))
+    assert f"secure runs on other data: {places}" in said
+
+
+@kills(
+    "fedgen/data/datasets.py",
+    "each.encode() for each in sorted(self._digests)",
+    "each.encode() for each in self._digests",
+)
+def test_the_same_images_have_one_account(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In another order, with other labels, or beside another test split."""
+    rng = np.random.default_rng(0)
+    images, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), rng.permutation(40)
+    labels = np.arange(40) % 4
+    files = {
+        "as they were": {"train_images": images, "train_labels": labels},
+        "shuffled": {"train_images": images[order], "train_labels": labels[order]},
+        "renamed": {"train_images": images, "train_labels": labels[::-1]},
+        "others": {"train_images": 255 - images, "train_labels": labels},
+    }
+    for place, (name, arrays) in enumerate(files.items()):
+        tests = {"test_images": images[place : place + 4], "test_labels": labels[:4]}
+        np.savez(tmp_path / f"{name}.npz", **arrays, **tests)
+        words = ["data=folder", f"data.path={tmp_path}/{name}.npz", "data.classes=4"]
+        command = ["train", *SECURE, *words, "rounds=1", f"run_dir={tmp_path / name}"]
+        assert cli.run(command) == 0
+    capsys.readouterr()
+    assert cli.run(["account", "spent", *words, "output=json"]) == 0
+    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert found == ["others"]
+    words[1] = f"data.path={tmp_path}/shuffled.npz"
+    assert cli.run(["account", "spent", *words, "output=json"]) == 0
+    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert found == ["as they were", "shuffled", "renamed"]
+
+
+@kills(
+    "fedgen/data/datasets.py",
+    "        test = [digest(image.tobytes()) for image in self.test_images]",
+    "        test: list[str] = []",
+)
+def test_a_folder_whose_files_have_other_names_has_one_account(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names decide what the test split is, so that other rows train."""
+    for place in ("before", "after"):
+        for i in range(40):
+            (tmp_path / place / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            name = f"{i}.png" if place == "before" else f"renamed{i}.png"
+            Image.new("L", (8, 8), 3 * i).save(tmp_path / place / "ab"[i % 2] / name)
+    shared = [*SECURE, "data=folder", "data.labels=[a,b]", "data.public_rows=30", "rounds=1"]
+    for place in ("before", "after"):
+        words = [*shared, f"data.path={tmp_path / place}", f"run_dir={tmp_path}/run-{place}"]
+        assert cli.run(["train", *words]) == 0
+    assert "on these images (2 in all)" in capsys.readouterr().out
+    more = [*shared, f"data.path={tmp_path / 'after'}", "privacy.budget_epsilon=0.2"]
+    assert cli.run(["train", *more]) == 2
+    assert "other runs on these data (2)" in capsys.readouterr().err
+
+
+def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> None:
+    """Or what else lies with them; also by a file of a version before, which knows no more."""
+    file, one = SpendDb(tmp_path / "spent.sqlite"), entry("a", data="rows")
+    file.register(replace(one, full_data="rows and test"), anything)
+    file.register(replace(one, run="b", full_data="rows and other test"), anything)
+    file.register(replace(one, run="c", data="fewer rows", full_data="rows and test"), anything)
+    file.register(replace(one, run="d", data="others", full_data="all others"), anything)
+    assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b", "c"]
+    assert [each.run for each in file.runs_on_same_data("b")] == ["a", "b"]
+    assert [each.run for each in file.runs_on_same_data("c")] == ["a", "c"]
+    with closing(sqlite3.connect(file.path)) as opened, opened:
+        opened.executescript("DROP TABLE wholes; DROP TABLE shown")
+    assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b"]
+
+
+@kills(
+    "fedgen/privacy/spend_db.py",
+    '"" if self.unit is Unit.RECORD else self.partition',
+    'self.partition if self.unit is Unit.CLIENT else ""',
+)
+@kills(
+    "fedgen/run/setup.py",
+    "            return self.dataset.digest_of(self.shards)",
+    "            return self.shares",
+)
+def test_other_persons_or_clients_have_no_sum(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who a row is of goes by what the row is, not where it lies; runs that no sum counts are said
+    to be there."""
+    rng = np.random.default_rng(0)
+    pixels, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), np.arange(40)[::-1]
+    persons = np.repeat([0, 1, 1, 1], 10)
+    files = {
+        "once": (pixels, persons),
+        "shuffled": (pixels[order], persons[order]),
+        "others": (pixels[order], persons),
+    }
+    tests = {
+        "test_images": pixels[:4],
+        "test_labels": np.zeros(4, int),
+        "train_labels": np.arange(40) % 4,
+    }
+    shared = [*SECURE, "data=folder", "data.classes=4", "rounds=1", "runtime=in_process"]
+    units = {
+        "person": ["privacy.unit=person", "privacy.images_per_person=2"],
+        "client": ["privacy.unit=client", "privacy.aggregation=secure", "partition=by_writer"],
+    }
+    for unit, words in units.items():
+        for name, (images, who) in files.items():
+            file = tmp_path / f"{name}.npz"
+            np.savez(file, train_images=images, train_writer=who, train_person=who, **tests)
+            run = f"run_dir={tmp_path}/{unit}-{name}"
+            assert cli.run(["train", *shared, *words, f"data.path={file}", run]) == 0
+            told = capsys.readouterr().out
+            assert ("(2 in all)" in told) == (name == "shuffled"), told
+            others = {"person": {"others": 2}, "client": {"once": 3, "shuffled": 3, "others": 5}}
+            more = others[unit].get(name)
+            assert (f"not counted: {more} more" in told) == (more is not None), told
+
+
+@kills(
+    "fedgen/privacy/spend_db.py",
+    ("                spend_to_json(with_reported(max_spend, [_max_spend(file, run)[0] or {}]))\n"),
+    "                spend_to_json(max_spend)\n",
+)
+@kills(
+    "fedgen/privacy/ledger.py",
+    "(with_sampling_revealed(spend) if revealed else spend for spend in spends)",
+    "spends",
+)
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "with_reported(max_spend, [(previous or {}) if was_finished else {}])",
+    "max_spend",
+)
+def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
+    """Also those that clients charged as secret ones, once each."""
+    file, drawn = SpendDb(tmp_path / "spent.sqlite"), PoissonSampledDpEvent(0.5, EVENT)
+    kinds = Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
+    file.register(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 10}), anything)
+    file.charge("a", 0, {}, {drawn: 4})
+    file.raise_max_spend("a", {RevealedSampling(0.5, EVENT): 10})
+    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 10}
+    file.raise_max_spend("a", {drawn: 5})
+    file.register(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 5}), anything, force=True)
+    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 10}, (
+        "nothing is taken back"
+    )
+    file.finish("a", {RevealedSampling(0.5, EVENT): 3})
+    file.raise_max_spend("a", {RevealedSampling(0.5, EVENT): 10})
+    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 4}, "it is over"
+    file.finish("a", {drawn: 1})
+    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 4}, "and stays at that"
+    assert not file.has_dropout("a")
+    file.record_dropout("a", {RevealedSampling(0.5, EVENT): 10})
+    assert file.has_dropout("a") and not file.has_dropout("b")
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+@kills(
+    "fedgen/privacy/ledger.py",
+    "if any(self._spend[event] < count for event, count in charged.items()):",
+    "if False:",
+)
+@kills("fedgen/run/train.py", "            check_intact(run_dir, ready, name)", "            pass")
+def test_a_copy_is_behind_and_so_is_a_ledger_that_was_cut(
+    home: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten rounds happened: no directory says eight and goes on."""
+
+    def stop(ready: Setup, state: RunState, found: object) -> None:
+        if state.rounds == 10:
+            raise KeyboardInterrupt
+
+    run, copied, cut = tmp_path / "run", tmp_path / "copied", tmp_path / "cut"
+    words = ["rounds=12", "runtime.checkpoint_every=4", "sample_every=1", f"run_dir={run}"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", [*SECURE, *words]), watch=stop)
+    shutil.copytree(run, copied)
+    shutil.copytree(run, cut)
+    ledger = cut / "clients" / "0" / LEDGER
+    lines = ledger.read_text().splitlines(keepends=True)
+    assert len(lines) == 6, "two rounds a message"
+    ledger.write_text("".join(lines[:-1]))
+    before = files_of(cut)
+    assert cli.run(["train", f"resume={cut}"]) == 2
+    assert "lacks releases that were charged" in capsys.readouterr().err
+    assert files_of(cut) == before
+
+    assert cli.run(["train", f"resume={run}"]) == 0
+    before = files_of(copied)
+    assert cli.run(["train", f"resume={copied}"]) == 2
+    assert "lacks releases that were charged" in capsys.readouterr().err
+    assert files_of(copied) == before
+    [row] = spent(capsys)["runs"]
+    privacy = json.loads((run / "privacy.json").read_text())
+    assert row["epsilon"] == pytest.approx(privacy["views"]["server"]["epsilon"])
+    assert privacy["clients"]["0"]["releases"] == 6, "rounds 9 and 10 twice"
+    assert privacy["rounds"] == 10, "and so no 11 and 12"

@@ -1,0 +1,60 @@
+"""No banned word occurs in docstrings, messages, documentation or comments of settings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+BANNED = {
+    r"coins?": "random stream, sample",
+    r"whoever|whomever": "name the party",
+    r"(goes|go|going) on with": "resume, continue",
+    r"(is|are|was|were) told": "receives, is passed",
+    r"ballots?": "critic output",
+    r"diary": "metrics log",
+    r"waves": "DCT coefficients",
+    r"homes?(?= to)": "client context, holds",
+    r"teach(es)?": "train",
+    r"comes? to (ε|the same)": "equals",
+    r"hangs on": "depends on",
+    r"made of": "contains, consists of",
+    r"mend(s|ed)?": "correct, fix",
+    r"cut off": "interrupted, truncated",
+    r"may tell": "may reveal",
+    r"learnt": "learned, trained on",
+    r"drawn (by|from|in|at)|in secret": "sampled, secretly sampled",
+    r"handed out": "published",
+    r"who answers|who answered": "responders",
+    r"somebody|nobody|everybody": "name the party, no party, all parties",
+}
+"""Pattern -> remedy."""
+_PATTERNS = {
+    re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): use for pattern, use in BANNED.items()
+}
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of docstrings and messages, pages, and comments in settings."""
+    for file in sorted((ROOT / "fedgen").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", node.value
+    for file in [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]:
+        yield str(file.relative_to(ROOT)), re.sub(r"`[^`]*`", "", file.read_text())
+    for file in sorted((ROOT / "fedgen" / "configs").rglob("*.yaml")):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            yield f"{file.relative_to(ROOT)}:{number}", line.partition("#")[2]
+
+
+def test_prose_uses_the_terms_of_the_field() -> None:
+    hits = [
+        f"{place}: {match[0]!r}; use {use}"
+        for place, text in prose()
+        for pattern, use in _PATTERNS.items()
+        for match in pattern.finditer(text)
+    ]
+    assert not hits, "\n".join(hits)

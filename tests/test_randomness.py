@@ -1,0 +1,120 @@
+"""Coins: the law of each kind, and that places and modes are kept apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mutation import kills
+from scipy import stats
+
+from fedgen.randomness import RandomStreams
+
+places = st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=3)), max_size=4).map(tuple)
+
+
+@given(places, places)
+def test_places_have_coins_of_their_own(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    streams = RandomStreams.from_seed(0, "seeded")
+    same = np.array_equal(streams.noise_bits(8, *first), streams.noise_bits(8, *second))
+    assert same == (first == second and [type(x) for x in first] == [type(x) for x in second])
+
+
+@given(places, places)
+def test_walking_to_a_place_is_naming_it(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    streams = RandomStreams.from_seed(3, "seeded")
+    walked = streams.at(*first).at(*second).secret("x").random()
+    assert walked == streams.secret(*first, *second, "x").random()
+
+
+@kills(
+    "fedgen/randomness.py",
+    "secrets.token_bytes(32), secrets.token_bytes(32), mode)",
+    'derived(b"secret"), derived(b"noise"), mode)',
+)
+def test_seeded_repeats_and_secure_does_not() -> None:
+    def draws(streams: RandomStreams) -> tuple[float, float, int]:
+        public = int(torch.randint(2**60, (), generator=streams.public("a")))
+        return streams.secret("a").random(), int(streams.noise_bits(1, "a")[0]), public
+
+    assert draws(RandomStreams.from_seed(5, "seeded")) == draws(
+        RandomStreams.from_seed(5, "seeded")
+    )
+    first, second = (
+        draws(RandomStreams.from_seed(5, "secure")),
+        draws(RandomStreams.from_seed(5, "secure")),
+    )
+    assert first[2] == second[2], "public streams follow from the seed in both modes"
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_draws_by_a_key_that_was_kept_are_the_same_again() -> None:
+    """And neither noise nor public streams follow from it."""
+    key = bytes(range(32))
+    first, second = (RandomStreams.from_seed(5, "secure").with_secret_key(key) for _ in range(2))
+    assert first.secret("cohort", 3).random() == second.secret("cohort", 3).random()
+    assert first.noise_bits(1, "a") != second.noise_bits(1, "a")
+    assert first.noise_key != key
+
+
+def test_a_stream_is_aes_in_counter_mode_and_its_bits_are_fair() -> None:
+    """By two blocks at a time; and each of 64 bits of 100,000 words is as often one as zero, at
+    level 1e-6 in all."""
+    words = RandomStreams.from_seed(0, "seeded").noise_bits(100_000, "x")
+    assert np.array_equal(words[:4], RandomStreams.from_seed(0, "seeded").noise_bits(4, "x"))
+    assert len(np.unique(words)) == len(words)
+    ones = [int((words >> np.uint64(bit) & np.uint64(1)).sum()) for bit in range(64)]
+    low, high = stats.binom.interval(1 - 1e-6 / 64, 100_000, 0.5)
+    assert all(low <= count <= high for count in ones)
+
+
+@kills(
+    "fedgen/randomness.py",
+    'return self.salted(secrets.token_hex(16) if self.mode == "secure" else query)',
+    "return self.salted(query)",
+)
+def test_answers_share_no_noise_and_no_draws() -> None:
+    """In mode ``secure``, whatever they answer; in mode ``seeded`` the same question has the same,
+    so that a run repeats."""
+    for mode, distinct in (("secure", 4), ("seeded", 2)):
+        place = RandomStreams.from_seed(0, mode).at("client", 0)  # type: ignore[arg-type]
+        streams = [place.for_release(asked) for asked in ("a", "a", "b", "b")]
+        assert len({int(each.noise_bits(1, "x")[0]) for each in streams}) == distinct
+        assert len({int(each.secret_bits(1, "x")[0]) for each in streams}) == distinct
+        assert len({each.public("x").initial_seed() for each in streams}) == 1
+
+
+def test_kinds_do_not_share_a_stream(streams: RandomStreams) -> None:
+    assert len({streams.public_key, streams.secret_key, streams.noise_key}) == 3
+
+
+@kills(
+    "fedgen/randomness.py",
+    "return _words(self.secret_key, self._salted_domain(domain), count)",
+    "return _words(self.public_key, self._salted_domain(domain), count)",
+)
+def test_many_secret_uniforms_are_secret_and_uniform() -> None:
+    """They follow from the secret key alone, and pass Kolmogorov and Smirnov at level 1e-6."""
+    seeded, secure = RandomStreams.from_seed(0, "seeded"), RandomStreams.from_seed(0, "secure")
+    first = seeded.at("a").secret_uniforms(20_000, "batch")
+    assert np.array_equal(
+        first, RandomStreams.from_seed(0, "seeded").at("a").secret_uniforms(20_000, "batch")
+    )
+    for other in (
+        secure.at("a").secret_uniforms(20_000, "batch"),
+        seeded.at("b").secret_uniforms(20_000, "batch"),
+        seeded.at("a").salted("x").secret_uniforms(20_000, "batch"),
+    ):
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.04
+        assert stats.kstest(other, "uniform").pvalue > 1e-6
+
+
+def test_secret_draws_are_uniform(streams: RandomStreams) -> None:
+    """Chi-square at level 1e-6 over single draws at 20,000 places."""
+    counts = [0] * 10
+    for place in range(20_000):
+        [member] = streams.secret("draw", place).sample(range(10), 1)
+        counts[member] += 1
+    assert stats.chisquare(counts).pvalue > 1e-6
