@@ -14,9 +14,7 @@ from torch.nn import functional as F
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
-def discriminator_loss(
-    score: Score, real: Tensor, fake: Tensor, labels: Tensor, mix: Tensor
-) -> Tensor:
+def discriminator_loss(score: Score, real: Tensor, fake: Tensor, labels: Tensor) -> Tensor:
     """Return -E[log D(real)] - E[log(1 - D(fake))]: a scalar, or (k,) for a stack of k.
 
     Args:
@@ -24,9 +22,7 @@ def discriminator_loss(
         real, fake: images (n, channels, height, width) in [0, 1], pairs with equal labels; for a
             stack, all shapes have a leading k.
         labels: (n,), of both.
-        mix: not used; losses with a slope penalty take it.
     """
-    del mix
     rows = labels.dim() - 1
     logits = score(torch.cat([real, fake], rows), torch.cat([labels, labels], rows))
     of_real, of_fake = logits.tensor_split(2, rows)

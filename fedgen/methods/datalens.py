@@ -6,10 +6,10 @@ leave the client. For a generated image, a teacher votes by the signs of the k e
 magnitude of the gradient of its loss with respect to the image (TopAgg; the gradient of the logit
 has the same). In a round:
 
-    teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own subset
-    generator        images = G(latents, labels)
-    teachers         votes = sum over K of sign(top_k(gradient)) + N(0, (2 sqrt(k) sigma)^2)
-    generator        descend +1 for each pixel where votes > beta K, -1 where votes < -beta K
+    teacher_step      n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own subset
+    query             images = G(latents, labels)
+    teachers          votes = sum over K of sign(top_k(gradient)) + N(0, (2 sqrt(k) sigma)^2)
+    generator_step    descend +1 for each pixel where votes > beta K, -1 where votes < -beta K
 
 One record moves the vote of one teacher, at most to its opposite: 2 sqrt(k) per image, against the
 server too. A single client holds K teachers (record level); each of several clients holds one
@@ -25,6 +25,7 @@ data-dependent ε of the votes are not implemented.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Unpack
 
@@ -33,8 +34,15 @@ from torch import Tensor
 from fedgen.config.constraints import NonNegative
 from fedgen.errors import FedgenError
 from fedgen.losses.bce import discriminator_loss, generator_loss
-from fedgen.methods.api import Method, PublicFacts, Query
-from fedgen.methods.families.critic_ensemble import Losses, Settings, image_gradients, networks
+from fedgen.methods import gs_wgan
+from fedgen.methods.api import Method, PublicFacts
+from fedgen.methods.families.critic_ensemble import (
+    Networks,
+    Pairs,
+    Settings,
+    critic_adam,
+    networks,
+)
 from fedgen.methods.families.ensemble_privacy import (
     EnsemblePrivacy,
     build_critics,
@@ -42,14 +50,45 @@ from fedgen.methods.families.ensemble_privacy import (
     votes_claim,
 )
 from fedgen.methods.families.ensemble_server import EnsembleServer
+from fedgen.models.functional import (
+    Adam,
+    Tensors,
+    adam_step,
+    power_iteration,
+    trainable,
+    weight_gradients,
+)
 from fedgen.privacy.bounds import Signs
+from fedgen.randomness import RandomStreams
 
 
-def threshold_votes(votes: Tensor, query: Query, threshold: float) -> Tensor:
+def teacher_step(
+    nets: Networks, adam: Adam, teachers: Tensors, moments: Tensors, pairs: Pairs
+) -> None:
+    """Take one step of Adam along the discriminator loss for each teacher of a stack, in place."""
+    leaves = trainable(teachers)
+    losses = discriminator_loss(nets.score(leaves), pairs.real, pairs.fake, pairs.labels)
+    adam_step(teachers, weight_gradients(losses, leaves), moments, *adam)
+    teachers.update(power_iteration(teachers, stacked=True))
+
+
+def agreed_direction(votes: Tensor, threshold: float) -> Tensor:
     """Return the direction that more than ``threshold`` of the teachers agree on for each pixel:
     +1, -1 or 0. ``votes``: their noisy mean."""
-    del query
     return (votes > threshold).to(votes) - (votes < -threshold).to(votes)
+
+
+def generator_step(
+    server: EnsembleServer,
+    threshold: float,
+    state: Mapping[str, Tensor],
+    votes: Tensor,
+    round_: int,
+    streams: RandomStreams,
+) -> Tensors:
+    """Descend the agreed direction of each image."""
+    direction = agreed_direction(votes, threshold)
+    return gs_wgan.generator_step(server, state, direction, round_, streams)
 
 
 def datalens(
@@ -82,15 +121,13 @@ def datalens(
         raise FedgenError("method.threshold", problem, "e.g. 0.2")
     privacy = EnsemblePrivacy(facts, Signs(top_k), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
-    losses = Losses(discriminator_loss, generator_loss)
-    output = image_gradients(nets)
+    step, output = partial(teacher_step, nets, critic_adam(settings)), gs_wgan.image_gradients(nets)
     client = build_critics(
-        privacy, noise_multiplier, nets, losses, output, batch, facts.shape, settings
+        privacy, noise_multiplier, nets, step, output, generator_loss, batch, facts.shape, settings
     )
-    server = EnsembleServer.from_settings(
-        nets, settings, postprocess=partial(threshold_votes, threshold=threshold)
-    )
+    server = EnsembleServer.from_settings(nets, settings)
+    program = server.program(partial(generator_step, server, threshold))
     formula = "RDP of a Gaussian of sensitivity 2 sqrt(k) for each image"
     source = "DataLens (Wang et al. 2021), without data-dependent accounting"
     claim = votes_claim(noise_multiplier, batch, formula, source)
-    return build_method(privacy, client, server.program(), settings, claim)
+    return build_method(privacy, client, program, settings, claim)

@@ -39,8 +39,8 @@ from fedgen.methods.families.noisy_sums import SumMechanisms, SumQuery, SumSeque
 from fedgen.models.factories import GeneratorFactory
 from fedgen.models.functional import (
     Tensors,
+    descend_generator,
     generator_start,
-    generator_step,
     init_weights,
     meta_module,
     part,
@@ -220,7 +220,7 @@ class Server:
         samples = self._generate(leaves, *inputs)
         mean = self.features.sum_by_label(frequencies, samples, self.classes) / len(labels)
         distance = ((embedding - mean) * self.features.weights).square().sum()
-        generator_state = generator_step(
+        generator_state = descend_generator(
             state, weight_gradients(distance, leaves), self.adam, self.ema
         )
         return {**state, **generator_state, "distance": distance.detach().cpu()}

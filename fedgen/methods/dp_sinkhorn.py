@@ -46,8 +46,8 @@ from fedgen.models.factories import GeneratorFactory
 from fedgen.models.functional import (
     Tensors,
     concat_parts,
+    descend_generator,
     generator_start,
-    generator_step,
     init_weights,
     meta_module,
     nearest_similarity,
@@ -175,7 +175,7 @@ class Server:
             gradients = self._weight_gradients(weights, responses, round_, streams)
         for name, value in weights.items():
             gradients[name] = gradients[name] + self.weight_decay * value
-        return generator_step(state, gradients, self.adam, self.ema)
+        return descend_generator(state, gradients, self.adam, self.ema)
 
     def _weight_gradients(
         self, weights: Tensors, responses: Tensor, round_: int, streams: RandomStreams

@@ -2,20 +2,24 @@
 (Schwabedal, Michel, Riontino, "Differentially Private Generation of Small Images", 2020, algorithm
 2, after Zhang, Ji, Wang 2018).
 
-    client    n_critic times:  S = Poisson sample of records at rate q
-                               for each x in S: a fake G(z) and rho of its own
-                               L = D(G(z)) - D(x) + lambda (|grad D(rho x + (1 - rho) G(z))| - 1)^2
-                               descend (sum over S of clip(grad L; C) + N(0, (C sigma)^2)) / B
-    server    average the critics of the clients, then descend -D(G(z))
+    n_critic times:
+        record_gradients      S = Poisson sample of records at rate q
+                              for each x in S: a fake G(z) and rho of its own
+                              L = D(G(z)) - D(x) + lambda (|grad D(rho x + (1 - rho) G(z))| - 1)^2
+                              g = sum over S of clip(grad L; C),
+                              released as g + N(0, (C sigma)^2)
+        discriminator_step    descend g / B
+    generator_step            descend -D(G(z))
 
-B is the expected size of S: dividing by the realized size, as in the paper, would reveal it. Fakes
-have the label of the record that they are paired with; the paper has no labels.
+Several clients: see ``dpgan.py``. B is the expected size of S: dividing by the realized size, as in
+the paper, would reveal it. Fakes have the label of the record that they are paired with; the paper
+has no labels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,33 +31,50 @@ from fedgen.data.datasets import Shard
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.families.dp_sgd import gradient_sum
 from fedgen.methods.families.gan import (
-    Descent,
     Networks,
-    Server,
     StepsPerGeneratorStep,
     build_method,
+    discriminator_descent,
     networks,
 )
 from fedgen.models.factories import GeneratorFactory, ImageNetworkFactory
-from fedgen.models.functional import Tensors
+from fedgen.models.functional import (
+    Adam,
+    Tensors,
+    descend_generator,
+    part,
+    trainable,
+    weight_gradients,
+)
 from fedgen.privacy.clipping import ClippedSum, by_vmap
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.randomness import RandomStreams
 
 
 @dataclass(frozen=True)
-class Critic:
-    """Lines 2 to 12 of algorithm 2."""
+class Gan:
+    """Algorithm 2.
+
+    penalty: lambda.
+    clip: C; infinity: none.
+    batch: fakes of a generator step.
+    adam: learning rate and betas of both networks.
+    ema: decay of the moving average of the generator.
+    """
 
     nets: Networks
     mechanism: GradientSum
     penalty: float
     clip: float
+    batch: int
+    adam: Adam
+    ema: float
+    sums_need_generator: bool = True
 
     def record_gradients(
         self, critic: Tensors, generator: Tensors, shard: Shard, streams: RandomStreams
     ) -> Iterator[ClippedSum]:
-        """Yield clipped sums over the parts of a batch."""
+        """Yield clipped sums over the parts of a batch (lines 4 to 10)."""
         private, latent = shard.on(self.nets.device), self.nets.latent
         for number, batch in enumerate(self.mechanism.batch_parts(len(shard), streams, 64)):
             images, labels = private.rows(torch.from_numpy(batch))
@@ -66,12 +87,23 @@ class Critic:
             inputs = images, labels, fakes, random_numbers[:, 0].to(images)
             yield by_vmap(self._loss, critic, inputs, self.clip)
 
-    def gradient(
-        self, critic: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
-    ) -> Tensor:
-        """Return the noisy sum unchanged."""
-        del critic, generator, streams
-        return noised
+    def discriminator_step(
+        self, point: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
+    ) -> Tensors:
+        """Descend the noisy gradient (lines 11 and 12)."""
+        del generator, streams
+        return discriminator_descent(point, noised, self.adam)
+
+    def generator_step(
+        self, state: Mapping[str, Tensor], discriminator: Tensors, streams: RandomStreams
+    ) -> tuple[Tensors, Tensor]:
+        """Descend the negative scores of B fakes (lines 14 to 16); also return these scores."""
+        latents, labels = self.nets.inputs(self.batch, streams)
+        leaves = trainable(part(state, "generator"))
+        images = self.nets.generate(leaves, latents, labels)
+        scores = self.nets.discriminate(discriminator, images, labels)
+        gradients = weight_gradients(-scores.mean(), leaves)
+        return descend_generator(state, gradients, self.adam, self.ema), scores.detach()
 
     def _loss(
         self, critic: Tensors, image: Tensor, label: Tensor, fake: Tensor, rho: Tensor
@@ -126,16 +158,7 @@ def dp_wgan_gp(
     nets = networks(facts, generator, critic, latent, device)
     mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate, rows)
     clip = clip if noise_multiplier is not None else math.inf
-    steps = Critic(nets, mechanism, gradient_penalty, clip)
-    descent = Descent((learning_rate, betas), steps.gradient, needs_generator=True)
-    server = Server(
-        nets,
-        batch,
-        StepsPerGeneratorStep(critic_steps, 0.0, 0.0),
-        (learning_rate, betas),
-        ema,
-        lambda scores: -scores,
-        False,
-    )
+    gan = Gan(nets, mechanism, gradient_penalty, clip, batch, (learning_rate, betas), ema)
+    pace = StepsPerGeneratorStep(critic_steps, 0.0, 0.0)
     source = "Differentially Private Generation of Small Images (2020), section 2.3"
-    return build_method(facts, server, mechanism, steps.record_gradients, descent, source)
+    return build_method(facts, gan, pace, source, is_logit=False)

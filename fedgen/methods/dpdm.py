@@ -38,8 +38,8 @@ from fedgen.methods.families.dp_sgd import build_method, gradient_sum
 from fedgen.models.factories import ImageNetworkFactory
 from fedgen.models.functional import (
     Tensors,
+    descend_generator,
     generator_start,
-    generator_step,
     init_weights,
     meta_module,
     part,
@@ -147,7 +147,7 @@ class Server:
         """Take one step of Adam."""
         del round_, streams
         gradients = unflat(responses[0].to(self.device), part(state, "generator"))
-        return generator_step(state, gradients, self.adam, self.ema)
+        return descend_generator(state, gradients, self.adam, self.ema)
 
     def _denoiser(self, weights: Mapping[str, Tensor]) -> edm.Denoiser:
         at_once = 4 * examples_at_once(self.device)  # larger chunks are slower on a CPU

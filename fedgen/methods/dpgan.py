@@ -2,23 +2,26 @@
 revisited", TMLR 2023, algorithm 1).
 
 In each discriminator step, private records enter one sum of clipped gradients over a Poisson batch,
-plus noise. Everything else is post-processing:
+plus noise. Everything else is post-processing. One round:
 
-    client    n_D times:  S = Poisson sample of records at rate q
-                          g = sum over S of clip(grad -log D(x, y); C) + N(0, (C sigma)^2)
-                          descend (g + sum over B fakes of clip(grad -log(1 - D(x, y)); C)) / 2B
-    server    average the discriminators of the clients, then descend -log D(G(z, y), y)
+    n_D times:
+        record_gradients      S = Poisson sample of records at rate q
+                              g = sum over S of clip(grad -log D(x, y); C),
+                              released as g + N(0, (C sigma)^2)
+        discriminator_step    descend (g + sum over B fakes of clip(grad -log(1 - D(x, y)); C)) / 2B
+    generator_step            descend -log D(G(z, y), y)
 
-With one client this is algorithm 1. With several, each adds the full noise, or they all respond
-with sums and the server takes the steps (``privacy.aggregation``): algorithm 1 on all records. n_D
-is fixed or adaptive (section 6.2): it increases through 1, 2, 5, 10, 20, 50, ... when too few fakes
-are recognized.
+Batches, clipping and noise: ``SumGaussian`` in ``privacy/mechanisms.py``. With one client this is
+algorithm 1. With several, each takes n_D steps with the full noise and the server averages their
+discriminators, or they all respond with sums and the server takes the steps
+(``privacy.aggregation``): algorithm 1 on all records. n_D is fixed or adaptive (section 6.2): it
+increases through 1, 2, 5, 10, 20, 50, ... when too few fakes are recognized.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,26 +39,40 @@ from fedgen.config.constraints import (
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.losses.adversarial import Loss, logistic
+from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.families.dp_sgd import gradient_sum
 from fedgen.methods.families.gan import (
-    Descent,
     Networks,
-    Server,
     StepsPerGeneratorStep,
     build_method,
+    discriminator_descent,
     networks,
 )
 from fedgen.models.factories import GeneratorFactory, ImageNetworkFactory
-from fedgen.models.functional import Tensors
+from fedgen.models.functional import (
+    Adam,
+    Tensors,
+    descend_generator,
+    part,
+    trainable,
+    weight_gradients,
+)
 from fedgen.privacy.clipping import ClippedSum, Precision, clipped_sum
 from fedgen.privacy.mechanisms import GradientSum
 from fedgen.randomness import RandomStreams
 
 
 @dataclass(frozen=True)
-class Discriminator:
-    """Lines 4 to 9 of algorithm 1."""
+class Gan:
+    """Algorithm 1.
+
+    fakes: B, of each step.
+    clip: C; infinity: none.
+    precision: of the gradients of real records.
+    mode_seeking: weight of the mode-seeking loss.
+    ema: decay of the moving average of the generator.
+    """
 
     nets: Networks
     mechanism: GradientSum
@@ -63,30 +80,54 @@ class Discriminator:
     fakes: int
     clip: float
     precision: Precision
+    discriminator_adam: Adam
+    generator_adam: Adam
+    mode_seeking: float
+    ema: float
+    sums_need_generator: bool = False
 
     def record_gradients(
         self, discriminator: Tensors, generator: Tensors, shard: Shard, streams: RandomStreams
     ) -> Iterator[ClippedSum]:
-        """Yield clipped sums over the parts of a batch of real records."""
+        """Yield clipped sums over the parts of a batch of real records (lines 4 and 6)."""
         del generator
         private = shard.on(self.nets.device)
         for batch in self.mechanism.batch_parts(len(shard), streams, self.nets.at_once):
             images, labels = private.rows(torch.from_numpy(batch))
-            yield self._gradients(discriminator, images, labels, real=True)
+            yield self._clipped_sum(discriminator, images, labels, real=True)
 
-    def gradient(
-        self, discriminator: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
-    ) -> Tensor:
-        """Return the mean of the noisy gradient of real records and that of fakes."""
+    def discriminator_step(
+        self, point: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
+    ) -> Tensors:
+        """Descend the mean of the noisy gradient of real records and that of fakes (lines 5 to
+        8)."""
         latents, labels = self.nets.inputs(self.fakes, streams)
         at_once = self.nets.at_once
         pairs = zip(torch.split(latents, at_once), torch.split(labels, at_once), strict=True)
         with torch.no_grad():
             images = torch.cat([self.nets.generate(generator, *pair) for pair in pairs])
-        fakes = self._gradients(discriminator, images, labels, real=False).flat()
-        return (noised + (fakes / self.fakes).to(noised)) / 2
+        fakes = self._clipped_sum(part(point, "weights"), images, labels, real=False).flat()
+        gradient = (noised + (fakes / self.fakes).to(noised)) / 2
+        return discriminator_descent(point, gradient, self.discriminator_adam)
 
-    def _gradients(
+    def generator_step(
+        self, state: Mapping[str, Tensor], discriminator: Tensors, streams: RandomStreams
+    ) -> tuple[Tensors, Tensor]:
+        """Descend the loss of B fakes (lines 11 to 13); also return their logits."""
+        latents, labels = self.nets.inputs(self.fakes, streams)
+        if self.mode_seeking:
+            labels = labels[: self.fakes // 2].repeat(2)
+        leaves = trainable(part(state, "generator"))
+        images = self.nets.generate(leaves, latents, labels)
+        logits = self.nets.discriminate(discriminator, images, labels)
+        loss = self.loss.generator(logits).mean()
+        if self.mode_seeking:
+            loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
+        gradients = weight_gradients(loss, leaves)
+        next_state = descend_generator(state, gradients, self.generator_adam, self.ema)
+        return next_state, logits.detach()
+
+    def _clipped_sum(
         self, discriminator: Tensors, images: Tensor, labels: Tensor, real: bool
     ) -> ClippedSum:
         """Return the sum of the clipped gradients of each example's loss."""
@@ -155,17 +196,18 @@ def dpgan(
     nets = networks(facts, generator, discriminator, latent, device)
     mechanism = gradient_sum(facts, noise_multiplier, clip, batch, sampling_rate, rows)
     clip = clip if noise_multiplier is not None else math.inf
-    steps = Discriminator(nets, mechanism, loss(), fakes, clip, precision)
-    descent = Descent((discriminator_learning_rate, betas), steps.gradient, needs_generator=False)
-    server = Server(
+    gan = Gan(
         nets,
+        mechanism,
+        loss(),
         fakes,
-        StepsPerGeneratorStep(discriminator_steps, accuracy_floor, accuracy_ema),
+        clip,
+        precision,
+        (discriminator_learning_rate, betas),
         (generator_learning_rate, betas),
-        ema,
-        loss().generator,
-        True,
         mode_seeking,
+        ema,
     )
+    pace = StepsPerGeneratorStep(discriminator_steps, accuracy_floor, accuracy_ema)
     source = "Private GANs, revisited (Bie, Kamath, Zhang 2023), section 4"
-    return build_method(facts, server, mechanism, steps.record_gradients, descent, source)
+    return build_method(facts, gan, pace, source, is_logit=True)

@@ -49,9 +49,9 @@ from fedgen.models.functional import (
     Adam,
     Tensors,
     concat_parts,
+    descend_generator,
     flat,
     generator_start,
-    generator_step,
     init_weights,
     part,
     trainable,
@@ -162,7 +162,9 @@ class Server:
             leaves = trainable(part(updated, "generator"))
             images = self.nets.generate(leaves, latents, labels)
             loss = -self.nets.discriminate(discriminator, images, labels).mean()
-            updated |= generator_step(updated, weight_gradients(loss, leaves), self.adam, self.ema)
+            updated |= descend_generator(
+                updated, weight_gradients(loss, leaves), self.adam, self.ema
+            )
         return updated
 
     def sample(

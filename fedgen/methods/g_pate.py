@@ -4,12 +4,12 @@ Wang, Yang, Kailkhura, Zhang, Gunter, Li, NeurIPS 2021).
 Teachers are those of DataLens (``datalens.py``). For a generated image, a teacher projects the
 gradient of its loss to d public random directions, and votes for one of b bins in each. In a round:
 
-    teachers         n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own subset
-    generator        images = G(latents, labels), and for each a fresh projection R (pixels, d),
-                     sent as its seed
-    teachers         histogram = sum over K of onehot(bin(gradient R)) + N(0, (sqrt(2 d) sigma)^2)
-    generator        value = centre of the fullest bin, 0 if it has fewer than beta K votes
-                     descend R value for each image
+    teacher_step      n times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own subset
+    query             images = G(latents, labels), and for each a fresh projection R (pixels, d),
+                      sent as its seed
+    binned            histogram = sum over K of onehot(bin(gradient R)) + N(0, (sqrt(2 d) sigma)^2)
+    generator_step    value = centre of the fullest bin, 0 if it has fewer than beta K votes
+                      descend R value for each image
 
 One record moves the votes of one teacher, from one bin to another in each of d directions: sqrt(2
 d) per image, against the server too. Threshold and fullest bin are functions of the same noisy
@@ -25,6 +25,7 @@ bound. In the released code, teachers share optimizers (``g_pate_mnist_50`` in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Annotated, Literal, Unpack
 
@@ -33,15 +34,11 @@ from annotated_types import Ge
 from torch import Tensor
 
 from fedgen.config.constraints import Fraction
-from fedgen.losses.bce import discriminator_loss, generator_loss
+from fedgen.losses.bce import generator_loss
+from fedgen.methods import gs_wgan
 from fedgen.methods.api import Method, PublicFacts, Query
-from fedgen.methods.families.critic_ensemble import (
-    CriticOutput,
-    Losses,
-    Settings,
-    image_gradients,
-    networks,
-)
+from fedgen.methods.datalens import teacher_step
+from fedgen.methods.families.critic_ensemble import CriticOutput, Settings, critic_adam, networks
 from fedgen.methods.families.ensemble_privacy import (
     EnsemblePrivacy,
     build_critics,
@@ -56,10 +53,15 @@ from fedgen.randomness import RandomStreams
 Readout = Literal["fullest", "mean"]
 
 
-def seeds(samples: int, streams: RandomStreams) -> Tensors:
-    """Return a fresh seed for the projection of each query sample, sent in place of pixels times d
-    numbers."""
-    return {"seeds": torch.randint(2**62, (samples,), generator=streams.public("projections"))}
+def query(
+    server: EnsembleServer, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+) -> Query:
+    """Return images, labels, and a fresh seed for the projection of each image, sent in place of
+    pixels times d numbers."""
+    images = server.query(state, round_, streams)
+    projections = streams.at("query", round_).public("projections")
+    seeds = torch.randint(2**62, (server.batch,), generator=projections)
+    return Query({**images.samples, "seeds": seeds})
 
 
 def projections(query: Query, directions: int) -> Tensor:
@@ -94,7 +96,7 @@ def binned(
     return output
 
 
-def postprocess_histogram(
+def direction(
     histogram: Tensor,
     query: Query,
     bins: int,
@@ -111,6 +113,19 @@ def postprocess_histogram(
         values = torch.where(share >= threshold, centres[fullest], 0.0)
     matrices = projections(query, values.shape[1]).to(values)
     return torch.einsum("rpd,rd->rp", matrices, values).view_as(query.samples["images"])
+
+
+def generator_step(
+    server: EnsembleServer,
+    read: Callable[[Tensor, Query], Tensor],
+    state: Mapping[str, Tensor],
+    histogram: Tensor,
+    round_: int,
+    streams: RandomStreams,
+) -> Tensors:
+    """Descend the direction that ``read`` finds in the histogram of the round's query."""
+    gradients = read(histogram, query(server, state, round_, streams))
+    return gs_wgan.generator_step(server, state, gradients, round_, streams)
 
 
 def g_pate(
@@ -142,24 +157,29 @@ def g_pate(
     """
     privacy = EnsemblePrivacy(facts, OneHot(directions), settings["critics"])
     nets, batch = networks(facts, settings), settings["batch"]
-    losses = Losses(discriminator_loss, generator_loss)
-    output = binned(image_gradients(nets), directions, bins, max_projection)
+    step = partial(teacher_step, nets, critic_adam(settings))
+    output = binned(gs_wgan.image_gradients(nets), directions, bins, max_projection)
     client = build_critics(
-        privacy, noise_multiplier, nets, losses, output, batch, (directions, bins), settings
-    )
-    server = EnsembleServer.from_settings(
+        privacy,
+        noise_multiplier,
         nets,
+        step,
+        output,
+        generator_loss,
+        batch,
+        (directions, bins),
         settings,
-        postprocess=partial(
-            postprocess_histogram,
-            bins=bins,
-            max_projection=max_projection,
-            threshold=threshold,
-            readout=readout,
-        ),
-        query_extras=seeds,
     )
+    server = EnsembleServer.from_settings(nets, settings)
+    read = partial(
+        direction,
+        bins=bins,
+        max_projection=max_projection,
+        threshold=threshold,
+        readout=readout,
+    )
+    program = server.program(partial(generator_step, server, read), query=partial(query, server))
     formula = "RDP of a Gaussian of sensitivity sqrt(2 d) for each image"
     source = "G-PATE (Long et al. 2021), without data-dependent accounting"
     claim = votes_claim(noise_multiplier, batch, formula, source)
-    return build_method(privacy, client, server.program(), settings, claim)
+    return build_method(privacy, client, program, settings, claim)

@@ -2,12 +2,16 @@
 
 Critics train on disjoint subsets of the private data, without noise, and never leave the client.
 For generated images, a critic responds with the gradient of its score with respect to them, clipped
-and noised (equations 8 to 11); the Jacobian of the generator is public. One step of algorithm 1:
+and noised; the Jacobian of the generator is public. One round of algorithm 1:
 
-    critics in a public rotation    n times: descend the WGAN-GP loss (equations 12, 13)
-    generator                       images = G(latents, labels)
-    critics, as routed              gradients = clip(-dD/dimages, C) + N(0, (2 C sigma)^2)
-    generator                       descend gradients * dimages/dweights
+    critic_step        n times, by the critics in a public rotation: descend the WGAN-GP loss
+    query              images = G(latents, labels)
+    image_gradients    by the critics that the images are routed to: -dD/dimages,
+                       released as clip(-dD/dimages, C) + N(0, (2 C sigma)^2)
+    generator_step     descend the mean of gradients * dimages/dweights
+
+Routing, subsets and rotation: ``families/critic_ensemble.py``; clipping and noise: ``RowGaussian``
+in ``privacy/mechanisms.py``.
 
 A single client holds K critics over K subsets of its records (record level); each of several
 clients holds one critic (client level). Differences from the published code: all critics of a
@@ -21,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Unpack
 
@@ -37,10 +40,10 @@ from fedgen.methods.api import Method, PublicFacts, Query
 from fedgen.methods.families.critic_ensemble import (
     CompanionFactory,
     CriticOutput,
-    Losses,
     Networks,
+    Pairs,
     Settings,
-    image_gradients,
+    critic_adam,
     networks,
 )
 from fedgen.methods.families.ensemble_privacy import (
@@ -51,10 +54,73 @@ from fedgen.methods.families.ensemble_privacy import (
 )
 from fedgen.methods.families.ensemble_server import EnsembleServer
 from fedgen.methods.plan import Claim
-from fedgen.models.functional import Tensors, part, split, unflat
+from fedgen.models.functional import (
+    Adam,
+    Tensors,
+    adam_step,
+    descend_generator,
+    part,
+    power_iteration,
+    split,
+    trainable,
+    unflat,
+    weight_gradients,
+)
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.routing import Mode, Sampling
 from fedgen.randomness import RandomStreams
+
+
+def critic_step(
+    nets: Networks,
+    adam: Adam,
+    gradient_penalty: float,
+    drift_penalty: float,
+    critics: Tensors,
+    moments: Tensors,
+    pairs: Pairs,
+) -> None:
+    """Take one step of Adam along the WGAN-GP loss (equations 12 and 13) for each critic of a
+    stack, in place."""
+    leaves = trainable(critics)
+    losses = critic_loss(
+        nets.score(leaves),
+        *pairs,
+        gradient_penalty=gradient_penalty,
+        drift_penalty=drift_penalty,
+    )
+    adam_step(critics, weight_gradients(losses, leaves), moments, *adam)
+    critics.update(power_iteration(critics, stacked=True))
+
+
+def image_gradients(nets: Networks) -> CriticOutput:
+    """Return -dD/dimages of each critic (k, samples, channels, height, width): the upstream factor
+    of equation 11. For a discriminator with loss -log D it is this times 1 - D."""
+
+    def output(critics: Tensors, query: Query) -> Tensor:
+        images, labels = (query.samples[name].to(nets.device) for name in ("images", "labels"))
+        size = len(critics["score.weight"])
+        points = images.detach().expand(size, *images.shape).requires_grad_()
+        loss = generator_loss(nets.score(critics), points, labels.expand(size, -1))
+        return torch.autograd.grad(loss, points)[0]
+
+    return output
+
+
+def generator_step(
+    server: EnsembleServer,
+    state: Mapping[str, Tensor],
+    gradients: Tensor,
+    round_: int,
+    streams: RandomStreams,
+) -> Tensors:
+    """Descend the sanitized gradients of the images (n, channels, height, width) times the Jacobian
+    of the generator (equation 11)."""
+    leaves = trainable(part(state, "generator"))
+    images, _ = server.images(leaves, round_, streams)
+    # the gradient of this sum is the mean of gradients * dimages/dweights
+    loss = images * (gradients.to(images.device) / server.batch)
+    return descend_generator(state, weight_gradients(loss, leaves), server.adam, server.ema)
 
 
 def parameter_gradients(nets: Networks) -> CriticOutput:
@@ -78,21 +144,27 @@ def parameter_gradients(nets: Networks) -> CriticOutput:
     return lambda critics, query: vmap(lambda critic: row(critic, query))(critics)
 
 
-@dataclass(frozen=True)
-class GeneratorByWeights(EnsembleServer):
-    """The server of that ablation, which sends its weights and the inputs of the images."""
+def query_weights(
+    server: EnsembleServer, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+) -> Query:
+    """Return the query of that ablation: the generator, and one query sample, the latents and
+    labels of a batch."""
+    latents, labels = server.nets.inputs((server.batch,), streams.at("query", round_))
+    return Query({"latents": latents[None], "labels": labels[None]}, part(state, "generator"))
 
-    def query(self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams) -> Query:
-        """Return one query sample: latents and labels of a batch."""
-        latents, labels = self.nets.inputs((self.batch,), streams.at("query", round_))
-        return Query({"latents": latents[None], "labels": labels[None]}, part(state, "generator"))
 
-    def gradient(
-        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
-    ) -> Tensors:
-        """Return the response, which is the gradient."""
-        weights, _ = split(part(state, "generator"))
-        return unflat(responses[0].to(self.nets.device), weights)
+def weights_step(
+    server: EnsembleServer,
+    state: Mapping[str, Tensor],
+    gradients: Tensor,
+    round_: int,
+    streams: RandomStreams,
+) -> Tensors:
+    """Descend the sanitized gradient of the generator's weights (1, weights)."""
+    del round_, streams
+    weights, _ = split(part(state, "generator"))
+    gradient = unflat(gradients[0].to(server.nets.device), weights)
+    return descend_generator(state, gradient, server.adam, server.ema)
 
 
 def gs_wgan(
@@ -158,33 +230,36 @@ def gs_wgan(
         sampled_by == "clients",
         on_query,
     )
-    nets, batch = networks(facts, settings), settings["batch"]
-    losses = Losses(
-        partial(critic_loss, gradient_penalty=gradient_penalty, drift_penalty=drift_penalty),
-        generator_loss,
-    )
-    server = (GeneratorByWeights if by_weights else EnsembleServer).from_settings(nets, settings)
-    output, samples, response_shape = image_gradients(nets), batch, tuple[int, ...](facts.shape)
+    nets, samples = networks(facts, settings), settings["batch"]
+    server = EnsembleServer.from_settings(nets, settings)
+    output, response_shape = image_gradients(nets), tuple[int, ...](facts.shape)
+    program = server.program(partial(generator_step, server))
     if by_weights:
-        output, samples, response_shape = parameter_gradients(nets), 1, (nets.generator_weights,)
+        weights = sum(parameter.numel() for parameter in nets.generator.parameters())
+        output, samples, response_shape = parameter_gradients(nets), 1, (weights,)
+        program = server.program(
+            partial(weights_step, server), query=partial(query_weights, server)
+        )
     companion_network = None
     if companion is not None:
         companion_network = companion(
             classes=facts.classes, shape=facts.shape, device=settings["device"]
         )
+    step = partial(critic_step, nets, critic_adam(settings), gradient_penalty, drift_penalty)
     client = build_critics(
         privacy,
         noise_multiplier,
         nets,
-        losses,
+        step,
         output,
+        generator_loss,
         samples,
         response_shape,
         settings,
         companion_network,
     )
     claim = _claim(privacy, noise_multiplier, samples)
-    return build_method(privacy, client, server.program(), settings, claim)
+    return build_method(privacy, client, program, settings, claim)
 
 
 def _claim(privacy: EnsemblePrivacy, noise_multiplier: float | None, samples: int) -> Claim | None:

@@ -4,12 +4,12 @@ Teachers are those of DataLens (``datalens.py``). For a generated image, a teach
 fake. A student, a discriminator that sees only generated images, learns from the noisy count of
 votes, and the generator learns from the student. In a round (algorithm 1):
 
-    teachers         n_T times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own
-                     subset
-    generator        images = G(latents, labels)
-    teachers         count = sum over K of 1[D(image) > 1/2] + N(0, sigma^2)
-    student          descend the cross entropy of S(image) with 1[count > K / 2]
-    generator        after n_S rounds: descend -log S(G(z, y), y)
+    teacher_step      n_T times: descend -log D(x, y) - log(1 - D(G(z, y), y)), each on its own
+                      subset
+    query             images = G(latents, labels)
+    teachers          count = sum over K of 1[D(image) > 1/2] + N(0, sigma^2)
+    student_step      descend the cross entropy of S(image) with 1[count > K / 2]
+    generator_step    after n_S rounds: descend -log S(G(z, y), y)
 
 One record moves the vote of one teacher: the count by 1, against the server too.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Unpack
 
 import torch
@@ -30,13 +31,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgen.config.constraints import Betas
-from fedgen.losses.bce import discriminator_loss, generator_loss
+from fedgen.losses.bce import generator_loss
 from fedgen.methods.api import Method, PublicFacts, Query
+from fedgen.methods.datalens import teacher_step
 from fedgen.methods.families.critic_ensemble import (
     CriticOutput,
-    Losses,
     Networks,
     Settings,
+    critic_adam,
     networks,
 )
 from fedgen.methods.families.ensemble_privacy import EnsemblePrivacy, build_critics, build_method
@@ -48,7 +50,7 @@ from fedgen.models.functional import (
     adam_start,
     adam_step,
     concat_parts,
-    generator_step,
+    descend_generator,
     init_weights,
     meta_module,
     part,
@@ -75,66 +77,74 @@ def logits(nets: Networks) -> CriticOutput:
     return output
 
 
-@dataclass(frozen=True, kw_only=True)
-class Student(EnsembleServer):
-    """The server, with a student next to the generator.
+@dataclass(frozen=True)
+class Student:
+    """The student next to the generator of ``server``.
 
-    student: its network.
-    descent: parameters of its Adam.
+    network: its network.
+    adam: learning rate and betas.
     targets: "hard": the majority; "soft": the share of votes.
     generator_every: n_S, rounds between two generator steps.
     """
 
-    student: nn.Module
-    descent: Adam
+    server: EnsembleServer
+    network: nn.Module
+    adam: Adam
     targets: Targets
     generator_every: int
 
     def init(self, streams: RandomStreams) -> Tensors:
-        """Return initial weights of both."""
-        fresh = init_weights(self.student, streams.public("student"))
-        student = {name: value.to(self.nets.device) for name, value in fresh.items()}
+        """Return initial weights of generator and student."""
+        fresh = init_weights(self.network, streams.public("student"))
+        student = {name: value.to(self.server.nets.device) for name, value in fresh.items()}
         return {
-            **super().init(streams),
+            **self.server.init(streams),
             **concat_parts(student=student, descent=adam_start(student)),
         }
 
     def update(
-        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
+        self, state: Mapping[str, Tensor], votes: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
-        """Take a step of the student, and after ``generator_every`` rounds one of the generator."""
-        query = self.query(state, round_, streams)
+        """Take a student step, and after ``generator_every`` rounds a generator step. ``votes``:
+        noisy share of the teachers that vote for real (samples, 1)."""
+        state = self.student_step(state, votes, round_, streams)
+        if (round_ + 1) % self.generator_every:
+            return state
+        return self.generator_step(state, round_, streams)
+
+    def student_step(
+        self, state: Mapping[str, Tensor], votes: Tensor, round_: int, streams: RandomStreams
+    ) -> Tensors:
+        """Descend the cross entropy of the student with the votes on the images of a query."""
+        query = self.server.query(state, round_, streams)
         student, moments = (
             {name: value.clone() for name, value in part(state, of).items()}
             for of in ("student", "descent")
         )
-        real = responses[:, 0].to(self.nets.device)
+        real = votes[:, 0].to(self.server.nets.device)
         real = (real > 0.5).to(real) if self.targets == "hard" else real.clamp(0, 1)
         leaves = trainable(student)
         logits = self._logits(leaves, query.samples["images"], query.samples["labels"])
         loss = F.binary_cross_entropy_with_logits(logits, real)
-        adam_step(student, weight_gradients(loss, leaves), moments, *self.descent)
+        adam_step(student, weight_gradients(loss, leaves), moments, *self.adam)
         student.update(power_iteration(student, stacked=False))
-        generator = {
-            name: value for name, value in state.items() if name.split("/")[0] not in _STUDENT
-        }
-        if (round_ + 1) % self.generator_every == 0:
-            latents, labels = self.nets.inputs((self.batch,), streams.at("step", round_))
-            weights = trainable(part(state, "generator"))
-            images = self.nets.generate(weights, latents, labels)
-            generator_loss_ = generator_loss(
-                lambda *inputs: self._logits(student, *inputs), images, labels
-            )
-            gradients = weight_gradients(generator_loss_ / self.batch, weights)
-            generator = generator_step(state, gradients, self.adam, self.ema)
-        return {**generator, **concat_parts(student=student, descent=moments)}
+        return {**state, **concat_parts(student=student, descent=moments)}
+
+    def generator_step(
+        self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams
+    ) -> Tensors:
+        """Descend -log S(G(z, y), y)."""
+        server, student = self.server, part(state, "student")
+        latents, labels = server.nets.inputs((server.batch,), streams.at("step", round_))
+        weights = trainable(part(state, "generator"))
+        images = server.nets.generate(weights, latents, labels)
+        loss = generator_loss(lambda *inputs: self._logits(student, *inputs), images, labels)
+        gradients = weight_gradients(loss / server.batch, weights)
+        return {**state, **descend_generator(state, gradients, server.adam, server.ema)}
 
     def _logits(self, student: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.student, student, (images, labels))
+        logits: Tensor = functional_call(self.network, student, (images, labels))
         return logits
-
-
-_STUDENT = ("student", "descent")
 
 
 def pate_gan(
@@ -164,16 +174,21 @@ def pate_gan(
     """
     privacy = EnsemblePrivacy(facts, Bit(), settings["critics"])
     nets = networks(facts, settings)
-    losses = Losses(discriminator_loss, generator_loss)
+    step = partial(teacher_step, nets, critic_adam(settings))
     client = build_critics(
-        privacy, noise_multiplier, nets, losses, logits(nets), settings["batch"], (1,), settings
-    )
-    server = Student.from_settings(
+        privacy,
+        noise_multiplier,
         nets,
+        step,
+        logits(nets),
+        generator_loss,
+        settings["batch"],
+        (1,),
         settings,
-        student=meta_module(student(classes=facts.classes, shape=facts.shape)),
-        descent=(student_learning_rate, student_betas),
-        targets=targets,
-        generator_every=student_steps,
     )
-    return build_method(privacy, client, server.program(), settings, None)
+    server = EnsembleServer.from_settings(nets, settings)
+    network = meta_module(student(classes=facts.classes, shape=facts.shape))
+    adam = student_learning_rate, student_betas
+    learner = Student(server, network, adam, targets, student_steps)
+    program = server.program(learner.update, init=learner.init)
+    return build_method(privacy, client, program, settings, None)

@@ -240,7 +240,7 @@ def generator_start(weights: Tensors) -> Tensors:
     return concat_parts(generator=weights, average=average, adam=adam_start(weights))
 
 
-def generator_step(
+def descend_generator(
     state: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     adam: tuple[float, tuple[float, float]],

@@ -139,7 +139,7 @@ def test_routed_rows_find_the_classifier_of_their_critic() -> None:
     assert query is not None
     asked = program.assign(query.count, 3, STREAMS)
     rows, every = answer(routed, state, 3), []
-    for members in program.stacks:
+    for members in program.rotation.stacks:
         critics, companions = (state[f"{of}.{members.start}"] for of in ("critics", "companions"))
         every.append(program.outputs(critics, companions, query, 3))
     whole = torch.cat(every)

@@ -19,8 +19,10 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation.messages import Response
 from fedgen.losses.wgan_gp import critic_loss, generator_loss
+from fedgen.methods import gs_wgan
 from fedgen.methods.api import Method
-from fedgen.methods.families.ensemble_server import EnsembleServer
+from fedgen.methods.families.critic_ensemble import Pairs
+from fedgen.methods.families.critic_rotation import Rotation
 from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, meta_module, part, split
 from fedgen.privacy.accounting import epsilon, gaussian_delta
@@ -68,6 +70,13 @@ def critic(width: int) -> torch.nn.Module:
 # The gradient
 
 
+def descended(method: Method, state: dict, responses: torch.Tensor) -> dict:
+    """The gradient that a generator step descends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gs_wgan, "descend_generator", lambda state, gradients, *_: gradients)
+        return method.server.update(state, responses, 0, STREAMS)
+
+
 @pytest.mark.parametrize("generator", [dcgan.Generator, resnet.Generator])
 @pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
 def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, routing: str) -> None:
@@ -76,9 +85,7 @@ def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, rout
     state, weights = prepared(method), server.init(STREAMS)
     query = server.query(weights, 0, STREAMS)
     answers = torch.from_numpy(client.respond(state, query, SHARD, 0, STREAMS).arrays["answer"])
-    program = server.update.__self__
-    assert isinstance(program, EnsembleServer)
-    ours = program.gradient(weights, answers, 0, STREAMS)
+    ours = descended(method, weights, answers)
 
     critics = client.train.__self__
     draw = critics.assign(6, 0, STREAMS)
@@ -109,7 +116,7 @@ def test_gradient_of_parameters_is_the_same_gradient() -> None:
         query = method.server.query(weights, 0, STREAMS)
         release = method.client.respond(state, query, SHARD, 0, STREAMS)
         answers = torch.from_numpy(release.arrays["answer"])
-        found.append(method.server.update.__self__.gradient(weights, answers, 0, STREAMS))
+        found.append(descended(method, weights, answers))
     for name, value in found[0].items():
         assert torch.allclose(value, found[1][name], atol=1e-6)
 
@@ -141,8 +148,8 @@ def test_the_critics_loss_is_the_papers() -> None:
 
 @kills(
     "fedgen/methods/families/critic_ensemble.py",
-    "real = partial(self.records, subsets, shard)",
-    ("real = partial(self.records, self.subsets(range(len(members)), shard, streams), shard)"),
+    "first, subsets = members.start, self.subsets(members, shard, streams)",
+    "first, subsets = members.start, self.subsets(range(len(members)), shard, streams)",
 )
 @kills(
     "fedgen/methods/families/critic_ensemble.py",
@@ -170,7 +177,7 @@ def test_replacing_a_row_changes_one_critic(whose: int) -> None:
 def test_every_row_has_a_critic() -> None:
     critics = make().client.train.__self__
     rows = []
-    for members in critics.stacks:
+    for members in critics.rotation.stacks:
         index, sizes = critics.subsets(members, SHARD, STREAMS)
         rows += [int(i) for part_, n in zip(index, sizes, strict=True) for i in part_[:n]]
     assert sorted(rows) == list(range(60))
@@ -248,40 +255,32 @@ def test_stacked_critics_train_as_single_ones(width: int) -> None:
 
     def step(weights: dict, take: slice) -> dict:
         moments = adam_start(weights)
-        critics.descend(
-            weights,
-            moments,
-            lambda _: (images[take], labels[take]),
-            lambda *_: fakes[take],
-            STREAMS,
-        )
+        mix = torch.full(labels[take].shape, 0.3)
+        step_of = partial(gs_wgan.critic_step, critics.nets, critics.adam, 10.0, 1e-3)
+        step_of(weights, moments, Pairs(images[take], fakes[take], labels[take], mix))
         return {**weights, **moments}
 
-    with pytest.MonkeyPatch.context() as patch:  # the same mix for each
-        patch.setattr(torch, "rand", lambda shape, generator: torch.full(shape, 0.3))
-        together = step(critics.fresh(members, STREAMS), slice(0, 5))
-        for k in members:
-            alone = step(critics.fresh(range(k, k + 1), STREAMS), slice(k, k + 1))
-            for name in (n for n in alone if n.startswith("m.") or n.endswith(".u")):
-                assert torch.allclose(together[name][k], alone[name][0], atol=1e-5), name
+    together = step(critics.fresh(members, STREAMS), slice(0, 5))
+    for k in members:
+        alone = step(critics.fresh(range(k, k + 1), STREAMS), slice(k, k + 1))
+        for name in (n for n in alone if n.startswith("m.") or n.endswith(".u")):
+            assert torch.allclose(together[name][k], alone[name][0], atol=1e-5), name
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
 def test_the_rotation_gives_every_critic_its_turn(count: int, turn: int, at_once: int) -> None:
     turn = min(turn, count)
-    critics = replace(
-        make().client.train.__self__, count=count, turn_size=turn, max_members=at_once
-    )
-    assert [critic for members in critics.stacks for critic in members] == list(range(count))
-    assert all(len(members) <= at_once for members in critics.stacks)
-    sizes = [sum(map(len, each)) for each in critics.turns]
+    rotation = Rotation(count, turn, at_once)
+    assert [critic for members in rotation.stacks for critic in members] == list(range(count))
+    assert all(len(members) <= at_once for members in rotation.stacks)
+    sizes = [sum(map(len, each)) for each in rotation.turns]
     assert sizes == [turn] * (count // turn) + [count % turn] * (count % turn > 0)
 
 
 @kills(
     "fedgen/methods/families/critic_ensemble.py",
     (
-        "_concatenate(\n"
+        "concatenate(\n"
         "                        [self.weights(state, members, streams) for members in "
         "group]\n"
         "                    )"
@@ -295,20 +294,24 @@ def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
 ) -> None:
     """Groups are a matter of speed: as many critics at once as a stack may have."""
     method = make(routing="mean", sanitize="samples", critics=count, critics_per_step=turn)
-    whole = replace(method.client.train.__self__, max_members=most)
-    assert [each for group in whole.groups for each in group] == whole.stacks
-    assert all(group[-1].stop - group[0].start <= most for group in whole.groups)
+    whole = method.client.train.__self__
+    rotation = replace(whole.rotation, max_members=most)
+    whole = replace(whole, rotation=rotation)
+    assert [each for group in rotation.groups for each in group] == rotation.stacks
+    assert all(group[-1].stop - group[0].start <= most for group in rotation.groups)
     state = {
         name: tensors
-        for number in range(len(whole.groups))
+        for number in range(len(rotation.groups))
         for name, tensors in whole.prepare(number, SHARD, STREAMS).items()
     }
-    assert len(state) == 2 * len(whole.stacks)
-    for stack in whole.stacks:
+    assert len(state) == 2 * len(rotation.stacks)
+    for stack in rotation.stacks:
         assert len(state[f"critics.{stack.start}"]["score.weight"]) == len(stack)
     query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
     answer = whole.respond(state, query, SHARD, 0, STREAMS).arrays["answer"]
-    alone = [whole.outputs(state[f"critics.{each.start}"], None, query, 0) for each in whole.stacks]
+    alone = [
+        whole.outputs(state[f"critics.{each.start}"], None, query, 0) for each in rotation.stacks
+    ]
     np.testing.assert_allclose(answer, torch.cat(alone).mean(0), rtol=1e-4, atol=1e-6)
 
 

@@ -8,11 +8,10 @@ each has its own weights, optimizer state and streams: replacing one record chan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Protocol, TypedDict
+from functools import partial
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from torch.func import functional_call
 
 from fedgen.config.constraints import Betas, Decay, NonNegativeInt
 from fedgen.data.datasets import Shard
-from fedgen.losses.wgan_gp import generator_loss
-from fedgen.methods.api import PublicFacts, Query, State, WorstCase
+from fedgen.methods.api import PublicFacts, Query, State
+from fedgen.methods.families.critic_rotation import Rotation, concatenate, select
 from fedgen.models.factories import GeneratorFactory, ImageNetworkFactory, Shape
 from fedgen.models.functional import (
     Adam,
@@ -45,6 +44,20 @@ from fedgen.randomness import RandomStreams
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """Images (k, n, ...) and labels (k, n) -> scores (k, n)."""
+
+
+class Pairs(NamedTuple):
+    """Real and fake images (k, batch, ...) of the same labels (k, batch), a batch of each critic,
+    and one uniform for each pair (k, batch)."""
+
+    real: Tensor
+    fake: Tensor
+    labels: Tensor
+    mix: Tensor
+
+
+CriticStep = Callable[[Tensors, Tensors, Pairs], None]
+"""(stack of k critics, state of Adam, pairs): one training step of each critic, in place."""
 
 CriticOutput = Callable[[Tensors, Query], Tensor]
 """(stack of k critics, query) -> raw output of each critic for each query sample (k, samples, ...).
@@ -71,11 +84,6 @@ class Networks:
         """Return images in [0, 1]."""
         images: Tensor = functional_call(self.generator, dict(generator), (latents, labels))
         return images
-
-    @property
-    def generator_weights(self) -> int:
-        """Number of trainable parameters of the generator."""
-        return sum(p.numel() for p in self.generator.parameters())
 
     def inputs(self, shape: tuple[int, ...], streams: RandomStreams) -> tuple[Tensor, Tensor]:
         """Return latents (*shape, latent), Bernoulli(0.5), and labels (*shape), uniform and as
@@ -133,27 +141,9 @@ def networks(facts: PublicFacts, settings: Settings) -> Networks:
     )
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Loss of critics, (score, real, fake, labels, mix) -> (k,), with one uniform per pair in
-    ``mix``; and loss of a generator, (score, images, labels) -> sum over images."""
-
-    critic: Callable[[Score, Tensor, Tensor, Tensor, Tensor], Tensor]
-    generator: Callable[[Score, Tensor, Tensor], Tensor]
-
-
-def image_gradients(nets: Networks) -> CriticOutput:
-    """Return -dD/dimages of each critic (k, samples, channels, height, width): the upstream factor
-    of equation 11 of GS-WGAN. For a discriminator with loss -log D it is this times 1 - D."""
-
-    def output(critics: Tensors, query: Query) -> Tensor:
-        images, labels = (query.samples[name].to(nets.device) for name in ("images", "labels"))
-        size = len(critics["score.weight"])
-        points = images.detach().expand(size, *images.shape).requires_grad_()
-        loss = generator_loss(nets.score(critics), points, labels.expand(size, -1))
-        return torch.autograd.grad(loss, points)[0]
-
-    return output
+def critic_adam(settings: Settings) -> Adam:
+    """Return learning rate and betas of the critics."""
+    return settings["critic_learning_rate"], settings["critic_betas"]
 
 
 class CompanionFactory(Protocol):
@@ -194,69 +184,36 @@ class Companion(Protocol):
 
 @dataclass(frozen=True)
 class Critics:
-    """``count`` critics over disjoint subsets of a client's records. ``turn_size`` of them train in
-    a round, in stacks of at most ``max_members``; groups of stacks with at most as many critics
-    warm up and respond together. Parts of the state are named by the first critic of a stack:
-    weights, optimizer state, companions.
+    """Critics over disjoint subsets of a client's records. Parts of the state are named by the
+    first critic of a stack: weights, optimizer state, companions.
 
+    step: one training step of a stack.
     output: outputs of a stack for a query.
     response_shape: shape of the response to one query sample.
     routing: routing of query samples to critics.
     on_query: whether only the critics sampled for a query of ``samples_per_query`` query samples
         train.
-    steps, batch, adam, losses: training of a critic's turn.
-    warm_start: steps before the run.
+    rotation: turns and stacks.
+    steps, batch: steps of a critic's turn, and real images of each.
+    warm_start: steps before the run, of temporary generators with ``generator_loss`` (score,
+        images, labels) -> sum over images, and ``adam``.
     """
 
     nets: Networks
     mechanism: RowGaussian
+    step: CriticStep
     output: CriticOutput
     response_shape: tuple[int, ...]
     routing: Routing
     on_query: bool
     samples_per_query: int
-    count: int
-    turn_size: int
-    max_members: int
+    rotation: Rotation
     steps: int
     batch: int
-    adam: Adam
-    losses: Losses
     warm_start: int
+    generator_loss: Callable[[Score, Tensor, Tensor], Tensor]
+    adam: Adam
     companion: Companion | None = None
-
-    @cached_property
-    def turns(self) -> list[list[range]]:
-        """The public rotation: for each turn, its critics in stacks of about equal size."""
-        turns = []
-        for first in range(0, self.count, self.turn_size):
-            last = min(first + self.turn_size, self.count)
-            size = math.ceil((last - first) / math.ceil((last - first) / self.max_members))
-            turns.append(
-                [range(start, min(start + size, last)) for start in range(first, last, size)]
-            )
-        return turns
-
-    @cached_property
-    def stacks(self) -> list[range]:
-        """All stacks."""
-        return [stack for turn in self.turns for stack in turn]
-
-    @cached_property
-    def groups(self) -> list[list[range]]:
-        """Stacks that warm up and respond together. Stacks with companions do not, because
-        companions start with the first turn of their stack."""
-        groups: list[list[range]] = []
-        for members in self.stacks:
-            if (
-                groups
-                and self.companion is None
-                and members.stop - groups[-1][0].start <= self.max_members
-            ):
-                groups[-1].append(members)
-            else:
-                groups.append([members])
-        return groups
 
     def subsets(
         self, members: range, shard: Shard, streams: RandomStreams
@@ -265,10 +222,10 @@ class Critics:
         Assignment is by position in a public permutation: for a fixed number of records, replacing
         one moves no other.
         """
-        if self.count == 1:
+        if self.rotation.count == 1:
             return torch.arange(len(shard))[None], torch.tensor([len(shard)])
         order = torch.randperm(len(shard), generator=streams.public("subsets"))
-        subsets = [order[critic :: self.count] for critic in members]
+        subsets = [order[critic :: self.rotation.count] for critic in members]
         return nn.utils.rnn.pad_sequence(subsets, True), torch.tensor(
             [len(subset) for subset in subsets]
         )
@@ -302,11 +259,12 @@ class Critics:
     def _to_device(self, tensors: Mapping[str, Tensor], copy: bool = False) -> Tensors:
         return {name: value.to(self.nets.device, copy=copy) for name, value in tensors.items()}
 
-    def descend(
+    def train_step(
         self,
         critics: Tensors,
         moments: Tensors,
-        real: Callable[[RandomStreams], tuple[Tensor, Tensor]],
+        subsets: tuple[Tensor, Tensor],
+        shard: Shard,
         fake: Callable[[Tensor, RandomStreams], Tensor],
         streams: RandomStreams,
     ) -> None:
@@ -316,20 +274,16 @@ class Critics:
         fake: (labels (k, batch), streams) -> images with these labels. Pairing a real image with a
             fake of another label would give the critic no information about either label.
         """
-        images, labels = real(streams)
+        real, labels = self.records(subsets, shard, streams)
         mix = torch.rand(tuple(labels.shape), generator=streams.public("mix")).to(self.nets.device)
-        leaves = trainable(critics)
-        fakes = fake(labels, streams)
-        losses = self.losses.critic(self.nets.score(leaves), images, fakes, labels, mix)
-        adam_step(critics, weight_gradients(losses, leaves), moments, *self.adam)
-        critics.update(power_iteration(critics, stacked=True))
+        self.step(critics, moments, Pairs(real, fake(labels, streams), labels, mix))
 
     def prepare(self, number: int, shard: Shard, streams: RandomStreams) -> State:
         """Warm up a group: each critic trains against its own temporary generator, on its own
         records only (GS-WGAN, section 5.1). Without records there is nothing to learn."""
         if not len(shard):
             return {}
-        group, nets = self.groups[number], self.nets
+        group, nets = self.rotation.groups[number], self.nets
         members = range(group[0].start, group[-1].stop)
         critics, subsets = self.fresh(members, streams), self.subsets(members, shard, streams)
         moments = adam_start(critics)
@@ -345,24 +299,19 @@ class Critics:
         for step in range(self.warm_start):
             step_streams = streams.at("warm_start", members.start, step)
             for critic_step in range(self.steps):
-                self.descend(
-                    critics,
-                    moments,
-                    lambda streams: self.records(subsets, shard, streams),
-                    rival_fakes,
-                    step_streams.at("critic", critic_step),
-                )
+                critic_streams = step_streams.at("critic", critic_step)
+                self.train_step(critics, moments, subsets, shard, rival_fakes, critic_streams)
             latents, labels = nets.inputs((len(members), self.batch), step_streams.at("rival"))
             leaves = trainable(rivals)
             images = functional_apply(nets.generator, leaves, latents, labels)
-            loss = self.losses.generator(nets.score(critics), images, labels) / self.batch
+            loss = self.generator_loss(nets.score(critics), images, labels) / self.batch
             adam_step(rivals, weight_gradients(loss, leaves), rival_moments, *self.adam)
             rivals.update(power_iteration(rivals, stacked=True))
         state: dict[str, Tensors] = {}
         for members_ in group:
             positions = slice(members_.start - members.start, members_.stop - members.start)
-            state[f"critics.{members_.start}"] = _select(critics, positions)
-            state[f"adam.{members_.start}"] = _select(moments, positions)
+            state[f"critics.{members_.start}"] = select(critics, positions)
+            state[f"adam.{members_.start}"] = select(moments, positions)
         return state
 
     def assign(self, samples: int, round_: int, streams: RandomStreams) -> dict[int, list[int]]:
@@ -390,10 +339,10 @@ class Critics:
             )
             return pool[labels, choice.to(pool.device)]
 
-        turn = self.turns[round_ % len(self.turns)]
+        turn = self.rotation.turns[round_ % len(self.rotation.turns)]
         if self.on_query:
             turn = [
-                self.stacks[critic]
+                self.rotation.stacks[critic]
                 for critic in self.assign(self.samples_per_query, round_, streams)
             ]
         changed: dict[str, Tensors] = {}
@@ -403,21 +352,19 @@ class Critics:
             critics = self._to_device(self.weights(state, members, streams), copy=True)
             name = f"adam.{first}"
             moments = self._to_device(state[name], True) if name in state else adam_start(critics)
-            real = partial(self.records, subsets, shard)
             stack_streams = streams.at("train", round_, "stack", first)
             for step in range(self.steps):
-                self.descend(critics, moments, real, pool_fakes, stack_streams.at("step", step))
+                step_streams = stack_streams.at("step", step)
+                self.train_step(critics, moments, subsets, shard, pool_fakes, step_streams)
             changed |= {f"critics.{first}": critics, name: moments}
             if self.companion is not None:
                 companions = self._companions(state, members)
+                real = partial(self.records, subsets, shard)
                 trained_companions = self.companion.train(
                     companions, members, self.batch, real, pool_fakes, round_, stack_streams
                 )
-                changed |= (
-                    {}
-                    if trained_companions is None
-                    else {f"companions.{first}": trained_companions}
-                )
+                if trained_companions is not None:
+                    changed[f"companions.{first}"] = trained_companions
         return changed
 
     def _companions(self, state: State, members: range) -> Tensors | None:
@@ -434,22 +381,22 @@ class Critics:
 
         def outputs() -> Iterator[tuple[Tensor, Tensor]]:
             if self.routing.mode == "mean":
-                for group in self.groups:
-                    critics = _concatenate(
+                for group in self.rotation.groups:
+                    critics = concatenate(
                         [self.weights(state, members, streams) for members in group]
                     )
                     companions = self._companions(state, group[0])
                     outputs = self.outputs(critics, companions, query, round_)
                     yield torch.arange(query.count).repeat(len(outputs)), outputs.flatten(0, 1)
                 return
-            for members in self.stacks:
+            for members in self.rotation.stacks:
                 routed = [critic for critic in members if critic in routing]
                 critics = self.weights(state, members, streams) if routed else {}
                 companions = self._companions(state, members) if routed else None
                 for critic in routed:
                     position = slice(critic - members.start, critic - members.start + 1)
-                    one_critic = _select(critics, position)
-                    one_companion = None if companions is None else _select(companions, position)
+                    one_critic = select(critics, position)
+                    one_companion = None if companions is None else select(companions, position)
                     subquery = query.take(routing[critic])
                     outputs = self.outputs(one_critic, one_companion, subquery, round_)[0]
                     yield torch.tensor(routing[critic]), outputs
@@ -473,55 +420,3 @@ class Critics:
             for name, shape in (("images", outputs.shape[2:]), ("labels", ()))
         )
         return self.companion.outputs(outputs, companions, images, labels, round_)
-
-    def worst_case(
-        self, query: Query, shape: tuple[int, int, int], relation: Relation
-    ) -> WorstCase:
-        """Return neighbours whose first critics give extreme and opposite scores to any query: for
-        label 1, whose embedding is far larger than the one that the norm of the table is estimated
-        from, scores and gradients exceed any bound. Where a client is removed as a whole, the
-        second has no records and contributes nothing."""
-        streams = RandomStreams.from_seed(0, "seeded")
-        empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
-        state = {
-            f"critics.{members.start}": self.fresh(members, streams) for members in self.stacks
-        }
-
-        def taught(sign: float) -> State:
-            critics = {name: value.clone() for name, value in state["critics.0"].items()}
-            critics["label.weight"][0] = 1e3 * sign
-            critics["label.weight"][0, 0] = 1e-3
-            critics["label.u"][0] = torch.eye(self.nets.classes)[0]
-            return {**state, "critics.0": critics}
-
-        first, second = (taught(1.0), empty), (taught(-1.0), empty)
-        if relation is Relation.ADD_OR_REMOVE_ONE:
-            one = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
-            first = taught(1.0), one
-        return WorstCase(query, first, second)
-
-
-_WEIGHTS_AT_ONCE, _ON_A_GPU = 2**20, 2**25  # weights of a stack; see scripts/bench_critics.py
-
-
-def critics_at_once(critic: nn.Module, device: str) -> int:
-    """Return how many critics compute as one stack. On a CPU, grouped convolutions of a stack are
-    faster than a loop for narrow critics, and slower for critics as wide as the paper's."""
-    limit = _ON_A_GPU if device == "cuda" else _WEIGHTS_AT_ONCE
-    return max(1, limit // sum(weight.numel() for weight in critic.parameters()))
-
-
-def _select(networks: Tensors, members: slice) -> Tensors:
-    """Select members of a stack; shared entries stay."""
-    return {name: value[members] if value.dim() else value for name, value in networks.items()}
-
-
-def _concatenate(stacks: list[Tensors]) -> Tensors:
-    """Concatenate stacks; shared entries are those of the first."""
-    [first, *others] = stacks
-    if not others:
-        return first
-    return {
-        name: torch.cat([stack_[name] for stack_ in stacks]) if value.dim() else value
-        for name, value in first.items()
-    }

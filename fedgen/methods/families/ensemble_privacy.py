@@ -7,22 +7,35 @@ averaged responses. Several clients are each protected as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from dp_accounting import DpEvent, GaussianDpEvent
+from torch import Tensor
 
+from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.methods.api import ClientProgram, Method, PublicFacts, Query, ServerProgram, WorstCase
+from fedgen.methods.api import (
+    ClientProgram,
+    Method,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    WorstCase,
+)
 from fedgen.methods.families.critic_ensemble import (
     Companion,
     CriticOutput,
     Critics,
-    Losses,
+    CriticStep,
     Networks,
+    Score,
     Settings,
-    critics_at_once,
+    critic_adam,
 )
+from fedgen.methods.families.critic_rotation import Rotation, critics_at_once
 from fedgen.methods.plan import Claim, Plan
 from fedgen.privacy.aggregation import Aggregation, Secure
 from fedgen.privacy.batch_sampling import Participation
@@ -154,35 +167,39 @@ def build_critics(
     privacy: EnsemblePrivacy,
     noise_multiplier: float | None,
     nets: Networks,
-    losses: Losses,
+    step: CriticStep,
     output: CriticOutput,
+    generator_loss: Callable[[Score, Tensor, Tensor], Tensor],
     samples: int,
     response_shape: tuple[int, ...],
     settings: Settings,
     companion: Companion | None = None,
 ) -> Critics:
-    """Return the critics of a client.
+    """Return the critics of a client; see ``Critics``.
 
     Args:
         samples: number of query samples.
         response_shape: shape of the response to one of them.
     """
+    turn_size = min(settings["critics_per_step"], privacy.members)
+    at_once = critics_at_once(nets.critic, nets.device)
+    # companions start with the first turn of their stack, so stacks with companions do not join
+    rotation = Rotation(privacy.members, turn_size, at_once, joins_stacks=companion is None)
     return Critics(
         nets,
         privacy.mechanism(noise_multiplier),
+        step,
         output,
         response_shape,
         privacy.inner_routing,
         privacy.on_query and not privacy.is_federated,
         samples,
-        privacy.members,
-        min(settings["critics_per_step"], privacy.members),
-        critics_at_once(nets.critic, nets.device),
+        rotation,
         settings["critic_steps"],
         settings["critic_batch"],
-        (settings["critic_learning_rate"], settings["critic_betas"]),
-        losses,
         settings["warm_start"],
+        generator_loss,
+        critic_adam(settings),
         companion,
     )
 
@@ -198,19 +215,11 @@ def build_method(
     facts, federated, samples = privacy.facts, privacy.is_federated, client.samples_per_query
     critics_per_step = settings["critics_per_step"]
 
-    def worst_case() -> WorstCase:
-        streams = RandomStreams.from_seed(0, "seeded")
-        query = server.query(server.init(streams), 0, streams)
-        assert query is not None
-        labels = torch.ones_like(query.samples["labels"])
-        query_of_one_label = Query({**query.samples, "labels": labels}, query.shared)
-        return client.worst_case(query_of_one_label, facts.shape, privacy.relation)
-
     return Method(
         ClientProgram(
             client.respond,
             client.train,
-            len(client.groups) if client.warm_start else 0,
+            len(client.rotation.groups) if client.warm_start else 0,
             client.prepare,
             resamples=not client.on_query,
         ),
@@ -218,8 +227,37 @@ def build_method(
         _plan(privacy, client.mechanism, samples, client.response_shape, claim),
         privacy.cohort,
         None if federated and privacy.on_query else min(critics_per_step, facts.clients),
-        lambda: [worst_case()],
+        lambda: [_worst_case(privacy, client, server)],
         aggregator(client.mechanism),
+    )
+
+
+def _worst_case(privacy: EnsemblePrivacy, critics: Critics, server: ServerProgram) -> WorstCase:
+    """Return neighbours whose first critics give extreme and opposite scores to any query: for
+    label 1, whose embedding is far larger than the one that the norm of the table is estimated
+    from, scores and gradients exceed any bound. Where a client is removed as a whole, the second
+    has no records and contributes nothing."""
+    streams, shape = RandomStreams.from_seed(0, "seeded"), privacy.facts.shape
+    query = server.query(server.init(streams), 0, streams)
+    assert query is not None
+    labels = torch.ones_like(query.samples["labels"])
+    stacks = critics.rotation.stacks
+    state = {f"critics.{members.start}": critics.fresh(members, streams) for members in stacks}
+
+    def extreme(sign: float) -> State:
+        stack = {name: value.clone() for name, value in state["critics.0"].items()}
+        stack["label.weight"][0] = 1e3 * sign
+        stack["label.weight"][0, 0] = 1e-3
+        stack["label.u"][0] = torch.eye(privacy.facts.classes)[0]
+        return {**state, "critics.0": stack}
+
+    empty = Shard(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.long))
+    one = Shard(torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.long))
+    removed = privacy.relation is Relation.ADD_OR_REMOVE_ONE
+    return WorstCase(
+        Query({**query.samples, "labels": labels}, query.shared),
+        (extreme(1.0), one if removed else empty),
+        (extreme(-1.0), empty),
     )
 
 

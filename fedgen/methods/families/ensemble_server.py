@@ -1,11 +1,10 @@
-"""Server of a critic ensemble: a generator that follows the responses to its images. All of it is
-post-processing."""
+"""Server of a critic ensemble: a generator that learns from the responses to its images. All of it
+is post-processing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,14 +15,14 @@ from fedgen.models.functional import (
     Adam,
     Tensors,
     generator_start,
-    generator_step,
     init_weights,
     nearest_similarity,
     part,
-    trainable,
-    weight_gradients,
 )
 from fedgen.randomness import RandomStreams
+
+GeneratorStep = Callable[[Mapping[str, Tensor], Tensor, int, RandomStreams], Tensors]
+"""(state, mean responses, round, streams) -> state after a step of the generator."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class EnsembleServer:
 
     batch: images of a query.
     fakes_per_label: images of each label that critics train on.
-    postprocess: (mean responses, query) -> gradient with respect to each image.
-    query_extras: (query samples, streams) -> further arrays of a query.
+    adam, ema: learning rate and betas; decay of the moving average.
     """
 
     nets: Networks
@@ -41,19 +39,16 @@ class EnsembleServer:
     fakes_per_label: int
     adam: Adam
     ema: float
-    postprocess: Callable[[Tensor, Query], Tensor] = lambda answers, _: answers
-    query_extras: Callable[[int, RandomStreams], Tensors] = lambda rows, streams: {}
 
     @classmethod
-    def from_settings(cls, nets: Networks, settings: Settings, **fields: Any) -> Self:
-        """Build the server from the common settings; ``fields``: all other fields."""
+    def from_settings(cls, nets: Networks, settings: Settings) -> EnsembleServer:
+        """Build the server from the common settings."""
         return cls(
             nets,
             settings["batch"],
             settings["fakes_per_label"],
             (settings["generator_learning_rate"], settings["generator_betas"]),
             settings["ema"],
-            **fields,
         )
 
     def init(self, streams: RandomStreams) -> Tensors:
@@ -76,37 +71,18 @@ class EnsembleServer:
         pixels = (images * 255).round().to(torch.uint8)
         return {"images": pixels.view(self.nets.classes, -1, *images.shape[1:])}
 
+    def images(
+        self, generator: Tensors, round_: int, streams: RandomStreams
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images of a round's query and their labels: the same latents for each call."""
+        latents, labels = self.nets.inputs((self.batch,), streams.at("query", round_))
+        return self.nets.generate(generator, latents, labels), labels
+
     def query(self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams) -> Query:
         """Return a batch of images and labels for the critics."""
-        query_streams = streams.at("query", round_)
-        latents, labels = self.nets.inputs((self.batch,), query_streams)
         with torch.no_grad():
-            images = self.nets.generate(part(state, "generator"), latents, labels)
-        return self._query(images, labels, query_streams)
-
-    def _query(self, images: Tensor, labels: Tensor, query_streams: RandomStreams) -> Query:
-        return Query(
-            {"images": images, "labels": labels, **self.query_extras(self.batch, query_streams)}
-        )
-
-    def gradient(
-        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
-    ) -> Tensors:
-        """Return the gradient of the generator: the gradients of its images times its Jacobian."""
-        query_streams = streams.at("query", round_)
-        latents, labels = self.nets.inputs((self.batch,), query_streams)
-        leaves = trainable(part(state, "generator"))
-        images = self.nets.generate(leaves, latents, labels)
-        query = self._query(images.detach(), labels, query_streams)
-        image_gradients = self.postprocess(responses, query).to(self.nets.device)
-        return weight_gradients(images * (image_gradients / self.batch), leaves)
-
-    def update(
-        self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
-    ) -> Tensors:
-        """Take one step of Adam and update the moving average."""
-        gradients = self.gradient(state, responses, round_, streams)
-        return generator_step(state, gradients, self.adam, self.ema)
+            images, labels = self.images(part(state, "generator"), round_, streams)
+        return Query({"images": images, "labels": labels})
 
     def sample(
         self, weights: Mapping[str, Tensor], labels: Tensor, streams: RandomStreams
@@ -129,13 +105,20 @@ class EnsembleServer:
             sample_labels,
         )
 
-    def program(self) -> ServerProgram:
-        """Return the server program."""
+    def program(
+        self,
+        generator_step: GeneratorStep,
+        *,
+        init: Callable[[RandomStreams], Tensors] | None = None,
+        query: Callable[[Mapping[str, Tensor], int, RandomStreams], Query] | None = None,
+    ) -> ServerProgram:
+        """Return the server program of a method; ``init`` and ``query`` None: those of this
+        class."""
         return ServerProgram(
-            init=self.init,
+            init=init or self.init,
             broadcast=self.broadcast,
-            query=self.query,
-            update=self.update,
+            query=query or self.query,
+            update=generator_step,
             generator=lambda state: part(state, "average"),
             sample=self.sample,
             membership_scores=self.membership_scores,

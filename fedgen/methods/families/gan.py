@@ -10,16 +10,15 @@ shared noise. After n_D steps, the server takes a generator step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgen.data.datasets import Shard
-from fedgen.losses.mode_seeking import mode_seeking_loss
 from fedgen.methods.api import (
     Method,
     PublicFacts,
@@ -38,13 +37,10 @@ from fedgen.models.functional import (
     concat_parts,
     flat,
     generator_start,
-    generator_step,
     init_weights,
     meta_module,
     part,
-    trainable,
     unflat,
-    weight_gradients,
 )
 from fedgen.privacy.aggregation import Local, Release, Sent
 from fedgen.privacy.clipping import ClippedSum, examples_at_once
@@ -132,55 +128,63 @@ class StepsPerGeneratorStep:
         }
 
 
-RecordGradients = Callable[[Tensors, Tensors, Shard, RandomStreams], Iterable[ClippedSum]]
-"""(discriminator, generator, shard, streams) -> clipped sums over the parts of a batch; the only
-access to private records."""
-Gradient = Callable[[Tensors, Tensors, Tensor, RandomStreams], Tensor]
-"""(discriminator, generator, noisy sum over the expected batch size, streams) -> gradient for Adam.
-"""
+class Steps(Protocol):
+    """The steps of a GAN, in the order in which they are taken.
 
-
-@dataclass(frozen=True)
-class Descent:
-    """Discriminator steps along noisy sums of gradients ("Private GANs, revisited", algorithm 1,
-    lines 4 to 9).
-
-    needs_generator: whether the sums depend on the generator.
+    mechanism: mechanism of the sums of gradients of real records.
+    sums_need_generator: whether these sums depend on the generator.
     """
 
-    adam: Adam
-    gradient: Gradient
-    needs_generator: bool
+    @property
+    def nets(self) -> Networks: ...
 
-    def step(
+    @property
+    def mechanism(self) -> GradientSum: ...
+
+    @property
+    def sums_need_generator(self) -> bool: ...
+
+    def record_gradients(
+        self, discriminator: Tensors, generator: Tensors, shard: Shard, streams: RandomStreams
+    ) -> Iterable[ClippedSum]:
+        """Return clipped sums over the parts of a batch: the only access to private records."""
+
+    def discriminator_step(
         self, point: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
     ) -> Tensors:
-        """Return the next discriminator and state of Adam; changes ``point``."""
-        weights, moments = part(point, "weights"), part(point, "adam")
-        gradient = self.gradient(weights, generator, noised, streams)
-        adam_step(weights, unflat(gradient, weights), moments, *self.adam)
-        return concat_parts(weights=weights, adam=moments)
+        """Return the next discriminator and state of Adam (``weights``, ``adam``); may change
+        ``point``.
+
+        Args:
+            noised: noisy sum of gradients over the expected batch size.
+        """
+
+    def generator_step(
+        self, state: Mapping[str, Tensor], discriminator: Tensors, streams: RandomStreams
+    ) -> tuple[Tensors, Tensor]:
+        """Return the next generator, average and state of Adam, and the logits of the fakes of this
+        step (n,)."""
 
 
 @dataclass(frozen=True)
 class Server:
     """Generator, discriminator and their optimizers; all of it is post-processing.
 
-    loss: generator loss from the logits of the discriminator for its images (n,).
-    mode_seeking: weight of the mode-seeking loss.
-    logit: whether the sign of the discriminator's output separates real images from fakes.
-    descent: discriminator steps along sums of the clients' gradients; None: clients take the steps.
+    pace: discriminator steps per generator step.
+    is_logit: whether the sign of the discriminator's output separates real images from fakes.
+    takes_steps: whether the server takes discriminator steps, along sums of the clients' gradients;
+        otherwise clients take them.
     """
 
-    nets: Networks
-    fakes: int
+    steps: Steps
     pace: StepsPerGeneratorStep
-    adam: Adam
-    ema: float
-    loss: Callable[[Tensor], Tensor]
-    logit: bool
-    mode_seeking: float = 0.0
-    descent: Descent | None = None
+    is_logit: bool
+    takes_steps: bool
+
+    @property
+    def nets(self) -> Networks:
+        """Networks."""
+        return self.steps.nets
 
     def init(self, streams: RandomStreams) -> Tensors:
         """Return initial weights."""
@@ -196,9 +200,9 @@ class Server:
         """Query n_D steps from this discriminator against this generator, or the sum of one
         step."""
         del streams
-        if self.descent is not None:
+        if self.takes_steps:
             shared = concat_parts(discriminator=concat_parts(weights=self._weights(state)))
-            if self.descent.needs_generator:
+            if self.steps.sums_need_generator:
                 shared |= concat_parts(generator=part(state, "generator"))
             return Query({"step": torch.tensor([round_])}, shared)
         shared = {
@@ -214,17 +218,16 @@ class Server:
     def update(
         self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
-        """Apply the mean discriminator of the clients, or a step along the sum of their gradients;
+        """Take the mean discriminator of the clients, or a step along the sum of their gradients;
         after n_D steps, take a generator step."""
-        before = part(state, "discriminator")
-        if self.descent is None:
-            discriminator: Tensors = unflat(responses[0].to(self.nets.device), before)
-        else:
+        before, response = part(state, "discriminator"), responses[0].to(self.nets.device)
+        if self.takes_steps:
             point = {name: value.clone() for name, value in before.items()}
-            noised = responses[0].to(self.nets.device)
-            discriminator = self.descent.step(
-                point, part(state, "generator"), noised, streams.at("discriminator", round_)
+            discriminator = self.steps.discriminator_step(
+                point, part(state, "generator"), response, streams.at("discriminator", round_)
             )
+        else:
+            discriminator = unflat(response, before)
         steps_taken = discriminator["adam/step"] - before["adam/step"].to(
             discriminator["adam/step"]
         )
@@ -232,23 +235,11 @@ class Server:
         updated = {**state, **concat_parts(discriminator=discriminator), "pace/steps": steps}
         if float(steps) < self.pace.now(part(state, "pace")):
             return updated  # a step along sums, or the run ended in between
-        updated["pace/steps"] = torch.zeros(())
-        generator_streams, discriminator_weights = (
-            streams.at("generator", round_),
-            part(discriminator, "weights"),
+        generator_state, logits = self.steps.generator_step(
+            updated, part(discriminator, "weights"), streams.at("generator", round_)
         )
-
-        latents, labels = self.nets.inputs(self.fakes, generator_streams)
-        if self.mode_seeking:
-            labels = labels[: self.fakes // 2].repeat(2)
-        leaves = trainable(part(state, "generator"))
-        images = self.nets.generate(leaves, latents, labels)
-        logits = self.nets.discriminate(discriminator_weights, images, labels)
-        loss = self.loss(logits).mean()
-        if self.mode_seeking:
-            loss = loss + self.mode_seeking * mode_seeking_loss(images, latents)
-        pace = self.pace.after(part(state, "pace"), (logits.detach() < 0).float().mean().cpu())
-        generator_state = generator_step(state, weight_gradients(loss, leaves), self.adam, self.ema)
+        pace = self.pace.after(part(state, "pace"), (logits < 0).float().mean().cpu())
+        updated["pace/steps"] = torch.zeros(())
         return {**updated, **generator_state, **concat_parts(pace=pace)}
 
     def metrics(
@@ -259,9 +250,9 @@ class Server:
         revisited", figures 4 and 5)."""
         pace = part(state, "pace")
         metrics: dict[str, float] = {"discriminator_steps": self.pace.now(pace)}
-        if self.logit and pace["seen"]:
+        if self.is_logit and pace["seen"]:
             metrics["accuracy_on_fakes"] = float(pace["shown"])
-        if self.logit and held_out is not None:
+        if self.is_logit and held_out is not None:
             images, labels = held_out.rows(torch.arange(len(held_out)))
             fakes = self.sample(part(state, "generator"), labels, streams)
             reals_recognized = (
@@ -314,11 +305,13 @@ class Client:
     """Respond with the result of several discriminator steps, or with the contribution to the sum
     of one step. The client keeps no state: the moments of Adam are sent with the discriminator."""
 
-    nets: Networks
-    mechanism: GradientSum
-    descent: Descent
-    record_gradients: RecordGradients
+    steps: Steps
     takes_steps: bool
+
+    @property
+    def nets(self) -> Networks:
+        """Networks."""
+        return self.steps.nets
 
     def respond(
         self, state: State, query: Query, shard: Shard, round_: int, streams: RandomStreams
@@ -332,8 +325,8 @@ class Client:
             return self._descend(start, generator, query.count, shard, round_, streams)
         # the union of Poisson batches at one rate is a Poisson batch of all records
         streams = streams.at("sum", round_)
-        sums = self.record_gradients(part(start, "weights"), generator, shard, streams)
-        return self.mechanism.release((self.nets.size(),), sums, streams)
+        sums = self.steps.record_gradients(part(start, "weights"), generator, shard, streams)
+        return self.steps.mechanism.release((self.nets.size(),), sums, streams)
 
     def _descend(
         self,
@@ -348,30 +341,28 @@ class Client:
         message and the step, so that queries with overlapping rounds share none."""
 
         def sums(point: Mapping[str, Tensor], streams: RandomStreams) -> Iterable[ClippedSum]:
-            return self.record_gradients(part(point, "weights"), generator, shard, streams)
+            return self.steps.record_gradients(part(point, "weights"), generator, shard, streams)
 
         def move(point: Mapping[str, Tensor], noised: Tensor, streams: RandomStreams) -> Tensors:
-            return self.descent.step(dict(point), generator, noised.to(self.nets.device), streams)
+            noised = noised.to(self.nets.device)
+            return self.steps.discriminator_step(dict(point), generator, noised, streams)
 
         steps = [streams.at("steps", round_, "step", number) for number in range(count)]
-        return descent(self.mechanism, start, self.nets.size(), sums, move, steps)
+        return descent(self.steps.mechanism, start, self.nets.size(), sums, move, steps)
 
 
 def build_method(
-    facts: PublicFacts,
-    server: Server,
-    mechanism: GradientSum,
-    record_gradients: RecordGradients,
-    descent_: Descent,
-    source: str,
+    facts: PublicFacts, steps: Steps, pace: StepsPerGeneratorStep, source: str, *, is_logit: bool
 ) -> Method:
     """Return the method whose discriminator descends along sums over records, by steps of the
-    clients, or, for sums over clients, by steps of the server. ``source``: source of the published
-    ε."""
-    nets, by_clients = server.nets, isinstance(facts.aggregation(facts.clients), Local)
+    clients, or, for sums over clients, by steps of the server.
 
-    client = Client(nets, mechanism, descent_, record_gradients, takes_steps=by_clients)
-    server = server if by_clients else replace(server, descent=descent_)
+    Args:
+        source: source of the published ε.
+        is_logit: see ``Server``.
+    """
+    nets, by_clients = steps.nets, isinstance(facts.aggregation(facts.clients), Local)
+    server = Server(steps, pace, is_logit, takes_steps=not by_clients)
     size = 3 * nets.size() + 1 if by_clients else nets.size()
     program = ServerProgram(
         init=server.init,
@@ -384,13 +375,21 @@ def build_method(
     )
     return of_sums(
         facts,
-        mechanism,
-        client.respond,
+        steps.mechanism,
+        Client(steps, takes_steps=by_clients).respond,
         size,
         program,
         lambda: worst_case(nets, facts.shape, by_clients),
         source,
     )
+
+
+def discriminator_descent(point: Tensors, gradient: Tensor, adam: Adam) -> Tensors:
+    """Return discriminator and state of Adam after a step along ``gradient``, a vector; changes
+    ``point``."""
+    weights, moments = part(point, "weights"), part(point, "adam")
+    adam_step(weights, unflat(gradient, weights), moments, *adam)
+    return concat_parts(weights=weights, adam=moments)
 
 
 def confident_discriminator(nets: Networks, logit: float) -> Tensors:
