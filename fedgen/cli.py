@@ -28,7 +28,7 @@ usage: fedgen <command> [key=value ...]
 
   fedgen train [-m] [overrides]           train; -m runs every combination of comma-separated values
                                           and of the axes of sweep=NAME, or the rest of them with
-                                          run_dir=DIR, and compares
+                                          run_dir=DIR, and compares; jobs=N in parallel
   fedgen train resume=DIR [runtime=...]   resume an interrupted run; rounds=N extends it, or ends
                                           it early at the ε of all planned rounds
   fedgen account [overrides]              the cost of a run before it starts; output=words|json
@@ -227,7 +227,9 @@ def _command(command: str, *rest: str) -> None:
     try:
         with private_umask():
             if {"-m", "--multirun"} & set(rest):
-                _sweep(configs)
+                from fedgen.commands import sweep
+
+                print(sweep.run(configs, _jobs(rest)))
             else:
                 print(COMMANDS[command].run(configs[0]))
     except Interrupted as error:
@@ -258,6 +260,7 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):
         return [compose(COMMANDS[command].settings, overrides)]
+    overrides = [word for word in overrides if not word.startswith("jobs=")]
     if command != "train" or any(word.startswith("resume=") for word in overrides):
         what = command if command != "train" else "a resumed run"
         raise FedgenError("-m", f"{what} runs once", "leave it out")
@@ -268,25 +271,19 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     return configs
 
 
-def _sweep(configs: list[DictConfig]) -> None:
-    """Train the missing runs, resume interrupted ones, and write a table of all. Nothing runs if
-    the settings of one combination are invalid."""
-    from fedgen.commands import sweep
-    from fedgen.config import validation
-    from fedgen.storage.io import check_no_links
+def _jobs(rest: Sequence[str]) -> int | None:
+    """Return ``jobs`` of a sweep.
 
-    for place in {Path(config.run_dir).parent for config in configs}:
-        check_no_links(place, "run_dir")
-    for config in configs:
-        validation.check(config)
-    settings = sweep.varied_settings(configs)
-    for number, (config, label) in enumerate(zip(configs, sweep.labels(settings), strict=True), 1):
-        print(f"{number}/{len(configs)}  {label}", flush=True)
-        try:
-            print(sweep.run(config))
-        except Interrupted as error:
-            raise Interrupted("interrupted", Path(config.run_dir).parent) from error
-    print("\n".join(map(str, sweep.table(configs, settings))))
+    Raises:
+        FedgenError: if it is not a whole number.
+    """
+    found = [word.removeprefix("jobs=") for word in rest if word.startswith("jobs=")]
+    if not found or found[-1] == "null":
+        return None
+    if not found[-1].isdecimal():
+        problem = f"must be a whole number from 1 to 1024, got {found[-1]}"
+        raise FedgenError("jobs", problem, "correct it")
+    return int(found[-1])
 
 
 def _print_resolved(config: DictConfig) -> str:

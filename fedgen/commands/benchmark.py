@@ -27,14 +27,13 @@ from fedgen.commands.matrix import (
     select,
     target_name,
 )
-from fedgen.commands.sweep import check_same
-from fedgen.config import validation
 from fedgen.errors import FedgenError
 from fedgen.evaluation import metrics
 from fedgen.reporting.figures import privacy_against_utility
 from fedgen.reporting.progress import format_bytes, format_epsilon
 from fedgen.reporting.summary import averages
-from fedgen.run.worker_pool import train_all, worker_count
+from fedgen.run.resume import check_same_settings
+from fedgen.run.worker_pool import complete
 from fedgen.storage.io import check_no_links, write_atomic
 from fedgen.storage.run_dir import RunDir
 
@@ -60,16 +59,12 @@ def benchmark(config: DictConfig) -> str:
     points = list(expand(matrix, place))
     known = {point.name: point for point in [*expand(whole, place), *points]}
     for point in points:
-        validation.check(point.config)
         check_runnable(point)
     for point in known.values():  # the table may include runs not requested now
         if (place / point.name / "config.yaml").exists():
-            check_same(point.config, place / point.name)
+            check_same_settings(point.config, place / point.name)
             _check_same_evaluation(point, place)
-    jobs = worker_count(config.jobs, [point.config for point in points])
-    missing = [point for point in points if not RunDir(place / point.name).finished]
-    lanes = {point.name: [point.config] for point in missing}
-    failed = train_all(lanes, place / "logs", jobs, "runs", place)
+    failed = complete({point.name: point.config for point in points}, place, config.jobs, "runs")
     done = [point for point in known.values() if RunDir(place / point.name).finished]
     asked = {point.name for point in points}
     begun = [name for name in known if name in asked or (place / name).exists()]

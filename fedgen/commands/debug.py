@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from fedgen.commands.sweep import check_same
 from fedgen.config import validation
 from fedgen.data.corruption import invert_images, sample_bugged_clients
 from fedgen.data.datasets import Dataset
@@ -37,7 +36,7 @@ from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.generator import draw_samples, load_generator
-from fedgen.run.worker_pool import train_all, worker_count
+from fedgen.run.worker_pool import complete
 from fedgen.storage.io import cache, check_no_links, is_temporary, write_atomic
 from fedgen.storage.run_dir import SERVER_SIDE, RunDir, make_folder
 
@@ -76,7 +75,6 @@ def debug(config: DictConfig) -> str:
     check_no_links(place, "run_dir")
     _check_place(config, place)
     validation.check(_part_config(config, None, place))
-    jobs = worker_count(config.jobs, [config])
     held, clients = setup.partitioned_data(config)
     # no part is larger: refuse invalid settings before minutes of work
     most = np.arange(
@@ -95,19 +93,12 @@ def debug(config: DictConfig) -> str:
         for name, parts in split.groups.items()
         for number, members in enumerate(parts)
     }
-    for name, chosen in runs.items():
-        validation.check(chosen)
-        if (place / name / "config.yaml").exists():
-            check_same(chosen, place / name)
     make_folder(place)
     write_atomic(
         place / _SETTINGS_FILE, _group_settings(config).encode()
     )  # first: it identifies the directory
     write_atomic(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
-    missing = [chosen for name, chosen in runs.items() if not RunDir(place / name).finished]
-    # a lane trains several: starting a process takes as long as a short run
-    lanes = {f"lane-{number}": missing[number::jobs] for number in range(min(jobs, len(missing)))}
-    failed = train_all(lanes, place / "logs", jobs, "generators", place)
+    failed = complete(runs, place, config.jobs, "generators")
     if failed:
         raise FedgenError("debug", "a generator's run failed", f"see {failed[0]}")
     try:

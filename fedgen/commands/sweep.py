@@ -5,40 +5,68 @@ from __future__ import annotations
 
 import csv
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
 from fedgen.evaluation import metrics
 from fedgen.reporting.figures import curves_over_rounds
 from fedgen.reporting.summary import summary
-from fedgen.run.resume import settings_before_derivation
-from fedgen.run.train import train
+from fedgen.run.resume import flat_settings
+from fedgen.run.worker_pool import complete
+from fedgen.storage.io import check_no_links
 from fedgen.storage.run_dir import RunDir
 
 
-def run(config: DictConfig) -> str:
-    """Train, resume, or find a finished run; return its results as text."""
-    place = Path(config.run_dir)
-    if (place / "config.yaml").exists():
-        check_same(config, place)
-    if RunDir(place).finished:
-        return f"{place} is finished"
-    if (place / "config.yaml").exists():
-        again = compose("config", [f"resume={place}"])
-        for group in ("logger", "runtime"):
-            again[group], again.names[group] = config[group], config.names[group]
-        return summary(train(again))
-    return summary(train(config))
+@dataclass(frozen=True)
+class Run:
+    """A run of a sweep. settings: those in which the runs differ."""
+
+    config: DictConfig
+    settings: dict[str, Any]
+    label: str
+
+    @property
+    def place(self) -> Path:
+        """Its run directory."""
+        return Path(self.config.run_dir)
+
+
+def run(configs: list[DictConfig], jobs: object) -> str:
+    """Train the missing runs of a sweep, resume interrupted ones, and compare all; return their
+    results as text.
+
+    Args:
+        configs: settings of each run, with its ``run_dir``.
+        jobs: runs in parallel; None: as many as the cores allow.
+
+    Raises:
+        FedgenError: for a mistake of the user, before training; or after all others, if a run
+            failed.
+        Interrupted: if it was asked to end; the runs keep their checkpoints.
+    """
+    place = Path(configs[0].run_dir).parent
+    check_no_links(place, "run_dir")
+    failed = complete({Path(c.run_dir).name: c for c in configs}, place, jobs, "runs")
+    settings = varied_settings(configs)
+    runs = [Run(*run) for run in zip(configs, settings, labels(settings), strict=True)]
+    finished = [run for run in runs if RunDir(run.place).finished]
+    parts = [f"{run.place.name}: {run.label}\n{summary(run.place)}" for run in finished]
+    parts += map(str, _table(finished, place) if finished else ())
+    words = "\n".join(parts)
+    if failed:
+        print(words)
+        problem = f"{len(failed)} of {len(configs)} runs failed"
+        raise FedgenError("train", problem, f"see {failed[0]}")
+    return words
 
 
 def varied_settings(configs: list[DictConfig]) -> list[dict[str, Any]]:
     """Return the settings of each run in which the runs differ."""
-    flat = [_flat(OmegaConf.to_container(config, resolve=True)) for config in configs]
+    flat = [flat_settings(OmegaConf.to_container(config, resolve=True)) for config in configs]
     every = dict.fromkeys(itertools.chain(*flat))
     keys = [key for key in every if len({str(each.get(key)) for each in flat}) > 1]
     return [{key: each.get(key) for key in keys if key != "run_dir"} for each in flat]
@@ -65,49 +93,23 @@ def labels(settings: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def table(configs: list[DictConfig], settings: list[dict[str, Any]]) -> list[Path]:
-    """Write ``sweep.csv``, and ``sweep.png`` if runs were evaluated, next to the runs: the
-    ``settings`` in which they differ, ε, and metrics."""
-    lines, lanes = [], {}
-    for config, own, label in zip(configs, settings, labels(settings), strict=True):
-        place = Path(config.run_dir)
-        results = RunDir(place).results("run_dir")
+def _table(runs: list[Run], place: Path) -> list[Path]:
+    """Write ``sweep.csv``, and ``sweep.png`` if runs were evaluated: the settings in which the runs
+    differ, ε, and metrics."""
+    lines, curves = [], {}
+    for run in runs:
+        results = RunDir(run.place).results("run_dir")
         scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
         spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
-        done = {"run": place.name, **own, "rounds run": results["rounds"]}
+        done = {"run": run.place.name, **run.settings, "rounds run": results["rounds"]}
         lines.append({**done, **spent, **scores, **metrics.columns(results)})
-        lanes[label] = RunDir(place).accuracies("run_dir")
-    out = Path(configs[0].run_dir).parent / "sweep.csv"
+        curves[run.label] = RunDir(run.place).accuracies("run_dir")
+    out = place / "sweep.csv"
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(itertools.chain(*lines))))
         writer.writeheader()
         writer.writerows(lines)
-    if not any(lanes.values()):
+    if not any(curves.values()):
         return [out]
-    curves_over_rounds(lanes, "gen2real accuracy", out.with_suffix(".png"))
+    curves_over_rounds(curves, "gen2real accuracy", out.with_suffix(".png"))
     return [out, out.with_suffix(".png")]
-
-
-def check_same(config: DictConfig, place: Path) -> None:
-    """Raise FedgenError if a run was trained with other settings, or was altered."""
-    _, made, identity = RunDir.open(place, "run_dir")
-    try:
-        was = _flat(OmegaConf.to_container(made, resolve=True))
-        was |= settings_before_derivation(place, made, identity, "run_dir")
-    except (OmegaConfBaseException, AttributeError, TypeError) as error:
-        raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
-    now = _flat(OmegaConf.to_container(config, resolve=True))
-    other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
-    other = [key for key in other if key not in ("run_dir", "resume")]
-    if other:
-        raise FedgenError("run_dir", f"{place} has a different {other[0]}", "take another run_dir")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by dotted name."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found

@@ -122,15 +122,16 @@ def total_spend(path: Path) -> list[str]:
     """Return lines of text: the total ε of a finished run and all other secure runs on its data,
     and the number of runs that this ε does not cover; an empty list for a single run or an
     experiment."""
-    run_dir, config, identity = RunDir.open(path, "run")
-    if config.privacy.noise != "secure" or not (file := SpendDb.default()).path.exists():
+    record = RunDir(path).privacy()
+    if record["noise"] != "secure" or not (file := SpendDb.default()).path.exists():
         return []
+    _, _, identity = RunDir.open(path, "run")
     _count_deaths(file, file.runs_on_same_data(identity["run"]))
     entries = file.runs_on_same_data(identity["run"])
     kinds = {each.kind for each in entries if each.run == identity["run"]}
     alike, lines = [each for each in entries if each.kind in kinds], []
     if len(alike) > 1:
-        cost = format_epsilon(composed_epsilon(alike, run_dir.privacy()["delta"]).value)
+        cost = format_epsilon(composed_epsilon(alike, record["delta"]).value)
         lines += [
             f"together with other secure runs on these images ({len(alike)} in all): ε = {cost}"
         ]

@@ -282,6 +282,31 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
+def check_same_settings(config: DictConfig, place: Path) -> None:
+    """Raise FedgenError if a run was trained with other settings, or was altered."""
+    _, made, identity = RunDir.open(place, "run_dir")
+    try:
+        was = flat_settings(OmegaConf.to_container(made, resolve=True))
+        was |= settings_before_derivation(place, made, identity, "run_dir")
+    except (OmegaConfBaseException, AttributeError, TypeError) as error:
+        raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
+    now = flat_settings(OmegaConf.to_container(config, resolve=True))
+    other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+    other = [key for key in other if key not in ("run_dir", "resume")]
+    if other:
+        raise FedgenError("run_dir", f"{place} has a different {other[0]}", "take another run_dir")
+
+
+def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by dotted name."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat_settings(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
 def _local_clients(ready: Setup) -> range:
     """Return the clients with a folder in the run directory; clients at sites have their own."""
     return range(0 if ready.dataset.is_remote else len(ready.shards))

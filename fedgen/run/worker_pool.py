@@ -1,8 +1,9 @@
-"""Train runs in several processes in parallel.
+"""Train a set of runs in several processes in parallel: sweeps, benchmarks, and the generators of
+``fedgen debug``.
 
-A *lane* is a process that trains its runs one after another: a fork of a process with all imports,
-so that it starts immediately. Ctrl-C reaches a lane through its parent; if the parent ends, the
-lane ends after its round with a checkpoint.
+Each run has a process of its own, a fork of a process with all imports, so that it starts
+immediately. Ctrl-C reaches it through its parent; if the parent ends, the run ends after its round
+with a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.allocator import keep_freed_memory
+from fedgen.config import validation
 from fedgen.errors import FedgenError, Interrupted, run_and_report
 from fedgen.reporting.progress import RunProgress, format_epsilon
 from fedgen.reporting.summary import summary
+from fedgen.run.resume import check_same_settings
 from fedgen.run.train import train
 from fedgen.storage.io import read_yaml
 from fedgen.storage.run_dir import RunDir, make_folder
@@ -37,12 +40,38 @@ _IMPORTED = ["fedgen.run.train", "matplotlib.figure", "sklearn"]
 _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 20.0  # a second signal ends a run immediately
 
-Lanes = Mapping[str, Sequence[DictConfig]]
-"""Runs, each with its ``run_dir``, by the name of the lane that trains them."""
+Runs = Mapping[str, DictConfig]
+"""Settings of each run, with its ``run_dir``, by name."""
+
+
+def complete(runs: Runs, place: Path, jobs: object, stage: str) -> list[Path]:
+    """Train the missing runs of a set, and resume the interrupted ones. Nothing runs if the
+    settings of one are not valid, or are not those that it was started with.
+
+    Args:
+        place: folder of the runs, without links, where the same command resumes.
+        jobs: see ``worker_count``.
+        stage: description of the runs for the progress line.
+
+    Returns:
+        The logs of failed runs, ``logs/NAME.log``.
+
+    Raises:
+        FedgenError: for a mistake of the user.
+        Interrupted: if it was asked to end; the runs keep their checkpoints.
+    """
+    for config in runs.values():
+        validation.check(config)
+    for config in runs.values():
+        if (Path(config.run_dir) / "config.yaml").exists():
+            check_same_settings(config, Path(config.run_dir))
+    count = worker_count(jobs, list(runs.values()))
+    missing = {name: c for name, c in runs.items() if not RunDir(Path(c.run_dir)).finished}
+    return _train_all(missing, place, count, stage) if missing else []
 
 
 def worker_count(asked: object, configs: Sequence[DictConfig]) -> int:
-    """Return the number of lanes: as requested, or as many as fit the cores.
+    """Return the number of runs in parallel: as requested, or as many as fit the cores.
 
     Raises:
         FedgenError: for an invalid number.
@@ -57,29 +86,18 @@ def worker_count(asked: object, configs: Sequence[DictConfig]) -> int:
     return asked
 
 
-def train_all(lanes: Lanes, logs: Path, jobs: int, stage: str, place: Path) -> list[Path]:
-    """Train all runs, or resume those that were started, in ``jobs`` lanes.
-
-    Args:
-        logs: folder for the output of lanes, ``NAME.log``.
-        stage: description of the runs for the progress line.
-        place: where the same command resumes, for the message after an interruption.
-
-    Returns:
-        The logs of lanes in which a run failed; their later runs were not started.
-
-    Raises:
-        Interrupted: if it was asked to end; the runs keep their checkpoints.
-    """
+def _train_all(runs: Runs, place: Path, jobs: int, stage: str) -> list[Path]:
+    """Train all runs, or resume those that were started, in ``jobs`` processes; see
+    ``complete``."""
+    logs = place / "logs"
     make_folder(logs)
-    waiting, running, failed = dict(lanes), dict[str, ForkServerProcess](), list[Path]()
+    waiting, running, failed = dict(runs), dict[str, ForkServerProcess](), list[Path]()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in running.values():
             process.terminate()
         raise KeyboardInterrupt
 
-    over = set[str]()
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
         before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -96,8 +114,10 @@ def train_all(lanes: Lanes, logs: Path, jobs: int, stage: str, place: Path) -> l
                         if process.exitcode:
                             failed.append(logs / f"{name}.log")
                             progress.say(f"{name} failed: see {failed[-1]}")
-                _show(progress, stage, lanes, running, over)
-        except KeyboardInterrupt:  # the lanes received it as well
+                done = len(runs) - len(waiting) - len(running)
+                texts = [_progress(runs[name]) for name in running]
+                progress.show(stage, done, len(runs), "  ".join(texts))
+        except KeyboardInterrupt:  # the runs received it as well
             progress.say(
                 "waiting for the runs to save a checkpoint; Ctrl-C again ends them immediately"
             )
@@ -110,30 +130,6 @@ def train_all(lanes: Lanes, logs: Path, jobs: int, stage: str, place: Path) -> l
             for process in running.values():
                 _end(process)
     return failed
-
-
-def _show(
-    progress: RunProgress,
-    stage: str,
-    lanes: Lanes,
-    running: Mapping[str, object],
-    over: set[str],
-) -> None:
-    """Show how many runs are done and the progress of the others, with the ε spent.
-
-    Args:
-        over: runs known to be done, which are not checked again: checking all takes as long as a
-            round.
-    """
-    facts, done, of = [], 0, 0
-    for name, configs in lanes.items():
-        runs = [each for each in configs if each.run_dir not in over]
-        over.update(each.run_dir for each in runs if RunDir(Path(each.run_dir)).finished)
-        left = [each for each in runs if each.run_dir not in over]
-        done, of = done + len(configs) - len(left), of + len(configs)
-        if left and name in running:
-            facts.append(_progress(left[0]))
-    progress.show(stage, done, of, "  ".join(facts))
 
 
 def _progress(config: DictConfig) -> str:
@@ -152,9 +148,9 @@ def _rounds(place: Path) -> int:
     return int(OmegaConf.create(read_yaml(place / "config.yaml")).rounds)
 
 
-def _begin(configs: Sequence[DictConfig], log: Path) -> ForkServerProcess:
+def _begin(config: DictConfig, log: Path) -> ForkServerProcess:
     _serve()
-    chosen = [OmegaConf.to_container(config, resolve=True) for config in configs]
+    chosen = OmegaConf.to_container(config, resolve=True)
     process = _server.Process(
         target=_run_worker, args=(chosen, str(log), dict(os.environ)), daemon=False
     )
@@ -163,7 +159,7 @@ def _begin(configs: Sequence[DictConfig], log: Path) -> ForkServerProcess:
 
 
 def _serve() -> None:
-    """Start the process from which lanes are forked, unless it is running, with the same modules as
+    """Start the process from which runs are forked, unless it is running, with the same modules as
     here, independent of the working directory."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
@@ -185,8 +181,8 @@ def _end(process: ForkServerProcess) -> None:
     process.join()
 
 
-def _run_worker(chosen: Sequence[Any], log: str, environ: Mapping[str, str]) -> None:
-    """Run the process of a lane."""
+def _run_worker(chosen: Any, log: str, environ: Mapping[str, str]) -> None:
+    """Train a run in this process."""
     os.setpgid(0, 0)
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -198,14 +194,13 @@ def _run_worker(chosen: Sequence[Any], log: str, environ: Mapping[str, str]) -> 
         os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def train_all() -> None:
-        for each in chosen:
-            config = OmegaConf.create(each)
-            if (Path(config.run_dir) / "config.yaml").exists():
-                config.resume, config.rounds = config.run_dir, None  # as many as planned
-            print(summary(train(config)), flush=True)
+    def run() -> None:
+        config = OmegaConf.create(chosen)
+        if (Path(config.run_dir) / "config.yaml").exists():
+            config.resume, config.rounds = config.run_dir, None  # as many as planned
+        print(summary(train(config)), flush=True)
 
-    status = run_and_report(train_all)
+    status = run_and_report(run)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # threads of an engine may still be waiting for clients

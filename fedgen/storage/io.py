@@ -226,29 +226,42 @@ def read_yaml(path: Path) -> str:
         yaml.YAMLError: if it is invalid.
     """
     text = _read_text(path, _MOST_YAML)
+    loader = _StrictLoader(text)
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)  # as in OmegaConf: libyaml differs
-        depth = 0
-        for event in events:
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases")
-            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
+        _check_keys(loader.get_single_node())
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    finally:
+        loader.dispose()
+    return text
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Loader, as in OmegaConf (libyaml differs), that refuses what ``read_yaml`` does."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        is_collection = isinstance(event, yaml.CollectionStartEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
+            raise ValueError(f"it has a tag ({event.tag})")
+        if isinstance(event, yaml.ScalarEvent):
+            if "${" in event.value:
                 raise ValueError("it has ${")
-            if isinstance(event, yaml.ScalarEvent) and (parsed := _misread_number(event)):
+            if parsed := _misread_number(event):
                 raise ValueError(
                     f"it has {event.value}, which YAML parses as {parsed}: write {parsed} for the "
                     f'number, or "{event.value}" for the text'
                 )
-            if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
-                raise ValueError(f"it has a tag ({event.tag})")
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise ValueError("nested too deep")
-        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    return text
+        self.depth += is_collection
+        if self.depth > _DEEPEST:
+            raise ValueError("nested too deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= is_collection
+        return node
 
 
 def _misread_number(event: yaml.ScalarEvent) -> str | None:

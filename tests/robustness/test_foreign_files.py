@@ -859,7 +859,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 @kills(
     "fedgen/storage/io.py",
-    '            if isinstance(event, yaml.ScalarEvent) and "${" in event.value:',
+    '            if "${" in event.value:',
     "            if False:",
 )
 @pytest.mark.parametrize(
@@ -873,8 +873,8 @@ def test_yaml_has_nothing_that_is_looked_up(text: str, tmp_path: Path) -> None:
 
 @kills(
     "fedgen/storage/io.py",
-    "events = yaml.parse(text, Loader=yaml.SafeLoader)",
-    "events = yaml.parse(text, Loader=yaml.CSafeLoader)",
+    "class _StrictLoader(yaml.SafeLoader):",
+    "class _StrictLoader(yaml.CSafeLoader):",
 )
 def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
     """A mark of byte order begins a comment to libyaml, and text to others."""
@@ -910,8 +910,8 @@ def test_yaml_says_what_its_reader_sees(text: str, problem: str, tmp_path: Path)
 
 @kills(
     "fedgen/storage/io.py",
-    '                raise ValueError("it has aliases")',
-    "                pass",
+    '            raise ValueError("it has aliases")',
+    "            pass",
 )
 def test_yaml_has_no_aliases(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text("a: &a [x]\nb: *a\n")
