@@ -3,6 +3,7 @@ paper's formula, the proven ε, and the noise at which the claim holds."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
@@ -44,9 +45,10 @@ class Recipe:
             FedgenError: if there is none.
         """
         if name not in names():
-            raise FedgenError(
-                "published", f"there is no {name!r}", f"choose all, {', '.join(names())}"
-            )
+            near = difflib.get_close_matches(name, names(), 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            remedy = f"{hint}choose all, {', '.join(names())}"
+            raise FedgenError("published", f"there is no {name!r}", remedy)
         return cls(_recipes()[name])
 
     def event(self, part: str, noise: float) -> DpEvent:

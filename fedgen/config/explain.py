@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from fedgen.config.extensions import config_folders
 from fedgen.errors import FedgenError
 
-_SHOWN = 200  # characters of a value shown in an error
+MAX_SHOWN = 200  # characters of a value shown in an error
 _NUMBERS = ("int_type", "int_from_float", "float_type")
 _FIXED = {
     "missing": ("is missing", "restore it, or add it with +KEY=VALUE"),
@@ -107,7 +108,11 @@ def _problem(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str]:
     if kind == "bool_type":
         return f"cannot be {shown}", "choose true or false"
     if kind in _GROUPS:
-        return f"cannot be {shown}", f"it is a group of settings: set {key}.NAME=VALUE"
+        option, folder = "", key.replace(".", "/")
+        names = {path.stem for each in config_folders() for path in (each / folder).glob("*.yaml")}
+        if names:
+            option = f"choose {folder}={'|'.join(sorted(names))}, or "
+        return f"cannot be {shown}", f"it is a group of settings: {option}set {key}.NAME=VALUE"
     return f"cannot be {shown}", error["msg"]
 
 
@@ -115,4 +120,4 @@ def show_value(value: Any) -> str:
     """Return a value as in a settings file, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)[:_SHOWN]
+    return repr(value)[:MAX_SHOWN]

@@ -17,13 +17,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from fedgen.config.explain import MAX_SHOWN
 from fedgen.config.extensions import config_folders
 from fedgen.config.renamed import RENAMED
 from fedgen.errors import FedgenError
 
-_SHOWN = 200  # characters of a value shown in an error
 _LONGEST, _DEEPEST = 100_000, 50  # characters of an override; nesting of lists
-_MAX_SHOWN = "is too long or nested too deeply", "shorten it"
+_TOO_LARGE = "is too long or nested too deeply", "shorten it"
 _HINTS = 3  # settings named in a hint
 _HOME_TILDE = re.compile(r"(?<=[=,\[])~(?=/)")  # unchanged by a shell, in a word or in quotes
 # what is quoted already; or a name inside of a list with a letter that Hydra's grammar has no place
@@ -57,7 +57,7 @@ def parse_overrides(words: Sequence[str]) -> list[str]:
         except HydraException:
             return False
         except (ValueError, RecursionError) as error:  # thousands of digits or brackets
-            raise FedgenError(override_key(word), *_MAX_SHOWN) from error
+            raise FedgenError(override_key(word), *_TOO_LARGE) from error
         return True
 
     def quoted(word: str) -> str:
@@ -68,7 +68,7 @@ def parse_overrides(words: Sequence[str]) -> list[str]:
             text = f"{key}={text}"
         if not is_read(text):
             remedy = f"""quote it: {key}="'...'" """.strip()
-            raise FedgenError(override_key(word), f"cannot be read: {value[:_SHOWN]}", remedy)
+            raise FedgenError(override_key(word), f"cannot be read: {value[:MAX_SHOWN]}", remedy)
         return text
 
     words = [_HOME_TILDE.sub(lambda _: str(Path.home()), word) for word in words]
@@ -82,7 +82,7 @@ def parse_overrides(words: Sequence[str]) -> list[str]:
             raise FedgenError(override_key(word), problem, remedy)
         deepest = max(itertools.accumulate((c in "[{") - (c in "]}") for c in word), default=0)
         if len(word) > _LONGEST or deepest > _DEEPEST:
-            raise FedgenError(override_key(word)[:_SHOWN], *_MAX_SHOWN)
+            raise FedgenError(override_key(word)[:MAX_SHOWN], *_TOO_LARGE)
     return [word if is_read(word) else quoted(word) for word in words]
 
 

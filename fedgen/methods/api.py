@@ -174,6 +174,7 @@ class PublicFacts:
     threshold, colluders: of a secure sum; threshold None: two thirds of the queried clients.
     unit: protected unit; None: as published.
     images_per_person: maximum number of images of one person per client, for unit person.
+    all_clients: number of clients, of which ``clients`` are in the run (``group``); None: the same.
     """
 
     clients: int
@@ -188,6 +189,12 @@ class PublicFacts:
     colluders: int = 0
     unit: Unit | None = None
     images_per_person: int = 1
+    all_clients: int | None = None
+
+    def rows_of_run(self, rows: float) -> float:
+        """Return the public number of records of the clients in this run, an equal share of that of
+        all clients."""
+        return rows if self.all_clients is None else rows * self.clients / self.all_clients
 
     def with_aggregation(self, kind: AggregationKind) -> PublicFacts:
         """Return the same facts with sums of another kind."""

@@ -186,7 +186,7 @@ def dp_merf_ae(
     coder = Coder(meta_module(autoencoder(code=code, shape=facts.shape)), device)
     embed = FourierFeatures(features, bandwidth, code, device)
     embedding_multiplier = None if noise_multiplier is None else noise_multiplier * embedding_noise
-    rate = rate_for_batch(batch, rows) if sampling_rate is None else sampling_rate
+    rate = rate_for_batch(facts, batch, rows) if sampling_rate is None else sampling_rate
     sampling = PoissonSampling(rate)
     norm = clip if noise_multiplier is not None else math.inf
 

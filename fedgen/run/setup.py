@@ -135,10 +135,11 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     held, shards = partitioned_data(config)
     bugged = sample_bugged_clients(len(shards), config.corruption.fraction, streams.at("data"))
     held = invert_images(held, shards, bugged)
+    all_clients = len(shards)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
     rows = None if held.is_remote or len(shards) > 1 else len(shards[0])
-    found = resolve_method(config, len(shards), rows, held.classes, held.shape)
+    found = resolve_method(config, len(shards), rows, held.classes, held.shape, all_clients)
     check_shards_fit(config, held, found.method.plan)
     wrong = None if found.noise is None else delta_problem_of(found.privacy, found.method.plan)
     if wrong is not None and found.privacy.noise == "secure" and branch is None:
@@ -174,6 +175,7 @@ def resolve_method(
     rows: int | None,
     classes: int,
     shape: tuple[int, int, int],
+    all_clients: int | None = None,
 ) -> ResolvedMethod:
     """Return the method, its noise and its budget, and write the derived settings into ``config``.
     The result is the same in every process with the same arguments.
@@ -181,6 +183,7 @@ def resolve_method(
     Args:
         rows: number of records of a single client; None for several clients.
         classes, shape: number of labels, and (channels, height, width) of images.
+        all_clients: number of clients, if ``clients`` are a group of them.
 
     Raises:
         FedgenError: for the first invalid setting.
@@ -197,6 +200,7 @@ def resolve_method(
         colluders=asked_for.colluders,
         unit=Unit(asked_for.unit) if asked_for.unit else None,
         images_per_person=asked_for.images_per_person or 1,
+        all_clients=all_clients,
     )
     made = build(config.method, "method")
     make = partial(_method, made, facts, config)

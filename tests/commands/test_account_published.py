@@ -94,4 +94,5 @@ def test_one_recipe_by_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(["account", "published=dp_merf"]) == 0
     assert capsys.readouterr().out.startswith("| recipe")
     assert cli.run(["account", "published=dp_murf"]) == 2
-    assert "there is no 'dp_murf'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no 'dp_murf'; did you mean dp_merf?" in said

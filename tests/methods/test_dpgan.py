@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -353,8 +354,8 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
 
 @kills(
     "fedgen/methods/families/dp_sgd.py",
-    "rate_for_batch(batch, rows, clients)",
-    "rate_for_batch(batch, rows)",
+    "clients = facts.clients if of_each else 1",
+    "clients = 1",
 )
 @pytest.mark.parametrize(
     ("clients", "kind", "rate"),
@@ -367,6 +368,9 @@ def test_the_rate_follows_from_the_batch_and_the_public_number_of_rows(
     facts = PublicFacts(clients, None, 10, (1, 8, 8), aggregation_kind=kind)  # type: ignore[arg-type]
     assert gradient_sum(facts, 1.0, CLIP, 5, None, 100).sampling == PoissonSampling(rate)
     assert gradient_sum(facts, 1.0, CLIP, 5, 0.3, 100).sampling == PoissonSampling(0.3)
+    group = replace(facts, all_clients=2 * clients)  # half of the clients, and of the records
+    twice = PoissonSampling(min(1.0, 2 * rate))
+    assert gradient_sum(group, 1.0, CLIP, 5, None, 100).sampling == twice
     with pytest.raises(FedgenError, match=r"^data\.public_rows: is not set"):
         gradient_sum(facts, 1.0, CLIP, 5, None, None)
     with pytest.raises(FedgenError, match=r"^method\.batch: 5 exceeds data\.public_rows=4"):

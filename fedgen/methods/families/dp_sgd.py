@@ -60,8 +60,7 @@ def gradient_sum(
     aggregation = facts.aggregation(facts.clients, client_clip)
     divisor = float(batch) if aggregation.is_local else batch / facts.clients
     if sampling_rate is None:
-        clients = facts.clients if aggregation.is_local else 1  # that have such a batch each
-        sampling_rate = rate_for_batch(batch, rows, clients)
+        sampling_rate = rate_for_batch(facts, batch, rows, of_each=aggregation.is_local)
     sampling = PoissonSampling(sampling_rate)
     if noise_multiplier is None:
         return SumGaussian(math.inf, 0.0, sampling, divisor, RELATION, unit)
@@ -79,9 +78,11 @@ def gradient_sum(
     )
 
 
-def rate_for_batch(batch: int, rows: int | None, clients: int = 1) -> float:
-    """Return the sampling rate at which the expected batch size is ``batch`` at each client, or 1
-    if clients have fewer records.
+def rate_for_batch(
+    facts: PublicFacts, batch: int, rows: int | None, *, of_each: bool = False
+) -> float:
+    """Return the sampling rate at which the expected batch size of all clients, or ``of_each``
+    client, is ``batch``; at most 1.
 
     Args:
         rows: public estimate of the number of records of all clients.
@@ -93,7 +94,8 @@ def rate_for_batch(batch: int, rows: int | None, clients: int = 1) -> float:
         raise missing_public_rows("method.sampling_rate is derived from it")
     if batch > rows:
         raise FedgenError("method.batch", f"{batch} exceeds data.public_rows={rows}", "lower it")
-    return min(1.0, batch * clients / rows)
+    clients = facts.clients if of_each else 1
+    return min(1.0, batch * clients / facts.rows_of_run(rows))
 
 
 def build_method(

@@ -136,7 +136,7 @@ class SumMechanisms:
             clip,
             noise,
             sampling,
-            self.rows / self.facts.clients,
+            self.facts.rows_of_run(self.rows) / self.facts.clients,
             RELATION,
             self.facts.record_unit,
             aggregation,
