@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
-from fedgen.federation.client.app import ClientContext, client_app
+from fedgen.federation.client.app import client_app
+from fedgen.federation.client.context import ClientContext
 from fedgen.federation.runtimes.flower_engine import RebuiltContexts
 from fedgen.run.clients import RunClientSetup
 from fedgen.run.train import train

@@ -37,7 +37,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedgen.config.build import build
 from fedgen.config.compose import compose
 from fedgen.data.datasets import Shard
-from fedgen.federation.client.app import ClientContexts, ClientSetup, RunTerms, client_app
+from fedgen.federation.client.app import client_app
+from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTerms
 from fedgen.federation.failures import FailureCauses
 from fedgen.federation.messages import pack_arrays, unpack_arrays
 from fedgen.federation.rounds import Rounds, RunState

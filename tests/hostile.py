@@ -13,7 +13,7 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from fedgen.federation.client import app
-from fedgen.federation.client.app import ClientContext
+from fedgen.federation.client.context import ClientContext
 
 Lie = Callable[[RecordDict], None]
 

@@ -23,8 +23,8 @@ def imports_from(place: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "import fedgen, fedgen.strategies.sample_gradients, fedgen.configs, fedgen.flower_app;"
         "from fedgen.config.compose import compose;"
-        "from fedgen.storage import run_dir;"
-        "compose('config', ['method=gs_wgan']); run_dir.schema('privacy');"
+        "from fedgen.storage import schemas;"
+        "compose('config', ['method=gs_wgan']); schemas.schema('privacy');"
         "print(*(m.__path__[0] for m in (fedgen, fedgen.strategies, fedgen.configs)), sep='\\n')"
     )
     done = subprocess.run(

@@ -21,7 +21,7 @@ from fedgen.run.calibrate import UNLIMITED, epsilon_for, planned_epsilons
 from fedgen.run.preflight import delta_warnings, preset_warnings
 from fedgen.run.privacy_report import amplification
 from fedgen.run.setup import Setup
-from fedgen.storage.run_dir import or_null
+from fedgen.storage.schemas import or_null
 
 
 def account(config: DictConfig) -> str:

@@ -28,7 +28,7 @@ from fedgen.privacy.accounting import (
 from fedgen.privacy.calibration import min_noise_multiplier
 from fedgen.privacy.events import Relation, canonical, from_json
 from fedgen.reporting.progress import RunProgress, format_epsilon
-from fedgen.storage.run_dir import or_null
+from fedgen.storage.schemas import or_null
 
 
 @dataclass(frozen=True)

@@ -2,67 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from dp_accounting import DpEvent, GaussianDpEvent
-from numpy.typing import NDArray
 from omegaconf import DictConfig
-from torch import Tensor
 
-from fedgen.data.canaries import Canaries
-from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
-from fedgen.federation import messages
-from fedgen.federation.rounds import RunState
-from fedgen.methods.api import Method, ServerProgram, State, WorstCase
-from fedgen.methods.plan import Plan
-from fedgen.privacy.accounting import Epsilon, epsilon
-from fedgen.privacy.aggregation import Release, Secure, Sent
-from fedgen.privacy.audit_bounds import (
-    byte_features,
-    feature_lower_bound,
-    gaussian_lower_bound,
-    lower_bound,
-    one_run_lower_bound,
-)
-from fedgen.privacy.calibration import min_noise_multiplier
-from fedgen.privacy.events import Spend, canonical
-from fedgen.randomness import RandomStreams
 from fedgen.reporting.figures import lower_bounds
 from fedgen.reporting.progress import RunProgress, format_epsilon
 from fedgen.run import setup
+from fedgen.run.attacks import (
+    BYTES_OF_REPLY,
+    HIGH_NOISE,
+    MIN_TRIALS,
+    TARGET_EPSILON,
+    LowerBound,
+    adversaries,
+    attack,
+    attack_bytes,
+    distinguishing_noise,
+    guess_canaries,
+)
 from fedgen.run.setup import Setup
 from fedgen.run.train import train
-from fedgen.storage.run_dir import RunDir, or_null
-
-_SUMMED_RELEASES = (1, 2, 4, 8)  # releases seen by one attack on the client program
-_MIN_TRIALS = 100
-_TARGET_EPSILON = 4.0  # an epsilon
-_HIGH_NOISE = 1e9  # noise multiplier at which values reveal nothing
-_LOW_NOISE = 1e-4  # noise multiplier at which released values reveal the exact ones
-_BYTES = "bytes of a reply"
-
-
-@dataclass(frozen=True)
-class LowerBound:
-    """A lower bound on ε from an attack, after a number of releases or rounds, with the proven
-    ε."""
-
-    releases: int
-    lower_bound: float
-    proven: float | None
-    of: str = "run"
-
-    @property
-    def broken(self) -> bool:
-        """Return whether the proof is refuted."""
-        return self.proven is not None and self.lower_bound > self.proven
+from fedgen.storage.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -86,18 +51,61 @@ def audit(config: DictConfig) -> AuditResult:
     if config.resume is not None:
         raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
     ready = setup.setup(config)
-    found: list[LowerBound] = []
-    lines, noises = [], {}
+    program = _ProgramAttacks()
+    if chosen.releases:
+        program = _attack_program(config, ready)
+    guessed: list[LowerBound] = []
+    lines = program.lines
+    if chosen.canaries:
+        run = train(
+            config,
+            watch=lambda ready, state, proven: guessed.append(guess_canaries(ready, state, proven)),
+        )
+        _write(config, run, program, guessed)
+        lines += [
+            f"run with {chosen.canaries} canaries, after round {guessed[-1].releases}: "
+            f"{_describe(guessed[-1], chosen.confidence)}",
+            str(run / "audit.json"),
+            str(run / "audit.png"),
+        ]
+    text = "\n".join(lines)
+    if any(point.broken for point in (*program.points, *guessed)):
+        print(text)
+        raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
+    head = []
+    if program.noises and not chosen.noise_multiplier:
+        head = [
+            f"client programs at noise of their own: one release costs ε = {TARGET_EPSILON:g}, "
+            "where an attack has most power (audit.noise_multiplier=... sets another noise)"
+        ]
+    text = "\n".join([*head, text, "no attack refutes the proven ε"])
+    return AuditResult(program.points, guessed, text)
+
+
+@dataclass
+class _ProgramAttacks:
+    """Attacks on the client program: bounds, their description, and the noise multiplier of each
+    view (None: its own)."""
+
+    points: list[LowerBound] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    noises: dict[str, float | None] = field(default_factory=dict)
+
+
+def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
+    """Attack the client program, from each view and for each kind of query, and the bytes of its
+    replies."""
+    chosen, delta, result = config.audit, config.privacy.delta, _ProgramAttacks()
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in adversaries(ready.method) for kind in kinds]
-    for number, (sight, kind) in enumerate(attacks if chosen.releases else []):
+    for number, (sight, kind) in enumerate(attacks):
         noise = chosen.noise_multiplier or distinguishing_noise(ready, sight, kind)
         method = ready.at_noise(noise)
         worst = method.worst_cases()[kind]
         fixed = worst.custom_noise
         if len(kinds) > 1:
             sight = replace(sight, name=f"{sight.name}, {next(iter(worst.query.samples))}")
-        trials = max(2 * _MIN_TRIALS, chosen.releases // sight.sees_sum)
+        trials = max(2 * MIN_TRIALS, chosen.releases // sight.sees_sum)
         stage = f"{sight.name}, {number + 1}/{len(attacks)}"
         with RunProgress() as progress:
             points = attack(
@@ -107,97 +115,59 @@ def audit(config: DictConfig) -> AuditResult:
                 sight,
                 releases=trials,
                 confidence=chosen.confidence,
-                delta=config.privacy.delta,
+                delta=delta,
                 streams=ready.streams.at("audit", number),
                 told=partial(_progress_callback, progress, 2 * trials, stage),
             )
-        found, noises[sight.name] = found + points, None if fixed else noise
+        result.points += points
+        result.noises[sight.name] = None if fixed else noise
         of = "the warm-up's noise" if fixed else f"noise multiplier {noise:.4g}"
-        lines += [
+        result.lines += [
             f"{sight.name}, {trials:,} releases of each of two neighbours at {of}, "
             f"{point.releases} together: "
             f"{_describe(point, chosen.confidence)}"
             for point in points
         ]
-    if chosen.releases:
-        point = attack_bytes(ready, chosen.releases, chosen.confidence, config.privacy.delta)
-        found.append(point)
-        lines.append(
-            f"{_BYTES}, {chosen.releases:,} releases of each of two neighbours at noise "
-            f"multiplier {_HIGH_NOISE:g}: {_describe(point, chosen.confidence)}"
-        )
-    guessed: list[LowerBound] = []
-    if chosen.canaries:
-        run = train(
-            config,
-            watch=lambda ready, state, proven: guessed.append(guess_canaries(ready, state, proven)),
-        )
-        run_dir = RunDir(run)
-        facts = {"releases": chosen.releases, "noise_multipliers": noises}
-        record: dict[str, Any] = {
-            "schema": 2,
-            "confidence": chosen.confidence,
-            "delta": config.privacy.delta,
-            "program": {**facts, "points": [asdict(point) for point in found]},
-            "run": {"canaries": chosen.canaries, "points": [asdict(point) for point in guessed]},
-        }
-        run_dir.write("audit", record)
-        lower_bounds(
-            {
-                **{
-                    f"{name}, releases": [
-                        (p.releases, p.lower_bound, p.proven) for p in found if p.of == name
-                    ]
-                    for name in noises
-                },
-                "run, rounds": [(p.releases, p.lower_bound, p.proven) for p in guessed],
-            },
-            config.privacy.delta,
-            chosen.confidence,
-            run / "audit.png",
-        )
-        lines += [
-            f"run with {chosen.canaries} canaries, after round {guessed[-1].releases}: "
-            f"{_describe(guessed[-1], chosen.confidence)}",
-            str(run / "audit.json"),
-            str(run / "audit.png"),
+    point = attack_bytes(ready, chosen.releases, chosen.confidence, delta)
+    result.points.append(point)
+    result.lines.append(
+        f"{BYTES_OF_REPLY}, {chosen.releases:,} releases of each of two neighbours at noise "
+        f"multiplier {HIGH_NOISE:g}: {_describe(point, chosen.confidence)}"
+    )
+    return result
+
+
+def _write(
+    config: DictConfig, run: Path, program: _ProgramAttacks, guessed: list[LowerBound]
+) -> None:
+    """Write ``audit.json`` and ``audit.png`` into the run directory."""
+    chosen, delta = config.audit, config.privacy.delta
+    facts = {"releases": chosen.releases, "noise_multipliers": program.noises}
+    record: dict[str, Any] = {
+        "schema": 2,
+        "confidence": chosen.confidence,
+        "delta": delta,
+        "program": {**facts, "points": [asdict(point) for point in program.points]},
+        "run": {"canaries": chosen.canaries, "points": [asdict(point) for point in guessed]},
+    }
+    RunDir(run).write("audit", record)
+    panels = {
+        f"{name}, releases": [
+            (p.releases, p.lower_bound, p.proven) for p in program.points if p.of == name
         ]
-    text = "\n".join(lines)
-    if any(point.broken for point in (*found, *guessed)):
-        print(text)
-        raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
-    head = []
-    if noises and not chosen.noise_multiplier:
-        head = [
-            f"client programs at noise of their own: one release costs ε = {_TARGET_EPSILON:g}, "
-            "where an attack has most power (audit.noise_multiplier=... sets another noise)"
-        ]
-    return AuditResult(found, guessed, "\n".join([*head, text, "no attack refutes the proven ε"]))
+        for name in program.noises
+    }
+    panels["run, rounds"] = [(p.releases, p.lower_bound, p.proven) for p in guessed]
+    lower_bounds(panels, delta, chosen.confidence, run / "audit.png")
 
 
 def _progress_callback(progress: RunProgress, of: int, stage: str, done: int) -> None:
     progress.show("simulated releases", done, of, stage)
 
 
-def distinguishing_noise(ready: Setup, sight: Adversary, kind: int) -> float:
-    """Return the noise multiplier at which one release costs ``_TARGET_EPSILON``: neighbours are
-    always distinguished at much less noise, and never at much more. Any value if a release does not
-    depend on it.
-    """
-    if ready.method.worst_cases()[kind].custom_noise:
-        return 1.0
-
-    def at(noise: float) -> float:
-        method = ready.at_noise(noise)
-        spend = _cost(method.plan, method.worst_cases()[kind], sight, 1)
-        return epsilon(spend, ready.config.privacy.delta, method.plan.relation).or_infinity
-
-    return min_noise_multiplier(at, _TARGET_EPSILON)
-
-
 def check_audit(chosen: DictConfig) -> None:
     """Raise FedgenError for an invalid audit."""
-    for key, least in (("releases", 2 * _MIN_TRIALS), ("canaries", 4)):
+    for key, least in (("releases", 2 * MIN_TRIALS), ("canaries", 4)):
         if chosen[key] and not least <= chosen[key] <= 10**7:
             raise FedgenError(
                 f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "correct it"
@@ -214,287 +184,3 @@ def _describe(point: LowerBound, confidence: float) -> str:
         f"ε ≥ {point.lower_bound:.2f} with confidence {confidence:g}, proven ε = "
         f"{format_epsilon(point.proven)}{verdict}"
     )
-
-
-# --- the client program ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Adversary:
-    """View of an attack in a round.
-
-    sees_sum: number of responses whose sum it sees.
-    sampling_is_secret: whether responders are sampled secretly, so that the attacked client may not
-        be among them.
-    event: (plan, rows) -> spend against it for this number of query samples.
-    """
-
-    name: str
-    sees_sum: int
-    sampling_is_secret: bool
-    event: Callable[[Plan, int], DpEvent]
-
-
-def adversaries(method: Method) -> list[Adversary]:
-    """Return the views to attack: the output of the mechanism of one client (or of a trusted
-    aggregator); for a secure sum, as many shares as its noise assumes; if the release depends on
-    sums of the responses of several clients, such a sum, with and without sampling of
-    responders."""
-    plan, cohort = method.plan, method.cohort
-    if isinstance(plan.aggregation, Secure):
-        shares = plan.aggregation.honest
-        name = f"secure sum of {shares} honest shares"
-        return [Adversary(name, shares, False, partial(accounted_spend, trusted=False))]
-    found = [
-        Adversary("client program", 1, False, partial(accounted_spend, trusted=plan.is_trusted))
-    ]
-    if plan.release_event is None or plan.is_trusted or not cohort.has_fixed_size:
-        return found
-    several = cohort.responses_per_sample
-    name = f"sum of {several} clients" if several > 1 else "one of the clients"
-    if several > 1:
-        found.append(Adversary(name, several, False, _sum_event))
-    if plan.amplified_by["release"] is not None:
-        found.append(Adversary(f"{name}, secretly sampled", several, True, _sampling_event))
-    return found
-
-
-def accounted_spend(plan: Plan, rows: int, trusted: bool) -> DpEvent:
-    """Return the spend for this number of query samples, against the adversary of the method."""
-    return _sampling_event(plan, rows) if trusted else plan.server_event(rows)
-
-
-def _cost(plan: Plan, worst: WorstCase, sight: Adversary, count: int) -> Spend:
-    """Return the spend of this number of responses to a query."""
-    if worst.event is not None:
-        return canonical(worst.event, count)
-    return canonical(sight.event(worst.plan or plan, count * worst.query.count))
-
-
-def _sum_event(plan: Plan, rows: int) -> DpEvent:
-    assert plan.event_if_sampling_revealed is not None
-    return plan.event_if_sampling_revealed(rows)
-
-
-def _sampling_event(plan: Plan, rows: int) -> DpEvent:
-    assert plan.release_event is not None
-    return plan.release_event(rows // plan.samples_per_round)
-
-
-def attack(
-    method: Method,
-    plan: Plan,
-    worst: WorstCase,
-    sight: Adversary,
-    *,
-    releases: int,
-    confidence: float,
-    delta: float,
-    streams: RandomStreams,
-    told: Callable[[int], None] = lambda done: None,
-) -> list[LowerBound]:
-    """Distinguish two neighbours by many releases of the client programs of a method; ``plan``
-    gives the proven ε.
-
-    All bounds hold simultaneously with ``confidence``. The adversary knows both neighbours and
-    scores a release by its projection onto their difference. It does not know what is sampled
-    secretly (cohorts, batches), so it finds less where secret sampling amplifies. In a sum, all
-    other clients respond like the second neighbour, each with its own noise.
-    """
-    together = [count for count in _SUMMED_RELEASES if releases // count >= _MIN_TRIALS]
-    each = 1 - (1 - confidence) / len(together)  # all hold simultaneously
-    direction = _direction(method, worst, streams)
-    scores = np.zeros((2, releases))
-    for trial in range(releases):
-        for side, (state, shard) in enumerate((worst.first, worst.second)):
-            here = streams.at("side", side)
-            if sight.sees_sum == 1 and not sight.sampling_is_secret:
-                seen = _play(method, worst, state, shard, trial, here).astype(float)
-            else:
-                seen = _play_sum(method, worst, sight, state, shard, trial, here)
-            scores[side, trial] = float((seen * direction).sum())
-        if trial % 100 == 99:
-            told(2 * trial + 2)
-    points = []
-    for count in together:
-        trials = releases // count
-        summed = scores[:, : trials * count].reshape(2, trials, count).sum(2)
-        spend = _cost(plan, worst, sight, count)
-        gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
-        bound = gaussian_lower_bound if gaussian else lower_bound
-        proven = epsilon(spend, delta, plan.relation).value
-        found = bound(summed[0], summed[1], delta, each)
-        points.append(LowerBound(count, found, proven, sight.name))
-    return points
-
-
-def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -> LowerBound:
-    """Attack the bytes of a client's reply.
-
-    The scores of ``attack`` are linear in the released numbers and cannot detect signs of zeros,
-    types or texts. Here the noise multiplier is so large that the numbers reveal nothing, and each
-    feature of the bytes is tried (``byte_features``). If the frames (all but the numbers) of the
-    two neighbours differ, the proof is refuted.
-
-    Returns:
-        The query with the largest lower bound on ε, and the ε proven for it.
-    """
-    method, quiet = ready.at_noise(_HIGH_NOISE), ready.at_noise(_LOW_NOISE)
-    kinds = [kind for kind, worst in enumerate(method.worst_cases()) if not worst.custom_noise]
-    each, found = 1 - (1 - confidence) / max(len(kinds), 1), []
-    for kind in kinds:
-        streams, worst = ready.streams.at("audit", "bytes", kind), method.worst_cases()[kind]
-        exact = [_respond(quiet, quiet.worst_cases()[kind], side, streams)[1] for side in (0, 1)]
-        between = np.sign(exact[0].astype(float) - exact[1].astype(float)).astype(np.int8)
-        replies = [
-            [
-                _respond(method, worst, side, streams.at("side", side, "trial", trial))
-                for trial in range(releases)
-            ]
-            for side in (0, 1)
-        ]
-        features = [
-            np.stack([byte_features(numbers, between) for _, numbers in side]) for side in replies
-        ]
-        frames = [{frame for frame, _ in side} for side in replies]
-        proven = epsilon(
-            _cost(method.plan, worst, adversaries(method)[0], 1), delta, method.plan.relation
-        )
-        bound = math.inf if frames[0] != frames[1] else 0.0
-        bound = max(bound, feature_lower_bound(features[0], features[1], delta, each))
-        found.append(LowerBound(1, bound, proven.value, _BYTES))
-    return max(found, key=lambda point: point.lower_bound, default=LowerBound(1, 0.0, 0.0, _BYTES))
-
-
-def _respond(
-    method: Method, worst: WorstCase, side: int, streams: RandomStreams
-) -> tuple[bytes, NDArray[np.generic]]:
-    """Return the frame and the numbers of one neighbour's reply. With an aggregation other than
-    ``Local`` the numbers are those of the sum."""
-    state, shard = (worst.first, worst.second)[side]
-    aggregation = (worst.plan or method.plan).aggregation
-    sent = method.client.respond(state, worst.query, shard, worst.round, streams)
-    frame, numbers = messages.response_frame(messages.response_from(sent, aggregation))
-    if not aggregation.is_local:
-        numbers = method.aggregate([numbers], worst.round, streams).numpy()
-    return frame, numbers
-
-
-def _play_sum(
-    method: Method,
-    worst: WorstCase,
-    sight: Adversary,
-    state: State,
-    shard: Shard,
-    trial: int,
-    streams: RandomStreams,
-) -> NDArray[np.float64]:
-    """Return the sum of the responses to each query sample, of the attacked client 0 and of
-    others."""
-    count = worst.query.count
-    asked = {client: list(range(count)) for client in range(sight.sees_sum)}
-    if sight.sampling_is_secret:
-        asked = method.cohort.assign(count, streams.secret("cohort", trial))
-    answers: dict[int, Sent] = {}
-    for client, rows in asked.items():
-        own = (state, shard) if client == 0 else worst.second
-        query, here = worst.query.take(rows), streams.at("trial", trial, "client", client)
-        answers[client] = method.client.respond(own[0], query, own[1], worst.round, here)
-    if not method.plan.aggregation.is_local:
-        arrived = [each.arrays["answer"] for each in answers.values()]
-        return worst.read(
-            method.aggregate(arrived, worst.round, streams.at("total", trial))
-        ).numpy()
-    total: NDArray[np.float64] | None = None
-    for client, answer in answers.items():
-        assert isinstance(answer, Release)
-        read = worst.read(torch.from_numpy(answer.arrays["answer"])).numpy()
-        total = np.zeros((count, *read.shape[1:])) if total is None else total
-        total[asked[client]] += read
-    assert total is not None
-    return total
-
-
-def _play(
-    method: Method, worst: WorstCase, state: State, shard: Shard, trial: int, streams: RandomStreams
-) -> NDArray[Any]:
-    """Return the output of the mechanism of the client, or of an aggregation over this client
-    only."""
-    here = streams.at("trial", trial)
-    answer = method.client.respond(state, worst.query, shard, worst.round, here)
-    found = torch.from_numpy(answer.arrays["answer"])
-    if not method.plan.aggregation.is_local:
-        here = streams.at("aggregate", trial)
-        drawn = method.cohort.assign(worst.query.count, here.secret("cohort"))
-        alone = answer.arrays["answer"] if 0 in drawn else np.zeros(found.shape, np.float32)
-        found = method.aggregate([alone], worst.round, here)
-    read: NDArray[Any] = worst.read(found).numpy()
-    return read
-
-
-def _direction(method: Method, worst: WorstCase, streams: RandomStreams) -> NDArray[np.float32]:
-    """Return the normalized difference between the releases of two neighbours per query sample:
-    with the same streams their noise is equal, and the input of a trusted aggregator has none yet.
-    A query sample that is routed to others is tried again."""
-    found: NDArray[np.float32] | None = None
-
-    def sent(state: State, shard: Shard, trial: int) -> NDArray[Any]:
-        here = streams.at("direction")
-        if not method.plan.is_trusted:
-            return _play(method, worst, state, shard, trial, here)
-        here = here.at("trial", trial)
-        answer = method.client.respond(state, worst.query, shard, worst.round, here).arrays[
-            "answer"
-        ]
-        read: NDArray[Any] = worst.read(torch.from_numpy(answer)).numpy()
-        return read
-
-    for trial in range(1000):
-        first, second = (sent(state, shard, trial) for state, shard in (worst.first, worst.second))
-        between = first - second
-        flat = between.reshape(len(between), -1)
-        norms = np.linalg.norm(flat, axis=1, keepdims=True)
-        unit = (flat / np.maximum(norms, 1e-12) * (norms > 1e-6)).reshape(between.shape)
-        if found is None:
-            found = np.zeros_like(between)
-        empty = ~found.reshape(len(found), -1).any(axis=1)
-        found[empty] = unit[empty]
-        if found.reshape(len(found), -1).any(axis=1).all():
-            return found
-    raise FedgenError("audit", "two neighbours release the same", "this is no worst case")
-
-
-# --- a run ----------------------------------------------------------------------------------------
-
-
-def guess_canaries(ready: Setup, state: RunState, proven: Epsilon) -> LowerBound:
-    """Guess from the view of the server which canaries were in the run: the half with the clearest
-    scores, a quarter in and a quarter out. The bounds at all pictures of a run hold simultaneously.
-    """
-    assert ready.canaries is not None
-    present = ready.canaries.present
-    scores = canary_scores(ready.method.server, state, ready.canaries, ready.streams.at("audit"))
-    order, quarter = np.argsort(scores, kind="stable"), max(1, len(present) // 4)
-    correct = int(present[order[-quarter:]].sum() + (~present[order[:quarter]]).sum())
-    pictures = ready.privacy.budget.rounds // ready.config.sample_every + 1
-    confidence = 1 - (1 - ready.config.audit.confidence) / pictures
-    delta = ready.config.privacy.delta
-    bound = one_run_lower_bound(correct, 2 * quarter, len(present), delta, confidence)
-    return LowerBound(state.rounds, bound, or_null(proven.value))
-
-
-def canary_scores(
-    server: ServerProgram, state: RunState, canaries: Canaries, streams: RandomStreams
-) -> NDArray[np.float64]:
-    """Return the score of the records of each canary, minus that of the records in its place
-    without it, if any, (m,)."""
-
-    def mean(shards: list[Shard]) -> NDArray[np.float64]:
-        rows = [shard.rows(torch.arange(len(shard))) for shard in shards]
-        images, labels = (torch.cat([pair[place] for pair in rows]) for place in (0, 1))
-        found: Tensor = server.membership_scores(state.server, images, labels, streams)
-        parts = torch.split(found.double(), [len(shard) for shard in shards])
-        return np.array([float(part.mean()) for part in parts])
-
-    inside = mean(canaries.included)
-    return inside if canaries.excluded is None else inside - mean(canaries.excluded)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
-from fedgen.commands.audit import Adversary, adversaries, attack, check_audit, distinguishing_noise
+from fedgen.commands.audit import check_audit
 from fedgen.config.compose import compose
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError, Interrupted
-from fedgen.federation.client.app import ERRORS, last_error
+from fedgen.federation.client.context import ERRORS, last_error
 from fedgen.federation.failures import NoResponseError
 from fedgen.methods.api import Method
 from fedgen.privacy.accounting import epsilon
@@ -31,6 +31,7 @@ from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.progress import RunProgress, format_epsilon
 from fedgen.run import setup
+from fedgen.run.attacks import Adversary, adversaries, attack, distinguishing_noise
 from fedgen.run.generator import draw_samples, labels_of, load_generator
 from fedgen.run.setup import Setup
 from fedgen.run.train import train

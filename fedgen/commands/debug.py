@@ -37,8 +37,9 @@ from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.generator import draw_samples, load_generator
 from fedgen.run.worker_pool import complete
+from fedgen.storage.folders import make_folder
 from fedgen.storage.io import cache, check_no_links, is_temporary, write_atomic
-from fedgen.storage.run_dir import SERVER_SIDE, RunDir, make_folder
+from fedgen.storage.run_dir import SERVER_SIDE, RunDir
 
 GROUPS = ("suspect", "normal")
 _COLUMNS = 10  # samples per group and row of the picture

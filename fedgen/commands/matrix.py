@@ -20,7 +20,7 @@ from fedgen.config.compose import compose
 from fedgen.config.overrides import config_name, group_folders, override_key
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_yaml
-from fedgen.storage.run_dir import schema
+from fedgen.storage.schemas import schema
 
 _SEE = "see configs/matrix/digits.yaml"
 _KEY = re.compile(r"\+{0,2}(?!hydra)[A-Za-z_][\w./]*=")

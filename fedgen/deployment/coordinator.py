@@ -10,7 +10,7 @@ from flwr.serverapp import ServerApp
 from fedgen.deployment.flower_coordinator import serve_request
 from fedgen.deployment.flower_link import initialize, parse_address
 from fedgen.deployment.request import Request
-from fedgen.federation.client.app import ClientSetup
+from fedgen.federation.client.context import ClientSetup
 from fedgen.federation.runtimes.server_app import start
 from fedgen.run.clients import RunClientSetup
 from fedgen.run.resume import open_run

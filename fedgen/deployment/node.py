@@ -38,7 +38,8 @@ from fedgen.deployment.request import Request
 from fedgen.deployment.site import SiteFolder, open_run
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
-from fedgen.federation.client.app import FAILED, REFUSED, ClientContext, ClientContexts, client_app
+from fedgen.federation.client.app import FAILED, REFUSED, client_app
+from fedgen.federation.client.context import ClientContext, ClientContexts
 from fedgen.federation.secagg.signing import Signer, fingerprint
 from fedgen.privacy.events import Spend, with_sampling_revealed
 from fedgen.privacy.ledger import Ledger

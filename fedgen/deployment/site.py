@@ -14,20 +14,17 @@ from fedgen.deployment import policy as policies
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
 from fedgen.errors import FedgenError
-from fedgen.federation.client.app import (
-    ClientContexts,
-    ClientSetup,
-    RunTerms,
-    died_while_responding,
-)
+from fedgen.federation.client.app import died_while_responding
+from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTerms
 from fedgen.federation.secagg.signing import Signer
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import Relation, canonical, with_sampling_revealed
 from fedgen.privacy.spend_db import Entry, SpendDb
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
+from fedgen.run.noise_domain import rounded_noise
 from fedgen.run.privacy_budget import check_budget
-from fedgen.run.setup import label_names, rounded_noise
+from fedgen.run.setup import label_names
 from fedgen.storage.io import digest, read_bounded, write_atomic
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from flwr.app import Message
 
 from fedgen.errors import FedgenError
-from fedgen.federation.client.app import ERRORS, FAILED, REFUSED, last_error
+from fedgen.federation.client.app import FAILED, REFUSED
+from fedgen.federation.client.context import ERRORS, last_error
 from fedgen.federation.flower_compat import (
     CLIENT_RAISED,
     MESSAGE_UNAVAILABLE,

@@ -22,7 +22,7 @@ from fedgen.federation import messages
 from fedgen.federation.failures import Failure, FailureCauses, failure_kind, too_few
 from fedgen.federation.messages import Response
 from fedgen.federation.runtimes.local_nodes import message_timeout
-from fedgen.federation.secagg.server import clients_in, masked_sum, present
+from fedgen.federation.secagg.server import MaskedSum, clients_in, present
 from fedgen.methods.api import Method, Query, Tensors
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Budget
@@ -397,9 +397,8 @@ class Rounds:
         if self._masks:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
-            responses = masked_sum(
-                server_round, asked, sums, run, self._signed, exchange, leave_out, read
-            )
+            masked = MaskedSum(server_round, asked, sums, run, self._signed, exchange, leave_out)
+            responses = masked.query(read)
         else:
             read_share = partial(self._read_share, set(cohort), read)
             responses, missing = present(exchange(messages.ASK, asked, read_share))

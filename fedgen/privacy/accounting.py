@@ -33,8 +33,6 @@ from dp_accounting import (
 from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import rdp_privacy_accountant as rdp
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
 from scipy.stats import binom
 
 from fedgen.privacy.events import (
@@ -46,6 +44,7 @@ from fedgen.privacy.events import (
     canonical,
     with_sampling_revealed,
 )
+from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon, smallest_epsilon
 from fedgen.privacy.subsampling import (
     ORDERS,
     group_sampling_pmfs,
@@ -60,7 +59,6 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 _MIN_SIGMA = 0.02  # with less noise, the loss of a sample exceeds the range of floating point
 _MAX_CELLS = 1e6  # grid cells of the loss of one release
 _MAX_RELEASES = 1e7  # composed releases; and a fifth of the cells of a composed loss
-_MAX_EPSILON = 1e100  # beyond, rounding errors exceed delta
 _HIGHEST_ORDER = 2**14  # Renyi order of a claim
 _ORDER_STRIDE = 8  # stride of the coarse search over Renyi orders
 _MAX_DISTINCT = 128  # spends that are accounted individually
@@ -232,39 +230,6 @@ def _rate(event: DpEvent) -> float:
 # --- Gaussian: exact (Balle and Wang 2018, theorem 8) ---------------------------------------------
 
 
-def gaussian_delta(mu: float | NDArray[np.float64], eps: float) -> NDArray[np.float64]:
-    """Return δ at ``eps`` of Gaussian releases with sensitivity over standard deviation ``mu`` >
-    0."""
-    mu = np.asarray(mu, dtype=float)
-    with np.errstate(over="ignore", under="ignore"):
-        first = log_ndtr(mu / 2 - eps / mu)
-        second = eps + log_ndtr(-mu / 2 - eps / mu)
-        return np.asarray(np.exp(first) * -np.expm1(np.minimum(second - first, 0.0)))
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε at ``delta`` of Gaussian releases with sensitivity over standard deviation
-    ``mu``."""
-    return _smallest_epsilon(lambda eps: float(gaussian_delta(mu, eps)), delta)
-
-
-def _smallest_epsilon(
-    delta_at: Callable[[float], float], delta: float, tolerance: float = 1e-10
-) -> float:
-    """Return the smallest ε with ``delta_at(ε) <= delta``, found to ``tolerance`` and rounded up;
-    infinity if there is none."""
-    if delta_at(0.0) <= delta:
-        return 0.0
-    high = 1.0
-    while delta_at(high) > delta:
-        high *= 2
-        if high > _MAX_EPSILON:
-            return math.inf
-    return (
-        float(brentq(lambda eps: delta_at(eps) - delta, 0.0, high, xtol=tolerance)) + 10 * tolerance
-    )
-
-
 # --- Renyi divergences ----------------------------------------------------------------------------
 
 
@@ -362,7 +327,7 @@ def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
     if not delta_at(math.inf) <= delta:  # also for NaN
         return math.inf
     # get_epsilon_for_delta fails where exp(-loss) underflows
-    return _smallest_epsilon(delta_at, delta, 1e-7)
+    return smallest_epsilon(delta_at, delta, 1e-7)
 
 
 @lru_cache(maxsize=64)
@@ -450,7 +415,7 @@ def revealed_epsilon(probability: float, sigma: float, samples: int, delta: floa
     def delta_at(eps: float) -> float:
         return float(weights @ gaussian_delta(mus, eps)) + tail_mass
 
-    return _smallest_epsilon(delta_at, delta)
+    return smallest_epsilon(delta_at, delta)
 
 
 # --- claims of papers -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 from scipy.stats import beta, binom
 
-from fedgen.privacy.accounting import gaussian_epsilon
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 
 Scores = NDArray[np.float64]
 

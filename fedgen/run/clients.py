@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgen.federation.client.app import ClientSetup, RunTerms
+from fedgen.federation.client.context import ClientSetup, RunTerms
 from fedgen.privacy.events import canonical
 from fedgen.privacy.spend_db import SpendDb
 from fedgen.randomness import RandomStreams

@@ -29,8 +29,9 @@ from fedgen.randomness import RandomStreams
 from fedgen.reporting.progress import RunProgress
 from fedgen.run.generator import judged_samples
 from fedgen.run.setup import Setup
+from fedgen.storage.folders import make_folder
 from fedgen.storage.io import cache, temporary_path
-from fedgen.storage.run_dir import RunDir, make_folder
+from fedgen.storage.run_dir import RunDir
 
 LabelledImages = tuple[Images, Labels]
 

@@ -22,7 +22,8 @@ from fedgen.run import setup
 from fedgen.run.privacy_report import ended_by_dropout
 from fedgen.run.setup import Setup
 from fedgen.storage.io import read_json
-from fedgen.storage.run_dir import RunDir, or_null
+from fedgen.storage.run_dir import RunDir
+from fedgen.storage.schemas import or_null
 
 
 def register_run(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
-from fedgen.federation.client.app import LEDGER, died_while_responding
+from fedgen.federation.client.app import died_while_responding
+from fedgen.federation.client.context import LEDGER
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
 from fedgen.privacy.accounting import NO_BOUND_TRUSTED, Epsilon, epsilon, epsilons
@@ -19,7 +20,8 @@ from fedgen.privacy.budget import release_epsilon, smaller_epsilon
 from fedgen.privacy.events import Spend, Unit, canonical, describe, scale_noise, to_json
 from fedgen.privacy.ledger import Account, Ledger, elementwise_max, with_reported
 from fedgen.run.calibrate import Privacy
-from fedgen.storage.run_dir import RunDir, or_null
+from fedgen.storage.run_dir import RunDir
+from fedgen.storage.schemas import or_null
 
 if TYPE_CHECKING:
     from fedgen.federation.rounds import RunState

@@ -22,13 +22,15 @@ from fedgen.config.device import resolve_device
 from fedgen.config.schema import RUNTIME_INVARIANT
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
-from fedgen.federation.client.app import LEDGER
+from fedgen.federation.client.context import LEDGER
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spend_db import SpendDb
-from fedgen.run.setup import Setup, rounded_noise
+from fedgen.run.noise_domain import rounded_noise
+from fedgen.run.setup import Setup
+from fedgen.storage.folders import unused_folder
 from fedgen.storage.io import digest
-from fedgen.storage.run_dir import RunDir, unused_folder
+from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
 
 ENDED = "it was ended by request, and is accounted as if it had continued"

@@ -424,8 +424,11 @@ class Training:
     def _is_finished(self) -> bool:
         """Return whether no client is left to query; an extended run queries more."""
         found = checkpoint.load(self.run_dir.checkpoints)
+        return found is not None and self._has_all_rounds(found[1])
+
+    def _has_all_rounds(self, metadata: checkpoint.Metadata) -> bool:
         rounds = self.ready.privacy.budget.rounds
-        return found is not None and found[1].finished and rounds <= found[1].total_rounds
+        return metadata.finished and rounds <= metadata.total_rounds
 
     def _restore(self) -> RunState:
         """Return the state of the last checkpoint, or an initial one. In mode ``secure``, releases
@@ -443,7 +446,7 @@ class Training:
             state.server = checkpoint.server_state(state, fresh, self.run_dir.checkpoints)
             self.run_dir.truncate(beside.metrics[0])
             self.clock = Clock(beside.seconds, beside.parts)
-            self._over, self.stopped = self._is_finished(), beside.stopped
+            self._over, self.stopped = self._has_all_rounds(beside), beside.stopped
             if beside.finished and not self._over:  # it was extended
                 self.stopped, state.kept_tags = None, {}
         state.failures = self.run_dir.failures()

@@ -32,8 +32,9 @@ from fedgen.reporting.progress import RunProgress, format_epsilon
 from fedgen.reporting.summary import summary
 from fedgen.run.resume import check_same_settings
 from fedgen.run.train import train
+from fedgen.storage.folders import make_folder
 from fedgen.storage.io import read_yaml
-from fedgen.storage.run_dir import RunDir, make_folder
+from fedgen.storage.run_dir import RunDir
 
 _server = multiprocessing.get_context("forkserver")
 _IMPORTED = ["fedgen.run.train", "matplotlib.figure", "sklearn"]

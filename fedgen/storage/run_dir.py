@@ -4,11 +4,8 @@ truncated last line is ignored."""
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
-import importlib.resources
 import json
-import math
 import os
 import shutil
 import stat
@@ -24,16 +21,17 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
+from fedgen.storage.folders import make_folder, not_writable
 from fedgen.storage.io import (
     check_no_links,
     digest,
     is_temporary,
-    parse_json,
     read_json,
     read_yaml,
-    sync,
     write_atomic,
 )
+from fedgen.storage.line_files import append_line, last_lines, read_lines
+from fedgen.storage.schemas import validator
 
 _SEALED = (
     "privacy.json",
@@ -52,7 +50,6 @@ _NEW_RUN_FILES = (
     *("clients", "samples", "public", "checkpoints", "metrics.jsonl", "failures.jsonl"),
 )
 """Paths that a new run may create before its first query to a client."""
-_LINE_BYTES = 2**16  # more than a line of metrics
 _READ_LOCK_SECONDS = 1.0  # limit on the time of a reader
 
 SERVER_SIDE = """\
@@ -66,43 +63,6 @@ Ledgers, bytes and failures reveal which clients responded and when; checkpoints
 Evaluation uses private images without noise, and `nearest.png` shows some of them; `partition.png`
 counts the labels of each client.
 """
-
-
-def make_folder(path: Path) -> None:
-    """Create the folder of a command, and its parents.
-
-    Raises:
-        FedgenError: if that fails.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise _not_writable(path, error) from error
-
-
-def _not_writable(path: Path, error: OSError) -> FedgenError:
-    problem = f"{path} cannot be written ({error.strerror})"
-    return FedgenError("run_dir", problem, "choose another place")
-
-
-def unused_folder(stem: str) -> Path:
-    """Create a new folder with this name, or numbered (``stem-2``): several runs may start in one
-    second.
-
-    Raises:
-        FedgenError: if that fails.
-    """
-    path, number = Path(stem), 1
-    make_folder(path.parent)
-    while True:
-        try:
-            path.mkdir(0o700)
-            return path
-        except FileExistsError:
-            number += 1
-            path = Path(f"{stem}-{number}")
-        except OSError as error:
-            raise _not_writable(path, error) from error
 
 
 class RunDir:
@@ -153,7 +113,7 @@ class RunDir:
                 run.identify(identity)
                 write_atomic(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True).encode())
         except OSError as error:
-            raise _not_writable(path, error) from error
+            raise not_writable(path, error) from error
         return run
 
     def undo(self) -> None:
@@ -223,7 +183,7 @@ class RunDir:
 
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Append a line of metrics, independent of the clock, so that runs can be compared."""
-        _append(self._metrics, line)
+        append_line(self._metrics, line)
 
     def nodes(self, found: dict[int, int]) -> dict[int, int]:
         """Return the node of each client at the start of the run.
@@ -245,7 +205,7 @@ class RunDir:
 
     def add_failure(self, line: dict[str, Any]) -> None:
         """Append a failure of a client, as seen by the server."""
-        _append(self._failures, line)
+        append_line(self._failures, line)
 
     def failures(self) -> Counter[str]:
         """Return the number of failures by kind, including those in repeated rounds."""
@@ -259,7 +219,7 @@ class RunDir:
     def failure_lines(self) -> list[dict[str, Any]]:
         """Return all failures, as seen by the server."""
         self._failed()
-        return _lines(self._failures)
+        return read_lines(self._failures)
 
     def unplanned(self) -> set[int]:
         """Return the clients that sent unplanned releases and have no bound."""
@@ -267,18 +227,18 @@ class RunDir:
 
     def _failed(self) -> list[tuple[str, int]]:
         try:
-            return [(str(line["kind"]), int(line["client"])) for line in _lines(self._failures)]
+            return [(str(line["kind"]), int(line["client"])) for line in read_lines(self._failures)]
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise FedgenError(str(self._failures), "was altered", "restore it") from error
 
     def mark_started(self, round_: int) -> None:
         """Record on disk that a round starts, before any client is queried."""
-        _append(self._begun, round_, durable=True)
+        append_line(self._begun, round_, durable=True)
 
     def started_rounds(self) -> Counter[int]:
         """Return the number of attempts of each round."""
         try:
-            return Counter(int(line) for line in _lines(self._begun))
+            return Counter(int(line) for line in read_lines(self._begun))
         except (TypeError, ValueError, OverflowError) as error:
             raise FedgenError(str(self._begun), "was altered", "restore it") from error
 
@@ -286,7 +246,7 @@ class RunDir:
         """Return the digest of the clients of each query in its first sum."""
         if self._opened is None:
             try:
-                self._opened = {str(asked): str(of) for asked, of in _lines(self._sums)}
+                self._opened = {str(asked): str(of) for asked, of in read_lines(self._sums)}
             except (TypeError, ValueError) as error:
                 raise FedgenError(str(self._sums), "was altered", "restore it") from error
         return self._opened
@@ -295,7 +255,7 @@ class RunDir:
         """Record the clients of the sum of a query before the sum is used; return those of its
         first sum."""
         if asked not in self.sums():
-            _append(self._sums, [asked, of])
+            append_line(self._sums, [asked, of])
             self.sums()[asked] = of
         return self.sums()[asked]
 
@@ -321,10 +281,10 @@ class RunDir:
         Raises:
             FedgenError: for an invalid line.
         """
-        lines = _lines(self._metrics)
+        lines = read_lines(self._metrics)
         try:
             for line in lines:
-                _validator("metrics").validate(line)
+                validator("metrics").validate(line)
         except jsonschema.ValidationError as error:
             raise FedgenError(str(self._metrics), "was altered", "restore it") from error
         return lines
@@ -345,14 +305,7 @@ class RunDir:
     def last_spend(self) -> dict[str, Any] | None:
         """Return the last complete line of metrics with an ε, if any, even while another process
         writes."""
-        try:
-            with self._metrics.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
-                whole = file.read().rpartition(b"\n")[0]
-            lines = (json.loads(line) for line in reversed(whole.splitlines()))
-            return next((line for line in lines if "epsilon" in line), None)
-        except (OSError, ValueError):
-            return None
+        return next((line for line in last_lines(self._metrics) if "epsilon" in line), None)
 
     def results(self, key: str = "run") -> dict[str, Any]:
         """Return the results of a finished run.
@@ -398,7 +351,7 @@ class RunDir:
     def _read(self, name: str, key: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = read_json(self.path / f"{name}.json")
-            _validator(name).validate(found)
+            validator(name).validate(found)
         except (jsonschema.ValidationError, ValueError) as error:
             raise FedgenError(key, f"{self.path}/{name}.json was altered", "restore it") from error
         except OSError as error:
@@ -455,7 +408,7 @@ class RunDir:
 
     def write(self, name: str, data: dict[str, Any], form: str | None = None) -> None:
         """Write ``NAME.json`` atomically, checked by the schema ``form`` (None: of that name)."""
-        _validator(form or name).validate(data)
+        validator(form or name).validate(data)
         text = json.dumps(data, indent=2, allow_nan=False) + "\n"
         write_atomic(self.path / f"{name}.json", text.encode())
 
@@ -466,37 +419,6 @@ def _locked(held: IO[Any], kind: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _append(path: Path, line: object, durable: bool = False) -> None:
-    """Append a line of JSON, replacing a truncated one.
-
-    Args:
-        durable: wait for the disk.
-    """
-    with path.open("a+b") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
-        torn = len(file.read().rpartition(b"\n")[2])
-        if torn:
-            file.truncate(file.seek(0, os.SEEK_END) - torn)
-        file.write(json.dumps(line).encode() + b"\n")
-        if durable:
-            sync(file, path)
-
-
-def _lines(path: Path) -> list[Any]:
-    """Return the lines of an append-only file as JSON, without a truncated last one; empty if the
-    file is missing.
-
-    Raises:
-        FedgenError: for other invalid lines.
-    """
-    if not path.exists():
-        return []
-    try:
-        return [parse_json(line) for line in path.read_text().split("\n")[:-1]]
-    except ValueError as error:
-        raise FedgenError(str(path), "was altered", "restore it") from error
 
 
 def _is_unused(path: Path) -> bool:
@@ -524,21 +446,3 @@ def _is_leftover(path: Path) -> bool:
         except (OSError, ValueError, TypeError):
             return False
     return is_temporary(path)
-
-
-def schema(name: str) -> dict[str, Any]:
-    """Return a JSON schema: of ``privacy``, ``results`` and ``audit`` in the run directory, of a
-    ``matrix``, or of the results of ``debug``."""
-    text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
-    found: dict[str, Any] = json.loads(text.read_text())
-    return found
-
-
-@functools.cache
-def _validator(name: str) -> Any:
-    return jsonschema.validators.validator_for(schema(name))(schema(name))
-
-
-def or_null(value: float | None) -> float | None:
-    """Return None for infinity, which JSON lacks."""
-    return value if value is not None and math.isfinite(value) else None

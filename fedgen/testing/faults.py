@@ -19,7 +19,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid
 
-from fedgen.federation.client.app import FAILED, partition_of
+from fedgen.federation.client.app import FAILED
+from fedgen.federation.client.context import partition_of
 from fedgen.federation.failures import DEADLINE
 from fedgen.federation.flower_compat import NODE_UNAVAILABLE, set_message_id
 from fedgen.federation.messages import (

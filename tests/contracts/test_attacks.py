@@ -14,13 +14,14 @@ from tiny import PARTITIONS, PROGRAMS, Train, tiny
 
 from fedgen import cli
 from fedgen.commands import audit
-from fedgen.commands.audit import LowerBound, adversaries, attack
 from fedgen.config.compose import compose
 from fedgen.methods.api import Method
 from fedgen.privacy import aggregation as releases
 from fedgen.privacy.events import Unit, canonical
 from fedgen.privacy.exact_gaussian import grid_spacing, rounded_gaussian
 from fedgen.randomness import RandomStreams
+from fedgen.run import attacks
+from fedgen.run.attacks import LowerBound, adversaries, attack
 from fedgen.run.setup import Setup, setup
 
 # one critic that everybody asks, every row in every batch: nothing amplifies
@@ -82,7 +83,7 @@ def distance(method: str, words: list[str], kind: int) -> float:
     is proven: at hardly any noise under the same streams, and by what more noise adds to them."""
     ready = prepared(method, words)
     loud, quiet = ready.at_noise(1.0), ready.at_noise(1e-4)
-    spend = audit._cost(loud.plan, loud.worst_cases()[kind], adversaries(loud)[0], 1)
+    spend = attacks._cost(loud.plan, loud.worst_cases()[kind], adversaries(loud)[0], 1)
     [(leaf, count)] = spend.items()
     proven = count**0.5 / getattr(leaf, "event", leaf).noise_multiplier
 
@@ -91,8 +92,8 @@ def distance(method: str, words: list[str], kind: int) -> float:
         state, shard = (worst.first, worst.second)[side]
         streams = RandomStreams.from_seed(5, "seeded")
         if sight.sees_sum == 1:
-            return audit._play(made, worst, state, shard, trial, streams).astype(float)
-        return audit._play_sum(made, worst, sight, state, shard, trial, streams)
+            return attacks._play(made, worst, state, shard, trial, streams).astype(float)
+        return attacks._play_sum(made, worst, sight, state, shard, trial, streams)
 
     apart = np.linalg.norm(released(quiet, 0) - released(quiet, 1))
     noise, trial = np.zeros(0), 0
@@ -154,7 +155,7 @@ def test_half_the_noise_is_caught(method: str) -> None:
 def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a value that rounds to zero keeps its sign, its bytes are found out."""
     ready = prepared("dp_hp_small", [])
-    honest = audit.attack_bytes(ready, 600, 0.99, 1e-5)
+    honest = attacks.attack_bytes(ready, 600, 0.99, 1e-5)
     assert not honest.broken and honest.lower_bound == 0.0
 
     def signed(exact: torch.Tensor, std: float, streams: RandomStreams) -> torch.Tensor:
@@ -164,7 +165,7 @@ def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.where(noisy == 0, torch.copysign(noisy, exact.float()), noisy)
 
     monkeypatch.setattr(releases, "noised", signed)
-    assert audit.attack_bytes(ready, 600, 0.99, 1e-5).broken
+    assert attacks.attack_bytes(ready, 600, 0.99, 1e-5).broken
 
 
 SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "method.responders=3"]

@@ -49,6 +49,7 @@ from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account, spend_from_json
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
+from fedgen.run.noise_domain import rounded_noise
 
 PUBLIC = [
     "data=public_facts",
@@ -77,7 +78,7 @@ def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tupl
     own = [word for word in tiny(method) if not word.startswith("runtime=")]
     config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
     ready = setup.setup(config)
-    noise = setup.rounded_noise(ready.privacy.noise_multiplier)
+    noise = rounded_noise(ready.privacy.noise_multiplier)
     return request.read(Request.from_config(config, run, "", noise).text()), ready.method
 
 

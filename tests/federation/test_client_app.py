@@ -17,7 +17,8 @@ from tiny import SHARD, STREAMS, make
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.client import app as app_module
-from fedgen.federation.client.app import ERRORS, FAILED, ClientContext, RunTerms, client_app
+from fedgen.federation.client.app import FAILED, client_app
+from fedgen.federation.client.context import ERRORS, ClientContext, RunTerms
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.runtimes.in_process import InProcessGrid
 from fedgen.privacy.aggregation import LOCAL

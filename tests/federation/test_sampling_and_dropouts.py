@@ -19,9 +19,9 @@ from tiny import TINY
 from fedgen import cli
 from fedgen.federation import messages
 from fedgen.federation.client import app
-from fedgen.federation.client.app import ClientContext
+from fedgen.federation.client.context import ClientContext
 from fedgen.federation.messages import Response
-from fedgen.privacy.accounting import gaussian_epsilon
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.routing import Routing
 from fedgen.strategies.sample_gradients import SampleGradients
 

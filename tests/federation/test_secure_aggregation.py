@@ -23,7 +23,8 @@ from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.client import app as client_app_module
-from fedgen.federation.client.app import ClientContext, RunTerms, client_app
+from fedgen.federation.client.app import client_app
+from fedgen.federation.client.context import ClientContext, RunTerms
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.failures import NoResponseError
 from fedgen.federation.flower_compat import identify_process, set_message_id
@@ -31,13 +32,8 @@ from fedgen.federation.messages import Response
 from fedgen.federation.rounds import Rounds
 from fedgen.federation.runtimes.in_process import InProcessGrid
 from fedgen.federation.secagg import server as sums_module
-from fedgen.federation.secagg.masking import (
-    KEY_BYTES,
-    SEALED_BYTES,
-    SHARE_BYTES,
-    Masker,
-    mask_context,
-)
+from fedgen.federation.secagg.masking import KEY_BYTES, SEALED_BYTES, Masker, mask_context
+from fedgen.federation.secagg.secret_sharing import SHARE_BYTES
 from fedgen.federation.secagg.server import clients_in, present
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan

@@ -15,16 +15,11 @@ from mutation import kills
 
 from fedgen.federation import messages
 from fedgen.federation.client import app
-from fedgen.federation.client.app import ClientContext, RunTerms
+from fedgen.federation.client.context import ClientContext, RunTerms
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.flower_compat import identify_process
-from fedgen.federation.secagg.masking import (
-    KEY_BYTES,
-    SHARE_BYTES,
-    MaskingError,
-    build_graph,
-    mask_context,
-)
+from fedgen.federation.secagg.masking import KEY_BYTES, MaskingError, build_graph, mask_context
+from fedgen.federation.secagg.secret_sharing import SHARE_BYTES
 from fedgen.federation.secagg.signing import (
     CREDENTIAL_BYTES,
     Signer,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedgen import cli
 from fedgen.methods.dp_hp import Hermite, hermite
-from fedgen.privacy.accounting import gaussian_epsilon
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 
 
 def features(pairs: int = 3) -> Hermite:

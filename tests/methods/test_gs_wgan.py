@@ -25,8 +25,9 @@ from fedgen.methods.families.critic_ensemble import Pairs
 from fedgen.methods.families.critic_rotation import Rotation
 from fedgen.models import dcgan, resnet
 from fedgen.models.functional import adam_start, meta_module, part, split
-from fedgen.privacy.accounting import epsilon, gaussian_delta
+from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import RevealedSampling, Unit, canonical
+from fedgen.privacy.gaussian_dp import gaussian_delta
 from fedgen.randomness import RandomStreams
 from fedgen.strategies.sample_gradients import SampleGradients
 
@@ -441,7 +442,9 @@ def test_the_generator_follows_the_sum_alone() -> None:
     assert torch.equal(mean, (answers.double().sum(0) / 4).float())
 
 
-@kills("fedgen/federation/client/app.py", 'self._streams.at("client", client),', "self._streams,")
+@kills(
+    "fedgen/federation/client/context.py", 'self._streams.at("client", client),', "self._streams,"
+)
 def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked the same, four answer with independent noise: that of their sum is twice one's."""
     answers = []

@@ -23,8 +23,9 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy import stats
 
 from fedgen.privacy import accounting
-from fedgen.privacy.accounting import epsilon, gaussian_delta, gaussian_epsilon
+from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, RevealedSampling, canonical, repeat
+from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
 
 REPLACE, ADD_OR_REMOVE = Relation.REPLACE_ONE, Relation.ADD_OR_REMOVE_ONE
 

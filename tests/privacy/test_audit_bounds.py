@@ -9,7 +9,6 @@ import pytest
 from mutation import kills
 from scipy import stats
 
-from fedgen.privacy.accounting import gaussian_epsilon
 from fedgen.privacy.audit_bounds import (
     byte_features,
     feature_lower_bound,
@@ -17,6 +16,7 @@ from fedgen.privacy.audit_bounds import (
     lower_bound,
     one_run_lower_bound,
 )
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 
 
 def gaussian_scores(mu: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

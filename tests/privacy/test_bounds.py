@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from mutation import kills
 from torch import Tensor
 
-from fedgen.privacy.accounting import epsilon, gaussian_epsilon
+from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.bounds import Ball, Bit, Bound, OneHot, Signs
 from fedgen.privacy.events import Relation, Unit, canonical
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.mechanisms import RowGaussian
 from fedgen.privacy.routing import Routing
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
-from fedgen.privacy.accounting import claimed_by_rdp, epsilon, gaussian_epsilon, rough_epsilon
+from fedgen.privacy.accounting import claimed_by_rdp, epsilon, rough_epsilon
 from fedgen.privacy.budget import release_epsilon
 from fedgen.privacy.calibration import max_repetitions, min_noise_multiplier
 from fedgen.privacy.events import Relation, canonical, repeat
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.routing import Routing
 
 REPLACE = Relation.REPLACE_ONE

@@ -17,7 +17,6 @@ from scipy.stats import binom, kstest, norm
 from tiny import Train, tiny
 
 from fedgen import cli
-from fedgen.commands import audit
 from fedgen.config.compose import compose
 from fedgen.data.partition import limit_per_person
 from fedgen.errors import FedgenError
@@ -38,6 +37,7 @@ from fedgen.privacy.events import (
 )
 from fedgen.privacy.mechanisms import SumGaussian
 from fedgen.randomness import RandomStreams
+from fedgen.run import attacks
 from fedgen.run.setup import Setup, setup
 
 RELATION = Relation.ADD_OR_REMOVE_ONE
@@ -266,7 +266,7 @@ def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> N
             worst = quiet.worst_cases()[kind]
             state, shard = getattr(worst, side)
             sides.append(
-                audit._play(
+                attacks._play(
                     quiet, worst, state, shard, 0, RandomStreams.from_seed(5, "seeded")
                 ).astype(float)
             )
@@ -275,7 +275,7 @@ def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> N
             worst = loud.worst_cases()[kind]
             state, shard = worst.second
             both = [
-                audit._play(
+                attacks._play(
                     each, worst, state, shard, trial, RandomStreams.from_seed(5, "seeded")
                 ).astype(float)
                 for each in (loud, quiet)

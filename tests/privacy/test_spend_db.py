@@ -23,7 +23,7 @@ from tiny import Train, tiny
 from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
-from fedgen.federation.client.app import LEDGER
+from fedgen.federation.client.context import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, RevealedSampling, Unit

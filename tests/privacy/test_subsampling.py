@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from fedgen.privacy.accounting import gaussian_delta
+from fedgen.privacy.gaussian_dp import gaussian_delta
 from fedgen.privacy.subsampling import ORDERS, subset_sampling_pmf, subset_sampling_rdp
 
 # One draw: P0 and Q0 at the ends of a diameter, R anywhere in the ball

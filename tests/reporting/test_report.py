@@ -18,7 +18,7 @@ from scipy.stats import norm
 from tiny import Train
 
 from fedgen import cli
-from fedgen.privacy.accounting import gaussian_delta, gaussian_epsilon
+from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
 from fedgen.reporting.headline import MIN_SHARE_FOUND, beliefs, format_belief, person_rows, tier
 from fedgen.storage.run_dir import RunDir
 

@@ -30,8 +30,10 @@ from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
 from fedgen.reporting.summary import card, statement, summary
 from fedgen.run import memory as memory_
 from fedgen.run.memory import PeakMemory, memory_of_tree
+from fedgen.storage.folders import unused_folder
 from fedgen.storage.io import TEMPORARY
-from fedgen.storage.run_dir import RunDir, schema, unused_folder
+from fedgen.storage.run_dir import RunDir
+from fedgen.storage.schemas import schema
 
 
 @given(st.floats(0, 1e4))

@@ -18,7 +18,7 @@ from tiny import CASES, PARTITIONS, fingerprint, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
-from fedgen.federation.client.app import LEDGER
+from fedgen.federation.client.context import LEDGER
 from fedgen.privacy.events import total
 from fedgen.privacy.ledger import Ledger, spend_from_json
 from fedgen.privacy.spend_db import SpendDb

@@ -19,7 +19,8 @@ from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
 from fedgen.run import setup as settings
 from fedgen.run.clients import RunClientSetup
-from fedgen.run.setup import Setup, noise_domain, setup
+from fedgen.run.noise_domain import noise_domain
+from fedgen.run.setup import Setup, setup
 from fedgen.storage.io import read_json
 from fedgen.storage.run_dir import RunDir
 
@@ -58,7 +59,7 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
     assert first[2] != second[2] or other == "seed=1"  # all streams follow from the seed as well
 
 
-@kills("fedgen/run/setup.py", "chosen.append(rounded_noise(noise_multiplier))", "pass")
+@kills("fedgen/run/noise_domain.py", "chosen.append(rounded_noise(noise_multiplier))", "pass")
 def test_another_noise_is_another_run() -> None:
     """Which is solved for, and may be another one in another version."""
     config, held = ready().config, ready().dataset
@@ -68,7 +69,7 @@ def test_another_noise_is_another_run() -> None:
 
 
 @kills(
-    "fedgen/run/setup.py",
+    "fedgen/run/noise_domain.py",
     "    if is_extension(config.partition.type):",
     "    if False:",
 )
@@ -81,7 +82,11 @@ def test_other_rows_by_an_own_partition_are_another_run(monkeypatch: pytest.Monk
     assert len(found) == 2
 
 
-@kills("fedgen/run/setup.py", "    if noise != rounded_noise(noise_multiplier):", "    if False:")
+@kills(
+    "fedgen/run/noise_domain.py",
+    "    if noise != rounded_noise(noise_multiplier):",
+    "    if False:",
+)
 def test_a_deployment_uses_no_coins_at_another_scale(tmp_path: Path) -> None:
     """Of a rehearsal with other noise: the two would show rows bare."""
     run = tmp_path / "run"
@@ -116,7 +121,7 @@ def test_other_processes_have_the_same_rows(what: str, said: str, tmp_path: Path
         RunClientSetup(str(run))()
 
 
-@kills("fedgen/run/setup.py", "chosen.append(held.classes)", "pass")
+@kills("fedgen/run/noise_domain.py", "chosen.append(held.classes)", "pass")
 def test_another_number_of_labels_is_another_run() -> None:
     """At client level noise may follow from it, and rows do not tell of a label that none has."""
     config, held = ready().config, ready().dataset

@@ -13,9 +13,10 @@ from tiny import SETTINGS, make
 from fedgen.federation.rounds import RunState
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
-from fedgen.privacy.accounting import epsilon, gaussian_epsilon
+from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import canonical
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.ledger import Account
 from fedgen.reporting.summary import statement
 from fedgen.run.calibrate import Privacy

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from dp_accounting import NonPrivateDpEvent
@@ -19,11 +16,9 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from fedgen.config.extensions import extension_of
-from fedgen.data.datasets import Shard
 from fedgen.errors import missing_resource
 from fedgen.federation import messages
-from fedgen.federation.client.state_store import ClientStore
+from fedgen.federation.client.context import ClientContext, write_error
 from fedgen.federation.messages import Response
 from fedgen.federation.secagg.masking import (
     KEY_BYTES,
@@ -34,16 +29,13 @@ from fedgen.federation.secagg.masking import (
 )
 from fedgen.federation.secagg.signing import (
     CREDENTIAL_BYTES,
-    Signer,
     agreement,
     announcement,
     signers_needed,
 )
-from fedgen.methods.api import ClientProgram, Query
-from fedgen.privacy.aggregation import LOCAL, Aggregation, Secure
-from fedgen.privacy.events import Spend, canonical, total
-from fedgen.privacy.ledger import Ledger, SpendStore
-from fedgen.randomness import Mode, RandomStreams
+from fedgen.methods.api import Query
+from fedgen.privacy.aggregation import Secure
+from fedgen.privacy.events import canonical, total
 from fedgen.storage.io import digest
 
 T = TypeVar("T")
@@ -59,9 +51,7 @@ _RESPONSE_VERSION = "exact noise on a grid with one zero, sums in parts"
 """Change this with any code that changes the response to the same query: a run started by an older
 version must not treat its responses as repeats, which are free."""
 
-LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
 _ANSWERING, _DIED = "answering", "died"  # mark files: responding; a process died while responding
-_TAIL = 2**20  # bytes read from the end of an error log
 
 
 class BudgetError(Exception):
@@ -71,139 +61,6 @@ class BudgetError(Exception):
 class PastRoundError(Exception):
     """A query referred to a past round, or to streams that a response has used; the client did not
     respond. Two responses with the same noise would reveal their difference."""
-
-
-@dataclass(frozen=True)
-class RunTerms:
-    """Limits that each client of a run enforces for any query.
-
-    samples: its budget of query samples.
-    run: name of the run.
-    limits: maximum count of each event of the plan; None: ``samples`` is sufficient.
-    aggregation: who adds the noise of responses.
-    stores_response: whether a response is stored before it is charged, and sent again by a resumed
-        run (``Plan.resends_responses``).
-    masked_sums: whether responses are masked (``masking.py``); a simulation may sum without masks.
-    signer: signs keys and lists (``signing.py``); None: no signatures.
-    accepted_request: text of the request that all signing clients must have accepted.
-    rehearsal: non-private records. A query is tried on them first, so that an invalid query fails
-        before it reaches private records; None: not tried.
-    marks_deaths: whether a client leaves a mark file if its process dies while responding: a
-        missing or late response may reveal which records the client sampled.
-    """
-
-    samples: int
-    run: str = ""
-    limits: Spend | None = None
-    aggregation: Aggregation = LOCAL
-    stores_response: bool = False
-    masked_sums: bool = False
-    signer: Signer | None = None
-    accepted_request: bytes = b""
-    rehearsal: Shard | None = None
-    marks_deaths: bool = False
-
-
-@dataclass(frozen=True)
-class ClientSetup:
-    """Configuration of a process that hosts clients; can be pickled.
-
-    program: returns the client program.
-    shard: client -> its records.
-    seed, noise: seed and mode of the random streams; in mode ``secure`` each process has its own
-        secret and noise streams.
-    domain: distinguishes the streams of runs with the same seed.
-    folder: folder of the clients' files, on a file system that all processes share.
-    terms: limits of all clients.
-    in_memory, cache_bytes: see ``ClientStore``.
-    threads: threads of torch.
-    spend_db: record of spend outside the run (``SpendDb``); None: none.
-    mods: Flower mods around the app.
-    """
-
-    program: Callable[[], ClientProgram]
-    shard: Callable[[int], Shard]
-    seed: int
-    domain: str
-    noise: Mode
-    folder: Path
-    terms: RunTerms
-    in_memory: bool
-    cache_bytes: float
-    threads: int
-    spend_db: SpendStore | None = None
-    mods: tuple[Mod, ...] = ()
-
-
-@dataclass
-class ClientContext:
-    """Context of one client.
-
-    responded_round: last round that this process responded to.
-    masker: mask secrets of round ``keys_round``, of this process only.
-    agreed: last round whose lists were signed, and their text.
-    rehearsed: kinds of queries that were tried successfully.
-    """
-
-    index: int
-    program: ClientProgram
-    shard: Shard
-    streams: RandomStreams
-    store: ClientStore
-    ledger: Ledger
-    terms: RunTerms
-    responded_round: int = -1
-    masker: Masker | None = None
-    keys_round: int = -1
-    agreed: tuple[int, bytes] = (-1, b"")
-    rehearsed: set[str] = field(default_factory=set)
-
-
-class ClientContexts:
-    """Contexts of the clients of this process, built on first use."""
-
-    def __init__(self, setup: ClientSetup) -> None:
-        torch.set_num_threads(setup.threads)
-        self._setup, self._program = setup, setup.program()
-        self._streams = RandomStreams.from_seed(setup.seed, setup.noise)
-        if setup.domain:
-            self._streams = self._streams.at("branch", setup.domain)
-        self._store = ClientStore(setup.folder, setup.in_memory, setup.cache_bytes)
-        self._contexts: dict[int, ClientContext] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, context: Context) -> ClientContext:
-        """Return the context of the client that a message is addressed to."""
-        return self.get(partition_of(context))
-
-    def get(self, client: int) -> ClientContext:
-        """Return the context of a client."""
-        with self._lock:  # one context per client: it stores the last response
-            if client not in self._contexts:
-                try:
-                    self._contexts[client] = self._build(client)
-                except Exception as error:
-                    write_error(self._store.folder(client), "setup", error)
-                    raise
-            return self._contexts[client]
-
-    def _build(self, client: int) -> ClientContext:
-        setup, folder = self._setup, self._store.folder(client)
-        ledger = folder / LEDGER, setup.terms.run, client, setup.noise == "seeded", setup.spend_db
-        return ClientContext(
-            client,
-            self._program,
-            setup.shard(client),
-            self._streams.at("client", client),
-            self._store,
-            Ledger(*ledger),
-            setup.terms,
-        )
-
-
-def partition_of(context: Context) -> int:
-    """Return the index of the client that a message is addressed to."""
-    return int(str(context.node_config["partition-id"]))
 
 
 def client_app(
@@ -249,29 +106,6 @@ def _process_label() -> str:
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no cuda"
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return f"torch {torch.__version__} {cpu} {cuda}"
-
-
-def write_error(folder: Path, kind: str, error: Exception) -> None:
-    """Append an error to the client's log."""
-    trace = traceback.format_exception(error)
-    line = {"kind": kind, "error": type(error).__name__, "problem": str(error), "trace": trace}
-    if (origin := extension_of(error)) is not None:
-        line["at"] = origin
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ERRORS).open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def last_error(file: Path) -> dict[str, Any] | None:
-    """Return the last entry of an error log; None if it is incomplete because its writer died."""
-    try:
-        with file.open("rb") as handle:
-            handle.seek(max(0, file.stat().st_size - _TAIL))
-            line = json.loads(handle.read().decode(errors="replace").splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    complete = isinstance(line, dict) and {"error", "problem", "trace"} <= line.keys()
-    return line if complete else None
 
 
 # --- message handlers -----------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedgen.config.constraints import NonNegative
 from fedgen.errors import FedgenError
-from fedgen.federation.client.app import ClientContext, ClientContexts, ClientSetup, client_app
+from fedgen.federation.client.app import client_app
+from fedgen.federation.client.context import ClientContext, ClientContexts, ClientSetup
 from fedgen.federation.runtimes.local_nodes import GridWrapper
 from fedgen.federation.runtimes.ray_cluster import ray_folder, silence_ray
 

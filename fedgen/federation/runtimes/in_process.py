@@ -9,7 +9,8 @@ from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from fedgen.federation.client.app import ClientContexts, ClientSetup, client_app
+from fedgen.federation.client.app import client_app
+from fedgen.federation.client.context import ClientContexts, ClientSetup
 from fedgen.federation.failures import DEADLINE
 from fedgen.federation.flower_compat import serialize_roundtrip
 from fedgen.federation.runtimes.local_nodes import LocalGrid, LocalNodes, message_timeout

@@ -50,10 +50,9 @@ under the assumption that digest and mask stream are computationally independent
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -70,6 +69,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 from scipy.stats import hypergeom
 
+from fedgen.federation.secagg.secret_sharing import SHARE_BYTES, recover_secret, split_secret
 from fedgen.privacy.aggregation import Secure
 
 Words = NDArray[np.uint32] | NDArray[np.uint64]
@@ -77,16 +77,11 @@ Words = NDArray[np.uint32] | NDArray[np.uint64]
 KEY_BYTES = 96
 """Size of an announcement: two public keys and a commitment."""
 
-_PRIME = 2**256 + 297
-SHARE_BYTES = 33
-"""Size of a share of a secret."""
-
 SEALED_BYTES = 2 * SHARE_BYTES + 16
 """Size of the encrypted shares for a neighbour: a share of each secret, and the authentication
 tag."""
 
 _MAX_FAILURE = 2.0**-60
-_MAX_SUBSETS = 2000  # subsets of shares tried to recover a secret
 _NONCE = bytes(12)  # each key encrypts one text
 
 
@@ -377,6 +372,8 @@ def unmask(
 
         # X25519 accepts variants of a mask key: one more agreement is required
         max_wrong = sums.colluders + (not responded)
+        if len(shares) < graph.shamir:
+            raise MaskingError("too few shares")
         secret, wrong_positions = recover_secret(shares, graph.shamir, is_secret, max_wrong)
         if secret is None:
             helpers = ", ".join(str(neighbours[position - 1]) for position in sorted(shares))
@@ -434,92 +431,3 @@ def _agree(own: bytes, other: bytes, purpose: bytes) -> bytes:
 
 def _names(source: int, target: int) -> bytes:
     return source.to_bytes(8, "big") + target.to_bytes(8, "big")
-
-
-def split_secret(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Split a secret into shares at 1 to ``count``, of which any ``threshold`` recover it (Shamir
-    1979)."""
-    coefficients = [int.from_bytes(secret, "big")]
-    coefficients += [secrets.randbelow(_PRIME) for _ in range(threshold - 1)]
-    shares = []
-    for x in range(1, count + 1):
-        y = 0
-        for coefficient in reversed(coefficients):
-            y = (y * x + coefficient) % _PRIME
-        shares.append(y.to_bytes(SHARE_BYTES, "big"))
-    return shares
-
-
-def recover_secret(
-    shares: Mapping[int, bytes],
-    threshold: int,
-    is_secret: Callable[[bytes], bool],
-    colluders: int = 0,
-) -> tuple[bytes | None, list[int]]:
-    """Recover a secret from shares of which some may be wrong.
-
-    Tries subsets of ``threshold`` shares in order. With one wrong share, or any number after the
-    first ``threshold``, at most ``threshold`` + 1 trials are needed.
-
-    Returns:
-        The secret, or None if no tried subset reconstructs it; and the places of wrong shares. The
-        list is empty if the first subset succeeds, or if it is uncertain: another polynomial of
-        this degree with the same secret agrees with the true one at no more than ``threshold`` - 2
-        further places. More agreeing shares than that, by more than the larger of ``colluders`` and
-        the number of wrong shares, are proof as long as no more clients lie.
-
-    Raises:
-        MaskingError: if there are fewer than ``threshold`` shares.
-    """
-    if len(shares) < threshold:
-        raise MaskingError("too few shares")
-    numbers = {position: int.from_bytes(share, "big") for position, share in shares.items()}
-    subsets = itertools.islice(_subsets(list(shares), threshold), _MAX_SUBSETS)
-    for index, positions in enumerate(subsets):
-        value = _interpolate(0, positions, numbers)
-        if value < 2**256 and is_secret(secret := value.to_bytes(32, "big")):
-            others = shares.keys() - set(positions) if index else ()
-            wrong = [
-                position_
-                for position_ in others
-                if _interpolate(position_, positions, numbers) != numbers[position_]
-            ]
-            agreeing = len(shares) - len(wrong)
-            certain = agreeing > threshold - 2 + max(colluders, len(wrong))
-            return secret, wrong if certain else []
-    return None, []
-
-
-def _subsets(positions: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Yield all subsets of a size; the first ones each omit one position."""
-    first, spare = positions[:size], positions[size:]
-    yield tuple(first)
-    if spare:
-        for omitted in first:
-            yield tuple({*first, spare[0]} - {omitted})
-    yield from itertools.combinations(reversed(positions), size)
-
-
-def _interpolate(x: int, positions: tuple[int, ...], numbers: Mapping[int, int]) -> int:
-    """Evaluate at x the polynomial that interpolates the numbers at some positions."""
-    order = tuple(sorted(positions))
-    return (
-        sum(
-            weight * numbers[position]
-            for weight, position in zip(_weights(x, order), order, strict=True)
-        )
-        % _PRIME
-    )
-
-
-@lru_cache(maxsize=1024)
-def _weights(point: int, positions: tuple[int, ...]) -> tuple[int, ...]:
-    """Return Lagrange weights for the value at a point."""
-    weights = []
-    for x in positions:
-        top = bottom = 1
-        for other in positions:
-            if other != x:
-                top, bottom = top * (point - other) % _PRIME, bottom * (x - other) % _PRIME
-        weights.append(top * pow(bottom, -1, _PRIME) % _PRIME)
-    return tuple(weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -16,13 +16,15 @@ from fedgen.federation.messages import Response
 from fedgen.federation.secagg.masking import (
     KEY_BYTES,
     SEALED_BYTES,
-    SHARE_BYTES,
+    Graph,
     MaskingError,
+    Words,
     build_graph,
     check_keys,
     mask_context,
     unmask,
 )
+from fedgen.federation.secagg.secret_sharing import SHARE_BYTES
 from fedgen.federation.secagg.signing import CREDENTIAL_BYTES
 from fedgen.privacy.aggregation import Secure
 
@@ -68,19 +70,20 @@ def present(responses: Mapping[int, Response]) -> tuple[dict[int, Response], lis
     }, missing
 
 
-def masked_sum(
-    server_round: int,
-    contents: Mapping[int, RecordDict],
-    sums: Secure,
-    run: str,
-    signed: bool,
-    exchange: Exchange,
-    exclude: Callable[[str, int], None],
-    read: Callable[[int, Message], Response],
-) -> dict[int, Response]:
-    """Query a sum by secure aggregation (``masking.py``), which reveals nothing else to the server,
-    and return the responses; that of the first responder has the sum. ``signed``: whether clients
-    sign keys and lists.
+@dataclass(frozen=True)
+class _Dealt:
+    """Keys of the clients, their graph, those that dealt shares, and those that opened them."""
+
+    keys: dict[int, bytes]
+    graph: Graph
+    dealers: set[int]
+    opened: list[int]
+
+
+@dataclass(frozen=True)
+class MaskedSum:
+    """One query of a sum by secure aggregation (``masking.py``), which reveals nothing else to the
+    server.
 
     A client with invalid keys or shares is excluded before any client responds. If one client
     rejects another's signature or sealed share, one of the two violates the protocol:
@@ -88,120 +91,179 @@ def masked_sum(
     revealed shares are ignored if the others suffice (``masking.unmask``); invalid ring elements
     cannot be attributed.
 
-    Args:
-        exclude: called with (kind of failure, client) for each excluded or named client.
-
-    Raises:
-        NoResponseError: if too few clients respond or help.
+    signed: whether clients sign keys and lists.
+    exclude: called with (kind of failure, client) for each excluded or named client.
     """
 
-    def announcement(client: int, reply: Message) -> bytes:
-        announced = messages.read_texts(reply, length)
-        if set(announced) != {client}:
-            raise ValueError("keys of a different client")
-        check_keys(announced[client])
-        return announced[client]
+    server_round: int
+    contents: Mapping[int, RecordDict]
+    sums: Secure
+    run: str
+    signed: bool
+    exchange: Exchange
+    exclude: Callable[[str, int], None]
 
-    def rejected_by(client: int, reply: Message) -> set[int]:
-        rejected = messages.read_rejected(reply)
-        if not rejected <= inboxes[client].keys():
-            raise ValueError("rejects clients that dealt it no share")
-        return rejected
+    def query(self, read: Callable[[int, Message], Response]) -> dict[int, Response]:
+        """Return the responses; that of the first responder has the sum.
 
-    def dealt_by(client: int, reply: Message) -> dict[int, bytes] | set[int]:
-        if signed and (rejected := messages.read_rejected(reply)):
-            if not rejected <= keys.keys():
-                raise ValueError("rejects clients that announced no keys")
-            return rejected
-        dealt = messages.read_texts(reply, SEALED_BYTES)
-        if set(dealt) != set(graph.neighbours(client)) - {client}:
-            raise ValueError("shares for clients other than the neighbours")
-        return dealt
+        Raises:
+            NoResponseError: if too few clients respond or help.
+        """
+        dealt = self._deal()
+        asked = {client: self.contents[client] for client in dealt.opened}
+        responses = self.exchange(messages.ASK, asked, read)
+        dropouts = dealt.dealers - responses.keys()
+        revealed = self._reveal(sorted(responses), sorted(dropouts))
+        first = min(responses)
+        sample = responses[first].arrays["answer"]
+        total = np.zeros(sample.size, f"u{sample.itemsize}")
+        for response in responses.values():
+            total += response.arrays["answer"].reshape(-1).view(total.dtype)
+        words = self._unmask(total, dealt, set(responses), dropouts, revealed)
+        without_arrays = {client: replace(item, arrays={}) for client, item in responses.items()}
+        with_sum = replace(
+            responses[first],
+            arrays={"answer": words.view(sample.dtype).reshape(sample.shape)},
+            clients=tuple(sorted(responses)),
+        )
+        return {**without_arrays, first: with_sum}
 
-    def leave_out_violators(rejections: Mapping[int, set[int]]) -> bool:
-        violators = _violators(rejections, graph.shamir)
-        for client in violators:
-            exclude("contradicted", client)
-        cohort.difference_update(violators)
-        return bool(violators)
+    @property
+    def _digest(self) -> str:
+        return messages.framed_digest(next(iter(self.contents.values())))
 
-    def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
-        return lambda client, reply: messages.read_texts(reply, length)
+    def _deal(self) -> _Dealt:
+        """Exchange keys and shares (keys, shares, open), until no client rejects another's."""
+        cohort = set(self.contents)
 
-    query = messages.framed_digest(next(iter(contents.values())))
-    key_request = messages.pack_keys_for(server_round, query)
-    length = KEY_BYTES + (CREDENTIAL_BYTES if signed else 0)
-    cohort = set(contents)
-    while True:
-        announced = exchange(
-            messages.KEYS, dict.fromkeys(sorted(cohort), key_request), announcement
+        def exclude_violators(rejections: Mapping[int, set[int]]) -> bool:
+            violators = _violators(rejections, graph.shamir)
+            for client in violators:
+                self.exclude("contradicted", client)
+            cohort.difference_update(violators)
+            return bool(violators)
+
+        while True:
+            announced = self._announcements(cohort)
+            cohort = set(announced)
+            keys = {client: text[:KEY_BYTES] for client, text in announced.items()}
+            graph = build_graph(keys, self.sums, self.signed)
+            dealt, rejections = self._shares(announced, graph)
+            cohort.intersection_update(dealt.keys() | rejections.keys())
+            if exclude_violators(rejections):
+                continue
+            opened = self._open(dealt)
+            if not exclude_violators(opened):
+                return _Dealt(keys, graph, set(dealt), list(opened))
+
+    def _announcements(self, cohort: set[int]) -> dict[int, bytes]:
+        """Return the announced keys of each client, with its credential if clients sign."""
+        length = KEY_BYTES + (CREDENTIAL_BYTES if self.signed else 0)
+
+        def announcement(client: int, reply: Message) -> bytes:
+            texts = messages.read_texts(reply, length)
+            if set(texts) != {client}:
+                raise ValueError("keys of a different client")
+            check_keys(texts[client])
+            return texts[client]
+
+        request = messages.pack_keys_for(self.server_round, self._digest)
+        announced = self.exchange(
+            messages.KEYS, dict.fromkeys(sorted(cohort), request), announcement
         )
         for client in _copies(announced):
-            exclude("copied", client)
+            self.exclude("copied", client)
             del announced[client]
-        cohort = set(announced)
-        keys = {client: text[:KEY_BYTES] for client, text in announced.items()}
-        if len(keys) < sums.threshold:
+        if len(announced) < self.sums.threshold:
             raise NoResponseError(
                 "runtime",
-                f"only {len(keys)} of {len(contents)} clients announced distinct keys for round "
-                f"{server_round + 1}; a secure sum needs at least {sums.threshold}",
+                f"only {len(announced)} of {len(self.contents)} clients announced distinct keys "
+                f"for round {self.server_round + 1}; a secure sum needs at least "
+                f"{self.sums.threshold}",
                 "continue with resume=",
             )
-        graph = build_graph(keys, sums, signed)
-        announcements = messages.pack_texts(server_round, announced)
-        replies = exchange(messages.SHARES, dict.fromkeys(keys, announcements), dealt_by)
-        cohort.intersection_update(replies)
-        dealt = {client: item for client, item in replies.items() if isinstance(item, dict)}
-        if leave_out_violators(
-            {client: item for client, item in replies.items() if isinstance(item, set)}
-        ):
-            continue
+        return announced
+
+    def _shares(
+        self, announced: Mapping[int, bytes], graph: Graph
+    ) -> tuple[dict[int, dict[int, bytes]], dict[int, set[int]]]:
+        """Return the sealed shares of each client for each neighbour, and the signatures that
+        others reject."""
+
+        def dealt_by(client: int, reply: Message) -> dict[int, bytes] | set[int]:
+            if self.signed and (rejected := messages.read_rejected(reply)):
+                if not rejected <= announced.keys():
+                    raise ValueError("rejects clients that announced no keys")
+                return rejected
+            dealt = messages.read_texts(reply, SEALED_BYTES)
+            if set(dealt) != set(graph.neighbours(client)) - {client}:
+                raise ValueError("shares for clients other than the neighbours")
+            return dealt
+
+        announcements = messages.pack_texts(self.server_round, announced)
+        replies = self.exchange(messages.SHARES, dict.fromkeys(announced, announcements), dealt_by)
+        return (
+            {client: item for client, item in replies.items() if isinstance(item, dict)},
+            {client: item for client, item in replies.items() if isinstance(item, set)},
+        )
+
+    def _open(self, dealt: Mapping[int, Mapping[int, bytes]]) -> dict[int, set[int]]:
+        """Deliver the sealed shares; return the clients whose shares each one rejects."""
         inboxes = {
             client: {other: item[client] for other, item in dealt.items() if client in item}
             for client in dealt
         }
+
+        def rejected_by(client: int, reply: Message) -> set[int]:
+            rejected = messages.read_rejected(reply)
+            if not rejected <= inboxes[client].keys():
+                raise ValueError("rejects clients that dealt it no share")
+            return rejected
+
         sealed = {
-            client: messages.pack_texts(server_round, inbox) for client, inbox in inboxes.items()
+            client: messages.pack_texts(self.server_round, inbox)
+            for client, inbox in inboxes.items()
         }
-        opened = exchange(messages.OPEN, sealed, rejected_by)
-        if not leave_out_violators(opened):
-            break
-    responses = exchange(messages.ASK, {client: contents[client] for client in opened}, read)
-    responders, dropouts = set(responses), set(dealt) - set(responses)
-    responder_lists = messages.pack_responders(server_round, sorted(responders), sorted(dropouts))
-    if signed:
-        signatures = exchange(
-            messages.AGREE, dict.fromkeys(responses, responder_lists), texts(CREDENTIAL_BYTES)
-        )
-        agreed = {client: item[client] for client, item in signatures.items() if client in item}
-        responder_lists = messages.with_texts(responder_lists, agreed)
-    revealed = exchange(
-        messages.REVEAL, dict.fromkeys(responses, responder_lists), texts(SHARE_BYTES)
-    )
-    first = min(responses)
-    sample = responses[first].arrays["answer"]
-    total = np.zeros(sample.size, f"u{sample.itemsize}")
-    for response in responses.values():
-        total += response.arrays["answer"].reshape(-1).view(total.dtype)
-    try:
-        context = mask_context(run, server_round, query)
-        words, wrong = unmask(total, keys, responders, dropouts, revealed, sums, context, signed)
-    except MaskingError as error:
-        raise NoResponseError(
-            "runtime",
-            f"the sum of round {server_round + 1} cannot be unmasked: {error}",
-            "continue with resume=",
-        ) from error
-    for client in _violators(wrong, graph.shamir):
-        exclude("wrong share", client)
-    without_arrays = {client: replace(item, arrays={}) for client, item in responses.items()}
-    with_sum = replace(
-        responses[first],
-        arrays={"answer": words.view(sample.dtype).reshape(sample.shape)},
-        clients=tuple(sorted(responses)),
-    )
-    return {**without_arrays, first: with_sum}
+        return self.exchange(messages.OPEN, sealed, rejected_by)
+
+    def _reveal(self, responders: list[int], dropouts: list[int]) -> dict[int, dict[int, bytes]]:
+        """Return the shares that each responder reveals: signed lists first, if clients sign."""
+
+        def texts(length: int) -> Callable[[int, Message], dict[int, bytes]]:
+            return lambda client, reply: messages.read_texts(reply, length)
+
+        lists = messages.pack_responders(self.server_round, responders, dropouts)
+        if self.signed:
+            signatures = self.exchange(
+                messages.AGREE, dict.fromkeys(responders, lists), texts(CREDENTIAL_BYTES)
+            )
+            agreed = {client: item[client] for client, item in signatures.items() if client in item}
+            lists = messages.with_texts(lists, agreed)
+        return self.exchange(messages.REVEAL, dict.fromkeys(responders, lists), texts(SHARE_BYTES))
+
+    def _unmask(
+        self,
+        total: Words,
+        dealt: _Dealt,
+        responders: set[int],
+        dropouts: set[int],
+        revealed: Mapping[int, Mapping[int, bytes]],
+    ) -> Words:
+        """Return the sum without masks, and name the clients that revealed wrong shares."""
+        context = mask_context(self.run, self.server_round, self._digest)
+        try:
+            words, wrong = unmask(
+                total, dealt.keys, responders, dropouts, revealed, self.sums, context, self.signed
+            )
+        except MaskingError as error:
+            raise NoResponseError(
+                "runtime",
+                f"the sum of round {self.server_round + 1} cannot be unmasked: {error}",
+                "continue with resume=",
+            ) from error
+        for client in _violators(wrong, dealt.graph.shamir):
+            self.exclude("wrong share", client)
+        return words
 
 
 def _copies(announced: Mapping[int, bytes]) -> list[int]:

@@ -1,0 +1,80 @@
+"""Noise domain of a run: two runs whose seeded noise must differ have different domains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from fedgen.config.device import resolve_device
+from fedgen.config.extensions import is_extension
+from fedgen.data.datasets import Dataset
+from fedgen.data.partition import Index
+from fedgen.errors import FedgenError
+from fedgen.storage.io import digest, read_json
+
+
+def noise_domain(
+    config: DictConfig, held: Dataset, shards: list[Index], noise_multiplier: float | None
+) -> str:
+    """Return the domain that separates the streams of a run from those of other runs with the same
+    seed. It depends on everything that messages depend on: settings, records, and the calibrated
+    noise, which may differ between versions. Two runs that share noise at different scales or on
+    different records would reveal them to a reader of both.
+
+    Empty in mode ``secure``: secret streams belong to the process, and public streams must not
+    depend on private records.
+    """
+    if config.privacy.noise == "secure":
+        return ""
+    whole: Any = OmegaConf.to_container(config, resolve=True)
+    whole["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
+    if whole["privacy"]["images_per_person"] is None:
+        whole["privacy"].pop("images_per_person")
+    chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
+    chosen += [whole["runtime"][key] for key in ("threads", "min_success")]
+    chosen += [whole.get("audit"), resolve_device(config.device), sorted(whole["group"] or [])]
+    chosen.append(rounded_noise(noise_multiplier))
+    if whole["warm_up"]["method"] is not None:
+        chosen.append(whole["warm_up"])
+    if held.classes != held.labels.max(initial=-1) + 1:
+        chosen.append(held.classes)  # the digest of records does not cover unused labels
+    facts = json.dumps(chosen, sort_keys=True).encode(), held.digest.encode()
+    if is_extension(config.partition.type):  # its code is not in the settings
+        return digest(*facts, *(shard.tobytes() for shard in shards))
+    return digest(*facts)
+
+
+def rehearsed_domain(config: DictConfig, noise_multiplier: float | None) -> str | None:
+    """Return the noise domain of the run that a deployment rehearses, to reproduce its bits.
+
+    Raises:
+        FedgenError: if there is no such run, it has other noise, or noise is not seeded.
+    """
+    place = config.runtime.get("rehearses")
+    if place is None:
+        return None
+    key = "runtime.rehearses"
+    if config.privacy.noise != "seeded":
+        raise FedgenError(key, "is for seeded noise", "take privacy.noise=seeded, or null")
+    try:
+        identity = read_json(Path(place) / "run.json")
+        branch, noise = str(identity["branch"]), identity["noise_multiplier"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedgenError(
+            key, f"{place} is no run directory", "give the directory of a finished run"
+        ) from error
+    if noise != rounded_noise(noise_multiplier):  # two scales of one stream reveal records
+        problem = (
+            f"{place} has noise multiplier {noise}, and this {rounded_noise(noise_multiplier)}"
+        )
+        raise FedgenError(key, problem, "rehearse the same settings")
+    return branch
+
+
+def rounded_noise(noise_multiplier: float | None) -> str | None:
+    """Return the noise multiplier with six digits: differences between machines are below that, and
+    noise that differs by less is equal on its grid."""
+    return None if noise_multiplier is None else f"{noise_multiplier:.6g}"
