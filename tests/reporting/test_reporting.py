@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +31,7 @@ from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
 from fedgen.reporting.summary import card, statement, summary
 from fedgen.run import memory as memory_
 from fedgen.run.memory import PeakMemory, memory_of_tree
-from fedgen.storage.folders import unused_folder
+from fedgen.storage.folders import make_folder, unused_folder
 from fedgen.storage.io import TEMPORARY
 from fedgen.storage.run_dir import RunDir
 from fedgen.storage.schemas import schema
@@ -224,18 +225,28 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     "if not _locked(held, fcntl.LOCK_EX) or not _is_unused(path):",
     "if False:",
 )
-def test_of_many_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
-    """And what tells which run it is, is of the one whose folder it is."""
+def test_of_many_that_begin_in_one_folder_at_once_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them see that the folder does not exist. The identity is that of the one that starts
+    there."""
+    barrier = threading.Barrier(8)
 
-    def made(number: int) -> int | None:
+    def make_folder_together(path: Path) -> None:
+        if path == tmp_path / "run":
+            barrier.wait(60)
+        make_folder(path)
+
+    def create(number: int) -> int | None:
         with suppress(FedgenError):
             RunDir.create(tmp_path / "run", OmegaConf.create({}), {"run": number})
             return number
         return None
 
+    monkeypatch.setattr("fedgen.storage.run_dir.make_folder", make_folder_together)
     for _ in range(20):
         with ThreadPoolExecutor(8) as pool:
-            [winner] = [found for found in pool.map(made, range(8)) if found is not None]
+            [winner] = [number for number in pool.map(create, range(8)) if number is not None]
         assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"run": winner}
         shutil.rmtree(tmp_path / "run")
 
