@@ -93,12 +93,12 @@ class Generator:
             FedgenError: for unknown labels, more images than a set has, or an invalid seed.
         """
         with _restored_environment():
-            found = self._loaded
+            published = self._loaded
             streams = RandomStreams.from_seed(seed, "seeded").at("sample")
             listed = labels.tolist() if isinstance(labels, np.ndarray) else labels
-            chosen = labels_of(found, n, listed, streams)
-            images = draw_samples(found.method, found.weights, chosen, streams)
-            return Samples(images, chosen.numpy())
+            image_labels = labels_of(published, n, listed, streams)
+            images = draw_samples(published.method, published.weights, image_labels, streams)
+            return Samples(images, image_labels.numpy())
 
     def classify(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
         """Return labels (n,) of images (n, channels, height, width), (n, height, width) or (n,
@@ -114,12 +114,12 @@ class Generator:
                     "train one: method=mixture, with a teacher (method.private_classifier=ridge)"
                 )
                 raise FedgenError("run", "published no classifier", remedy)
-            given, shape = as_images("what was given", np.asarray(images)), self._loaded.shape
-            if given.shape[1:] != shape:
-                problem = f"are of shape {list(given.shape[1:])}, and it knows {list(shape)}"
+            batch, shape = as_images("what was given", np.asarray(images)), self._loaded.shape
+            if batch.shape[1:] != shape:
+                problem = f"are of shape {list(batch.shape[1:])}, and it knows {list(shape)}"
                 raise FedgenError("images", problem, "bring them to this size")
-            found = classify(self._loaded.weights, torch.from_numpy(given).float() / 255)
-            return np.asarray(found.cpu().numpy())
+            predicted = classify(self._loaded.weights, torch.from_numpy(batch).float() / 255)
+            return np.asarray(predicted.cpu().numpy())
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def load(path: str | Path, device: str = "auto") -> Generator:
     """
     if not isinstance(path, str | PathLike) or "\0" in (place := os.fsdecode(path)):
         raise FedgenError("path", f"{path!r} is no path", "give a run directory, as text")
-    found = Path(place)
-    made = (Run if (found / "results.json").exists() else Generator)(found, device)
-    made.classes  # noqa: B018 (loads it)
-    return made
+    directory = Path(place)
+    generator = (Run if (directory / "results.json").exists() else Generator)(directory, device)
+    generator.classes  # noqa: B018 (loads it)
+    return generator
 
 
 def account(settings: Settings | None = None, /, **more: Any) -> dict[str, Any]:
@@ -206,18 +206,18 @@ def evaluate(
     """
     with _restored_environment(), tempfile.TemporaryDirectory() as place:
         file = Path(place) / "samples.npz"
-        for name, each in (("images", images), ("labels", labels)):
-            if np.asarray(each).dtype.hasobject:
+        for name, array in (("images", images), ("labels", labels)):
+            if np.asarray(array).dtype.hasobject:
                 raise FedgenError(name, "is no array of numbers", "give one of uint8 or integers")
         np.savez(file, images=images, labels=labels)
         config = compose("evaluate", _overrides(settings, {**more, "samples": str(file)}))
         try:
-            found, _ = evaluation.judge_samples(config)
+            results, _ = evaluation.judge_samples(config)
         except FedgenError as error:  # the file is not visible to the caller
             words = [error.key, error.problem, error.remedy]
-            key, problem, remedy = (each.replace(str(file), "what was given") for each in words)
+            key, problem, remedy = (word.replace(str(file), "what was given") for word in words)
             raise FedgenError(key, problem, remedy) from None
-        return {name: value for name, value in found.items() if name != "samples"}
+        return {name: value for name, value in results.items() if name != "samples"}
 
 
 def audit(settings: Settings | None = None, /, **more: Any) -> auditing.AuditResult:
@@ -234,10 +234,10 @@ def _overrides(settings: Settings | None, more: Settings) -> list[str]:
     """Return settings as overrides of the command line."""
     if not isinstance(settings, Mapping | None):
         raise FedgenError("settings", "are no dictionary", 'e.g. {"method.ema": 0.9}')
-    known = {**(settings or {}), **more}
-    if "epsilon" in known:
-        known["privacy.target_epsilon"] = known.pop("epsilon")
-    return [f"{key}={to_override_value(value)}" for key, value in known.items()]
+    merged = {**(settings or {}), **more}
+    if "epsilon" in merged:
+        merged["privacy.target_epsilon"] = merged.pop("epsilon")
+    return [f"{key}={to_override_value(value)}" for key, value in merged.items()]
 
 
 @contextmanager

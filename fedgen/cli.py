@@ -154,22 +154,22 @@ def help_text(command: str = "") -> str:
     if command in COMMANDS:
         head, _, options = _HELP.partition("settings (defaults")
         uses = re.split(r"\n(?=  fedgen )", head.rstrip())[1:]
-        own = [use for use in uses if use.startswith(f"  fedgen {command} ")]
-        words = " ".join(itertools.takewhile(str.isalpha, own[0].split()))
-        own.append(f"  {words} --cfg".ljust(42) + "its settings and their defaults")
-        text = "\n".join(["usage:", *own, ""])
+        command_uses = [use for use in uses if use.startswith(f"  fedgen {command} ")]
+        words = " ".join(itertools.takewhile(str.isalpha, command_uses[0].split()))
+        command_uses.append(f"  {words} --cfg".ljust(42) + "its settings and their defaults")
+        text = "\n".join(["usage:", *command_uses, ""])
         if COMMANDS[command].settings in _RUN_COMMANDS:
             text += f"\nsettings (defaults{options}"
-    return re.sub(r"\b(\w+)=<\1>", lambda found: f"{found[1]}={_list_group(found[1])}", text)
+    return re.sub(r"\b(\w+)=<\1>", lambda match: f"{match[1]}={_list_group(match[1])}", text)
 
 
 def _list_group(group: str) -> str:
     """Return the options of a group as ``a|b|c``, wrapped."""
     from fedgen.config.extensions import config_folders
 
-    found = {file.stem for place in config_folders() for file in (place / group).glob("*.yaml")}
+    options = {file.stem for place in config_folders() for file in (place / group).glob("*.yaml")}
     lines = [""]
-    for name in sorted(found):
+    for name in sorted(options):
         if len(lines[-1]) + len(name) > _WIDE:
             lines.append("")
         lines[-1] += f"{name}|"
@@ -210,10 +210,10 @@ def _command(command: str, *rest: str) -> None:
     if command == "account" and published and published[-1] != "published=null":
         _check_only(rest, ("published", "output"), "account published=...")
     if command == "link":
-        asked = {word.partition("=")[0] for word in rest}
-        if "name" in asked and "accept" not in asked:
+        keys = {word.partition("=")[0] for word in rest}
+        if "name" in keys and "accept" not in keys:
             raise FedgenError("name", "is of accept=KEY.pub, which is not given", "leave it out")
-        if "accept" in asked:
+        if "accept" in keys:
             _check_only(rest, ("accept", "name", "home", "port"), "link accept=...")
     if command == "node" and rest[:1] == ("log",):
         rest = ("log=true", *rest[1:])
@@ -246,8 +246,8 @@ def _check_only(words: Sequence[str], keys: Sequence[str], command: str) -> None
     """Raise FedgenError for a setting that a command does not read."""
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
-        known = key in keys or key.partition(".")[0] in keys or key == "hydra.searchpath"
-        if "=" in word and not known:
+        is_read = key in keys or key.partition(".")[0] in keys or key == "hydra.searchpath"
+        if "=" in word and not is_read:
             problem = f"is not read by fedgen {command}"
             raise FedgenError(key, problem, f"leave it out; it reads {', '.join(keys)}")
 
@@ -277,13 +277,13 @@ def _jobs(rest: Sequence[str]) -> int | None:
     Raises:
         FedgenError: if it is not a whole number.
     """
-    found = [word.removeprefix("jobs=") for word in rest if word.startswith("jobs=")]
-    if not found or found[-1] == "null":
+    values = [word.removeprefix("jobs=") for word in rest if word.startswith("jobs=")]
+    if not values or values[-1] == "null":
         return None
-    if not found[-1].isdecimal():
-        problem = f"must be a whole number from 1 to 1024, got {found[-1]}"
+    if not values[-1].isdecimal():
+        problem = f"must be a whole number from 1 to 1024, got {values[-1]}"
         raise FedgenError("jobs", problem, "correct it")
-    return int(found[-1])
+    return int(values[-1])
 
 
 def _print_resolved(config: DictConfig) -> str:
@@ -376,8 +376,8 @@ def _report(config: DictConfig) -> str:
 def _release(config: DictConfig) -> str:
     from fedgen.commands import release
 
-    made, packed = release.release(config)
-    return _print_run_dir(made, f"publish {packed} only; keep everything else on the server")
+    run_dir, packed = release.release(config)
+    return _print_run_dir(run_dir, f"publish {packed} only; keep everything else on the server")
 
 
 def _new(config: DictConfig) -> str:

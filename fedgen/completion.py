@@ -36,40 +36,42 @@ def complete(line: str, commands: Mapping[str, str]) -> list[str]:
     """
     _, *words = line.split(" ")
     if len(words) < 2:
-        found: Collection[str] = commands
+        candidates: Collection[str] = commands
     elif words[0] not in commands:
-        found = ()
+        candidates = ()
     else:
-        found = set(
+        candidates = set(
             _settings(commands[words[0]], [word for word in words[1:-1] if word], words[-1])
         )
-    return sorted(word for word in found if word.startswith(words[-1] if words else ""))
+    return sorted(word for word in candidates if word.startswith(words[-1] if words else ""))
 
 
-def _settings(name: str, given: Sequence[str], last: str) -> Iterator[str]:
+def _settings(name: str, overrides: Sequence[str], last: str) -> Iterator[str]:
     """Return keys with ``=``, of the options chosen so far; or the options of a group."""
     from omegaconf import OmegaConf
 
     from fedgen.config.compose import compose, defaults
     from fedgen.config.extensions import CONFIGS, config_folders
 
-    key, told, _ = last.partition("=")
-    options = [file for place in config_folders() for file in (place / key).glob("*.yaml") if told]
+    key, value_prefix, _ = last.partition("=")
+    options = [
+        file for place in config_folders() for file in (place / key).glob("*.yaml") if value_prefix
+    ]
     if options:
         yield from (f"{key}={file.stem}" for file in options)
         return
-    if key == "published" and told:
+    if key == "published" and value_prefix:
         recipes = OmegaConf.load(CONFIGS / "published.yaml")
         yield from (f"published={recipe!s}" for recipe in recipes)
         return
     config, groups = defaults(name)
     with suppress(FedgenError):  # incomplete or invalid overrides: use the defaults
-        config = compose(name, list(given))
+        config = compose(name, list(overrides))
     yield from (f"{group}=" for group in groups)
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    for each in _keys({key: value for key, value in plain.items() if key != "names"}, ""):
-        behind, dot, _ = each[len(last) :].partition(".")
-        yield f"{each[: len(last)]}{behind}{dot or '='}"  # up to the next dot
+    for setting in _keys({key: value for key, value in plain.items() if key != "names"}, ""):
+        behind, dot, _ = setting[len(last) :].partition(".")
+        yield f"{setting[: len(last)]}{behind}{dot or '='}"  # up to the next dot
 
 
 def _keys(settings: Mapping[Any, Any], above: str) -> Iterator[str]:

@@ -69,17 +69,17 @@ def _describe(ready: Setup, views: dict[str, Epsilon]) -> str:
         f"δ = {privacy.delta:g}",
         f"sampling: {plan.sampler}; noise multiplier: {noise}",
     ]
-    for name, found in views.items():
-        by, reason = amplification(plan, name, found)
+    for name, epsilon in views.items():
+        by, reason = amplification(plan, name, epsilon)
         rows = plan.samples_per_round * plan.queries_in(privacy.budget.rounds)
         event = plan.server_event(min(privacy.budget.samples_per_client, rows))
-        if plan.release_event is not None and found != views["server"]:
+        if plan.release_event is not None and epsilon != views["server"]:
             event = plan.release_event(privacy.budget.rounds)
         second = ""
-        if found.second_opinion is not None:
-            second = f", second opinion {format_epsilon(found.second_opinion)}"
+        if epsilon.second_opinion is not None:
+            second = f", second opinion {format_epsilon(epsilon.second_opinion)}"
         lines += [
-            f"{name}: proven ε = {format_epsilon(found.value)} ({found.accountant}{second})",
+            f"{name}: proven ε = {format_epsilon(epsilon.value)} ({epsilon.accountant}{second})",
             f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
             f"  counted: {describe(canonical(event))}",
         ]
@@ -105,10 +105,12 @@ def _compare_aggregations(ready: Setup) -> list[str]:
             budget.samples_per_client,
             method.plan.samples_per_round * method.plan.queries_in(budget.rounds),
         )
-        own = replace(budget, samples_per_client=rows)
+        capped_budget = replace(budget, samples_per_client=rows)
         server, release = (
-            format_epsilon(epsilon_for(method, own, budget.rounds, rows, delta, who).value)
-            for who in (True, False)
+            format_epsilon(
+                epsilon_for(method, capped_budget, budget.rounds, rows, delta, against_server).value
+            )
+            for against_server in (True, False)
         )
         sums = method.plan.aggregation
         shares = method.cohort.responses_per_sample if sums.is_local else 1.0

@@ -59,7 +59,7 @@ class Recipe:
             return self.event(written, noise)
         written = _with_noise(written, noise)
         if written["event"] == "composed":
-            return ComposedDpEvent([from_json(each) for each in written["of"]])
+            return ComposedDpEvent([from_json(event) for event in written["of"]])
         return from_json(written)
 
     def proven(self, noise: float, by: Accountant = epsilon) -> dict[str, Epsilon]:
@@ -75,7 +75,7 @@ class Recipe:
         bound."""
 
         def largest(noise: float, by: Accountant) -> float:
-            return max(found.value or 0.0 for found in self.proven(noise, by).values())
+            return max(bound.value or 0.0 for bound in self.proven(noise, by).values())
 
         return min_noise_multiplier(
             lambda noise: largest(noise, epsilon),
@@ -90,17 +90,19 @@ def _with_noise(written: Any, noise: float) -> Any:
         return {"event": "gaussian", "noise_multiplier": noise}
     if isinstance(written, dict):
         # the kind of an event may be "gaussian", too
-        others = {key: _with_noise(each, noise) for key, each in written.items() if key != "event"}
+        others = {
+            key: _with_noise(value, noise) for key, value in written.items() if key != "event"
+        }
         return {"event": written["event"], **others}
     if isinstance(written, list):
-        return [_with_noise(each, noise) for each in written]
+        return [_with_noise(item, noise) for item in written]
     return written
 
 
 @functools.cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load((CONFIGS / "published.yaml").read_text())
-    return found
+    recipes: dict[str, dict[str, Any]] = yaml.safe_load((CONFIGS / "published.yaml").read_text())
+    return recipes
 
 
 def names() -> list[str]:
@@ -126,9 +128,9 @@ def table(which: str) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor() as pool, RunProgress(stderr=True) as progress:
         for done in as_completed([pool.submit(row, name) for name in longest_first]):
-            found = done.result()
-            rows[found["name"]] = found
-            progress.show("recipes", len(rows), len(longest_first), found["name"], end=False)
+            recipe_row = done.result()
+            rows[recipe_row["name"]] = recipe_row
+            progress.show("recipes", len(rows), len(longest_first), recipe_row["name"], end=False)
     return [rows[name] for name in names()]
 
 
@@ -137,24 +139,27 @@ def row(name: str) -> dict[str, Any]:
     recipe = Recipe.load(name)
     facts = recipe.facts
     copied = ("recipe", "data", "unit", "relation", "delta", "claimed_epsilon", "noise_multiplier")
-    own = {"name": name, **{key: facts[key] for key in (*copied, "steps", "source", "note")}}
+    published_figures = {
+        "name": name,
+        **{key: facts[key] for key in (*copied, "steps", "source", "note")},
+    }
     if facts["formula"] is None:
-        return {**own, **dict.fromkeys(_COUNTING)}
-    found = recipe.proven(facts["noise_multiplier"])
+        return {**published_figures, **dict.fromkeys(_COUNTING)}
+    proven = recipe.proven(facts["noise_multiplier"])
     event = recipe.event("formula", facts["noise_multiplier"])
     relation = Relation(facts.get("formula_relation", facts["relation"]))
     goal = facts["claimed_epsilon"] or facts["target_epsilon"]
-    bound = "release" if found["server"].value is None else "server"
+    bound = "release" if proven["server"].value is None else "server"
     counted = (
         or_null(claimed_by_rdp(event, facts["delta"], relation)),
-        or_null(found["server"].value),
-        or_null(found["release"].value),
-        found[bound].accountant,
-        or_null(_by_rdp(found[bound])),
+        or_null(proven["server"].value),
+        or_null(proven["release"].value),
+        proven[bound].accountant,
+        or_null(_by_rdp(proven[bound])),
         recipe.noise_for_claim(goal),
         goal,
     )
-    return {**own, **dict(zip(_COUNTING, counted, strict=True))}
+    return {**published_figures, **dict(zip(_COUNTING, counted, strict=True))}
 
 
 _COUNTING = (
@@ -169,8 +174,8 @@ _COUNTING = (
 """What a row has of a recipe that can be counted."""
 
 
-def _by_rdp(found: Epsilon) -> float | None:
-    return found.value if found.accountant.startswith("RDP") else found.second_opinion
+def _by_rdp(bound: Epsilon) -> float | None:
+    return bound.value if bound.accountant.startswith("RDP") else bound.second_opinion
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
@@ -190,14 +195,16 @@ def describe(rows: list[dict[str, Any]]) -> str:
     ]
     lines = [head] + [
         [
-            each["recipe"],
-            each["data"],
-            each["unit"],
-            f"{each['delta']:.0e}".replace("e-0", "e-"),
-            "none" if each["claimed_epsilon"] is None else f"{each['claimed_epsilon']:g}",
-            *_describe_counting(each),
+            recipe_row["recipe"],
+            recipe_row["data"],
+            recipe_row["unit"],
+            f"{recipe_row['delta']:.0e}".replace("e-0", "e-"),
+            "none"
+            if recipe_row["claimed_epsilon"] is None
+            else f"{recipe_row['claimed_epsilon']:g}",
+            *_describe_counting(recipe_row),
         ]
-        for each in rows
+        for recipe_row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     lines.insert(1, ["-" * width for width in widths])
@@ -209,15 +216,15 @@ def describe(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _describe_counting(found: dict[str, Any]) -> list[str]:
-    if found["accountant"] is None:
+def _describe_counting(recipe_row: dict[str, Any]) -> list[str]:
+    if recipe_row["accountant"] is None:
         return ["none"] * 6
-    aim = "" if found["claimed_epsilon"] else f" (ε = {found['target_epsilon']:g})"
+    aim = "" if recipe_row["claimed_epsilon"] else f" (ε = {recipe_row['target_epsilon']:g})"
     return [
-        *(_short(found[f"{part}_epsilon"]) for part in ("formula", "server", "release")),
-        f"{found['noise_multiplier']:g}",
-        f"{found['noise_multiplier_for_claim']:.3g}{aim}",
-        f"{found['steps']:,}",
+        *(_short(recipe_row[f"{part}_epsilon"]) for part in ("formula", "server", "release")),
+        f"{recipe_row['noise_multiplier']:g}",
+        f"{recipe_row['noise_multiplier_for_claim']:.3g}{aim}",
+        f"{recipe_row['steps']:,}",
     ]
 
 

@@ -46,25 +46,25 @@ def audit(config: DictConfig) -> AuditResult:
     Raises:
         FedgenError: for an invalid setting, or if an attack refutes a proven ε.
     """
-    chosen = config.audit
-    check_audit(chosen)
+    settings = config.audit
+    check_audit(settings)
     if config.resume is not None:
         raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
     ready = setup.setup(config)
     program = _ProgramAttacks()
-    if chosen.releases:
+    if settings.releases:
         program = _attack_program(config, ready)
     guessed: list[LowerBound] = []
     lines = program.lines
-    if chosen.canaries:
+    if settings.canaries:
         run = train(
             config,
             watch=lambda ready, state, proven: guessed.append(guess_canaries(ready, state, proven)),
         )
         _write(config, run, program, guessed)
         lines += [
-            f"run with {chosen.canaries} canaries, after round {guessed[-1].releases}: "
-            f"{_describe(guessed[-1], chosen.confidence)}",
+            f"run with {settings.canaries} canaries, after round {guessed[-1].releases}: "
+            f"{_describe(guessed[-1], settings.confidence)}",
             str(run / "audit.json"),
             str(run / "audit.png"),
         ]
@@ -73,7 +73,7 @@ def audit(config: DictConfig) -> AuditResult:
         print(text)
         raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
     head = []
-    if program.noises and not chosen.noise_multiplier:
+    if program.noises and not settings.noise_multiplier:
         head = [
             f"client programs at noise of their own: one release costs ε = {TARGET_EPSILON:g}, "
             "where an attack has most power (audit.noise_multiplier=... sets another noise)"
@@ -95,17 +95,17 @@ class _ProgramAttacks:
 def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
     """Attack the client program, from each view and for each kind of query, and the bytes of its
     replies."""
-    chosen, delta, result = config.audit, config.privacy.delta, _ProgramAttacks()
+    settings, delta, result = config.audit, config.privacy.delta, _ProgramAttacks()
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in adversaries(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks):
-        noise = chosen.noise_multiplier or distinguishing_noise(ready, sight, kind)
+        noise = settings.noise_multiplier or distinguishing_noise(ready, sight, kind)
         method = ready.at_noise(noise)
         worst = method.worst_cases()[kind]
         fixed = worst.custom_noise
         if len(kinds) > 1:
             sight = replace(sight, name=f"{sight.name}, {next(iter(worst.query.samples))}")
-        trials = max(2 * MIN_TRIALS, chosen.releases // sight.sees_sum)
+        trials = max(2 * MIN_TRIALS, settings.releases // sight.sees_sum)
         stage = f"{sight.name}, {number + 1}/{len(attacks)}"
         with RunProgress() as progress:
             points = attack(
@@ -114,10 +114,10 @@ def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
                 worst,
                 sight,
                 releases=trials,
-                confidence=chosen.confidence,
+                confidence=settings.confidence,
                 delta=delta,
                 streams=ready.streams.at("audit", number),
-                told=partial(_progress_callback, progress, 2 * trials, stage),
+                report_progress=partial(_progress_callback, progress, 2 * trials, stage),
             )
         result.points += points
         result.noises[sight.name] = None if fixed else noise
@@ -125,14 +125,14 @@ def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
         result.lines += [
             f"{sight.name}, {trials:,} releases of each of two neighbours at {of}, "
             f"{point.releases} together: "
-            f"{_describe(point, chosen.confidence)}"
+            f"{_describe(point, settings.confidence)}"
             for point in points
         ]
-    point = attack_bytes(ready, chosen.releases, chosen.confidence, delta)
+    point = attack_bytes(ready, settings.releases, settings.confidence, delta)
     result.points.append(point)
     result.lines.append(
-        f"{BYTES_OF_REPLY}, {chosen.releases:,} releases of each of two neighbours at noise "
-        f"multiplier {HIGH_NOISE:g}: {_describe(point, chosen.confidence)}"
+        f"{BYTES_OF_REPLY}, {settings.releases:,} releases of each of two neighbours at noise "
+        f"multiplier {HIGH_NOISE:g}: {_describe(point, settings.confidence)}"
     )
     return result
 
@@ -141,14 +141,14 @@ def _write(
     config: DictConfig, run: Path, program: _ProgramAttacks, guessed: list[LowerBound]
 ) -> None:
     """Write ``audit.json`` and ``audit.png`` into the run directory."""
-    chosen, delta = config.audit, config.privacy.delta
-    facts = {"releases": chosen.releases, "noise_multipliers": program.noises}
+    settings, delta = config.audit, config.privacy.delta
+    facts = {"releases": settings.releases, "noise_multipliers": program.noises}
     record: dict[str, Any] = {
         "schema": 2,
-        "confidence": chosen.confidence,
+        "confidence": settings.confidence,
         "delta": delta,
         "program": {**facts, "points": [asdict(point) for point in program.points]},
-        "run": {"canaries": chosen.canaries, "points": [asdict(point) for point in guessed]},
+        "run": {"canaries": settings.canaries, "points": [asdict(point) for point in guessed]},
     }
     RunDir(run).write("audit", record)
     panels = {
@@ -158,21 +158,21 @@ def _write(
         for name in program.noises
     }
     panels["run, rounds"] = [(p.releases, p.lower_bound, p.proven) for p in guessed]
-    lower_bounds(panels, delta, chosen.confidence, run / "audit.png")
+    lower_bounds(panels, delta, settings.confidence, run / "audit.png")
 
 
 def _progress_callback(progress: RunProgress, of: int, stage: str, done: int) -> None:
     progress.show("simulated releases", done, of, stage)
 
 
-def check_audit(chosen: DictConfig) -> None:
+def check_audit(settings: DictConfig) -> None:
     """Raise FedgenError for an invalid audit."""
     for key, least in (("releases", 2 * MIN_TRIALS), ("canaries", 4)):
-        if chosen[key] and not least <= chosen[key] <= 10**7:
+        if settings[key] and not least <= settings[key] <= 10**7:
             raise FedgenError(
-                f"audit.{key}", f"must be 0 or at least {least}, got {chosen[key]}", "correct it"
+                f"audit.{key}", f"must be 0 or at least {least}, got {settings[key]}", "correct it"
             )
-    if not chosen.releases and not chosen.canaries:
+    if not settings.releases and not settings.canaries:
         raise FedgenError(
             "audit.releases", "0 releases and 0 canaries leave nothing to attack", "raise either"
         )

@@ -52,24 +52,24 @@ def benchmark(config: DictConfig) -> str:
             failed.
         Interrupted: if it was asked to end; the runs keep their checkpoints.
     """
-    whole = read_matrix(str(config.matrix))
-    matrix = select(whole, config)
+    full_matrix = read_matrix(str(config.matrix))
+    matrix = select(full_matrix, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     check_no_links(place, "run_dir")
     points = list(expand(matrix, place))
-    known = {point.name: point for point in [*expand(whole, place), *points]}
+    points_by_name = {point.name: point for point in [*expand(full_matrix, place), *points]}
     for point in points:
         check_runnable(point)
-    for point in known.values():  # the table may include runs not requested now
+    for point in points_by_name.values():  # the table may include runs not requested now
         if (place / point.name / "config.yaml").exists():
             check_same_settings(point.config, place / point.name)
             _check_same_evaluation(point, place)
     failed = complete({point.name: point.config for point in points}, place, config.jobs, "runs")
-    done = [point for point in known.values() if RunDir(place / point.name).finished]
-    asked = {point.name for point in points}
-    begun = [name for name in known if name in asked or (place / name).exists()]
+    done = [point for point in points_by_name.values() if RunDir(place / point.name).finished]
+    requested_names = {point.name for point in points}
+    begun = [name for name in points_by_name if name in requested_names or (place / name).exists()]
     left = [f"{name}: not finished" for name in begun if name not in {p.name for p in done}]
-    words = write_table(whole, done, left, place) if done else ""
+    words = write_table(full_matrix, done, left, place) if done else ""
     if failed:
         print(words, end="")
         raise FedgenError(
@@ -83,8 +83,8 @@ def _check_same_evaluation(point: GridPoint, place: Path) -> None:
     run = place / point.name
     if not RunDir(run).finished:
         return
-    chosen = OmegaConf.to_container(point.config.evaluation, resolve=True)
-    if RunDir(run).results().get("judged_by") != chosen:
+    evaluation_settings = OmegaConf.to_container(point.config.evaluation, resolve=True)
+    if RunDir(run).results().get("judged_by") != evaluation_settings:
         problem = f"{run} was judged in another way since"
         raise FedgenError("run_dir", problem, "judge it again as the matrix does, or remove it")
 
@@ -110,7 +110,7 @@ def write_table(
     for point in points:
         stopped = RunDir(place / point.name).results()["stopped"]
         left = [*left, f"{point.name}: stopped early, {stopped}"] if stopped else left
-    text = "\n".join([_markdown(rows), *(f"- {each}" for each in left), *([""] if left else [])])
+    text = "\n".join([_markdown(rows), *(f"- {note}" for note in left), *([""] if left else [])])
     for suffix, written in (
         ("csv", file.getvalue()),
         ("md", text),
@@ -154,17 +154,17 @@ def _row(matrix: DictConfig, cell: Sequence[GridPoint], place: Path) -> _Row:
     scores: dict[str, list[float | None]] = {}
     for result in results:
         for kind in ("gen2real", "real2gen"):
-            for name, found in result[kind].items():
-                scores.setdefault(f"{kind}_{name}", []).append(found["mean"])
-        for name, found in zip(("average", "calibrated"), averages(result), strict=True):
-            scores.setdefault(f"gen2real_{name}", []).append(found)
-        for name, found in metrics.columns(result).items():
-            scores.setdefault(name, []).append(found)
-    for name, found in scores.items():
-        known = [value for value in found if value is not None]
-        whole = len(known) == len(cell)  # a mean requires all runs
-        row[name] = mean(known) if whole else None
-        row[f"{name}_std"] = stdev(known) if whole and len(known) > 1 else None
+            for name, score in result[kind].items():
+                scores.setdefault(f"{kind}_{name}", []).append(score["mean"])
+        for name, accuracy in zip(("average", "calibrated"), averages(result), strict=True):
+            scores.setdefault(f"gen2real_{name}", []).append(accuracy)
+        for name, metric_value in metrics.columns(result).items():
+            scores.setdefault(name, []).append(metric_value)
+    for name, values in scores.items():
+        measured = [value for value in values if value is not None]
+        all_measured = len(measured) == len(cell)  # a mean requires all runs
+        row[name] = mean(measured) if all_measured else None
+        row[f"{name}_std"] = stdev(measured) if all_measured and len(measured) > 1 else None
     row["paper_gen2real_cnn"] = paper.get(target_name(first.epsilon))
     row["training_seconds"] = mean(r["seconds"] for r in results)
     row["peak_rss_bytes"] = max(r["peak_rss_bytes"] for r in results)
@@ -178,20 +178,22 @@ def _row(matrix: DictConfig, cell: Sequence[GridPoint], place: Path) -> _Row:
 def _median_client_epsilon(record: dict[str, Any]) -> float | None:
     """Return the median ε against the server over responding clients; None (no bound) counts as the
     largest."""
-    found = [each["server"] for each in record["clients"].values() if each["releases"]] or [0.0]
-    middle = sorted(math.inf if each is None else each for each in found)[len(found) // 2]
+    epsilons = [
+        client["server"] for client in record["clients"].values() if client["releases"]
+    ] or [0.0]
+    middle = sorted(math.inf if value is None else value for value in epsilons)[len(epsilons) // 2]
     return None if math.isinf(middle) else middle
 
 
 def _max_or_none(values: Sequence[float | None]) -> float | None:
     """Return the maximum; None (no bound) if any is None."""
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+    bounded = [value for value in values if value is not None]
+    return max(bounded) if len(bounded) == len(values) else None
 
 
 def _markdown(rows: Sequence[_Row]) -> str:
     """Return the table as Markdown: percent, mean ± standard deviation over seeds."""
-    shown = [
+    accuracy_columns = [
         name
         for name in dict.fromkeys(itertools.chain(*rows))
         if name.startswith("gen2real_") and not name.endswith("_std")
@@ -200,7 +202,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
         name for name in metrics.column_names() if any(row.get(name) is not None for row in rows)
     ]
     head = ["data", "method", "proven ε (server / release) at δ", "formula", "n"]
-    head += [name.removeprefix("gen2real_").replace("_", " ") for name in shown]
+    head += [name.removeprefix("gen2real_").replace("_", " ") for name in accuracy_columns]
     head += [name.replace("_", " ") for name in others]
     head += ["paper's CNN", "training", "memory", "bytes up"]
     federated = any(row["clients"] > 1 for row in rows)
@@ -219,7 +221,7 @@ def _markdown(rows: Sequence[_Row]) -> str:
                 f"{format_epsilon(row['release_epsilon'])} per {row['unit']} at {row['delta']:g}",
                 "" if formula is None else f"{formula:.4g}",
                 str(row["seeds"]),
-                *(_mean_and_std(row, name, 100, 1) for name in shown),
+                *(_mean_and_std(row, name, 100, 1) for name in accuracy_columns),
                 *(_mean_and_std(row, name, 1, 2) for name in others),
                 ""
                 if row["paper_gen2real_cnn"] is None
@@ -257,8 +259,8 @@ def _curve(cell: Sequence[GridPoint], place: Path) -> list[tuple[float, float, f
         lines, results = run_dir.metrics(), run_dir.results()
         spent = {line["round"]: line["epsilon"]["server"] for line in lines if "epsilon" in line}
         judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
-        for round_, found in (judged | {results["rounds"]: results["gen2real"]}).items():
-            score = next(iter(found.values()), {"mean": None})["mean"]
+        for round_, accuracies in (judged | {results["rounds"]: results["gen2real"]}).items():
+            score = next(iter(accuracies.values()), {"mean": None})["mean"]
             by = [value for at, value in spent.items() if at >= round_]  # from a later line
             if score is not None and by and by[0] is not None:
                 along.setdefault(round_, []).append((by[0], score))

@@ -22,17 +22,19 @@ def check(config: DictConfig) -> str:
         FedgenError: for settings or data that training would refuse.
     """
     validation.check(config)
-    found, shards = partitioned_data(config)
-    channels, height, width = found.shape
+    dataset, shards = partitioned_data(config)
+    channels, height, width = dataset.shape
     kind = "grey" if channels == 1 else "RGB"
-    rows, test = len(found.labels), len(found.test_labels)
-    counts = np.bincount(found.labels, minlength=found.classes)
+    rows, test = len(dataset.labels), len(dataset.test_labels)
+    counts = np.bincount(dataset.labels, minlength=dataset.classes)
     lines = [
-        f"{found.name}: {rows:,} images to train on, {test:,} to test on, {width}x{height} {kind}",
-        f"{found.classes} label{'s' if found.classes > 1 else ''}, with {_describe_counts(counts)}",
+        f"{dataset.name}: {rows:,} images to train on, {test:,} to test on, "
+        f"{width}x{height} {kind}",
+        f"{dataset.classes} label{'s' if dataset.classes > 1 else ''}, "
+        f"with {_describe_counts(counts)}",
     ]
-    if found.writers is not None:
-        of = np.unique(found.writers, return_counts=True)[1]
+    if dataset.writers is not None:
+        of = np.unique(dataset.writers, return_counts=True)[1]
         lines.append(f"{len(of):,} clients, with {_describe_counts(of)}")
     if len(shards) > 1:
         sizes = np.array([len(shard) for shard in shards])
@@ -40,18 +42,18 @@ def check(config: DictConfig) -> str:
             f"partition={config.names.partition}: {len(shards):,} clients, "
             f"{_describe_counts(sizes)}"
         )
-    if found.persons is not None and found.has_persons:
-        of = np.unique(found.persons, return_counts=True)[1]
+    if dataset.persons is not None and dataset.has_persons:
+        of = np.unique(dataset.persons, return_counts=True)[1]
         lines.append(f"{len(of):,} persons, with {_describe_counts(of)}")
-    if found.names is not None:
-        names = ", ".join(found.names[:_MAX_NAMES])
+    if dataset.names is not None:
+        names = ", ".join(dataset.names[:_MAX_NAMES])
         lines.append(f"labels, published by name (data.names=false: by number): {names}")
-    lines += [f"warning: {each}" for each in _warnings(found, counts, test)]
+    lines += [f"warning: {warning}" for warning in _warnings(dataset, counts, test)]
     if (wrong := delta_problem(config.privacy.delta, rows, "image")) is not None:
         lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
-    fitting = _suggested_overrides(found, usual.data.get("public_rows") is not None)
+    fitting = _suggested_overrides(dataset, usual.data.get("public_rows") is not None)
     lines.append(
         f"fits: fedgen train {shell_quote([*_data_overrides(config, usual), *fitting, epsilon])}"
     )
@@ -66,29 +68,31 @@ def check(config: DictConfig) -> str:
     return "\n".join(lines)
 
 
-def _warnings(found: Dataset, counts: np.ndarray, test: int) -> list[str]:
-    said = []
-    if found.classes == 1:
-        said.append("all images have one label: the utility of samples cannot be measured")
-    said += narrow_range(found) + rare_labels(found, counts)
+def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
+    warnings = []
+    if dataset.classes == 1:
+        warnings.append("all images have one label: the utility of samples cannot be measured")
+    warnings += narrow_range(dataset) + rare_labels(dataset, counts)
     if test < MIN_IMAGES:
-        said.append(
+        warnings.append(
             f"{test} test images are few for an evaluation: consider the confidence intervals"
         )
-    if found.example_keys.moves:
-        said.append(
-            f"{found.example_keys.moves}: methods with sums accept these images, and those that "
+    if dataset.example_keys.moves:
+        warnings.append(
+            f"{dataset.example_keys.moves}: methods with sums accept these images, and those that "
             "protect replaced records refuse them"
         )
-    if found.has_persons and _persons_span_clients(found):
-        said.append(
+    if dataset.has_persons and _persons_span_clients(dataset):
+        warnings.append(
             "a person has images at several clients, and no client can protect them alone: with "
             "privacy.unit=person use partition=single"
         )
-    said += unread_columns(found)
-    if found.persons is None:
-        said.append("ε protects single images: several images of one person are separate records")
-    return said
+    warnings += unread_columns(dataset)
+    if dataset.persons is None:
+        warnings.append(
+            "ε protects single images: several images of one person are separate records"
+        )
+    return warnings
 
 
 _MIN_IMAGES_FOR_CLASSIFIER = 10_000  # with fewer, its labels are worse than those of samples
@@ -112,28 +116,30 @@ def _data_overrides(config: DictConfig, usual: DictConfig) -> list[str]:
     return words
 
 
-def _suggested_overrides(found: Dataset, known: bool) -> list[str]:
+def _suggested_overrides(dataset: Dataset, has_public_rows: bool) -> list[str]:
     """Return overrides that suit the data; numbers of images are rounded, because settings are
     public."""
-    count = len(found.labels)
-    by = "by_folder" if found.persons is None or found.has_persons else "by_writer"
-    clients = [f"partition={by}", "privacy.aggregation=secure"] if found.writers is not None else []
+    count = len(dataset.labels)
+    by = "by_folder" if dataset.persons is None or dataset.has_persons else "by_writer"
+    clients = (
+        [f"partition={by}", "privacy.aggregation=secure"] if dataset.writers is not None else []
+    )
     persons = []
-    if found.persons is not None and found.has_persons:
-        of = np.unique(found.persons, return_counts=True)[1]
+    if dataset.persons is not None and dataset.has_persons:
+        of = np.unique(dataset.persons, return_counts=True)[1]
         most = 2 ** int(np.log2(np.median(of)))  # roughly: it is public
         count = int(np.minimum(of, most).sum())
         persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
-        clients = [] if _persons_span_clients(found) else clients
+        clients = [] if _persons_span_clients(dataset) else clients
     about = round(count, 1 - len(str(count)))  # one digit: it becomes public
-    rows = [] if known and not persons else [f"data.public_rows={about}"]
+    rows = [] if has_public_rows and not persons else [f"data.public_rows={about}"]
     teacher = ["method.private_classifier=none"] if count < _MIN_IMAGES_FOR_CLASSIFIER else []
     return ["method=mixture", *teacher, *rows, *clients, *persons]
 
 
-def _persons_span_clients(found: Dataset) -> bool:
+def _persons_span_clients(dataset: Dataset) -> bool:
     """Return whether a person has images at more than one client."""
-    if found.writers is None or found.persons is None:
+    if dataset.writers is None or dataset.persons is None:
         return False
-    pairs = np.unique(np.stack([found.persons, found.writers]), axis=1)
-    return bool(pairs.shape[1] > len(np.unique(found.persons)))
+    pairs = np.unique(np.stack([dataset.persons, dataset.writers]), axis=1)
+    return bool(pairs.shape[1] > len(np.unique(dataset.persons)))

@@ -73,13 +73,16 @@ def check(config: DictConfig) -> str:
     check_audit(config.audit)
     if not config.audit.releases:
         raise FedgenError("audit.releases", "0 releases leave nothing to attack", "e.g. 4000")
-    own = config.copy()
-    with open_dict(own):
-        del own.audit  # no canaries
+    run_config = config.copy()
+    with open_dict(run_config):
+        del run_config.audit  # no canaries
     with tempfile.TemporaryDirectory() as folder:
         try:
-            setup.setup(own).method.worst_cases()  # before running for minutes
-            found = [*_runs(_smallest_run(own), Path(folder)), *_attacks(own, config.audit)]
+            setup.setup(run_config).method.worst_cases()  # before running for minutes
+            results = [
+                *_runs(_smallest_run(run_config), Path(folder)),
+                *_attacks(run_config, config.audit),
+            ]
         except Interrupted:
             raise Interrupted("interrupted; start the check again") from None
         except FedgenError as error:
@@ -91,12 +94,12 @@ def check(config: DictConfig) -> str:
             cause = error.remedy.partition("(see ")[0].strip()  # the rest names deleted files
             raise FedgenError("method", error.problem, f"{cause}; fix it") from error
     signs = {True: "holds ", False: "BROKEN", None: "open  "}
-    lines = [f"{signs[each.passed]}  {each.promise}: {each.detail}" for each in found]
-    broken = [each for each in found if each.passed is False]
+    lines = [f"{signs[result.passed]}  {result.promise}: {result.detail}" for result in results]
+    broken = [result for result in results if result.passed is False]
     text = "\n".join([*lines, UNSEEN])
     if broken:
         print(text)
-        problem = f"{config.names.method} breaks {len(broken)} of {len(found)} promises"
+        problem = f"{config.names.method} breaks {len(broken)} of {len(results)} promises"
         raise FedgenError("method", problem, "fix it before you rely on its ε")
     return text
 
@@ -108,8 +111,8 @@ def _smallest_run(config: DictConfig) -> DictConfig:
     few.evaluation, few.names.evaluation = quiet.evaluation, "none"
     few.evaluate_every, few.sample_every, few.log_every = 0, 1, 1
     with open_dict(few):
-        own = {key: few.runtime[key] for key in quiet.runtime if key in few.runtime}
-        few.runtime = {**quiet.runtime, **own, "type": quiet.runtime.type}
+        runtime_settings = {key: few.runtime[key] for key in quiet.runtime if key in few.runtime}
+        few.runtime = {**quiet.runtime, **runtime_settings, "type": quiet.runtime.type}
         few.runtime.checkpoint_every = 1
     few.names.runtime = "in_process"
     return few
@@ -136,20 +139,22 @@ def _runs(config: DictConfig, folder: Path) -> list[CheckResult]:
 
 
 def _train(config: DictConfig, place: Path) -> RunDir:
-    here = config.copy()
-    here.run_dir = str(place)
+    run_config = config.copy()
+    run_config.run_dir = str(place)
     print(f"a run, {place.name}:", flush=True)
-    return RunDir(train(here))
+    return RunDir(train(run_config))
 
 
 def _check_budget(run: RunDir, config: DictConfig) -> CheckResult:
     """Check the budget against its adversary."""
-    who, target = config.privacy.adversary, config.privacy.target_epsilon
-    found = run.privacy()["views"][who]["epsilon"]
-    said = f"ε {format_epsilon(found)} against {who}, of {target}"
+    adversary, target = config.privacy.adversary, config.privacy.target_epsilon
+    proven = run.privacy()["views"][adversary]["epsilon"]
+    detail = f"ε {format_epsilon(proven)} against {adversary}, of {target}"
     if target is None:
-        return CheckResult("a run stays within its budget", f"{said}: none is set", None)
-    return CheckResult("a run stays within its budget", said, found is not None and found <= target)
+        return CheckResult("a run stays within its budget", f"{detail}: none is set", None)
+    return CheckResult(
+        "a run stays within its budget", detail, proven is not None and proven <= target
+    )
 
 
 def _check_accounting(run: RunDir) -> CheckResult:
@@ -157,30 +162,30 @@ def _check_accounting(run: RunDir) -> CheckResult:
     printed, lines = run.privacy(), 0
     relation, promise = Relation(printed["relation"]), "ledgers add up to the printed ε"
     for client, page in printed["clients"].items():
-        told = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
-        spend = total([canonical(from_json(json.loads(line)["event"])) for line in told])
-        lines += len(told)
+        entries = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
+        spend = total([canonical(from_json(json.loads(line)["event"])) for line in entries])
+        lines += len(entries)
         least = epsilon(spend, printed["delta"], relation).or_infinity if spend else 0.0
         server = math.inf if page["server"] is None else page["server"]
         if server < least * (1 - 1e-9):
-            said = f"client {client} has {format_epsilon(server)}, and spent {least:.4g}"
-            return CheckResult(promise, said, False)
+            detail = f"client {client} has {format_epsilon(server)}, and spent {least:.4g}"
+            return CheckResult(promise, detail, False)
     return CheckResult(promise, f"{lines} releases", True)
 
 
 def _check_samples(run: RunDir) -> CheckResult:
     """Check that samples need only ``public/``."""
-    found = load_generator(run.public, "cpu")
-    method, generator = found.method, found.weights
+    published = load_generator(run.public, "cpu")
+    method, generator = published.method, published.weights
     streams = RandomStreams.from_seed(0, "seeded").at("sample")
-    count = method.server.distinct_images or 10 * found.classes
-    labels = labels_of(found, count, None, streams)
+    count = method.server.distinct_images or 10 * published.classes
+    labels = labels_of(published, count, None, streams)
     images = method.server.sample(generator, labels, streams)
     fits = bool(images.isfinite().all() and images.min() >= 0 and images.max() <= 1)
     again = draw_samples(method, generator, labels, streams)
     fits &= np.array_equal(again, draw_samples(method, generator, labels, streams))
-    said = f"{count} of shape {tuple(images.shape[1:])}, from public/ alone"
-    return CheckResult("samples are images, and repeat", said, fits)
+    detail = f"{count} of shape {tuple(images.shape[1:])}, from public/ alone"
+    return CheckResult("samples are images, and repeat", detail, fits)
 
 
 def _check_same(run: RunDir, first: RunDir, promise: str) -> CheckResult:
@@ -191,18 +196,18 @@ def _check_same(run: RunDir, first: RunDir, promise: str) -> CheckResult:
 
 def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult:
     """Check a run that is interrupted at its second picture, as by Ctrl-C, and resumed."""
-    here, seen = config.copy(), []
-    here.run_dir = str(place)
+    run_config, seen = config.copy(), []
+    run_config.run_dir = str(place)
 
-    def cut(*told: object) -> None:
-        seen.append(told)
+    def cut(*arguments: object) -> None:
+        seen.append(arguments)
         if len(seen) == 2:
             raise KeyboardInterrupt
 
     print("a run, interrupted and resumed:", flush=True)
     promise = "an interrupted run resumes"
     try:
-        train(here, watch=cut)
+        train(run_config, watch=cut)
     except Interrupted:
         if len(seen) < 2:  # interrupted as by Ctrl-C
             raise
@@ -218,19 +223,22 @@ def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
     with open_dict(shared):
         shared.partition = compose("config", words).partition
     shared.names.partition = "iid"
-    found = []
-    for kind, who in ((config.privacy.aggregation, "several clients"), ("secure", "secure sums")):
-        here = shared.copy()
-        here.privacy.aggregation = kind
-        promise = f"{who} stay within the budget"
+    results = []
+    for kind, scenario in (
+        (config.privacy.aggregation, "several clients"),
+        ("secure", "secure sums"),
+    ):
+        run_config = shared.copy()
+        run_config.privacy.aggregation = kind
+        promise = f"{scenario} stay within the budget"
         try:
-            run = _train(here, folder / who.replace(" ", "-"))
+            run = _train(run_config, folder / scenario.replace(" ", "-"))
         except FedgenError as error:
-            found.append(CheckResult(promise, f"refused ({error})", None))
+            results.append(CheckResult(promise, f"refused ({error})", None))
             continue
-        budget = _check_budget(run, here)
-        found.append(CheckResult(promise, budget.detail, budget.passed))
-    return found
+        budget = _check_budget(run, run_config)
+        results.append(CheckResult(promise, budget.detail, budget.passed))
+    return results
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -239,22 +247,22 @@ def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
 def _attacks(config: DictConfig, audit: DictConfig) -> list[CheckResult]:
     """Attack each kind of query and each view: with the stated noise, and with half of it."""
     ready = setup.setup(config)
-    found = [_corrected(ready, kind) for kind in range(len(ready.method.worst_cases()))]
+    results = [_corrected(ready, kind) for kind in range(len(ready.method.worst_cases()))]
     for sight in adversaries(ready.method):
         for kind, worst in enumerate(ready.method.worst_cases()):
             name = f"{sight.name}, {next(iter(worst.query.samples))}"
             noise = audit.noise_multiplier or distinguishing_noise(ready, sight, kind)
-            above, said = _attack(ready, sight, kind, (noise, noise), audit)
-            found.append(CheckResult(f"no attack refutes the proof ({name})", said, not above))
+            above, detail = _attack(ready, sight, kind, (noise, noise), audit)
+            results.append(CheckResult(f"no attack refutes the proof ({name})", detail, not above))
             if worst.custom_noise:  # independent of that of the run
                 continue
             caught, less = _attack(ready, sight, kind, (noise, noise / 2), audit)
             if not caught:
                 less += ": the attack is too weak to decide, e.g. because of secret sampling"
-            found.append(
+            results.append(
                 CheckResult(f"half of the noise is noticed ({name})", less, caught or None)
             )
-    return found
+    return results
 
 
 def _corrected(ready: Setup, kind: int) -> CheckResult:
@@ -273,15 +281,15 @@ def _corrected(ready: Setup, kind: int) -> CheckResult:
         return CheckResult(promise, "tested if clients respond with noised sums over records", None)
     [leaf] = canonical(worst.event)  # one Gaussian, with or without sampling
     proven = 1 / getattr(leaf, "event", leaf).noise_multiplier
-    whole = ready.dataset.shard(ready.shards[0])
-    images, labels = whole.images[:_MAX_RECORDS], whole.labels[:_MAX_RECORDS]
+    first_shard = ready.dataset.shard(ready.shards[0])
+    images, labels = first_shard.images[:_MAX_RECORDS], first_shard.labels[:_MAX_RECORDS]
     source = ready.streams.at("check").public("rows")
 
-    def sent(made: Method, more: list[tuple[Tensor, int]], streams: int) -> NDArray[np.float64]:
+    def sent(method: Method, more: list[tuple[Tensor, int]], streams: int) -> NDArray[np.float64]:
         rows = torch.cat([images, *(row[None] for row, _ in more)])
-        shard = Shard(rows, torch.cat([labels, torch.tensor([each for _, each in more]).long()]))
-        here = ready.streams.at("check", kind, streams)
-        answer = made.client.respond({}, worst.query, shard, worst.round, here)
+        shard = Shard(rows, torch.cat([labels, torch.tensor([label for _, label in more]).long()]))
+        client_streams = ready.streams.at("check", kind, streams)
+        answer = method.client.respond({}, worst.query, shard, worst.round, client_streams)
         assert isinstance(answer, Release)
         return np.asarray(answer.arrays["answer"], float).ravel()
 
@@ -294,14 +302,14 @@ def _corrected(ready: Setup, kind: int) -> CheckResult:
     else:
         return CheckResult(promise, f"none of {_DRAWS} samples included the record", None)
     enough = range(-(-_NUMBERS // without.size))
-    std = float(np.std([sent(loud, [], each) - sent(quiet, [], each) for each in enough]))
+    std = float(np.std([sent(loud, [], number) - sent(quiet, [], number) for number in enough]))
     most = max(
         float(np.linalg.norm(sent(quiet, [(row, label)], streams) - without)) / std / proven
         for row in tried
         for label in (int(labels[-1]), (int(labels[-1]) + 1) % ready.dataset.classes)
     )
-    said = f"{most:.2f} of the accounted sensitivity, at most"
-    return CheckResult(promise, said, most < _TOLERATED)
+    detail = f"{most:.2f} of the accounted sensitivity, at most"
+    return CheckResult(promise, detail, most < _TOLERATED)
 
 
 def _attack(
@@ -320,9 +328,11 @@ def _attack(
             confidence=audit.confidence,
             delta=ready.config.privacy.delta,
             streams=ready.streams.at("check", sight.name, kind),
-            told=lambda done: progress.show("simulated releases", done, 2 * audit.releases, ""),
+            report_progress=lambda done: progress.show(
+                "simulated releases", done, 2 * audit.releases, ""
+            ),
         )
     most = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
     proven = format_epsilon(most.proven)
-    said = f"the attack shows ε ≥ {most.lower_bound:.2f}; proven for its view: {proven}"
-    return any(point.broken for point in points), said
+    detail = f"the attack shows ε ≥ {most.lower_bound:.2f}; proven for its view: {proven}"
+    return any(point.broken for point in points), detail

@@ -110,14 +110,14 @@ def debug(config: DictConfig) -> str:
 
 def _check(config: DictConfig) -> None:
     """Raise FedgenError for invalid settings."""
-    chosen = config.debug
-    if chosen.suspect > chosen.normal:
-        problem = f"{chosen.suspect:g} is above debug.normal={chosen.normal:g}"
+    settings = config.debug
+    if settings.suspect > settings.normal:
+        problem = f"{settings.suspect:g} is above debug.normal={settings.normal:g}"
         raise FedgenError("debug.suspect", problem, "a client cannot be in both groups")
-    if not LEVEL * comb(2 * chosen.generators, chosen.generators) > 1:
-        problem = f"{chosen.generators} of each group cannot show a difference at level {LEVEL:g}"
+    if not LEVEL * comb(2 * settings.generators, settings.generators) > 1:
+        problem = f"{settings.generators} of each group cannot show a difference at level {LEVEL:g}"
         raise FedgenError("debug.generators", problem, "take 5 or more")
-    if chosen.generators > _COLUMNS:
+    if settings.generators > _COLUMNS:
         raise FedgenError("debug.generators", f"must be at most {_COLUMNS}", "lower it")
     if config.resume is not None:
         raise FedgenError("resume", "fedgen debug resumes on its own", "give its run_dir")
@@ -129,8 +129,8 @@ def _check(config: DictConfig) -> None:
 
 
 def _group_settings(config: DictConfig) -> str:
-    chosen = OmegaConf.masked_copy(config, ["debug", "seed"])
-    return json.dumps(OmegaConf.to_container(chosen, resolve=True), sort_keys=True) + "\n"
+    settings = OmegaConf.masked_copy(config, ["debug", "seed"])
+    return json.dumps(OmegaConf.to_container(settings, resolve=True), sort_keys=True) + "\n"
 
 
 def _check_place(config: DictConfig, place: Path) -> None:
@@ -155,62 +155,65 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
     Raises:
         FedgenError: if a group has too few clients.
     """
-    chosen = config.debug
-    if chosen.reserved_clients >= len(clients):
-        problem = f"{chosen.reserved_clients} of {len(clients)} client(s) leave none"
+    settings = config.debug
+    if settings.reserved_clients >= len(clients):
+        problem = f"{settings.reserved_clients} of {len(clients)} client(s) leave none"
         raise FedgenError(
             "debug.reserved_clients", problem, "lower it, or take a partition of more clients"
         )
     streams = RandomStreams.from_seed(config.seed, "seeded").at("data")
-    bugged = sample_bugged_clients(len(clients), config.corruption.fraction, streams)
+    has_bug = sample_bugged_clients(len(clients), config.corruption.fraction, streams)
     order = torch.randperm(
         len(clients), generator=RandomStreams.from_seed(0, "seeded").public("apart")
     ).numpy()
     apart, others = (
-        np.sort(order[: chosen.reserved_clients]),
-        np.sort(order[chosen.reserved_clients :]),
+        np.sort(order[: settings.reserved_clients]),
+        np.sort(order[settings.reserved_clients :]),
     )
-    lessons = np.concatenate([clients[client] for client in apart])
+    reserved_records = np.concatenate([clients[client] for client in apart])
     print(
         "training the classifier that selects suspect clients: takes minutes the first time",
         flush=True,
     )
     net = evaluation_net(
-        held.images[lessons], held.labels[lessons], held.classes, cache() / "judges"
+        held.images[reserved_records],
+        held.labels[reserved_records],
+        held.classes,
+        cache() / "judges",
     )
-    flipped = invert_images(held, clients, bugged)
+    flipped = invert_images(held, clients, has_bug)
     accuracies = np.full(len(clients), np.nan)
     rows = np.concatenate([clients[client] for client in others])
     right = outputs(net, flipped.images[rows]).argmax(1) == flipped.labels[rows]
     ends = np.cumsum([len(clients[client]) for client in others])
     accuracies[others] = [part.mean() for part in np.split(right, ends[:-1])]
     by = accuracies[others]
-    if chosen.quantiles:  # quantiles from 0 to 1
+    if settings.quantiles:  # quantiles from 0 to 1
         by = np.argsort(np.argsort(by, kind="stable")) / max(1, len(others) - 1)
-    low, high = chosen.suspect, chosen.normal
-    found = {"suspect": others[by <= low], "normal": others[(by >= high) & (by > low)]}
+    low, high = settings.suspect, settings.normal
+    candidates = {"suspect": others[by <= low], "normal": others[(by >= high) & (by > low)]}
     groups = {}
-    size = min(map(len, found.values())) // chosen.generators
-    for name, members in found.items():
-        if len(members) < 2 * chosen.generators:
+    size = min(map(len, candidates.values())) // settings.generators
+    for name, members in candidates.items():
+        if len(members) < 2 * settings.generators:
             problem = f"{len(members)} of {len(others)} clients are {name}, two for each of "
-            problem += f"{chosen.generators} generators are needed"
+            problem += f"{settings.generators} generators are needed"
             remedy = "move it, or lower debug.generators or debug.reserved_clients"
             raise FedgenError(f"debug.{name}", problem, remedy)
         dealt = torch.randperm(len(members), generator=streams.public("parts", name)).numpy()
-        parts = np.split(dealt[: size * chosen.generators], chosen.generators)
+        parts = np.split(dealt[: size * settings.generators], settings.generators)
         groups[name] = [np.sort(members[part]) for part in parts]
-    return Split(apart, groups, bugged, accuracies)
+    return Split(apart, groups, has_bug, accuracies)
 
 
 def _part_config(config: DictConfig, members: NDArray[np.int64] | None, place: Path) -> DictConfig:
     """Return the configuration of the run of one generator; without ``members``, of any of them."""
-    there = config.copy()
-    with open_dict(there):
-        del there.debug, there.jobs
-        there.run_dir = str(place)
-        there.group = None if members is None else [int(each) for each in members]
-    return there
+    part_config = config.copy()
+    with open_dict(part_config):
+        del part_config.debug, part_config.jobs
+        part_config.run_dir = str(place)
+        part_config.group = None if members is None else [int(client) for client in members]
+    return part_config
 
 
 def _compare(
@@ -220,7 +223,7 @@ def _compare(
     count, classes = config.debug.generators, held.classes
     samples: dict[str, list[Samples]] = {name: [] for name in GROUPS}
     columns: dict[str, list[NDArray[np.uint8]]] = {name: [] for name in GROUPS}
-    each = _COLUMNS // count
+    samples_per_label = _COLUMNS // count
     for name in GROUPS:
         for number in range(count):
             published = load_generator(place / f"{name}-{number}", config.device)
@@ -230,22 +233,22 @@ def _compare(
                 0, classes, (config.debug.samples,), generator=streams.public("labels")
             )
             samples[name].append((draw(labels, streams), labels.numpy()))
-            grid = torch.arange(classes).repeat_interleave(each)
+            grid = torch.arange(classes).repeat_interleave(samples_per_label)
             drawn = draw(grid, streams.at("grid"))
-            columns[name].append(drawn.reshape(classes, each, *drawn.shape[1:]))
-    lessons = np.concatenate([clients[client] for client in split.reserved])
-    like = typical(held.images[lessons], held.labels[lessons], classes)
-    found = verdict(samples["suspect"], samples["normal"], like, config.debug.margin)
+            columns[name].append(drawn.reshape(classes, samples_per_label, *drawn.shape[1:]))
+    reserved_records = np.concatenate([clients[client] for client in split.reserved])
+    like = typical(held.images[reserved_records], held.labels[reserved_records], classes)
+    decision = verdict(samples["suspect"], samples["normal"], like, config.debug.margin)
     blank = np.full((classes, 1, *held.shape), 64, dtype=np.uint8)
     together = np.concatenate([*columns["suspect"], blank, *columns["normal"]], axis=1)
     sheet = together.reshape(-1, *held.shape)
     sample_grid(sheet, together.shape[1], place / "samples.png")
-    results = _results(config, split, place, found)
+    results = _results(config, split, place, decision)
     RunDir(place).write("results", results, "debug")
-    return _describe(results, found, place)
+    return _describe(results, decision, place)
 
 
-def _results(config: DictConfig, split: Split, place: Path, found: Verdict) -> dict[str, Any]:
+def _results(config: DictConfig, split: Split, place: Path, decision: Verdict) -> dict[str, Any]:
     of_runs = {
         name: [RunDir(place / f"{name}-{number}").results() for number in range(len(parts))]
         for name, parts in split.groups.items()
@@ -273,12 +276,12 @@ def _results(config: DictConfig, split: Split, place: Path, found: Verdict) -> d
             }
             for name, parts in split.groups.items()
         },
-        "verdict": asdict(found),
+        "verdict": asdict(decision),
     }
 
 
-def _describe(results: dict[str, Any], found: Verdict, place: Path) -> str:
-    said = {
+def _describe(results: dict[str, Any], decision: Verdict, place: Path) -> str:
+    descriptions = {
         True: "bug",
         False: "no bug that most of the suspect group has",
         None: "inconclusive: accuracy is too low, or the difference may be due to chance",
@@ -291,11 +294,12 @@ def _describe(results: dict[str, Any], found: Verdict, place: Path) -> str:
         for name, group in results["groups"].items()
     ]
     lines.append(
-        f"verdict: {said[found.bug]} (p = {found.p_value:.2g}; inverted: {found.suspect:.1%} of "
-        f"the suspect group's samples, {found.normal:.1%} of the normal group's)"
+        f"verdict: {descriptions[decision.bug]} (p = {decision.p_value:.2g}; inverted: "
+        f"{decision.suspect:.1%} of the suspect group's samples, {decision.normal:.1%} of the "
+        "normal group's)"
     )
-    if found.classes:
-        lines.append(f"labels affected: {', '.join(map(str, found.classes))}")
+    if decision.classes:
+        lines.append(f"labels affected: {', '.join(map(str, decision.classes))}")
     lines += [
         f"proven ε {eps['server']} (server), {eps['release']} (release) per client of a group, "
         "given the groups; not covered: members, sizes and accuracy of the groups, and images "

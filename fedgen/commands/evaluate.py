@@ -66,28 +66,28 @@ def _evaluate_run(config: DictConfig) -> str:
     generator = load_generator(Path(config.run), config.device).weights
     with run_dir.locked("run"), RunProgress() as progress:
         kept = {name: value for name, value in run_dir.results().items() if name not in JUDGED}
-        found = evaluate_run(ready, generator, progress, run_dir)
-        run_dir.write("results", {**kept, **found})
+        results = evaluate_run(ready, generator, progress, run_dir)
+        run_dir.write("results", {**kept, **results})
     return words.summary(run_dir.path)
 
 
 def _evaluate_snapshot(config: DictConfig) -> str:
     """Evaluate the last checkpoint of a run that has no results yet."""
-    made = load_snapshot(Path(config.run), config.evaluation)
+    snapshot = load_snapshot(Path(config.run), config.evaluation)
     with RunProgress() as progress:
-        found = evaluate_run(made.setup, made.generator, progress, made.run_dir)
-    place = made.run_dir.path / "unfinished.json"
-    told = {"rounds": made.rounds, "of": made.total_rounds, **found}
-    write_atomic(place, (json.dumps(told, indent=2) + "\n").encode())
-    return "\n".join([made.note, *words.quality(found), str(place)])
+        results = evaluate_run(snapshot.setup, snapshot.generator, progress, snapshot.run_dir)
+    place = snapshot.run_dir.path / "unfinished.json"
+    record = {"rounds": snapshot.rounds, "of": snapshot.total_rounds, **results}
+    write_atomic(place, (json.dumps(record, indent=2) + "\n").encode())
+    return "\n".join([snapshot.note, *words.quality(results), str(place)])
 
 
 def _evaluate_samples(config: DictConfig) -> str:
-    found, out = judge_samples(config)
-    lines = [*words.quality(found), str(out / "evaluation.json")]
-    judged, given = found["judged"], found["of"]
-    if judged < given:
-        lines.insert(0, f"{judged:,} of {given:,} samples, chosen at random (evaluation.samples)")
+    results, out = judge_samples(config)
+    lines = [*words.quality(results), str(out / "evaluation.json")]
+    judged, total = results["judged"], results["of"]
+    if judged < total:
+        lines.insert(0, f"{judged:,} of {total:,} samples, chosen at random (evaluation.samples)")
     return "\n".join(lines)
 
 
@@ -115,10 +115,10 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
     if len(samples[1]) < least:
         problem = f"{len(samples[1])} are too few for this evaluation"
         raise FedgenError("samples", problem, f"give {least} or more")
-    most, given = config.evaluation.samples, len(samples[1])
+    most, total = config.evaluation.samples, len(samples[1])
     if not most:
         raise FedgenError("evaluation.samples", "0 samples cannot be evaluated", "take more")
-    order = torch.randperm(given, generator=streams.public("order")).numpy()[:most]
+    order = torch.randperm(total, generator=streams.public("order")).numpy()[:most]
     samples = samples[0][order], samples[1][order]  # files may be sorted by label
     out = path.with_name(f"{path.stem}_evaluation")
     if out.is_symlink():
@@ -126,11 +126,11 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
     check_no_links(out, "samples")
     streams = streams.at("evaluation")
     with RunProgress() as progress:
-        found = suite(config.evaluation, data, data.images, samples, streams, progress, out)
-    told = {"samples": str(path), "data": data.name, "judged": len(order), "of": given, **found}
+        results = suite(config.evaluation, data, data.images, samples, streams, progress, out)
+    record = {"samples": str(path), "data": data.name, "judged": len(order), "of": total, **results}
     write_atomic(out / "SERVER_SIDE.md", SERVER_SIDE.encode())
-    write_atomic(out / "evaluation.json", (json.dumps(told, indent=2) + "\n").encode())
-    return told, out
+    write_atomic(out / "evaluation.json", (json.dumps(record, indent=2) + "\n").encode())
+    return record, out
 
 
 def read_samples(path: Path, data: Dataset) -> LabelledImages:
@@ -147,14 +147,14 @@ def read_samples(path: Path, data: Dataset) -> LabelledImages:
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
         problem = f"{path} has no arrays images and labels"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
-    given = f"{images.dtype} {tuple(images.shape)}"
+    actual = f"{images.dtype} {tuple(images.shape)}"
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and images.shape[1:] != data.shape:
         images = images.transpose(0, 3, 1, 2)
     if images.dtype != np.uint8 or images.shape[1:] != data.shape or len(images) < 1:
         wanted = f"uint8 (n, {', '.join(map(str, data.shape))})"
-        raise FedgenError("samples", f"{path} has images {given}", f"give {wanted}")
+        raise FedgenError("samples", f"{path} has images {actual}", f"give {wanted}")
     fits = labels.shape == images.shape[:1] and np.issubdtype(labels.dtype, np.integer)
     if not fits or labels.min() < 0 or labels.max() >= data.classes:
         problem = f"{path} has no label from 0 to {data.classes - 1} for each image"

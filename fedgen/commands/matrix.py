@@ -127,20 +127,20 @@ def select(matrix: DictConfig, config: DictConfig) -> DictConfig:
     """Return the part of a matrix that the command requests."""
     matrix = matrix.copy()
     for axis in ("data", "epsilons", "seeds", "methods"):
-        chosen = config[axis]
-        if chosen is None:
+        values = config[axis]
+        if values is None:
             continue
-        if not isinstance(chosen, ListConfig) or not chosen or len(set(chosen)) < len(chosen):
-            problem = f"must be a list of different values, got {chosen!r}"
+        if not isinstance(values, ListConfig) or not values or len(set(values)) < len(values):
+            problem = f"must be a list of different values, got {values!r}"
             raise FedgenError(axis, problem, f"e.g. {axis}=[...]")
         if axis == "methods":
-            unknown = [each for each in chosen if each not in matrix.methods]
+            unknown = [method for method in values if method not in matrix.methods]
             if unknown:
-                known = ", ".join(matrix.methods)
-                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {known}")
-            matrix.methods = {each: matrix.methods[each] for each in chosen}
+                options = ", ".join(matrix.methods)
+                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {options}")
+            matrix.methods = {method: matrix.methods[method] for method in values}
         else:
-            matrix[axis] = chosen
+            matrix[axis] = values
     return _validated(matrix, "", "")
 
 
@@ -148,8 +148,12 @@ def expand(matrix: DictConfig, place: Path) -> Iterator[GridPoint]:
     """Return all points of a matrix, seeds last: a first table of all methods is available
     early."""
     axes = matrix.seeds, matrix.data, matrix.epsilons, matrix.methods.items()
-    for seed, data, epsilon, (method, chosen) in itertools.product(*axes):
-        words = [*matrix.settings, *chosen.settings, *chosen.get(f"on_{data}", [])]
+    for seed, data, epsilon, (method, method_settings) in itertools.product(*axes):
+        words = [
+            *matrix.settings,
+            *method_settings.settings,
+            *method_settings.get(f"on_{data}", []),
+        ]
         none = "privacy=none" if epsilon is None else f"privacy.target_epsilon={epsilon}"
         name = f"{method}-{data}-{target_name(epsilon)}-{seed}"
         words += [f"data={data}", none]

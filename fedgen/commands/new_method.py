@@ -33,10 +33,10 @@ def new(config: DictConfig) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         problem = f"{name!r} is not a valid name for a Python package"
         raise FedgenError("name", problem, "take small letters, digits and _")
-    known = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
+    method_names = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
     out = Path(config.out).expanduser()
     hidden = importlib.util.find_spec(name) is not None and not (out / name).exists()
-    if name in known or hidden or name == "tests":
+    if name in method_names or hidden or name == "tests":
         raise FedgenError("name", f"{name!r} is taken", "choose another")
     wanted = {out / place.format(name=name): source for source, place in _FILES.items()}
     for path in wanted:
@@ -56,6 +56,6 @@ def new(config: DictConfig) -> str:
         raise FedgenError("out", problem, "choose another folder") from error
     wrote = [f"wrote {path}" for path in sorted(wanted)]
     check = f"fedgen check method={name}" + (" rounds=20" if config.kind == "dp_sgd" else "")
-    told = [*([f"cd {out}"] if str(out) != "." else []), f"export FEDGEN_EXTENSIONS={name}"]
-    told += [f"fedgen train method={name}", check, "pytest"]
-    return "\n".join([*wrote, "next:", *(f"  {line}" for line in told)])
+    next_steps = [*([f"cd {out}"] if str(out) != "." else []), f"export FEDGEN_EXTENSIONS={name}"]
+    next_steps += [f"fedgen train method={name}", check, "pytest"]
+    return "\n".join([*wrote, "next:", *(f"  {line}" for line in next_steps)])

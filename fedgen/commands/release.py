@@ -51,8 +51,8 @@ def release(config: DictConfig) -> tuple[Path, Path]:
                 raise FedgenError("budget_epsilon", error.problem, error.remedy) from error
             raise
         except Interrupted as error:
-            told = f"{error}, then pack it: fedgen release run=... out={out}"
-            raise Interrupted(told) from error
+            message = f"{error}, then pack it: fedgen release run=... out={out}"
+            raise Interrupted(message) from error
     _pack(RunDir(run), out)
     return run, out
 
@@ -66,34 +66,34 @@ def _check_place(out: Path) -> None:
         raise FedgenError("out", f"{out} cannot be written", "choose another place") from error
 
 
-def _release_config(was: DictConfig, identity: dict[str, Any], asked: DictConfig) -> DictConfig:
+def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfig) -> DictConfig:
     """Return the settings of a rehearsal for a release.
 
     Raises:
         FedgenError: for a run without noise, with initial weights of another run, of an audit or of
             fedgen debug, or on a runtime elsewhere.
     """
-    for what, found in (
+    for what, applies in (
         ("has no noise", was.names.privacy == "none"),
         ("began with another run's weights, and has no ε", was.start is not None),
         ("was an audit, with canaries among the images", was.get("audit") is not None),
         ("was one of several generators for debugging", was.group is not None),
     ):
-        if found:
+        if applies:
             raise FedgenError("run", what, "rehearse the release with fedgen train")
     again = "train by fedgen train privacy.noise=secure evaluation=none runtime.address={}; pack it"
     check_runtime_is_local(was, again)
     now = was.copy()
     for key, value in settings_before_derivation(
-        Path(asked.run), was, identity, "run"
+        Path(config.run), was, identity, "run"
     ).items():  # calibrated again
         OmegaConf.update(now, key, value)
     quiet = compose("config", ["evaluation=none"])
     now.evaluation, now.names.evaluation = quiet.evaluation, "none"
     now.evaluate_every, now.held_out, now.corruption.fraction = 0, 0, 0.0
     now.runtime.faults = quiet.runtime.faults
-    now.privacy.noise, now.privacy.budget_epsilon = "secure", asked.budget_epsilon
-    now.run_dir = asked.run_dir
+    now.privacy.noise, now.privacy.budget_epsilon = "secure", config.budget_epsilon
+    now.run_dir = config.run_dir
     return now
 
 

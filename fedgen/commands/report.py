@@ -53,13 +53,13 @@ def report(config: DictConfig) -> Path:
 
 def _snapshot_report(path: Path) -> str:
     """Return the page of an unfinished run."""
-    made = load_snapshot(path)
-    plan, classes = made.setup.method.plan, made.setup.dataset.classes
-    streams = made.setup.streams.at("shown")
+    snapshot = load_snapshot(path)
+    plan, classes = snapshot.setup.method.plan, snapshot.setup.dataset.classes
+    streams = snapshot.setup.streams.at("shown")
     labels = torch.arange(classes).repeat_interleave(_COLUMNS)
-    images = draw_samples(made.setup.method, made.generator, labels, streams)
-    unit, delta = plan.unit.value, made.setup.privacy.delta
-    spent = {name: found.value for name, found in made.spent.items()}
-    but_for = unbounded_note(len(made.without_bound), len(made.setup.shards))
-    told = made.setup.config, made.note, unit, delta, spent, but_for
-    return load_snapshot_report(SnapshotReport(made.run_dir, *told, images, _COLUMNS))
+    images = draw_samples(snapshot.setup.method, snapshot.generator, labels, streams)
+    unit, delta = plan.unit.value, snapshot.setup.privacy.delta
+    spent = {name: epsilon.value for name, epsilon in snapshot.spent.items()}
+    but_for = unbounded_note(len(snapshot.without_bound), len(snapshot.setup.shards))
+    facts = snapshot.setup.config, snapshot.note, unit, delta, spent, but_for
+    return load_snapshot_report(SnapshotReport(snapshot.run_dir, *facts, images, _COLUMNS))

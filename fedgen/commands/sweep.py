@@ -68,28 +68,33 @@ def varied_settings(configs: list[DictConfig]) -> list[dict[str, Any]]:
     """Return the settings of each run in which the runs differ."""
     flat = [flat_settings(OmegaConf.to_container(config, resolve=True)) for config in configs]
     every = dict.fromkeys(itertools.chain(*flat))
-    keys = [key for key in every if len({str(each.get(key)) for each in flat}) > 1]
-    return [{key: each.get(key) for key in keys if key != "run_dir"} for each in flat]
+    keys = [key for key in every if len({str(run_settings.get(key)) for run_settings in flat}) > 1]
+    return [
+        {key: run_settings.get(key) for key in keys if key != "run_dir"} for run_settings in flat
+    ]
 
 
 def labels(settings: list[dict[str, Any]]) -> list[str]:
     """Return ``key=value ...`` of each run, with the last parts of keys; for groups, only their
     names; and the number of the run if that is ambiguous."""
     groups = {
-        key.partition(".")[2] for each in settings for key in each if key.startswith("names.")
+        key.partition(".")[2]
+        for run_settings in settings
+        for key in run_settings
+        if key.startswith("names.")
     }
     words = [
         " ".join(
             f"{key.rpartition('.')[2]}={value}"
-            for key, value in each.items()
+            for key, value in run_settings.items()
             if key.startswith("names.") or key.partition(".")[0] not in groups
         )
-        for each in settings
+        for run_settings in settings
     ]
-    alone = [bool(each) and words.count(each) == 1 for each in words]
+    alone = [bool(label) and words.count(label) == 1 for label in words]
     return [
-        each if tells else f"run {number} {each}".strip()
-        for number, (each, tells) in enumerate(zip(words, alone, strict=True))
+        label if tells else f"run {number} {label}".strip()
+        for number, (label, tells) in enumerate(zip(words, alone, strict=True))
     ]
 
 
@@ -100,7 +105,7 @@ def _table(runs: list[Run], place: Path) -> list[Path]:
     for run in runs:
         results = RunDir(run.place).results("run_dir")
         scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
-        spent = {f"epsilon.{view}": found for view, found in results["epsilon"].items()}
+        spent = {f"epsilon.{view}": epsilon for view, epsilon in results["epsilon"].items()}
         done = {"run": run.place.name, **run.settings, "rounds run": results["rounds"]}
         lines.append({**done, **spent, **scores, **metrics.columns(results)})
         curves[run.label] = RunDir(run.place).accuracies("run_dir")

@@ -23,14 +23,14 @@ def build(config: DictConfig | dict[str, Any], place: str) -> Callable[..., Any]
     registry.check(settings, place)
     check_parameters(settings, place)
     not_bound = registry.NOT_BOUND.get(registry.group_of(place), ())
-    own = {name: value for name, value in settings.items() if name not in not_bound}
-    function: Callable[..., Any] = _bind(own, place)
+    function_settings = {name: value for name, value in settings.items() if name not in not_bound}
+    function: Callable[..., Any] = _bind(function_settings, place)
     return function
 
 
 def _bind(settings: Any, place: str) -> Any:
     if isinstance(settings, list):
-        return [_bind(each, f"{place}[{number}]") for number, each in enumerate(settings)]
+        return [_bind(entry, f"{place}[{number}]") for number, entry in enumerate(settings)]
     if not isinstance(settings, dict):
         return settings
     bound = {name: _bind(value, f"{place}.{name}") for name, value in settings.items()}

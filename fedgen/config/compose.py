@@ -60,16 +60,16 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         check_groups(overrides)
         default, config, groups = _composed_config(name, overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        known = functools.partial(_known_keys, name, overrides)
-        raise one_line_error(error, known) from error
+        list_keys = functools.partial(_known_keys, name, overrides)
+        raise one_line_error(error, list_keys) from error
     if "names" in config:
         raise FedgenError("names", "is not a setting", "leave it out")
     for place in _BUILT:
-        found, group = type_at(config, place), place.partition(".")[0]
-        is_other = isinstance(found, str) and found != type_at(default, place)
-        if is_other and place != "warm_up.method" and found in registry.words(place):
+        type_name, group = type_at(config, place), place.partition(".")[0]
+        is_other = isinstance(type_name, str) and type_name != type_at(default, place)
+        if is_other and place != "warm_up.method" and type_name in registry.words(place):
             problem = f"is determined by {group}={groups.get(group)}"
-            raise FedgenError(f"{place}.type", problem, f"choose {group}={found}")
+            raise FedgenError(f"{place}.type", problem, f"choose {group}={type_name}")
     with open_dict(config):
         for word in plain:
             config.merge_with_dotlist([word])
@@ -89,10 +89,12 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             raise FedgenError(key, problem, f"choose {', '.join(config.about)} under about")
         OmegaConf.update(config, key, text.replace("${", "\\${"))
     if OmegaConf.select(config, "resume") is not None:
-        own = ("resume", "rounds", "logger", "hydra.searchpath")
+        allowed_keys = ("resume", "rounds", "logger", "hydra.searchpath")
         words = [w for w in overrides if w != "runtime=auto"]
-        asked = [w for w in words if override_key(w) not in own and not w.startswith("logger.")]
-        _check_resume(config, asked)  # auto: unchanged
+        others = [
+            w for w in words if override_key(w) not in allowed_keys and not w.startswith("logger.")
+        ]
+        _check_resume(config, others)  # auto: unchanged
     check_settings(config, SCHEMAS[name])
     if OmegaConf.select(config, "resume") is not None and "rounds" not in map(
         override_key, overrides
@@ -112,20 +114,20 @@ def _composed_config(name: str, words: list[str]) -> tuple[DictConfig, DictConfi
     groups. Several clients run on Ray unless the experiment or an override names a runtime."""
     folders = group_folders()
     parsed = OverridesParser.create().parse_overrides(words)
-    values = [each for each in parsed if _is_value(each, folders)]
-    lines = {each.input_line for each in values}
+    values = [override for override in parsed if _is_value(override, folders)]
+    lines = {override.input_line for override in values}
     choices = tuple(word for word in words if word not in lines)
     default, groups = _compose(name, choices, _edited_choices())
     default, groups = default.copy(), dict(groups)
     config = default.copy()
-    of_runtime = [each for each in values if _group_of(each.key_or_group) == "runtime"]
-    set_values(config, [each for each in values if each not in of_runtime])
+    of_runtime = [override for override in values if _group_of(override.key_or_group) == "runtime"]
+    set_values(config, [override for override in values if override not in of_runtime])
     if groups.get("runtime") == "auto":
         groups["runtime"] = "ray" if _has_several_clients(config) else "in_process"
-        own = OmegaConf.load(config_name("runtime", groups["runtime"]))
-        for each in (default, config):
-            with open_dict(each):
-                each.runtime = OmegaConf.merge(own, each.runtime)
+        runtime_defaults = OmegaConf.load(config_name("runtime", groups["runtime"]))
+        for settings in (default, config):
+            with open_dict(settings):
+                settings.runtime = OmegaConf.merge(runtime_defaults, settings.runtime)
     set_values(config, of_runtime)
     return default, config, groups
 
@@ -174,8 +176,8 @@ _BUILT = ("data", "partition", "method", "warm_up.method", "runtime")
 
 def type_at(config: DictConfig, place: str) -> object:
     """Return the type at a place of the settings; None if there is none."""
-    found = OmegaConf.select(config, place)
-    return found.get("type") if isinstance(found, DictConfig) else None
+    settings = OmegaConf.select(config, place)
+    return settings.get("type") if isinstance(settings, DictConfig) else None
 
 
 def check_restored(config: DictConfig) -> None:
@@ -186,19 +188,22 @@ def check_restored(config: DictConfig) -> None:
         FedgenError: for the first one that is missing or of another type.
     """
     try:
-        chosen = {str(group): choice for group, choice in config.names.items()}
-        for name, choice in chosen.items():  # Hydra's own keywords would import and read files
+        choices = {str(group): choice for group, choice in config.names.items()}
+        for name, choice in choices.items():  # Hydra's own keywords would import and read files
             group, _, inside = name.partition("@")
-            known = group in group_folders() and re.fullmatch(r"[\w.]*", inside)
-            if not known or not isinstance(choice, str) or not re.fullmatch(r"[\w-]+", choice):
+            is_group = group in group_folders() and re.fullmatch(r"[\w.]*", inside)
+            if not is_group or not isinstance(choice, str) or not re.fullmatch(r"[\w-]+", choice):
                 raise FedgenError(f"names.{name}", f"cannot be {choice!r}", "restore it")
-        groups = (*_extension_folders(), *(f"{group}={choice}" for group, choice in chosen.items()))
+        groups = (
+            *_extension_folders(),
+            *(f"{group}={choice}" for group, choice in choices.items()),
+        )
         default = _compose("config", groups, _edited_choices())[0]
         for place in _BUILT:
-            found = type_at(config, place)
-            if found != type_at(default, place) and not is_extension(found):
+            type_name = type_at(config, place)
+            if type_name != type_at(default, place) and not is_extension(type_name):
                 group = place.partition(".")[0]
-                problem = f"{found} differs from {group}={chosen.get(group)}"
+                problem = f"{type_name} differs from {group}={choices.get(group)}"
                 raise FedgenError(f"{place}.type", problem, "restore it")
         check_resolved(config)
         check_settings(config, Run, extra="ignore")
@@ -233,8 +238,8 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
 
 def _threads() -> int:
     """Return the number of threads in the environment, or one per core."""
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(told) if told.isdecimal() and int(told) else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1
 
 
 def _has_several_clients(config: DictConfig) -> bool:
@@ -244,18 +249,18 @@ def _has_several_clients(config: DictConfig) -> bool:
 def _extension_folders() -> list[str]:
     """Return the override that adds the folders of extensions to Hydra's search path; empty without
     any."""
-    found = [f"file://{place}" for place in config_folders()[1:]]
-    return [f"hydra.searchpath=[{','.join(map(repr, found))}]"] if found else []
+    urls = [f"file://{place}" for place in config_folders()[1:]]
+    return [f"hydra.searchpath=[{','.join(map(repr, urls))}]"] if urls else []
 
 
 def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
     """Return the keys of the chosen groups."""
     kept = {*group_folders(), "hydra.searchpath"}
-    chosen = [
+    choices = [
         w for w in overrides if override_key(w) in kept and not w.partition("=")[2].startswith("{")
     ]
     try:
-        config, _ = _compose(name, tuple(chosen), _edited_choices())
+        config, _ = _compose(name, tuple(choices), _edited_choices())
     except HydraException:  # the command lacks this group
         return []
 

@@ -50,10 +50,10 @@ def explain(error: ValidationError, settings: Any, place: str) -> FedgenError:
         settings: the validated settings.
         place: their place in the configuration; empty for a whole one.
     """
-    found = error.errors(include_url=False)
-    first = _path(found[0], settings)
+    details = error.errors(include_url=False)
+    first = _path(details[0], settings)
     # a union reports each of its members, and a list each of its entries
-    same = [each for each in found if _path(each, settings)[: len(first)] == first]
+    same = [detail for detail in details if _path(detail, settings)[: len(first)] == first]
     key = ".".join(filter(None, (place, *(part for part in first if isinstance(part, str)))))
     problem, remedy = _problem(key, same)
     return FedgenError(key, problem, remedy)
@@ -76,44 +76,46 @@ def _path(error: ErrorDetails, settings: Any) -> tuple[str | int, ...]:
 
 def _problem(key: str, errors: Sequence[ErrorDetails]) -> tuple[str, str]:
     """Return the problem of a setting and its remedy."""
-    words = [each["ctx"]["expected"] for each in errors if each["type"] == "literal_error"]
-    limits = [each for each in errors if each["type"] in _LIMITS]
-    others = [each for each in errors if each["type"] != "literal_error"]
-    error = max(limits or others or errors, key=lambda each: len(each["loc"]))
+    words = [detail["ctx"]["expected"] for detail in errors if detail["type"] == "literal_error"]
+    limits = [detail for detail in errors if detail["type"] in _LIMITS]
+    others = [detail for detail in errors if detail["type"] != "literal_error"]
+    error = max(limits or others or errors, key=lambda detail: len(detail["loc"]))
     kind, value = error["type"], error["input"]
-    shown = show_value(value)
+    value_text = show_value(value)
     if words and not limits:
-        numbers = ["a number"] if any(each["type"] in _NUMBERS for each in others) else []
+        numbers = ["a number"] if any(detail["type"] in _NUMBERS for detail in others) else []
         choices = " or ".join([*numbers, *words]).replace("'", "")
         choices = choices.replace("True", "true").replace("False", "false")
-        return f"cannot be {shown}", f"choose {choices}"
+        return f"cannot be {value_text}", f"choose {choices}"
     if kind in _LIMITS:
         problem, remedy = _LIMITS[kind]
         context = error.get("ctx", {})
         of_zero = {"gt": "must be positive", "ge": "must be 0 or more"}
-        found = [of_zero[name] for name, limit in context.items() if name in of_zero and not limit]
-        problem = found[0] if found else problem.format(**context)
-        return f"{problem}, got {shown}", _REMEDIES.get(key, remedy)
+        problems = [
+            of_zero[name] for name, limit in context.items() if name in of_zero and not limit
+        ]
+        problem = problems[0] if problems else problem.format(**context)
+        return f"{problem}, got {value_text}", _REMEDIES.get(key, remedy)
     if kind == "string_type" and isinstance(value, int | float):
         is_list_entry = isinstance(error["loc"][-1], int)
         quoted = f"'{value}'" if is_list_entry else f"""{key}="'{value}'" """.strip()
-        return f"must be text, got {shown}", f"quote it: {quoted}"
+        return f"must be text, got {value_text}", f"quote it: {quoted}"
     if kind == "missing" and isinstance(number := error["loc"][-1], int):
-        return f"must have at least {number + 1} entries, got {shown}", "give more"
+        return f"must have at least {number + 1} entries, got {value_text}", "give more"
     if kind in _FIXED:
         return _FIXED[kind]
     if kind in _WRONG_TYPE:
         problem, remedy = _WRONG_TYPE[kind]
-        return f"{problem}, got {shown}", remedy
+        return f"{problem}, got {value_text}", remedy
     if kind == "bool_type":
-        return f"cannot be {shown}", "choose true or false"
+        return f"cannot be {value_text}", "choose true or false"
     if kind in _GROUPS:
         option, folder = "", key.replace(".", "/")
-        names = {path.stem for each in config_folders() for path in (each / folder).glob("*.yaml")}
+        names = {path.stem for root in config_folders() for path in (root / folder).glob("*.yaml")}
         if names:
             option = f"choose {folder}={'|'.join(sorted(names))}, or "
-        return f"cannot be {shown}", f"it is a group of settings: {option}set {key}.NAME=VALUE"
-    return f"cannot be {shown}", error["msg"]
+        return f"cannot be {value_text}", f"it is a group of settings: {option}set {key}.NAME=VALUE"
+    return f"cannot be {value_text}", error["msg"]
 
 
 def show_value(value: Any) -> str:

@@ -34,14 +34,14 @@ def extensions() -> tuple[str, ...]:
 @functools.cache
 def _extensions(declared: str) -> tuple[str, ...]:
     named = [name.strip() for name in declared.split(",") if name.strip()]
-    here = str(Path.cwd())
+    working_directory = str(Path.cwd())
     for name in named:
         if not name.isidentifier():
             problem = f"{name!r} is not the name of a package"
             raise FedgenError("FEDGEN_EXTENSIONS", problem, "give names without dots, e.g. tilted")
-        if importlib.util.find_spec(name) is None and Path(here, name).is_dir():
-            sys.path.append(here)
-            paths = [os.environ.get("PYTHONPATH", ""), here]
+        if importlib.util.find_spec(name) is None and Path(working_directory, name).is_dir():
+            sys.path.append(working_directory)
+            paths = [os.environ.get("PYTHONPATH", ""), working_directory]
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if importlib.util.find_spec(name) is None:
             problem = f"there is no package {name!r}"
@@ -52,12 +52,14 @@ def _extensions(declared: str) -> tuple[str, ...]:
 
 def config_folders() -> list[Path]:
     """Return the folders of settings of fedgen and of extensions."""
-    found = [CONFIGS]
+    folders = [CONFIGS]
     for name in extensions():
         spec = importlib.util.find_spec(name)
         inside = list(spec.submodule_search_locations or []) if spec else []
-        found += [Path(each, "configs") for each in inside if Path(each, "configs").is_dir()]
-    return found
+        folders += [
+            Path(location, "configs") for location in inside if Path(location, "configs").is_dir()
+        ]
+    return folders
 
 
 def is_extension(name: object) -> bool:
@@ -76,25 +78,25 @@ def load_named(name: str, place: str) -> Any:
     """
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        target = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # code of an extension may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
         line = f" ({at.filename}, line {at.lineno})"
         line = "" if isinstance(error, SyntaxError | AttributeError) else line
         problem = f"{name} cannot be imported: {type(error).__name__}: {error}{line}"
         raise FedgenError(place, problem, "fix it") from error
-    defined = str(getattr(found, "__module__", "")).partition(".")[0]
-    if not callable(found) or defined != name.partition(".")[0]:
+    defined = str(getattr(target, "__module__", "")).partition(".")[0]
+    if not callable(target) or defined != name.partition(".")[0]:
         problem = f"{name} is no function or class of its package"
         raise FedgenError(place, problem, "name one that the package defines")
-    return found
+    return target
 
 
 def extension_of(error: Exception) -> str | None:
     """Return the last line of an extension that an error passed through; None if there is none."""
-    found = None
+    location = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] in extensions():
             code = frame.f_code
-            found = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
-    return found
+            location = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+    return location

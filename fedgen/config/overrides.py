@@ -96,14 +96,14 @@ def check_groups(overrides: list[str]) -> None:
     """Raise FedgenError for an option of a group that is not a name."""
     folders = group_folders()
     parsed = OverridesParser.create().parse_overrides(overrides)
-    for word, each in zip(overrides, parsed, strict=True):
-        group = folders.get(each.key_or_group)
-        value = each.value()
-        left_out = each.is_delete() and value is None
+    for word, override in zip(overrides, parsed, strict=True):
+        group = folders.get(override.key_or_group)
+        value = override.value()
+        left_out = override.is_delete() and value is None
         if group and not left_out and not isinstance(value, str | QuotedString | dict):
-            known = sorted(path.stem for path in group.glob("*.yaml"))
+            options = sorted(path.stem for path in group.glob("*.yaml"))
             problem = f"cannot be {word.partition('=')[2]}"
-            raise FedgenError(each.key_or_group, problem, f"choose {', '.join(known)}")
+            raise FedgenError(override.key_or_group, problem, f"choose {', '.join(options)}")
 
 
 def set_values(config: DictConfig, overrides: Sequence[Override]) -> None:
@@ -138,10 +138,12 @@ def to_override_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return (
-            "{" + ",".join(f"{key}:{to_override_value(each)}" for key, each in value.items()) + "}"
+            "{"
+            + ",".join(f"{key}:{to_override_value(entry)}" for key, entry in value.items())
+            + "}"
         )
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(to_override_value(each) for each in value) + "]"
+        return "[" + ",".join(to_override_value(entry) for entry in value) + "]"
     text = str(value)
     if _PLAIN.fullmatch(text):
         return text
@@ -166,10 +168,10 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         options = [
-            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-            if each.is_sweep_override()
+            [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override()
             else [word]
-            for each, word in zip(parsed, overrides, strict=True)
+            for override, word in zip(parsed, overrides, strict=True)
         ]
     except HydraException as error:
         raise one_line_error(error) from error
@@ -183,9 +185,9 @@ def combinations(overrides: list[str]) -> list[list[str]]:
 def _axes(name: str) -> tuple[list[str], list[list[str]]]:
     """Return the overrides of all runs of a sweep, and its axes: alternatives of one or more
     overrides."""
-    found = OmegaConf.to_container(OmegaConf.load(config_name("sweep", name)))
-    assert isinstance(found, dict)
-    return found["base"], found["axes"]
+    sweep = OmegaConf.to_container(OmegaConf.load(config_name("sweep", name)))
+    assert isinstance(sweep, dict)
+    return sweep["base"], sweep["axes"]
 
 
 def config_name(folder: str, name: str) -> Path:
@@ -194,8 +196,8 @@ def config_name(folder: str, name: str) -> Path:
     Raises:
         FedgenError: if there is none with this name.
     """
-    there = [place / folder for place in config_folders()]
-    files = {path.stem: path for place in there for path in place.glob("*.yaml")}
+    folders = [place / folder for place in config_folders()]
+    files = {path.stem: path for place in folders for path in place.glob("*.yaml")}
     if name not in files:
         near = difflib.get_close_matches(name, files, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -211,30 +213,30 @@ def _options_with(key: str) -> list[str]:
     folder = group_folders().get(group)
 
     def has(file: Path) -> bool:
-        found: Any = OmegaConf.to_container(OmegaConf.load(file))
+        settings: Any = OmegaConf.to_container(OmegaConf.load(file))
         for part in rest.split("."):
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(settings, dict) or part not in settings:
                 return False
-            found = found[part]
+            settings = settings[part]
         return True
 
     files = sorted(folder.glob("*.yaml")) if folder and rest else []
     return [file.stem for file in files if has(file)]
 
 
-def _suggestion(wrong: str, known: Sequence[str]) -> list[str]:
+def _suggestion(wrong: str, keys: Sequence[str]) -> list[str]:
     """Return similar settings: with the same last part, or similar spelling."""
     word = wrong.rpartition(".")[2]
-    ends = [each for each in known if each.count(".") == 1 and each.endswith(f".{word}")]
-    ends = ends or [each for each in known if each.count(".") == 1 and each.endswith(f"_{word}")]
-    return ends[:_HINTS] or difflib.get_close_matches(wrong, known, 1)
+    ends = [key for key in keys if key.count(".") == 1 and key.endswith(f".{word}")]
+    ends = ends or [key for key in keys if key.count(".") == 1 and key.endswith(f"_{word}")]
+    return ends[:_HINTS] or difflib.get_close_matches(wrong, keys, 1)
 
 
-def one_line_error(error: Exception, known: Callable[[], list[str]] = list) -> FedgenError:
+def one_line_error(error: Exception, list_keys: Callable[[], list[str]] = list) -> FedgenError:
     """Return Hydra's error as key, problem, remedy.
 
     Args:
-        known: keys of the chosen groups.
+        list_keys: returns the keys of the chosen groups.
     """
     text = str(error)
     option = re.search(r"Could not find '([\w/]+)/([^'/]*)'", text)
@@ -242,8 +244,8 @@ def one_line_error(error: Exception, known: Callable[[], list[str]] = list) -> F
         options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
         near = difflib.get_close_matches(option[2], options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        own = "for your own, set FEDGEN_EXTENSIONS=PACKAGE"
-        remedy = f"{hint}choose {', '.join(options)}; {own}"
+        extension_hint = "for your own, set FEDGEN_EXTENSIONS=PACKAGE"
+        remedy = f"{hint}choose {', '.join(options)}; {extension_hint}"
         return FedgenError(option[1], f"there is no {option[2]!r}", remedy)
     key = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if key:
@@ -254,15 +256,15 @@ def one_line_error(error: Exception, known: Callable[[], list[str]] = list) -> F
         if present := RENAMED.get(wrong.removeprefix(of_warm_up)):
             return FedgenError(wrong, "was renamed", f"use {of_warm_up}{present}")
         group, _, last = wrong.rpartition(".")
-        if last == wrong and any(each.startswith(f"{last}.") for each in known()):
+        if last == wrong and any(name.startswith(f"{last}.") for name in list_keys()):
             remedy = f"set {last}.KEY=VALUE for one of its settings"
             return FedgenError(wrong, "is a group of settings", remedy)
-        if last in known() and not any(each.startswith(f"{group}.") for each in known()):
+        if last in list_keys() and not any(name.startswith(f"{group}.") for name in list_keys()):
             return FedgenError(wrong, "is not a setting", f"did you mean {last}?")
         if theirs := _options_with(wrong):
             problem = f"is a setting of {wrong.partition('.')[0]}={'|'.join(theirs)}"
             return FedgenError(wrong, problem, "choose that, or leave it out")
-        near = _suggestion(wrong, [each for each in known() if each != wrong])
+        near = _suggestion(wrong, [name for name in list_keys() if name != wrong])
         hint = f"did you mean {' or '.join(near)}?"
         remedy = hint if near else "see fedgen --help, or --cfg for all"
         return FedgenError(wrong, "is not a setting", remedy)

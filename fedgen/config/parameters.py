@@ -61,11 +61,11 @@ def check_parameters(settings: DictConfig | Mapping[str, Any], place: str) -> No
         plain = registry.to_plain(settings)
     group = registry.group_of(place)
     apart = ("type", *registry.NOT_BOUND.get(group, ()))
-    own = {name: value for name, value in plain.items() if name not in apart}
+    function_settings = {name: value for name, value in plain.items() if name not in apart}
     function = registry.load(plain["type"], place)
     declared = parameters(function)
     is_optional = type(None) in typing.get_args(declared.hints.get("rows"))
-    if "rows" in own and own["rows"] is None and not is_optional:
+    if "rows" in function_settings and function_settings["rows"] is None and not is_optional:
         raise missing_public_rows(f"{place}.rows requires it")
     supplied = registry.CALL_ARGUMENTS.get(group)
     arguments: Set[str] | None = None
@@ -73,7 +73,7 @@ def check_parameters(settings: DictConfig | Mapping[str, Any], place: str) -> No
         arguments = declared.hints.keys() & [*inspect.signature(function).parameters][:supplied]
     elif supplied is not None:
         arguments = supplied
-    check_function(function, plain["type"], own, place, arguments)
+    check_function(function, plain["type"], function_settings, place, arguments)
     if group == "method" and isinstance(plain.get("strategy"), Mapping):
         check_parameters(plain["strategy"], f"{place}.strategy")
 
@@ -121,8 +121,10 @@ def _check_nested(value: Any, place: str, arguments: Set[str] | None) -> None:
         for number, entry in enumerate(value):
             _check_nested(entry, f"{place}[{number}]", arguments)
     elif isinstance(value, dict) and "type" in value:
-        own = {name: entry for name, entry in value.items() if name != "type"}
-        check_function(registry.load(value["type"], place), value["type"], own, place, arguments)
+        settings = {name: entry for name, entry in value.items() if name != "type"}
+        check_function(
+            registry.load(value["type"], place), value["type"], settings, place, arguments
+        )
     elif isinstance(value, dict):
         for name, entry in value.items():
             _check_nested(entry, f"{place}.{name}", None)
@@ -156,20 +158,20 @@ def parameters(function: Callable[..., Any]) -> Parameters:
         signature = inspect.signature(function)
     except ValueError:  # of some classes in C
         return Parameters({}, (), accepts_any_argument=True, accepts_any_setting=True)
-    for each in signature.parameters.values():
-        hint = declared.get(each.name, Any)
-        if each.kind is each.VAR_KEYWORD and typing.get_origin(hint) is typing.Unpack:
+    for parameter in signature.parameters.values():
+        hint = declared.get(parameter.name, Any)
+        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hint) is typing.Unpack:
             packed = typing.get_args(hint)[0]
             hints |= typing.get_type_hints(packed, include_extras=True)
             required += sorted(packed.__required_keys__)
-        elif each.kind is each.VAR_KEYWORD:
+        elif parameter.kind is parameter.VAR_KEYWORD:
             accepts_any_argument = True
             is_own = function.__module__.startswith("fedgen.")
-            accepts_any_setting = each.name != "_" or not is_own
-        elif each.kind not in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY):
-            hints[each.name] = hint
-            if each.default is each.empty:
-                required.append(each.name)
+            accepts_any_setting = parameter.name != "_" or not is_own
+        elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            hints[parameter.name] = hint
+            if parameter.default is parameter.empty:
+                required.append(parameter.name)
     return Parameters(hints, tuple(required), accepts_any_argument, accepts_any_setting)
 
 
@@ -197,7 +199,7 @@ def _type_of_setting(hint: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(map(_type_of_setting, inside))]  # noqa: UP007
     kind, *limits = inside if origin is Annotated else (hint,)
-    limits = [each for each in limits if isinstance(each, BaseMetadata)] or [Gt(0)]
+    limits = [limit for limit in limits if isinstance(limit, BaseMetadata)] or [Gt(0)]
     if kind is int:
         return Annotated[int, Strict(), Lt(2**63), *limits]
     if kind is float:
@@ -235,8 +237,8 @@ def _arguments_of(hint: Any) -> frozenset[str] | None:
     """Return the names of the arguments that a method passes to a function of its settings, by the
     type that it declares; None if that does not name them."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        known = [_arguments_of(each) for each in typing.get_args(hint)]
-        return next((each for each in known if each is not None), None)
+        member_arguments = [_arguments_of(member) for member in typing.get_args(hint)]
+        return next((arguments for arguments in member_arguments if arguments is not None), None)
     if _is_protocol(hint):
         return frozenset(inspect.signature(hint.__call__).parameters) - {"self"}
     if typing.get_origin(hint) is Callable and typing.get_args(hint)[:1] == ([],):

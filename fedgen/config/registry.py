@@ -175,10 +175,10 @@ def check(settings: object, place: str) -> None:
             _check_word(at, value, words(at))
 
 
-def _check_word(place: str, value: object, known: dict[str, str]) -> None:
-    if (isinstance(value, str) and value in known) or is_extension(value):
+def _check_word(place: str, value: object, choices: dict[str, str]) -> None:
+    if (isinstance(value, str) and value in choices) or is_extension(value):
         return
-    remedy = f"choose one of {', '.join(known)}" if known else "leave it out"
+    remedy = f"choose one of {', '.join(choices)}" if choices else "leave it out"
     if isinstance(value, str) and "." in value and not value.startswith("fedgen."):
         remedy = "if it is yours, declare its package: FEDGEN_EXTENSIONS=PACKAGE fedgen ..."
     raise FedgenError(place, f"cannot be {show_value(value)}", remedy)
@@ -195,30 +195,30 @@ def check_model(name: object, place: str) -> None:
 def _entries(settings: object, place: str) -> Iterator[tuple[str, object]]:
     """Yield (place, value) of all settings at any depth, outer ones first."""
     if isinstance(settings, dict):
-        for name, each in settings.items():
+        for name, value in settings.items():
             at = f"{place}.{name}" if place else str(name)
-            yield at, each
-            yield from _entries(each, at)
+            yield at, value
+            yield from _entries(value, at)
     elif isinstance(settings, list):
-        for number, each in enumerate(settings):
-            yield f"{place}[{number}]", each
-            yield from _entries(each, f"{place}[{number}]")
+        for number, value in enumerate(settings):
+            yield f"{place}[{number}]", value
+            yield from _entries(value, f"{place}[{number}]")
 
 
 def extension_types(settings: object) -> list[str]:
     """Return the types and strategies of extensions in settings, at any depth."""
-    found = {
+    type_names = {
         str(value)
         for place, value in _entries(settings, "")
         if is_extension(value) and (place.endswith(".type") or place in STRATEGIES)
     }
-    return sorted(found)
+    return sorted(type_names)
 
 
 def to_plain(config: DictConfig) -> dict[str, Any]:
     """Return settings as plain values."""
-    found: Any = OmegaConf.to_container(config, resolve=True)
-    return {str(name): value for name, value in found.items()}
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    return {str(name): value for name, value in settings.items()}
 
 
 def load(word: str, place: str) -> Any:

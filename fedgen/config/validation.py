@@ -120,36 +120,38 @@ def _release_conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
 
 def check_evaluation(config: DictConfig) -> None:
     """Raise FedgenError unless there is something to evaluate with, or no evaluation."""
-    chosen = config.evaluation
-    if chosen.samples < min_samples(chosen):
-        problem = f"must be at least {min_samples(chosen)}, got {chosen.samples}"
+    evaluation = config.evaluation
+    if evaluation.samples < min_samples(evaluation):
+        problem = f"must be at least {min_samples(evaluation)}, got {evaluation.samples}"
         remedy = "raise it; to have none judged take evaluation=none"
         raise FedgenError("evaluation.samples", problem, remedy)
-    if chosen.classifiers and not chosen.seeds:
+    if evaluation.classifiers and not evaluation.seeds:
         problem = "must be positive for classifiers, got 0"
         raise FedgenError("evaluation.seeds", problem, "raise it")
-    for name, each in chosen.classifiers.items():
+    for name, classifier in evaluation.classifiers.items():
         key = f"evaluation.classifiers.{name}"
-        check_parameters(each, key)
-        if "model" in each:
-            registry.check_model(each.model, f"{key}.model")
-            own = registry.to_plain(each)
-            own = {n: v for n, v in own.items() if n not in ("type", "model", "most_rows")}
-            if own or is_extension(each.model):
-                model = load_named(each.model, f"{key}.model")
-                check_function(model, each.model, own, key, frozenset())
-    unknown = [name for name in chosen.real2gen if name not in chosen.classifiers]
+        check_parameters(classifier, key)
+        if "model" in classifier:
+            registry.check_model(classifier.model, f"{key}.model")
+            model_settings = registry.to_plain(classifier)
+            model_settings = {
+                n: v for n, v in model_settings.items() if n not in ("type", "model", "most_rows")
+            }
+            if model_settings or is_extension(classifier.model):
+                model = load_named(classifier.model, f"{key}.model")
+                check_function(model, classifier.model, model_settings, key, frozenset())
+    unknown = [name for name in evaluation.real2gen if name not in evaluation.classifiers]
     if unknown:
-        names = ", ".join(map(str, chosen.classifiers)) or "none"
+        names = ", ".join(map(str, evaluation.classifiers)) or "none"
         raise FedgenError(
             "evaluation.real2gen", f"{unknown[0]} is not a known classifier", f"choose of: {names}"
         )
-    if chosen.fid and chosen.inception_weights is not None:
-        check_weights(Path(chosen.inception_weights))
+    if evaluation.fid and evaluation.inception_weights is not None:
+        check_weights(Path(evaluation.inception_weights))
 
 
-def min_samples(chosen: DictConfig) -> int:
+def min_samples(evaluation: DictConfig) -> int:
     """Return the minimum number of samples for an evaluation."""
-    if chosen.judge:
+    if evaluation.judge:
         return _MIN_SAMPLES
-    return 2 if chosen.fid else 1 if chosen.classifiers or chosen.leakage else 0
+    return 2 if evaluation.fid else 1 if evaluation.classifiers or evaluation.leakage else 0

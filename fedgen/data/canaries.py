@@ -51,26 +51,28 @@ def add_canaries(
     units = list(shards) if unit is Unit.CLIENT else _single(rows)
     if unit is Unit.PERSON:
         assert dataset.persons is not None
-        units = [rows[dataset.persons[rows] == who] for who in np.unique(dataset.persons[rows])]
+        units = [
+            rows[dataset.persons[rows] == person] for person in np.unique(dataset.persons[rows])
+        ]
     if count > len(units):
         raise FedgenError(
             "audit.canaries", f"{count} are more than there are {unit.value}s", "lower it"
         )
     rng = streams.secret("canaries")
-    chosen = [units[place] for place in rng.sample(range(len(units)), count)]
-    present = np.array([rng.random() < 0.5 for _ in chosen], dtype=bool)
+    canary_units = [units[place] for place in rng.sample(range(len(units)), count)]
+    present = np.array([rng.random() < 0.5 for _ in canary_units], dtype=bool)
     remove = relation is Relation.ADD_OR_REMOVE_ONE
     images, labels = dataset.images.copy(), dataset.labels.copy()
     inside = []
-    for rows, there in zip(chosen, present, strict=True):
+    for rows, is_present in zip(canary_units, present, strict=True):
         looks = 255 - dataset.images[rows]
         other = (dataset.labels[rows] + max(1, dataset.classes // 2)) % dataset.classes
         inside.append(Shard(torch.from_numpy(looks), torch.from_numpy(other)))
-        if there:
+        if is_present:
             images[rows], labels[rows] = looks, other
         elif remove:
-            shards = [each[~np.isin(each, rows)] for each in shards]
-    outside = None if remove else [dataset.shard(rows) for rows in chosen]
+            shards = [shard[~np.isin(shard, rows)] for shard in shards]
+    outside = None if remove else [dataset.shard(rows) for rows in canary_units]
     planted = replace(dataset, images=images, labels=labels)
     return planted, shards, Canaries(present, inside, outside)
 

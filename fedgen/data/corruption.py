@@ -20,16 +20,16 @@ def sample_bugged_clients(
     """Return (clients,), true for clients with the bug: the rounded ``fraction``, by public
     streams."""
     order = torch.randperm(clients, generator=streams.public("corruption")).numpy()
-    found = np.zeros(clients, dtype=bool)
-    found[order[: round(fraction * clients)]] = True
-    return found
+    has_bug = np.zeros(clients, dtype=bool)
+    has_bug[order[: round(fraction * clients)]] = True
+    return has_bug
 
 
-def invert_images(dataset: Dataset, shards: list[Index], bugged: NDArray[np.bool_]) -> Dataset:
+def invert_images(dataset: Dataset, shards: list[Index], has_bug: NDArray[np.bool_]) -> Dataset:
     """Return the data set as these clients hold it; the test split is unchanged."""
-    if not bugged.any():
+    if not has_bug.any():
         return dataset
-    rows = np.concatenate([shard for shard, bug in zip(shards, bugged, strict=True) if bug])
+    rows = np.concatenate([shard for shard, bug in zip(shards, has_bug, strict=True) if bug])
     images = dataset.images.copy()
     images[rows] = 255 - images[rows]
     return replace(dataset, images=images)

@@ -52,7 +52,7 @@ class Shard:
     def on(self, device: str) -> Shard:
         """Return the same records on a device; the copy is kept."""
         if device not in self._elsewhere:
-            images, labels = (each.to(device) for each in (self.images, self.labels))
+            images, labels = (tensor.to(device) for tensor in (self.images, self.labels))
             self._elsewhere[device] = self if images is self.images else Shard(images, labels)
         return self._elsewhere[device]
 
@@ -60,9 +60,9 @@ class Shard:
         """Return ``make()``, which depends only on the records and on ``key``; kept for the last
         key."""
         if self._last.get("key") != key:
-            self._last.update(key=key, found=make())
-        found: Tensor = self._last["found"]
-        return found
+            self._last.update(key=key, value=make())
+        value: Tensor = self._last["value"]
+        return value
 
     @cached_property
     def _last(self) -> dict[str, Any]:
@@ -141,20 +141,25 @@ class Dataset:
     def images_digest(self) -> str:
         """Return the digest by which records are accounted over all runs: the set of images,
         regardless of order, labels and persons."""
-        return digest(*(each.encode() for each in sorted(self._digests)))
+        return digest(*(image_digest.encode() for image_digest in sorted(self._digests)))
 
     @property
     def account_of_all(self) -> str:
         """Return the same digest over training and test images together: it also identifies runs on
         another split of the same images, because names of files determine the split."""
         test = [digest(image.tobytes()) for image in self.test_images]
-        return digest(*(each.encode() for each in sorted([*self._digests, *test])))
+        return digest(*(image_digest.encode() for image_digest in sorted([*self._digests, *test])))
 
     def digest_of(self, groups: Iterable[Labels]) -> str:
         """Return a digest of the grouping of training images, regardless of order."""
         images = self._digests
-        told = [sorted(images[row] for row in group) for group in groups]
-        return digest(*(digest(*(i.encode() for i in each)).encode() for each in sorted(told)))
+        digests_by_group = [sorted(images[row] for row in group) for group in groups]
+        return digest(
+            *(
+                digest(*(i.encode() for i in digests)).encode()
+                for digests in sorted(digests_by_group)
+            )
+        )
 
     @cached_property
     def _digests(self) -> list[str]:
@@ -292,12 +297,12 @@ def build_dataset(
             f"{test_images.shape[1:]} to test on",
             "they must be square, with one or three channels, and the same in both splits",
         )
-    given = {"images": images, "labels": labels, "clients": writers, "persons": persons}
-    sizes = {what: len(each) for what, each in given.items() if each is not None}
+    arrays = {"images": images, "labels": labels, "clients": writers, "persons": persons}
+    sizes = {what: len(array) for what, array in arrays.items() if array is not None}
     tests = {"images": len(test_images), "labels": len(test_labels)}
-    for split, found in (("to train on", sizes), ("to test on", tests)):
-        if len(set(found.values())) > 1:
-            counted = ", ".join(f"{count:,} {what}" for what, count in found.items())
+    for split, split_sizes in (("to train on", sizes), ("to test on", tests)):
+        if len(set(split_sizes.values())) > 1:
+            counted = ", ".join(f"{count:,} {what}" for what, count in split_sizes.items())
             problem = f"{name} has {counted} {split}"
             raise FedgenError("data", problem, "give one of each for every image")
     for split_labels in (labels, test_labels):
@@ -306,18 +311,18 @@ def build_dataset(
         problem = f"{name} has label names that are not valid folder names"
         remedy = "rename the labels, set data.labels=[...], or set data.names=false"
         raise FedgenError("data.names", problem, remedy)
-    of = None if writers is None else writers.astype(np.int64)
-    shown = None if persons is None else persons.astype(np.int64)
+    writer_numbers = None if writers is None else writers.astype(np.int64)
+    person_numbers = None if persons is None else persons.astype(np.int64)
     return Dataset(
         name,
         np.ascontiguousarray(images, dtype=np.uint8),
         labels.astype(np.int64),
         np.ascontiguousarray(test_images, dtype=np.uint8),
         test_labels.astype(np.int64),
-        of,
+        writer_numbers,
         classes,
         places,
-        of if persons is writers else shown,
+        writer_numbers if persons is writers else person_numbers,
         unread,
         None if names is None else tuple(names),
     )

@@ -63,13 +63,18 @@ def femnist(
         raise FedgenError("data.classes", f"{classes} is no label set of femnist", "10, 36 or 62")
     if least_rows < 1:
         raise FedgenError("data.least_rows", f"must be at least 1, got {least_rows}", "raise it")
-    there_are, counts = np.unique(writers[~test], return_counts=True)
-    there = np.isin(writers, there_are[counts >= least_rows])
+    writer_ids, counts = np.unique(writers[~test], return_counts=True)
+    included = np.isin(writers, writer_ids[counts >= least_rows])
     if disjoint_from_mnist:
-        there &= ~np.isin(writers, _writers_of_mnist(file, arrays))
-    if not there[~test].any():
+        included &= ~np.isin(writers, _writers_of_mnist(file, arrays))
+    if not included[~test].any():
         raise FedgenError("data.least_rows", "leaves no writer", "lower it")
-    images, labels, writers, test = images[there], labels[there], writers[there], test[there]
+    images, labels, writers, test = (
+        images[included],
+        labels[included],
+        writers[included],
+        test[included],
+    )
     of = writers[~test]
     return build_dataset(
         "femnist",
@@ -98,8 +103,8 @@ def _writers_of_mnist(file: Path, arrays: dict[str, NDArray[np.generic]]) -> Lab
             "set it to false",
         )
     digits = npz_arrays(other, ["train_writer", "test_writer"])
-    known = np.concatenate([digits["train_writer"], digits["test_writer"]])
-    return np.flatnonzero(np.isin(arrays["writer_nist_id"], known))
+    mnist_writers = np.concatenate([digits["train_writer"], digits["test_writer"]])
+    return np.flatnonzero(np.isin(arrays["writer_nist_id"], mnist_writers))
 
 
 def femnist_from_hub(file: Path) -> None:
@@ -136,12 +141,12 @@ def femnist_arrays(rows: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.ge
         images.append(np.asarray(row["image"].convert("L"), dtype=np.uint8))
         labels.append(int(row["character"]))
         names.append(str(row["writer_id"]))
-    known, writers = np.unique(np.array(names), return_inverse=True)
-    numbers = [int(name.lstrip("f").partition("_")[0]) for name in known]
+    writer_ids, writers = np.unique(np.array(names), return_inverse=True)
+    numbers = [int(name.lstrip("f").partition("_")[0]) for name in writer_ids]
     return {
         "images": np.stack(images),
         "labels": np.array(labels, dtype=np.uint8),
         "writer": writers.astype(np.int16),
-        "writer_ids": known,
+        "writer_ids": writer_ids,
         "writer_nist_id": np.array(numbers, dtype=np.int16),
     }

@@ -77,7 +77,7 @@ def folder(
     paths = [path] if isinstance(path, str) else list(path or [])
     if not all(paths) or not paths:
         raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
-    places = [_folder_path(each, root) for each in paths]
+    places = [_folder_path(entry, root) for entry in paths]
     if len(places) == 1 and places[0].suffix in TABLES and not places[0].is_dir():
         listed = read_listing(places[0], labels)
     elif len(places) == 1 and places[0].is_file():
@@ -85,10 +85,12 @@ def folder(
             problem = f"{places[0]} is no folder, no table (.csv, .parquet) and no .npz"
             raise FedgenError("data.path", problem, "give one of these")
         if labels is not None:
-            told = len(validate_names(labels))
-            if classes not in (None, told):
-                raise FedgenError("data.classes", f"is {classes}, of {told} labels", "leave it out")
-            classes = told
+            count = len(validate_names(labels))
+            if classes not in (None, count):
+                raise FedgenError(
+                    "data.classes", f"is {classes}, of {count} labels", "leave it out"
+                )
+            classes = count
             labels = validate_names(labels)
         if classes is None:
             problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
@@ -127,28 +129,28 @@ _UNDER_SEVERAL = "file names occur under several labels (rename the files)"
 
 def _folder_path(path: str, root: str | None) -> Path:
     """Return the location of a path, relative to the working directory or to the root."""
-    here, below = Path(path).expanduser(), data_root(root) / Path(path).expanduser()
-    found = here if here.exists() else below
-    if not found.exists():
+    local, below = Path(path).expanduser(), data_root(root) / Path(path).expanduser()
+    location = local if local.exists() else below
+    if not location.exists():
         raise FedgenError(
             "data.path",
             f"{path} does not exist",
             "give a folder, a table or an .npz, relative to the working directory",
         )
-    return found
+    return location
 
 
 def _visible(place: Path) -> list[Path]:
     return sorted(
-        each
-        for each in place.iterdir()
-        if not each.name.startswith(".") and each.name not in _LEFT_BEHIND
+        entry
+        for entry in place.iterdir()
+        if not entry.name.startswith(".") and entry.name not in _LEFT_BEHIND
     )
 
 
 def _folders(place: Path) -> list[Path]:
-    found = {each.name: each for each in _visible(place) if each.is_dir()}
-    return [found[name] for name in sort_names(found)]
+    folders = {entry.name: entry for entry in _visible(place) if entry.is_dir()}
+    return [folders[name] for name in sort_names(folders)]
 
 
 def _is_split(place: Path) -> bool:
@@ -160,18 +162,22 @@ def _clients(place: Path) -> list[Path]:
     inside = _folders(place)
     if _is_split(place) or not inside:
         return [place]
-    return inside if all(_folders(each) and not _files(each) for each in inside) else [place]
+    return (
+        inside
+        if all(_folders(subfolder) and not _files(subfolder) for subfolder in inside)
+        else [place]
+    )
 
 
 def _files(place: Path) -> list[Path]:
-    return [each for each in _visible(place) if each.is_file()]
+    return [entry for entry in _visible(place) if entry.is_file()]
 
 
-def _read_listings(places: Sequence[Path], told: Sequence[str] | None) -> Listing:
+def _read_listings(places: Sequence[Path], label_names: Sequence[str] | None) -> Listing:
     """List all files of all clients.
 
     Args:
-        told: names of labels; see ``labels.infer_names``.
+        label_names: names of labels; see ``labels.infer_names``.
     """
     for place in places:
         if place.is_file():
@@ -186,8 +192,8 @@ def _read_listings(places: Sequence[Path], told: Sequence[str] | None) -> Listin
         problem = f"{without} has no train/ and test/, and others have"
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
-    found = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    labels = infer_names(found, told)
+    folder_names = {p.name for home in homes for part in parts for p in _folders(home / part)}
+    labels = infer_names(folder_names, label_names)
     labelled = [
         (client, test, label)
         for client, home in enumerate(homes)
@@ -199,23 +205,31 @@ def _read_listings(places: Sequence[Path], told: Sequence[str] | None) -> Listin
         for client, test, label in labelled
         for path in _files(label)
     ]
-    within = [str(each) for *_, label in labelled for each in _folders(label) if _files(each)]
+    within = [
+        str(subfolder)
+        for *_, label in labelled
+        for subfolder in _folders(label)
+        if _files(subfolder)
+    ]
     if within:
         problem = f"folders within a label's folder are not looked into: {shorten(within)}"
         raise FedgenError("data.path", problem, "move their images up, or remove them")
-    beside = [
-        str(each)
+    unlabelled = [
+        str(file)
         for home in homes
         for part in parts
-        for each in _files(home / part)
-        if _is_image(each)
+        for file in _files(home / part)
+        if _is_image(file)
     ]
-    if beside and labelled:
-        problem = f"images outside the label folders have no label: {shorten(beside)}"
+    if unlabelled and labelled:
+        problem = f"images outside the label folders have no label: {shorten(unlabelled)}"
         raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
-        where, loose = ", ".join(map(str, homes[:MAX_SHOWN])), f"{len(beside)} images and no folder"
-        problem = f"{where} has {f'{loose} of a label' if beside else 'no images'}"
+        where, loose = (
+            ", ".join(map(str, homes[:MAX_SHOWN])),
+            f"{len(unlabelled)} images and no folder",
+        )
+        problem = f"{where} has {f'{loose} of a label' if unlabelled else 'no images'}"
         remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
         remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
         raise FedgenError("data.path", problem, remedy)

@@ -78,8 +78,8 @@ def hugging_face(
     label_names = _names(path, features[label], labels, by_folder)
     train = _rows(path, splits["train"], columns, size, channels)
     of = _numbers(path, label, train["label"], features[label], label_names)
-    asked = columns | {"client": None, "person": None}
-    test = _rows(path, splits["test"], asked, size, channels)
+    test_columns = columns | {"client": None, "person": None}
+    test = _rows(path, splits["test"], test_columns, size, channels)
     clients, persons = (
         None if columns[key] is None else _numbered(path, key, train[key])
         for key in ("client", "person")
@@ -131,26 +131,26 @@ def _numbered(path: str, key: str, names: Sequence[Any]) -> NDArray[np.int64]:
 def _splits(path: str, subset: str | None) -> Mapping[str, Any]:
     """Return ``train`` and ``test`` of the data set."""
     datasets = library("data")
-    here = Path(path).expanduser()
+    local_path = Path(path).expanduser()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        if not here.is_dir():
-            found = datasets.load_dataset(path, subset)
+        if not local_path.is_dir():
+            splits = datasets.load_dataset(path, subset)
         else:  # private records are not copied to the cache
-            found = datasets.load_dataset(*_layout(here), streaming=True)
+            splits = datasets.load_dataset(*_layout(local_path), streaming=True)
     except _wrong(datasets) as error:
-        said = " ".join(str(error).split())[:200]
-        problem = f"{path} cannot be read as a data set ({said})"
+        message = " ".join(str(error).split())[:200]
+        problem = f"{path} cannot be read as a data set ({message})"
         remedy = "give a folder, a name on Hugging Face's hub, and data.subset if it has several"
         raise FedgenError("data.path", problem, remedy) from error
-    test = next((split for split in _TEST if split in found), None)
-    if "train" not in found or test is None:
+    test = next((split for split in _TEST if split in splits), None)
+    if "train" not in splits or test is None:
         problem = (
-            f"{path} needs splits train and test, but has {', '.join(map(str, found)) or 'none'}"
+            f"{path} needs splits train and test, but has {', '.join(map(str, splits)) or 'none'}"
         )
         remedy = "split it by the library's train_test_split, or take data=folder"
         raise FedgenError("data.path", problem, remedy)
-    return {"train": found["train"], "test": found[test]}
+    return {"train": splits["train"], "test": splits[test]}
 
 
 def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | None]:
@@ -159,7 +159,7 @@ def _layout(place: Path) -> tuple[str, None, str | None, dict[str, list[str]] | 
     if not tables:
         return "imagefolder", None, str(place), None
     of = {
-        split: [str(each) for each in tables if _starts(split, each.name, each.parent.name)]
+        split: [str(table) for table in tables if _starts(split, table.name, table.parent.name)]
         for split in ("train", *_TEST)
     }
     return "parquet", None, None, {split: files for split, files in of.items() if files}
@@ -180,14 +180,16 @@ def _wrong(datasets: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that the library raises for invalid data."""
     from yaml import YAMLError
 
-    own = (datasets.exceptions.DatasetsError, YAMLError)
-    return (*own, OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError)
+    library_errors = (datasets.exceptions.DatasetsError, YAMLError)
+    return (*library_errors, OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError)
 
 
-def _names(path: str, feature: Any, told: Sequence[str] | None, by_folder: bool) -> list[str]:
+def _names(
+    path: str, feature: Any, label_names: Sequence[str] | None, by_folder: bool
+) -> list[str]:
     """Return the public names of labels."""
-    if told is not None:
-        return validate_names(told)
+    if label_names is not None:
+        return validate_names(label_names)
     described = getattr(feature, "names", None)
     if not described:
         problem = f"is not set, and {path} does not describe its labels"
@@ -217,25 +219,31 @@ def _rows(
     if isinstance(feature, datasets.Image):
         split = split.cast_column(wanted["image"], datasets.Image(decode=False))
     elif not _holds_bytes(feature):
-        some = [name for name, kind in split.features.items() if _holds_bytes(kind)]
+        image_columns = [name for name, kind in split.features.items() if _holds_bytes(kind)]
         problem = f"the column {wanted['image']!r} of {path} contains no images"
-        remedy = f"name one of {', '.join(some[:_SHOWN])}" if some else "store files as bytes"
+        remedy = (
+            f"name one of {', '.join(image_columns[:_SHOWN])}"
+            if image_columns
+            else "store files as bytes"
+        )
         raise FedgenError("data.image", problem, remedy)
-    found: dict[str, Any] = {key: [] for key in wanted}
+    values: dict[str, Any] = {key: [] for key in wanted}
     try:
         for row in split:
             for key, column in wanted.items():
-                found[key].append(row[column])
+                values[key].append(row[column])
     except _wrong(datasets) as error:
         problem = f"{path} cannot be read to its end ({type(error).__name__})"
         raise FedgenError("data.path", problem, "copy it again") from error
-    if not found["image"]:
+    if not values["image"]:
         raise FedgenError("data.path", f"{path} has no images", "give it some")
     place = Path(path).expanduser()
-    cells = [{"bytes": each} if isinstance(each, bytes) else each or {} for each in found["image"]]
-    sources = [(f"row {n}", _source(each, place)) for n, each in enumerate(cells)]
-    files = [each.get("path") for each in cells]
-    return found | {"image": read_images(path, sources, size, channels), "file": files}
+    cells = [
+        {"bytes": value} if isinstance(value, bytes) else value or {} for value in values["image"]
+    ]
+    sources = [(f"row {n}", _source(cell, place)) for n, cell in enumerate(cells)]
+    files = [cell.get("path") for cell in cells]
+    return values | {"image": read_images(path, sources, size, channels), "file": files}
 
 
 def _holds_bytes(feature: Any) -> bool:
@@ -260,9 +268,11 @@ def _numbers(
     path: str, label: str, values: Sequence[Any], feature: Any, names: Sequence[str]
 ) -> NDArray[np.int64]:
     """Return labels as class indices; a column contains these, or names."""
-    own = getattr(feature, "names", None)
-    if own is not None:  # indices into its own names; -1: unknown
-        values = [str(own[v]) if v is not None and 0 <= v < len(own) else None for v in values]
+    described = getattr(feature, "names", None)
+    if described is not None:  # indices into its own names; -1: unknown
+        values = [
+            str(described[v]) if v is not None and 0 <= v < len(described) else None for v in values
+        ]
     if missing := sum(value is None for value in values):
         problem = f"{path} has {missing:,} images without a label"
         raise FedgenError("data.labels", problem, "remove these images")

@@ -56,7 +56,7 @@ def read_images(
     several: list[str] = []
     large: list[str] = []
     deep: list[str] = []
-    found = []
+    images = []
     for name, file in sources:
         try:
             with _stream(file) as stream, warnings.catch_warnings():
@@ -80,7 +80,7 @@ def read_images(
         except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
             bad.append(name)
             continue
-        found.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
+        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
     wrong: list[tuple[str, str]] = []  # (problem, remedy)
     names = [name for name, _ in sources if name not in {*large, *deep, *several, *bad}]
     if large:
@@ -95,15 +95,15 @@ def read_images(
     if bad:
         problem = f"{len(bad)} of {len(sources)} files cannot be read as images: {shorten(bad)}"
         wrong.append((problem, "remove them"))
-    if len({image.ndim for image in found}) > 1:
-        grey_ones = [n for n, image in zip(names, found, strict=True) if image.ndim == 2]
-        colour = [n for n, image in zip(names, found, strict=True) if image.ndim == 3]
+    if len({image.ndim for image in images}) > 1:
+        grey_ones = [n for n, image in zip(names, images, strict=True) if image.ndim == 2]
+        colour = [n for n, image in zip(names, images, strict=True) if image.ndim == 3]
         kind, fewer = ("grey", grey_ones) if len(grey_ones) <= len(colour) else ("colour", colour)
         problem = (
             f"grey images: {len(grey_ones)}, in colour: {len(colour)}; {kind}: {shorten(fewer)}"
         )
         wrong.append((problem, "set data.channels=1 or data.channels=3"))
-    shapes = sorted({image.shape[:2] for image in found})
+    shapes = sorted({image.shape[:2] for image in images})
     if len(shapes) > 1 or any(high != wide for high, wide in shapes):
         sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes)
         if len(shapes) > MAX_SHOWN:
@@ -117,9 +117,9 @@ def read_images(
     if len(wrong) == 1:
         raise FedgenError(key, *wrong[0])
     if wrong:
-        told = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
-        raise FedgenError(key, told, "correct these")
-    return as_images(place, np.stack(found))
+        problems = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
+        raise FedgenError(key, problems, "correct these")
+    return as_images(place, np.stack(images))
 
 
 def _apply_orientation(raw: PillowImage) -> PillowImage:

@@ -14,45 +14,47 @@ _LONG = 100  # characters of a name
 _NO_NAME = set('/\\:*?"<>|')  # not allowed in names of folders on some systems
 
 
-def validate_names(told: object) -> list[str]:
+def validate_names(setting: object) -> list[str]:
     """Return the names in the setting ``data.labels``, in order.
 
     Raises:
         FedgenError: for an invalid list.
     """
-    if not isinstance(told, list | tuple) or not all(type(each) in (str, int) for each in told):
-        raise FedgenError("data.labels", f"cannot be {told!r}", "list names, e.g. [cat,dog]")
-    names = [str(each) for each in told]
+    if not isinstance(setting, list | tuple) or not all(
+        type(name) in (str, int) for name in setting
+    ):
+        raise FedgenError("data.labels", f"cannot be {setting!r}", "list names, e.g. [cat,dog]")
+    names = [str(name) for name in setting]
     if not has_names(names):
         remedy = "give each a distinct name that is a valid folder name"
         raise FedgenError("data.labels", f"cannot be {', '.join(names)}", remedy)
     return names
 
 
-def infer_names(found: Iterable[str], told: Sequence[str] | None) -> list[str]:
-    """Return the names of labels in order: those ``told`` by the setting, or all names in the data.
+def infer_names(data_names: Iterable[str], setting: Sequence[str] | None) -> list[str]:
+    """Return the names of labels in order: those in ``setting``, or all names in the data.
 
     Raises:
         FedgenError: for a label outside those in the setting, or an invalid list.
     """
-    labels = sort_names(found) if told is None else validate_names(told)
-    _check_known(found, labels)
+    labels = sort_names(data_names) if setting is None else validate_names(setting)
+    _check_known(data_names, labels)
     return labels
 
 
-def _check_known(found: Iterable[str], names: Sequence[str]) -> None:
-    if unknown := set(found).difference(names):
-        some = ", ".join(each[:_LONG] for each in sorted(unknown)[:_SHOWN])
-        problem = f"lacks labels of the data: {some}"
+def _check_known(data_names: Iterable[str], names: Sequence[str]) -> None:
+    if unknown := set(data_names).difference(names):
+        examples = ", ".join(name[:_LONG] for name in sorted(unknown)[:_SHOWN])
+        problem = f"lacks labels of the data: {examples}"
         raise FedgenError("data.labels", problem, "add them, or move their images away")
 
 
-def has_names(told: Sequence[object]) -> bool:
+def has_names(candidates: Sequence[object]) -> bool:
     """Return whether these may name labels: each becomes the name of a folder."""
-    names = [each for each in told if isinstance(each, str) and 0 < len(each) <= _LONG]
-    if any(each.strip(". ") != each or set(each) & _NO_NAME for each in names):
+    names = [name for name in candidates if isinstance(name, str) and 0 < len(name) <= _LONG]
+    if any(name.strip(". ") != name or set(name) & _NO_NAME for name in names):
         return False
-    return len({each.casefold() for each in names if each.isprintable()}) == len(told)
+    return len({name.casefold() for name in names if name.isprintable()}) == len(candidates)
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
@@ -147,9 +149,9 @@ def _by_name(
 ) -> NDArray[np.int64]:
     texts = [_text(value) for value in values.tolist()]
     if names is None:
-        some = ",".join(each[:_LONG] for each in sort_names(texts)[:_SHOWN])
+        examples = ",".join(name[:_LONG] for name in sort_names(texts)[:_SHOWN])
         problem = f"{where} contains label names that data.labels does not list"
-        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
+        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{examples}]")
     _check_known(texts, names)
     index = {name: number for number, name in enumerate(names)}
     return np.array([index[text] for text in texts], dtype=np.int64)

@@ -62,18 +62,18 @@ def npz_arrays(
     """Return the arrays of an npz file, without unpickling."""
     try:
         with file.open("rb") as opened:
-            found = read_arrays(opened)
+            arrays = read_arrays(opened)
     except MemoryError as error:
         raise FedgenError(key, f"{file}: {error}", "take part of it") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FedgenError(
             key, f"{file} is not a readable npz file ({error})", "write it anew"
         ) from error
-    missing = [name for name in needed if name not in found]
+    missing = [name for name in needed if name not in arrays]
     if missing:
         raise FedgenError(
             key, f"{file} lacks {', '.join(missing)}", f"it needs {', '.join(needed)}"
         )
-    if any(found[name].size == 0 for name in needed):
+    if any(arrays[name].size == 0 for name in needed):
         raise FedgenError(key, f"{file} has no images", "give it some")
-    return found
+    return arrays

@@ -106,8 +106,8 @@ def dirichlet(
     place = example_uniforms(images, labels, streams, "partition", "dirichlet", "rows")
     owner = np.empty(len(labels), np.int64)
     for label, edges in enumerate(np.cumsum(shares, axis=1)):
-        mine = labels == label
-        owner[mine] = np.minimum(np.searchsorted(edges, place[mine]), clients - 1)
+        in_class = labels == label
+        owner[in_class] = np.minimum(np.searchsorted(edges, place[in_class]), clients - 1)
     return _group_by_owner(owner, clients)
 
 
@@ -184,8 +184,10 @@ def limit_per_person(
         )
     key, kept = example_key(streams, "persons"), []
     for shard in shards:
-        told = [keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard]
-        order = shard[sorted(range(len(shard)), key=lambda at: (persons[shard[at]], told[at]))]
+        digests = [
+            keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard
+        ]
+        order = shard[sorted(range(len(shard)), key=lambda at: (persons[shard[at]], digests[at]))]
         _, starts = np.unique(persons[order], return_index=True)
         place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
         kept.append(np.sort(order[place < most]))
@@ -219,10 +221,13 @@ def check_shards(shards: object, clients: int | None, rows: int) -> None:
             f"is client {empty[0]}",
             "lower partition.clients, or take another partition or seed",
         )
-    whole = np.concatenate(shards)
-    if not np.issubdtype(whole.dtype, np.integer) or not 0 <= whole.min() <= whole.max() < rows:
+    positions = np.concatenate(shards)
+    if (
+        not np.issubdtype(positions.dtype, np.integer)
+        or not 0 <= positions.min() <= positions.max() < rows
+    ):
         problem = f"contains positions outside 0 to {rows - 1}"
         raise FedgenError("partition", problem, "return arrays of positions")
-    if len(np.unique(whole)) < len(whole):
+    if len(np.unique(positions)) < len(positions):
         problem = "assigns a record twice, and ε would cover only one of its uses"
         raise FedgenError("partition", problem, "return disjoint shards")

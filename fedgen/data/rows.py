@@ -39,13 +39,13 @@ def example_uniforms(
 ) -> NDArray[np.float64]:
     """Return a uniform number in [0, 1) per record. Equal records have different numbers, by the
     count of earlier ones: their order is irrelevant."""
-    key, seen, found = example_key(streams, *names), Counter[bytes](), []
+    key, seen, uniforms = example_key(streams, *names), Counter[bytes](), []
     for content in _contents(images, labels):
-        told = keyed_digest(key, content)
-        seen[told] += 1
-        again = keyed_digest(key, told + seen[told].to_bytes(8, "little"))
-        found.append(int.from_bytes(again[:6], "little") / 2**48)
-    return np.array(found)
+        digest = keyed_digest(key, content)
+        seen[digest] += 1
+        again = keyed_digest(key, digest + seen[digest].to_bytes(8, "little"))
+        uniforms.append(int.from_bytes(again[:6], "little") / 2**48)
+    return np.array(uniforms)
 
 
 def _contents(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Iterable[bytes]:

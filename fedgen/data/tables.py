@@ -72,16 +72,16 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
     columns = set(rows[0])
     if lacking := {"path", "label"} - columns:
         problem = f"{table} has no column {' and no column '.join(sorted(lacking))}"
-        first = ", ".join(repr(each[:_LONG]) for each in list(rows[0])[:_SHOWN])
+        first = ", ".join(repr(column[:_LONG]) for column in list(rows[0])[:_SHOWN])
         remedy = f"put the column names, separated by commas, in the first line, which has {first}"
         raise FedgenError("data.path", problem, remedy)
     clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
     persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
     if named is None:
-        there = sort_names(row["label"] for row in rows)
-        some = ",".join(each[:_LONG] for each in there[:_SHOWN])
+        label_names = sort_names(row["label"] for row in rows)
+        examples = ",".join(name[:_LONG] for name in label_names[:_SHOWN])
         problem = "is not set: labels are public, and not derived from the table"
-        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{some}]")
+        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{examples}]")
     labels = infer_names({row["label"] for row in rows}, named)
     home, seen = table.parent.resolve(), set()
     by_label = {name: number for number, name in enumerate(labels)}
@@ -94,13 +94,13 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
             raise FedgenError("data.path", problem, "give paths from there")
         try:
             really = (table.parent / path).resolve()
-            there_is = really.is_file()
+            exists = really.is_file()
         except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
-            really, there_is = table, False
+            really, exists = table, False
         if home not in really.parents:
             problem = f"{where} is outside the table's folder"
             raise FedgenError("data.path", problem, "copy the image there")
-        if not there_is:
+        if not exists:
             raise FedgenError("data.path", f"{where} is no file", "remove the line")
         if really in seen:
             problem = f"{where} is named more than once"
@@ -190,10 +190,10 @@ def _of_parquet(table: Path) -> tuple[list[str], list[dict[str, str]]]:
         names = file.schema_arrow.names
         if len(set(names)) < len(names):
             return names, [{}]  # reported by the reader
-        found = file.read(use_threads=False)  # threads may outlive the end of this process
+        arrow_table = file.read(use_threads=False)  # threads may outlive the end of this process
     texts = {
         name: ["" if v is None else str(v) for v in column.to_pylist()]
-        for name, column in zip(found.column_names, found.columns, strict=True)
+        for name, column in zip(arrow_table.column_names, arrow_table.columns, strict=True)
     }
     rows = [dict(zip(texts, row, strict=True)) for row in zip(*texts.values(), strict=True)]
-    return found.column_names, rows
+    return arrow_table.column_names, rows

@@ -103,15 +103,15 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
     with link.open(RuntimeHttpClient, "SuperExec") as client:
         while True:
             wanted = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-            found = client.AcquireTask(wanted)
-            if found.token and found.task.run_id == run_id:
+            response = client.AcquireTask(wanted)
+            if response.token and response.task.run_id == run_id:
                 break
             if time.monotonic() > until:
                 problem = "the run has no task: another process on this machine took it"
                 raise FedgenError(KEY, problem, "end other flower-superexec processes")
-            if not found.token:
+            if not response.token:
                 time.sleep(poll_interval(0.0))
-    grid = HttpGrid(link.address, False, link.ca, token=found.token)
+    grid = HttpGrid(link.address, False, link.ca, token=response.token)
     runtime: Any = grid._runtime_client
     alive = HeartbeatSender(make_task_heartbeat_fn_http(runtime))
     alive.start()
@@ -147,23 +147,23 @@ class PackedGrid(GridWrapper):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See Grid."""
-        whole = list(messages)
-        names = list(self._inner.push_messages(list(map(pack_message, whole))))
+        message_list = list(messages)
+        names = list(self._inner.push_messages(list(map(pack_message, message_list))))
         self._heard = time.monotonic()
-        if whole and not names:
+        if message_list and not names:
             problem = "a query exceeds the link's request limit"
             raise FedgenError(
                 KEY, problem, "restart fedgen link with a higher largest=MB, then resume="
             )
-        for message, name in zip(whole, names, strict=True):
+        for message, name in zip(message_list, names, strict=True):
             set_message_id(message, name or "")
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """See Grid."""
-        found = list(self._inner.pull_messages(message_ids))
-        if found:
+        replies = list(self._inner.pull_messages(message_ids))
+        if replies:
             self._heard = time.monotonic()
         else:
             time.sleep(poll_interval(time.monotonic() - self._heard))
-        return list(map(unpack_message, found))
+        return list(map(unpack_message, replies))

@@ -65,7 +65,7 @@ class LimitedListener(socket.socket):
         """
         accepted, address = super().accept()
         caller = _network(str(address[0]))
-        local = sum(self._open[each] for each in LOOPBACK)
+        local = sum(self._open[host] for host in LOOPBACK)
         full = self._open[caller] >= MAX_CONNECTIONS or self._open.total() - local >= MAX_TOTAL
         if full and caller not in LOOPBACK:
             accepted.close()
@@ -292,4 +292,4 @@ def serve(
         ssl_certfile=ssl_certfile,
     )
     with contextlib.ExitStack() as stack:
-        uvicorn.Server(config).run(sockets=[stack.enter_context(each) for each in bound])
+        uvicorn.Server(config).run(sockets=[stack.enter_context(listener) for listener in bound])

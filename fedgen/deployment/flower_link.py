@@ -166,12 +166,14 @@ class Link:
         """Admit a node with this public key (PEM); return its id."""
         with self.open(ControlHttpClient, "flwr CLI") as client:
             try:
-                found = client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+                response = client.RegisterNode(
+                    RegisterNodeRequest(public_key=public_key, name=name)
+                )
             except httpx.HTTPStatusError as error:
                 if "already in use" in error_message(error):
                     raise FedgenError("accept", "this key was let in before", "go on") from error
                 raise
-            return int(found.node_id)
+            return int(response.node_id)
 
 
 KEY = "runtime.superlink"
@@ -199,6 +201,6 @@ def parse_address(superlink: str, ca: str) -> Link:
 
 def error_message(error: httpx.HTTPStatusError) -> str:
     """Return the message of a SuperLink that refused a request."""
-    found = FlowerError.from_json(error.response.text)
-    told = found.message if found else error.response.text[:100]
-    return f"the SuperLink refused with {error.response.status_code}: {told}"
+    flower_error = FlowerError.from_json(error.response.text)
+    message = flower_error.message if flower_error else error.response.text[:100]
+    return f"the SuperLink refused with {error.response.status_code}: {message}"

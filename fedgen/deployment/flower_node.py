@@ -120,17 +120,17 @@ class Connection:
         try:
             return method(wanted)
         except httpx.HTTPStatusError as error:
-            status, told = error.response.status_code, error_message(error)
+            status, message = error.response.status_code, error_message(error)
             if status == httpx.codes.FORBIDDEN:
                 raise RunOverError from error
             if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
                 raise TooLargeError(error.response.text[:100]) from error
-            known = FlowerError.from_json(error.response.text)
-            if known and known.code == _NOT_ACTIVATED:
+            flower_error = FlowerError.from_json(error.response.text)
+            if flower_error and flower_error.code == _NOT_ACTIVATED:
                 raise LostError(_NOT_ACCEPTED) from error
             if status in _TRANSIENT:
-                raise LostError(told) from error
-            raise FedgenError("superlink", told, "see whether this key was accepted") from error
+                raise LostError(message) from error
+            raise FedgenError("superlink", message, "see whether this key was accepted") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             if certificate_error(error):
                 problem = f"its certificate fails verification against ca ({str(error)[:100]})"
@@ -140,18 +140,18 @@ class Connection:
     def run(self, run_id: int) -> Run:
         """Return the run with this id."""
         wanted = GetRunRequest(node=self._node, run_id=run_id)
-        found = run_from_proto(self._call(self._client.GetRun, wanted).run)
-        return Run(str(found.override_config.get(REQUEST, "")), found.fab_hash)
+        run = run_from_proto(self._call(self._client.GetRun, wanted).run)
+        return Run(str(run.override_config.get(REQUEST, "")), run.fab_hash)
 
     def receive(self) -> Message | None:
         """Return the next complete message for this node, or None."""
-        found = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
-        if not found.messages_list:
+        response = self._call(self._client.PullMessages, PullMessagesRequest(node=self._node))
+        if not response.messages_list:
             return None
-        head = message_from_proto(found.messages_list[0])
+        head = message_from_proto(response.messages_list[0])
         run_id, name = head.metadata.run_id, head.metadata.message_id
         TaskIdentity.run_id = run_id
-        ids = [each.object_id for each in iterate_object_tree(found.message_object_trees[0])]
+        ids = [tree.object_id for tree in iterate_object_tree(response.message_object_trees[0])]
         get = partial(self._call, self._client.PullObject)
         pull = make_pull_object_fn_protobuf(get, self._node, run_id)
         contents = pull_objects(ids, pull_object_fn=pull)
@@ -175,14 +175,14 @@ class Connection:
                 message_object_trees=[get_object_tree(reply)],
                 clientapp_runtime_list=[0.0],
             )
-            found = self._call(self._client.PushMessages, wanted)
+            response = self._call(self._client.PushMessages, wanted)
             objects = {
-                name: each.deflate()
-                for name, each in get_all_nested_objects(reply).items()
-                if name in found.objects_to_push
+                name: nested.deflate()
+                for name, nested in get_all_nested_objects(reply).items()
+                if name in response.objects_to_push
             }
             put = partial(self._call, self._client.PushObject)
-            push = make_push_object_fn_protobuf(put, self._node, run_id, found.session_id)
+            push = make_push_object_fn_protobuf(put, self._node, run_id, response.session_id)
             push_object_contents_from_iterable(objects.items(), push_object_fn=push)
 
 
@@ -235,13 +235,13 @@ def connected(
         raise FedgenError(
             "ca", "contains no certificate", "take the coordinator's ca.crt"
         ) from error
-    connection, told = None, LogOnce()
+    connection, problem_log = None, LogOnce()
     try:
         while connection is None and not over.is_set():
             try:
                 connection = Connection(client, key)
             except LostError as error:  # not up, not admitted yet, or killed just now
-                told.once(f"{address}: {error}")
+                problem_log.once(f"{address}: {error}")
                 over.wait(RETRY_SECONDS)
         yield connection
     finally:

@@ -12,9 +12,10 @@ _WHOLE = "whole"
 
 def pack_message(message: Message) -> Message:
     """Return a message with all of its content as bytes."""
-    whole = recorddict_to_proto(message.content).SerializeToString()
+    content_bytes = recorddict_to_proto(message.content).SerializeToString()
     return make_message(
-        metadata=message.metadata, content=RecordDict({_WHOLE: ConfigRecord({_WHOLE: whole})})
+        metadata=message.metadata,
+        content=RecordDict({_WHOLE: ConfigRecord({_WHOLE: content_bytes})}),
     )
 
 
@@ -23,9 +24,9 @@ def unpack_message(message: Message) -> Message:
     if message.has_error():
         return message
     try:
-        whole = message.content.config_records[_WHOLE][_WHOLE]
-        assert isinstance(whole, bytes)
-        content = recorddict_from_proto(ProtoRecordDict.FromString(whole))
+        content_bytes = message.content.config_records[_WHOLE][_WHOLE]
+        assert isinstance(content_bytes, bytes)
+        content = recorddict_from_proto(ProtoRecordDict.FromString(content_bytes))
     except Exception:  # untrusted bytes
         return message
     return make_message(metadata=message.metadata, content=content)

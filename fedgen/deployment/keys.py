@@ -31,24 +31,24 @@ def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
         FedgenError: if the file is not a valid key.
     """
     if not path.exists():
-        made = generate_private_key(SECP384R1())
-        text = made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        new_key = generate_private_key(SECP384R1())
+        text = new_key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         write_atomic(path, text)
-        public = public_text(made.public_key())
+        public = public_text(new_key.public_key())
         write_atomic(path.with_name(path.name + ".pub"), public, shared=True)
     try:
-        found = load_ssh_private_key(read_bounded(path, LARGEST), None)
+        key = load_ssh_private_key(read_bounded(path, LARGEST), None)
     except OSError as error:
         raise FedgenError("key", f"{path} cannot be read ({error.strerror})", _NEW) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise FedgenError(
             "key", f"{path} is no private key", "choose another file, or a new path"
         ) from error
-    if not isinstance(found, EllipticCurvePrivateKey) or not isinstance(found.curve, SECP384R1):
+    if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP384R1):
         raise FedgenError(
             "key", f"{path} is no key on P-384", "give a new path: the file is created"
         )
-    return found
+    return key
 
 
 def public_text(key: EllipticCurvePublicKey) -> bytes:
@@ -64,14 +64,14 @@ def read_public_key(path: Path) -> bytes:
     """
     try:
         text = read_bounded(path, LARGEST)
-        found = load_ssh_public_key(text)
+        key = load_ssh_public_key(text)
     except OSError as error:
         raise FedgenError("accept", f"{path} cannot be read ({error.strerror})", _REMEDY) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise FedgenError("accept", f"{path} is no public key", _REMEDY) from error
-    if not isinstance(found, EllipticCurvePublicKey) or not isinstance(found.curve, SECP384R1):
+    if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
         raise FedgenError("accept", f"{path} is no key on P-384", _REMEDY)
-    return found.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 LARGEST = 2**16

@@ -48,10 +48,10 @@ def link(config: DictConfig) -> str:
     if config.accept is not None:
         node = read_public_key(Path(config.accept).expanduser())
         name = config.name or Path(config.accept).name.removesuffix(".pub")
-        here = parse_address(f"127.0.0.1:{config.port}", str(home / _CA))
-        return f"accepted node {name} ({here.register(node, name)})"
+        superlink = parse_address(f"127.0.0.1:{config.port}", str(home / _CA))
+        return f"accepted node {name} ({superlink.register(node, name)})"
     with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(each) for each in _listeners(config.host, config.port)]
+        bound = [stack.enter_context(listener) for listener in _listeners(config.host, config.port)]
         certificates(home, list(config.hosts), config.days)
         where = f"listening on {config.host}:{config.port}"
         print(f"hand {home / _CA} to each site; {where}", flush=True)

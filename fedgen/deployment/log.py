@@ -48,8 +48,17 @@ class Log:
         self, run: str, names: dict[str, str], settings: dict[str, Any], relation: Relation
     ) -> None:
         """Log a run in which this site takes part."""
-        chosen = {"names": names, "privacy": settings["privacy"], "rounds": settings["rounds"]}
-        line = {"what": "opened", "run": run, "settings": chosen, "relation": relation.value}
+        logged_settings = {
+            "names": names,
+            "privacy": settings["privacy"],
+            "rounds": settings["rounds"],
+        }
+        line = {
+            "what": "opened",
+            "run": run,
+            "settings": logged_settings,
+            "relation": relation.value,
+        }
         self._add(line)
 
     def run_refused(self, run: str, why: str) -> None:
@@ -105,7 +114,7 @@ def show(config: DictConfig) -> str:
     if not path.exists():
         raise FedgenError("home", f"no node was at home in {home}", "give the folder of a node")
     try:
-        lines = [parse_json(each) for each in read_bounded(path, _LARGEST).decode().splitlines()]
+        lines = [parse_json(line) for line in read_bounded(path, _LARGEST).decode().splitlines()]
         runs = {line["run"]: line for line in lines if line["what"] == "opened"}
         words = [_format(line, runs) for line in lines[-config.lines :]]
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -130,10 +139,10 @@ def _format(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
         clients = ", ".join(str(int(client)) for client in line["rejected"])
         word = "clients" if len(line["rejected"]) > 1 else "client"
         return f"{place}  rejected the signature or sealed share of {word} {clients}"
-    said = f"{place}  {_TEXTS[line['kind']]}, {format_bytes(line['bytes'])}"
+    text = f"{place}  {_TEXTS[line['kind']]}, {format_bytes(line['bytes'])}"
     if "spend" not in line:
-        return said
+        return text
     opened = runs[line["run"]]
     delta, relation = opened["settings"]["privacy"]["delta"], Relation(opened["relation"])
-    found = epsilon(spend_from_json(line["spend"]), delta, relation)
-    return f"{said}; ε so far {format_epsilon(found.value)}"
+    spent_epsilon = epsilon(spend_from_json(line["spend"]), delta, relation)
+    return f"{text}; ε so far {format_epsilon(spent_epsilon.value)}"

@@ -57,13 +57,13 @@ def node(config: DictConfig) -> str:
     """
     home = Path(config.home).expanduser()
     key = load_or_create_key(Path(config.key).expanduser())
-    own = fingerprint(key.public_key())
-    print(f"key {config.key}.pub: {own}", flush=True)
+    key_fingerprint = fingerprint(key.public_key())
+    print(f"key {config.key}.pub: {key_fingerprint}", flush=True)
     if config.superlink is None:
         return f"hand {config.key}.pub to the coordinator; then give superlink=HOST:PORT"
     if not re.fullmatch(r"[^\s/:]+:\d{1,5}|\[[^\s/]+\]:\d{1,5}", str(config.superlink)):
         raise FedgenError("superlink", f"cannot be {config.superlink}", "give HOST:PORT")
-    place = _open_site(config, home, Signer(key, None), own)
+    place = _open_site(config, home, Signer(key, None), key_fingerprint)
     try:
         ca = read_bounded(Path(config.ca).expanduser(), LARGEST)
     except (OSError, ValueError) as error:
@@ -72,8 +72,8 @@ def node(config: DictConfig) -> str:
     shape = ",".join(map(str, place.dataset.shape))
     print(f"node {config.number}: {place.dataset.classes} labels, data.shape=[{shape}]", flush=True)
     served, over = _NodeServer(place), threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: over.set())
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: over.set())
     with _lock_home(home), connected(config.superlink, ca, key, over) as connection:
         if connection is not None:
             print(f"node {config.number} is connected to {config.superlink}", flush=True)
@@ -81,15 +81,15 @@ def node(config: DictConfig) -> str:
     return f"ended; {served.count} messages were sent, see fedgen node log home={config.home}"
 
 
-def _open_site(config: DictConfig, home: Path, signer: Signer, own: str) -> SiteFolder:
+def _open_site(config: DictConfig, home: Path, signer: Signer, key_fingerprint: str) -> SiteFolder:
     """Open the folder of a site.
 
     Args:
-        own: fingerprint of its key.
+        key_fingerprint: fingerprint of its key.
     """
     policy = policies.read(Path(config.policy).expanduser())
-    if policy.peers is not None and policy.peers.get(config.number) != own:
-        problem = f"do not say that {config.number} is this node ({own})"
+    if policy.peers is not None and policy.peers.get(config.number) != key_fingerprint:
+        problem = f"do not say that {config.number} is this node ({key_fingerprint})"
         raise FedgenError("policy.peers", problem, "list all nodes, including this one")
     if config.data.get("labels", ()) is None and config.data.classes is None:
         problem = "are not given, and other sites number theirs as theirs are named"
@@ -97,8 +97,8 @@ def _open_site(config: DictConfig, home: Path, signer: Signer, own: str) -> Site
     rows = setup.dataset(config)
     if rows.is_remote:
         raise FedgenError("data", "has no images", "a node is where they are")
-    known = Signer(signer.key, policy.peers)
-    return SiteFolder(config.number, rows, home, policy, known, label_names(config))
+    signer_with_peers = Signer(signer.key, policy.peers)
+    return SiteFolder(config.number, rows, home, policy, signer_with_peers, label_names(config))
 
 
 @contextlib.contextmanager
@@ -131,12 +131,12 @@ class _NodeServer:
         """Respond to messages until terminated. Replies that cannot be sent now are sent later:
         they were charged."""
         unsent: tuple[Message, Message] | None = None
-        heard, told = time.monotonic(), LogOnce()
+        heard, problem_log = time.monotonic(), LogOnce()
         while not over.is_set():
             try:
                 if unsent is None:
                     message = connection.receive()
-                    told.over()
+                    problem_log.over()
                     if message is None:
                         over.wait(poll_interval(time.monotonic() - heard))
                         continue
@@ -146,13 +146,13 @@ class _NodeServer:
             except RunOverError:  # the run ended before this reply
                 unsent = None
             except TooLargeError as error:
-                told.once(f"reply exceeds the link's request limit: {error}")
+                problem_log.once(f"reply exceeds the link's request limit: {error}")
                 unsent = None
             except LostError as error:
-                told.once(str(error))
+                problem_log.once(str(error))
                 over.wait(RETRY_SECONDS)
             except Exception as error:  # a node keeps running, whatever it receives
-                told.once(plain(f"{type(error).__name__}: {error}")[:200])
+                problem_log.once(plain(f"{type(error).__name__}: {error}")[:200])
                 unsent = None
                 over.wait(RETRY_SECONDS)
 
@@ -192,8 +192,8 @@ class _NodeServer:
 
     def _spend(self, name: str) -> Spend:
         """Return the spend of a run so far."""
-        found = self._ledger(name).account().spend
-        return with_sampling_revealed(found) if self._place.has_dropout(name) else found
+        spend = self._ledger(name).account().spend
+        return with_sampling_revealed(spend) if self._place.has_dropout(name) else spend
 
     def _close_unless_bounded(self, name: str) -> None:
         """Close a run after a failure in a computation over private records: the failure reveals
@@ -211,31 +211,33 @@ class _NodeServer:
         print(f"fedgen: refused run {name}: {plain(why)}", file=sys.stderr, flush=True)
 
     def _home(self, context: Context) -> ClientContext:
-        found = self._homes[self._names[context.run_id]]
-        assert found is not None
-        return found(context)
+        contexts = self._homes[self._names[context.run_id]]
+        assert contexts is not None
+        return contexts(context)
 
     def _opened(self, run_id: int, connection: Connection) -> str:
         """Return the name of a run, once its request was answered."""
         if run_id in self._names:
             return self._names[run_id]
-        told = connection.run(run_id)
+        flower_run = connection.run(run_id)
         name = str(run_id)
         try:
-            if told.bundle != self._bundle:
+            if flower_run.bundle != self._bundle:
                 raise RefusedError("the coordinator has another version of fedgen, or other code")
             try:
-                asked = request.read(told.request)
+                run_request = request.read(flower_run.request)
             except (ValueError, RecursionError) as error:
                 raise RefusedError("the request is not a fedgen run") from error
-            if self._asked.setdefault(asked.run, asked) != asked:
-                raise RefusedError(f"run {asked.run} was requested with different settings before")
-            name = asked.run
+            if self._asked.setdefault(run_request.run, run_request) != run_request:
+                raise RefusedError(
+                    f"run {run_request.run} was requested with different settings before"
+                )
+            name = run_request.run
             # resumed runs too, as in a separate process: a repeated round is
             # charged again, with new noise and new samples
             if name not in self._homes or self._homes[name] is not None:
-                self._homes[name], relation = open_run(self._place, asked)
-                self._log.run_opened(name, asked.names, asked.settings, relation)
+                self._homes[name], relation = open_run(self._place, run_request)
+                self._log.run_opened(name, run_request.names, run_request.settings, relation)
         except RefusedError as error:
             self._homes[name] = None
             self._refuse(name, str(error))

@@ -67,40 +67,40 @@ def read(path: Path) -> Policy:
         FedgenError: for the first invalid line.
     """
     try:
-        found = yaml.safe_load(read_yaml(path))
+        settings = yaml.safe_load(read_yaml(path))
     except OSError as error:
         raise FedgenError(_KEY, f"{path} cannot be read ({error.strerror})", _REMEDY) from error
     except (ValueError, yaml.YAMLError) as error:
         raise FedgenError(_KEY, f"{path} is no YAML ({str(error)[:100]})", _REMEDY) from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise FedgenError(_KEY, f"{path} has no settings", _REMEDY)
-    known = [each.name for each in fields(Policy)]
-    for name in found:
-        if name not in known:
+    setting_names = [field.name for field in fields(Policy)]
+    for name in settings:
+        if name not in setting_names:
             raise FedgenError(
-                f"{_KEY}.{name}", "is not a setting", f"choose of: {', '.join(known)}"
+                f"{_KEY}.{name}", "is not a setting", f"choose of: {', '.join(setting_names)}"
             )
     for name in ("epsilon", "delta"):
-        if name not in found:
+        if name not in settings:
             raise FedgenError(f"{_KEY}.{name}", "is not given", _REMEDY)
     for name in ("epsilon", "delta", "budget_epsilon"):
-        given = found.get(name)
-        if isinstance(given, str) and _PLAIN_FLOAT.fullmatch(given):  # YAML reads 1e-5 as a string
-            found[name] = float(given)
+        value = settings.get(name)
+        if isinstance(value, str) and _PLAIN_FLOAT.fullmatch(value):  # YAML reads 1e-5 as a string
+            settings[name] = float(value)
     for name, check in _KINDS.items():
-        if name in found and not check(found[name]):
+        if name in settings and not check(settings[name]):
             choices = _CHOICES.get(name)
             remedy = f"give a list of: {', '.join(choices())}" if choices else _REMEDY
-            raise FedgenError(f"{_KEY}.{name}", f"cannot be {found[name]!r}", remedy)
-    if found["delta"] > MAX_DELTA:
-        problem = f"{found['delta']:g} is above {MAX_DELTA:g}: it permits publishing records"
+            raise FedgenError(f"{_KEY}.{name}", f"cannot be {settings[name]!r}", remedy)
+    if settings["delta"] > MAX_DELTA:
+        problem = f"{settings['delta']:g} is above {MAX_DELTA:g}: it permits publishing records"
         raise FedgenError(f"{_KEY}.delta", problem, "e.g. 1e-5, well below 1 / number of records")
-    found.setdefault("budget_epsilon", found["epsilon"])
-    peers = found.get("peers")
+    settings.setdefault("budget_epsilon", settings["epsilon"])
+    peers = settings.get("peers")
     if peers and len(set(peers.values())) < len(peers):
         raise FedgenError(f"{_KEY}.peers", "a fingerprint is listed twice", _REMEDY)
-    lists = {name: tuple(found[name]) for name in _CHOICES if found.get(name) is not None}
-    return Policy(**{**found, **lists})
+    lists = {name: tuple(settings[name]) for name in _CHOICES if settings.get(name) is not None}
+    return Policy(**{**settings, **lists})
 
 
 _REMEDY = "see docs/deployment.md"
@@ -116,9 +116,9 @@ def _count(value: Any) -> bool:
 
 
 def _methods() -> list[str]:
-    known = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
-    known |= {path.stem for path in config_folders()[0].glob("warm_up/*.yaml")}
-    return sorted(known)
+    names = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
+    names |= {path.stem for path in config_folders()[0].glob("warm_up/*.yaml")}
+    return sorted(names)
 
 
 _CHOICES: dict[str, Callable[[], Sequence[str]]] = {
@@ -131,7 +131,9 @@ _CHOICES: dict[str, Callable[[], Sequence[str]]] = {
 def _choices(name: str) -> Callable[[Any], bool]:
     def check(value: Any) -> bool:
         allowed = _CHOICES[name]()
-        return isinstance(value, list) and bool(value) and all(each in allowed for each in value)
+        return (
+            isinstance(value, list) and bool(value) and all(choice in allowed for choice in value)
+        )
 
     return check
 
@@ -179,13 +181,13 @@ def check_settings(policy: Policy, config: DictConfig) -> None:
 _MOST_ROUNDS = 200_000  # twice the longest published recipe: accounting takes time
 
 
-def check_cost(policy: Policy, config: DictConfig, found: ResolvedMethod) -> None:
+def check_cost(policy: Policy, config: DictConfig, resolved: ResolvedMethod) -> None:
     """Check the cost of a run and its aggregation against a policy.
 
     Raises:
         RefusedError: for the first violation.
     """
-    plan, privacy = found.method.plan, config.privacy
+    plan, privacy = resolved.method.plan, config.privacy
     sums = plan.aggregation
     if plan.unit.value not in policy.units:
         raise RefusedError(f"ε would be about a {plan.unit.value}, which is not allowed")
@@ -205,10 +207,15 @@ def check_cost(policy: Policy, config: DictConfig, found: ResolvedMethod) -> Non
             raise RefusedError(
                 f"{sums.colluders} clients are counted as colluding, below {policy.colluders}"
             )
-    if privacy.noise == "secure" and (wrong := delta_problem_of(found.privacy, plan)) is not None:
+    if (
+        privacy.noise == "secure"
+        and (wrong := delta_problem_of(resolved.privacy, plan)) is not None
+    ):
         raise RefusedError(f"δ = {wrong[0]}")
-    rows = found.privacy.budget.samples_per_client
-    cost = epsilon_for(found.method, found.privacy.budget, config.rounds, rows, privacy.delta, True)
+    rows = resolved.privacy.budget.samples_per_client
+    cost = epsilon_for(
+        resolved.method, resolved.privacy.budget, config.rounds, rows, privacy.delta, True
+    )
     if cost.or_infinity > policy.epsilon:
         raise RefusedError(
             f"the run would cost ε = {format_epsilon(cost.value)} against the server, above "

@@ -55,12 +55,12 @@ class Request:
     @classmethod
     def from_config(cls, config: DictConfig, run: str, branch: str, noise: str | None) -> Request:
         """Return the request for a run with these settings."""
-        whole: Any = OmegaConf.to_container(config, resolve=True)
-        chosen = {name: whole[name] for name in (*_GROUPS, *_SINGLE_KEYS)}
+        all_settings: Any = OmegaConf.to_container(config, resolve=True)
+        settings = {name: all_settings[name] for name in (*_GROUPS, *_SINGLE_KEYS)}
         for group, inside in _NESTED_KEYS.items():
-            chosen[group] = {name: whole[group][name] for name in inside}
-        names = {group: whole["names"][group] for group in _GROUPS}
-        return cls(run, names, chosen, branch, noise, VERSION)
+            settings[group] = {name: all_settings[group][name] for name in inside}
+        names = {group: all_settings["names"][group] for group in _GROUPS}
+        return cls(run, names, settings, branch, noise, VERSION)
 
     def text(self) -> str:
         """Return the request as JSON."""
@@ -72,8 +72,8 @@ class Request:
         Raises:
             FedgenError: for the first invalid setting.
         """
-        asked = self.settings
-        own = compose(
+        settings = self.settings
+        config = compose(
             "config",
             [
                 *(f"{group}={self.names[group]}" for group in _GROUPS),
@@ -87,22 +87,24 @@ class Request:
             ],
         )
         for place in ("method", "warm_up.method"):
-            here, there = (type_at(OmegaConf.create(each), place) for each in (own, asked))
-            if here != there:
-                problem = f"{there} differs from {self.names[place.partition('.')[0]]}"
+            local_type, requested_type = (
+                type_at(OmegaConf.create(values), place) for values in (config, settings)
+            )
+            if local_type != requested_type:
+                problem = f"{requested_type} differs from {self.names[place.partition('.')[0]]}"
                 raise FedgenError(f"{place}.type", problem, "the request is not a fedgen run")
         try:
             for name in (*_GROUPS, *_SINGLE_KEYS):
-                own[name] = asked[name]
+                config[name] = settings[name]
             for group, inside in _NESTED_KEYS.items():
                 for name in inside:
-                    own[group][name] = asked[group][name]
-            check_restored(own)
-            check_settings(own)
+                    config[group][name] = settings[group][name]
+            check_restored(config)
+            check_settings(config)
         except OmegaConfBaseException as error:
             problem = str(error).splitlines()[0]
             raise FedgenError("request", problem, "the request is not a fedgen run") from error
-        return own
+        return config
 
 
 def read(text: str) -> Request:
@@ -113,15 +115,15 @@ def read(text: str) -> Request:
     """
     if len(text) > _MAX_TEXT or not text.isascii():
         raise ValueError("not a request")
-    found = parse_json(text)
+    fields = parse_json(text)
     kinds = {"run": str, "names": dict, "settings": dict, "domain": str, "version": str}
-    if not isinstance(found, dict) or set(found) != {*kinds, "noise_multiplier"}:
+    if not isinstance(fields, dict) or set(fields) != {*kinds, "noise_multiplier"}:
         raise ValueError("not a request")
-    if not all(isinstance(found[name], kind) for name, kind in kinds.items()):
+    if not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
         raise ValueError("not a request")
-    if found["noise_multiplier"] is not None and not isinstance(found["noise_multiplier"], str):
+    if fields["noise_multiplier"] is not None and not isinstance(fields["noise_multiplier"], str):
         raise ValueError("not a request")
-    names, settings = found["names"], found["settings"]
+    names, settings = fields["names"], fields["settings"]
     if set(names) != set(_GROUPS) or set(settings) != {*_GROUPS, *_SINGLE_KEYS, *_NESTED_KEYS}:
         raise ValueError("not a request")
     if not all(isinstance(name, str) and _WORD.fullmatch(name) for name in names.values()):
@@ -131,9 +133,9 @@ def read(text: str) -> Request:
             raise ValueError("not a request")
     if not all(isinstance(settings[group], dict) for group in _GROUPS):
         raise ValueError("not a request")
-    if not _NAME.fullmatch(found["run"]) or not _plain(settings, _MAX_DEPTH):
+    if not _NAME.fullmatch(fields["run"]) or not _plain(settings, _MAX_DEPTH):
         raise ValueError("not a request")
-    return Request(**found)
+    return Request(**fields)
 
 
 def _plain(settings: Any, levels: int) -> bool:
@@ -141,9 +143,9 @@ def _plain(settings: Any, levels: int) -> bool:
     environment of this node."""
     if isinstance(settings, dict | list):
         inside = (
-            [each for pair in settings.items() for each in pair]
+            [item for pair in settings.items() for item in pair]
             if isinstance(settings, dict)
             else settings
         )
-        return levels > 0 and all(_plain(each, levels - 1) for each in inside)
+        return levels > 0 and all(_plain(item, levels - 1) for item in inside)
     return not (isinstance(settings, str) and "${" in settings)

@@ -70,8 +70,8 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
     """
     try:
         _count_deaths(site)
-        found, relation = _build_setup(site, request)
-        return ClientContexts(found), relation
+        client_setup, relation = _build_setup(site, request)
+        return ClientContexts(client_setup), relation
     except RefusedError:
         raise
     except FedgenError as error:
@@ -81,44 +81,46 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
 
 
 def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Relation]:
-    asked, rows = request.config(), place.dataset
-    policies.check_settings(place.policy, asked)
-    clients, public = asked.partition.clients, setup.dataset(asked)
+    config, rows = request.config(), place.dataset
+    policies.check_settings(place.policy, config)
+    clients, public = config.partition.clients, setup.dataset(config)
     if (public.classes, public.shape) != (rows.classes, rows.shape):
         raise RefusedError(
             f"the run expects {public.classes} labels and images of shape {list(public.shape)}; "
             f"this site has {rows.classes} labels and shape {list(rows.shape)}"
         )
-    named = label_names(asked)
+    named = label_names(config)
     if named is not None and named != place.labels:
-        here = "this site has no names" if place.labels is None else ", ".join(place.labels)
-        raise RefusedError(f"the run expects the labels {', '.join(named)}; this site has {here}")
+        site_labels = "no names" if place.labels is None else ", ".join(place.labels)
+        raise RefusedError(
+            f"the run expects the labels {', '.join(named)}; this site has {site_labels}"
+        )
     if place.policy.peers is not None and clients != len(place.policy.peers):
         raise RefusedError(
             f"the run has {clients} clients, and there are {len(place.policy.peers)}"
         )
     if not 0 <= place.number < clients:
         raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
-    known = len(rows.labels) if clients == 1 else None  # as in a simulation of one client
-    found = setup.resolve_method(asked, clients, known, public.classes, public.shape)
-    if rounded_noise(found.noise) != request.noise_multiplier:
+    record_count = len(rows.labels) if clients == 1 else None  # as in a simulation of one client
+    resolved = setup.resolve_method(config, clients, record_count, public.classes, public.shape)
+    if rounded_noise(resolved.noise) != request.noise_multiplier:
         raise RefusedError(
-            f"noise multiplier {rounded_noise(found.noise)} is calibrated on this site, "
+            f"noise multiplier {rounded_noise(resolved.noise)} is calibrated on this site, "
             f"{request.noise_multiplier} by fedgen {request.version} on the server"
         )
-    setup.check_shards_fit(asked, rows, found.method.plan)
-    plan, privacy, account = found.method.plan, found.privacy, None
+    setup.check_shards_fit(config, rows, resolved.method.plan)
+    plan, privacy, account = resolved.method.plan, resolved.privacy, None
     most, gaps = (
         canonical(plan.server_event(privacy.budget.samples_per_client)),
         place.has_dropout(request.run),
     )
-    counted = replace(found, method=found.with_dropouts()) if gaps else found
-    policies.check_cost(place.policy, asked, counted)
+    counted = replace(resolved, method=resolved.with_dropouts()) if gaps else resolved
+    policies.check_cost(place.policy, config, counted)
     _check_same_request(place, request)
     RandomStreams.from_seed(
-        asked.seed, privacy.noise
+        config.seed, privacy.noise
     )  # an invalid method is refused before it is charged
-    program = found.program()
+    program = resolved.program()
     if privacy.noise == "secure":
         if _has_unbounded_spend(place):
             raise RefusedError(
@@ -143,22 +145,22 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         signer=place.signer,
         accepted_request=request.text().encode(),
         rehearsal=_rehearsal_shard(public),
-        marks_deaths=privacy.noise == "secure" and found.dropouts_reveal_cohorts,
+        marks_deaths=privacy.noise == "secure" and resolved.dropouts_reveal_cohorts,
     )
-    made = ClientSetup(
+    client_setup = ClientSetup(
         program=lambda: program,
         shard=lambda client: shard,
-        seed=asked.seed,
+        seed=config.seed,
         domain=request.domain if privacy.noise == "seeded" else "",
         noise=privacy.noise,
         folder=place.folder(request.run),
         terms=terms,
         in_memory=False,
         cache_bytes=0.0,
-        threads=asked.runtime.threads,
+        threads=config.runtime.threads,
         spend_db=account,
     )
-    return made, plan.relation
+    return client_setup, plan.relation
 
 
 _ROWS = digest(b"the rows of this node")
@@ -182,7 +184,7 @@ def _count_deaths(place: SiteFolder) -> None:
 def _has_unbounded_spend(place: SiteFolder) -> bool:
     """Return whether the spend of some run has no bound."""
     entries = place.account.entries(_ROWS)
-    return any(NonPrivateDpEvent() in s for each in entries for s in each.charged.values())
+    return any(NonPrivateDpEvent() in s for entry in entries for s in entry.charged.values())
 
 
 def _rehearsal_shard(public: Dataset) -> Shard:

@@ -53,7 +53,8 @@ def _squares(
     """Return label -> mean squared deviation of each of its images from their mean."""
     of_label = {int(label): images[labels == label] for label in np.unique(labels)}
     return {
-        label: ((each - each.mean(0)) ** 2).mean(axis=(1, 2, 3)) for label, each in of_label.items()
+        label: ((group - group.mean(0)) ** 2).mean(axis=(1, 2, 3))
+        for label, group in of_label.items()
     }
 
 
@@ -68,8 +69,8 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
         images: (n, channels, height, width), several of each label. labels: (n,).
     """
     within, correlation = diversity(images, labels), coherence(images)
-    whole = float(images.astype(float).std(axis=0).mean())
-    limit = max(_COLLAPSED, _COLLAPSED_SHARE * whole)
+    overall_std = float(images.astype(float).std(axis=0).mean())
+    limit = max(_COLLAPSED, _COLLAPSED_SHARE * overall_std)
     saturated = float(((images == 0) | (images == 255)).mean()) >= _SATURATED
     if saturated and (within < _COLLAPSED or correlation < NOISE):
         return "diverged"
@@ -77,8 +78,10 @@ def verdict(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> Verdict | N
         return "collapsed"
     if correlation < NOISE:
         return "noise"
-    squares = [each for each in _squares(images, labels).values() if len(each) > 1]
-    return "collapsed" if any(each.mean() < limit**2 for each in squares) else None
+    squares = [
+        deviations for deviations in _squares(images, labels).values() if len(deviations) > 1
+    ]
+    return "collapsed" if any(deviations.mean() < limit**2 for deviations in squares) else None
 
 
 def _compute(judged: Judged) -> dict[str, Any]:
@@ -90,8 +93,8 @@ def _compute(judged: Judged) -> dict[str, Any]:
 
 
 def _describe(results: Results) -> list[tuple[str, str]]:
-    found = results["diversity"]
-    text = f"{found['samples']:.0f} of 255 (real images: {found['real']:.0f})"
+    scores = results["diversity"]
+    text = f"{scores['samples']:.0f} of 255 (real images: {scores['real']:.0f})"
     return [("diversity within labels", text)]
 
 

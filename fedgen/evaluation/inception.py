@@ -33,14 +33,14 @@ def check_weights(path: Path) -> None:
         raise FedgenError(key, f"{path} is no file", f"give the file {WEIGHTS}, or null")
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror})"
         raise FedgenError(key, problem, f"give the file {WEIGHTS}, or null") from error
-    if not found.startswith(_DIGEST):
+    if not checksum.startswith(_DIGEST):
         raise FedgenError(
             key,
-            f"{path} has other weights (sha256 {found[:8]}...)",
+            f"{path} has other weights (sha256 {checksum[:8]}...)",
             f"give pytorch-fid's {WEIGHTS}: with any other the distance is not FID",
         )
 
@@ -88,13 +88,13 @@ def inception_features(
     Args:
         done: called with the number of images so far.
     """
-    found = []
+    features = []
     for part in np.array_split(images, -(-len(images) // _BATCH)):
         batch = torch.from_numpy(part).to(torch.float32) / 255
         with torch.no_grad():
-            found.append(net(batch.expand(-1, 3, -1, -1))[0].flatten(1))
-        done(sum(map(len, found)))
-    return torch.cat(found).numpy()
+            features.append(net(batch.expand(-1, 3, -1, -1))[0].flatten(1))
+        done(sum(map(len, features)))
+    return torch.cat(features).numpy()
 
 
 def _compute(judged: Judged) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def _compute(judged: Judged) -> dict[str, Any]:
         return statistics(inception_features(net, rows, done))
 
     test_images = judged.data.test_images
-    known = cache() / "inception" / f"{data_digest(test_images)}.npz"
-    if not known.exists():
+    cache_file = cache() / "inception" / f"{data_digest(test_images)}.npz"
+    if not cache_file.exists():
         mean, covariance = fitted("test split", test_images)
         file = io.BytesIO()
         np.savez(file, mean=mean, covariance=covariance)
-        write_shared(known, file.getvalue())
-    with np.load(known) as kept:
+        write_shared(cache_file, file.getvalue())
+    with np.load(cache_file) as kept:
         test = kept["mean"], kept["covariance"]
     return {"fid": frechet_distance(fitted("samples", judged.images), test)}
 

@@ -37,12 +37,12 @@ def evaluation_net(images: Images, labels: Labels, classes: int, folder: Path) -
     if path.exists():
         net.load_state_dict(safetensors.torch.load(path.read_bytes()))
         return net.eval()
-    found = train_classifier(
+    classifier = train_classifier(
         lambda: EvaluationNet(images.shape[1:], classes), images, labels, 0, _EPOCHS
     )
-    weights = {name: value.contiguous() for name, value in found.state_dict().items()}
+    weights = {name: value.contiguous() for name, value in classifier.state_dict().items()}
     write_shared(path, safetensors.torch.save(weights))
-    net.load_state_dict(found.state_dict())
+    net.load_state_dict(classifier.state_dict())
     return net.eval()
 
 
@@ -66,19 +66,19 @@ def _compute(judged: Judged) -> dict[str, Any]:
     net = evaluation_net(data.images, data.labels, data.classes, cache() / "judges")
     features, scores = {}, {}
     splits = {"generated": judged.images, "train": data.images, "test": data.test_images}
-    for name, each in splits.items():
-        order = torch.randperm(len(each), generator=streams.public("order", name)).numpy()
-        each = each[order]  # an inception score is computed over parts
-        features[name], said = features_and_probabilities(net, each)
-        mean, std = inception_score(said)
-        scores[name] = {"mean": mean, "std": std, "n": len(each)}
+    for name, images in splits.items():
+        order = torch.randperm(len(images), generator=streams.public("order", name)).numpy()
+        images = images[order]  # an inception score is computed over parts
+        features[name], probabilities = features_and_probabilities(net, images)
+        mean, std = inception_score(probabilities)
+        scores[name] = {"mean": mean, "std": std, "n": len(images)}
         if name == "test":
-            right = float((said.argmax(1) == data.test_labels[order]).mean())
+            right = float((probabilities.argmax(1) == data.test_labels[order]).mean())
     test = statistics(features["test"])
     distances = {
         name: frechet_distance(statistics(features[name]), test) for name in ("generated", "train")
     }
-    real, generated = (judged.some(features[name], name) for name in ("test", "generated"))
+    real, generated = (judged.random_subset(features[name], name) for name in ("test", "generated"))
     precision, recall = precision_and_recall(real, generated)
     return {
         "inception_score": {**scores, "judge_accuracy": right},

@@ -24,8 +24,10 @@ def nearest(queries: Images, base: Images, count: int = 1) -> tuple[Distances, N
     ``base``, (n, count), and their indices, (n, count)."""
     from sklearn.neighbors import NearestNeighbors
 
-    rows, found = (each.reshape(len(each), -1).astype(np.float32) / 255 for each in (queries, base))
-    index = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(found)
+    rows, base_rows = (
+        images.reshape(len(images), -1).astype(np.float32) / 255 for images in (queries, base)
+    )
+    index = NearestNeighbors(n_neighbors=count, algorithm="brute").fit(base_rows)
     distances, which = index.kneighbors(rows)
     return distances.astype(np.float64) / np.sqrt(rows.shape[1]), which
 
@@ -67,10 +69,10 @@ def membership_inference(samples: Images, train: Images, test: Images) -> dict[s
     members, others = (nearest(rows, samples)[0][:, 0] for rows in (train, test))
     truth = np.repeat([1, 0], [len(members), len(others)])
     score = -np.concatenate([members, others])
-    alarms, found, _ = roc_curve(truth, score)
+    alarms, true_positive_rates, _ = roc_curve(truth, score)
     return {
         "auc": float(roc_auc_score(truth, score)),
-        "tpr_at_1_percent_fpr": float(found[alarms <= _FALSE_ALARMS].max()),
+        "tpr_at_1_percent_fpr": float(true_positive_rates[alarms <= _FALSE_ALARMS].max()),
         "members": len(members),
         "others": len(others),
         "samples": len(samples),
@@ -83,15 +85,15 @@ def _compute(judged: Judged) -> dict[str, Any]:
     if not judged.settings.leakage:
         return {}
     judged.progress.say("memorization and membership inference: distances of all pairs")
-    data, known = judged.data, judged.training_images
-    test = judged.some(data.test_images, "test")
-    train = judged.some(known, "train", len(test))
-    some = judged.some(judged.images, "generated")
-    distances, which = nearest(some, known)
-    others, _ = nearest(test, known)
+    data, training_images = judged.data, judged.training_images
+    test = judged.random_subset(data.test_images, "test")
+    train = judged.random_subset(training_images, "train", len(test))
+    samples = judged.random_subset(judged.images, "generated")
+    distances, which = nearest(samples, training_images)
+    others, _ = nearest(test, training_images)
     closest = np.argsort(distances[:, 0])[:_PICTURED]
     judged.pictures.mkdir(parents=True, exist_ok=True)
-    pairs = np.stack([some[closest], known[which[closest, 0]]], 1)
+    pairs = np.stack([samples[closest], training_images[which[closest, 0]]], 1)
     sample_grid(pairs.reshape(-1, *data.shape), 10, judged.pictures / PICTURES[0])
     histograms(
         {"samples": distances[:, 0], "test split": others[:, 0]},
@@ -99,7 +101,7 @@ def _compute(judged: Judged) -> dict[str, Any]:
         judged.pictures / PICTURES[1],
     )
     return {
-        "memorization": memorization(some, known, data.test_images),
+        "memorization": memorization(samples, training_images, data.test_images),
         "membership": membership_inference(judged.images, train, test),
     }
 

@@ -11,7 +11,7 @@ Features = NDArray[np.float32]
 
 
 def precision_and_recall(
-    real: Features, made: Features, neighbours: int = 3
+    real: Features, generated: Features, neighbours: int = 3
 ) -> tuple[float, float]:
     """Return the share of features of samples (m, d) within the radius of a real one (n, d), and
     vice versa: the radius is the distance to the third neighbour of the same kind.
@@ -19,9 +19,9 @@ def precision_and_recall(
     Raises:
         ValueError: for no more rows than neighbours.
     """
-    if min(len(real), len(made)) <= neighbours:
+    if min(len(real), len(generated)) <= neighbours:
         raise ValueError(f"precision and recall take more than {neighbours} images")
-    return _coverage(made, real, neighbours), _coverage(real, made, neighbours)
+    return _coverage(generated, real, neighbours), _coverage(real, generated, neighbours)
 
 
 def _coverage(queries: Features, base: Features, neighbours: int) -> float:
@@ -29,10 +29,10 @@ def _coverage(queries: Features, base: Features, neighbours: int) -> float:
     from sklearn.metrics import pairwise_distances_chunked
 
     # each row is its own nearest neighbour, at distance 0
-    own = pairwise_distances_chunked(
+    radius_chunks = pairwise_distances_chunked(
         base, reduce_func=lambda part, _: np.partition(part, neighbours, axis=1)[:, neighbours]
     )
-    reach = np.concatenate(list(own))
+    reach = np.concatenate(list(radius_chunks))
     inside = pairwise_distances_chunked(
         queries, base, reduce_func=lambda part, _: (part <= reach).any(1)
     )

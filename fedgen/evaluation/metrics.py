@@ -60,7 +60,9 @@ class Judged:
     progress: RunProgress
     pictures: Path
 
-    def some(self, rows: NDArray[Number], name: str, most: int = _MAX_COMPARED) -> NDArray[Number]:
+    def random_subset(
+        self, rows: NDArray[Number], name: str, most: int = _MAX_COMPARED
+    ) -> NDArray[Number]:
         """Return a random subset of limited size."""
         generator = self.streams.at(name).public("compared")
         order = torch.randperm(len(rows), generator=generator)
@@ -87,35 +89,35 @@ class Metric:
 @functools.cache
 def metrics() -> tuple[Metric, ...]:
     """Return the metrics of all files, in the order of their names."""
-    here = Path(__file__)
-    names = sorted(file.stem for file in here.parent.glob("*.py") if file != here)
+    path = Path(__file__)
+    names = sorted(file.stem for file in path.parent.glob("*.py") if file != path)
     files = [importlib.import_module(f"{__package__}.{name}") for name in names]
     return tuple(file.METRIC for file in files if hasattr(file, "METRIC"))
 
 
 def described(results: Results) -> list[tuple[str, str]]:
     """Return descriptions of all metrics in results, as (name, text)."""
-    present = [each for each in metrics() if each.keys[0] in results]
-    return [row for each in present for row in each.describe(results)]
+    present = [metric for metric in metrics() if metric.keys[0] in results]
+    return [row for metric in present for row in metric.describe(results)]
 
 
 def columns(results: Results) -> dict[str, float]:
     """Return the values of all metrics in results, by column of a table."""
-    present = [each for each in metrics() if each.keys[0] in results]
-    return {name: read(results) for each in present for name, read in each.columns.items()}
+    present = [metric for metric in metrics() if metric.keys[0] in results]
+    return {name: read(results) for metric in present for name, read in metric.columns.items()}
 
 
 def column_names() -> list[str]:
     """Return the columns of all metrics."""
-    return [name for each in metrics() for name in each.columns]
+    return [name for metric in metrics() for name in metric.columns]
 
 
 def data_digest(*facts: Any) -> str:
     """Return a digest of everything that a result depends on: data, settings and versions of
     libraries."""
-    arrays = [each for each in facts if isinstance(each, np.ndarray)]
-    others = [each for each in facts if not isinstance(each, np.ndarray)]
+    arrays = [fact for fact in facts if isinstance(fact, np.ndarray)]
+    others = [fact for fact in facts if not isinstance(fact, np.ndarray)]
     libraries = ["scikit-learn", "torch", *(["xgboost"] if find_spec("xgboost") else [])]
     versions = [VERSION, *(metadata.version(name) for name in libraries)]
-    facts = (*others, *versions, [[each.shape, str(each.dtype)] for each in arrays])
-    return digest(json.dumps(facts).encode(), *(each.tobytes() for each in arrays))
+    facts = (*others, *versions, [[array.shape, str(array.dtype)] for array in arrays])
+    return digest(json.dumps(facts).encode(), *(array.tobytes() for array in arrays))

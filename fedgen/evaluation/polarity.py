@@ -55,7 +55,9 @@ def typical(images: Images, labels: Labels, classes: int) -> NDArray[np.float64]
     zero without images."""
     shape = images.shape[1:]
     rows = [images[labels == label] for label in range(classes)]
-    return np.stack([each.mean(0) / 255 - 0.5 if len(each) else np.zeros(shape) for each in rows])
+    return np.stack(
+        [subset.mean(0) / 255 - 0.5 if len(subset) else np.zeros(shape) for subset in rows]
+    )
 
 
 def verdict(
@@ -70,17 +72,17 @@ def verdict(
     Args:
         like: typical image of each label.
     """
-    slopes = [[_slopes(*each, like) for each in group] for group in (suspect, normal)]
-    inverted = [[np.clip(-each / _FULL_EFFECT, 0, 1) for each in group] for group in slopes]
-    shares = [np.array([each.mean() for each in group]) for group in inverted]
+    slopes = [[_slopes(*samples, like) for samples in group] for group in (suspect, normal)]
+    inverted = [[np.clip(-values / _FULL_EFFECT, 0, 1) for values in group] for group in slopes]
+    shares = [np.array([values.mean() for values in group]) for group in inverted]
     effect, p_value = _test(*shares)
     upright = [
-        float(np.mean([np.clip(each / _FULL_EFFECT, 0, 1).mean() for each in group]))
+        float(np.mean([np.clip(values / _FULL_EFFECT, 0, 1).mean() for values in group]))
         for group in slopes
     ]
-    found = p_value < LEVEL and effect > margin
+    significant = p_value < LEVEL and effect > margin
     bug: bool | None = None
-    if upright[1] >= _MIN_SLOPE and found:
+    if upright[1] >= _MIN_SLOPE and significant:
         bug = True
     elif min(upright) >= _MIN_SLOPE and effect <= margin:
         bug = False
@@ -89,8 +91,8 @@ def verdict(
         of_label = [
             np.array(
                 [
-                    each[samples[1] == label].mean() if (samples[1] == label).any() else 0.0
-                    for each, samples in zip(group, drawn, strict=True)
+                    values[samples[1] == label].mean() if (samples[1] == label).any() else 0.0
+                    for values, samples in zip(group, drawn, strict=True)
                 ]
             )
             for group, drawn in zip(inverted, (suspect, normal), strict=True)
@@ -106,15 +108,15 @@ def _slopes(images: Images, labels: Labels, like: NDArray[np.float64]) -> NDArra
     """Return the slope of each image on the typical image of its label: (n,)."""
     about = images.reshape(len(images), -1) / 255 - 0.5
     wanted = like.reshape(len(like), -1)[labels]
-    found: NDArray[np.float64] = (about * wanted).sum(1) / np.maximum((wanted**2).sum(1), 1e-12)
-    return found
+    slopes: NDArray[np.float64] = (about * wanted).sum(1) / np.maximum((wanted**2).sum(1), 1e-12)
+    return slopes
 
 
 def _test(first: NDArray[np.float64], second: NDArray[np.float64]) -> tuple[float, float]:
     """Return the difference of two means, and its exact one-sided p-value by permutation."""
-    whole, count = np.concatenate([first, second]), len(first)
+    values, count = np.concatenate([first, second]), len(first)
     observed = first.mean() - second.mean()
-    chosen = np.array(list(itertools.combinations(range(len(whole)), count)))
-    sums = whole[chosen].sum(1)
-    differences = sums / count - (whole.sum() - sums) / len(second)
+    assignments = np.array(list(itertools.combinations(range(len(values)), count)))
+    sums = values[assignments].sum(1)
+    differences = sums / count - (values.sum() - sums) / len(second)
     return float(observed), float((differences >= observed - 1e-12).mean())

@@ -50,8 +50,8 @@ def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int)
     )
 
     def predict(images: Images) -> Labels:
-        said: Labels = outputs(net, images).argmax(1)
-        return said
+        predictions: Labels = outputs(net, images).argmax(1)
+        return predictions
 
     return predict
 
@@ -76,19 +76,19 @@ def scikit(
 
     check_model(model, "model")
     del classes
-    found = load_named(model, "model")
-    if not isinstance(found, type) or not hasattr(found, "fit"):
+    estimator_class = load_named(model, "model")
+    if not isinstance(estimator_class, type) or not hasattr(estimator_class, "fit"):
         problem = f"{model} has not scikit-learn's interface"
         raise FedgenError("model", problem, "name a class with fit and predict")
-    made = found(**settings)
-    if "random_state" in made.get_params():
-        made.set_params(random_state=seed)
+    estimator = estimator_class(**settings)
+    if "random_state" in estimator.get_params():
+        estimator.set_params(random_state=seed)
     images, labels = images[:most_rows], labels[:most_rows]
-    known, numbers = np.unique(labels, return_inverse=True)  # XGBoost requires 0, 1, ...
+    distinct_labels, numbers = np.unique(labels, return_inverse=True)  # XGBoost requires 0, 1, ...
     with warnings.catch_warnings():  # some defaults stop before convergence
         warnings.simplefilter("ignore", ConvergenceWarning)
-        made.fit(_flat(images), numbers)
-    return lambda images: known[np.asarray(made.predict(_flat(images)), np.int64)]
+        estimator.fit(_flat(images), numbers)
+    return lambda images: distinct_labels[np.asarray(estimator.predict(_flat(images)), np.int64)]
 
 
 def train_classifier(
@@ -102,8 +102,8 @@ def train_classifier(
         torch.manual_seed(seed)
         net = make()
         leaves = list(net.parameters())
-        weights = [each.data for each in leaves]
-        means, squares = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+        weights = [leaf.data for leaf in leaves]
+        means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
         steps = [torch.zeros(()) for _ in weights]
         targets, order = torch.from_numpy(labels), torch.randperm(len(labels))
         held = int(_HELD_OUT * len(order))
@@ -140,8 +140,8 @@ def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float
     with torch.no_grad():
         pieces = np.array_split(images, -(-len(images) // _CHUNK) or 1)
         parts = [net(_floats(piece)) for piece in pieces]
-    found: NDArray[np.float32] = torch.cat(parts).numpy()
-    return found
+    output: NDArray[np.float32] = torch.cat(parts).numpy()
+    return output
 
 
 def _floats(images: Images) -> Tensor:
@@ -180,14 +180,14 @@ class Fit:
             problem = f"cannot learn from {len(self.rows[1])} rows: {str(error).splitlines()[0]}"
             key = f"evaluation.classifiers.{self.name}"
             raise FedgenError(key, problem, "give more samples, or other classifiers") from error
-        found: dict[str, Scores] = {}
+        scores: dict[str, Scores] = {}
         for test, (images, truth) in self.tests.items():
             right = predict(images) == truth
             parts = [right, *(right[truth == label] for label in range(self.classes))]
-            found[test] = [float(part.mean()) if len(part) else None for part in parts]
+            scores[test] = [float(part.mean()) if len(part) else None for part in parts]
         if self.cache_file is not None:
-            write_shared(self.cache_file, json.dumps(found).encode())
-        return found
+            write_shared(self.cache_file, json.dumps(scores).encode())
+        return scores
 
 
 def all_scores(fits: Sequence[Fit], jobs: int) -> Iterator[tuple[int, dict[str, Scores]]]:
@@ -202,7 +202,9 @@ def all_scores(fits: Sequence[Fit], jobs: int) -> Iterator[tuple[int, dict[str, 
         # a process that a classifier has enlarged is replaced afterwards
         warnings.filterwarnings("ignore", "A worker stopped", UserWarning)
         at_once = joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1)
-        yield from at_once(joblib.delayed(_numbered)(*each) for each in enumerate(fits))
+        yield from at_once(
+            joblib.delayed(_numbered)(*numbered_fit) for numbered_fit in enumerate(fits)
+        )
 
 
 def _numbered(number: int, fit: Fit) -> tuple[int, dict[str, Scores]]:
@@ -214,24 +216,24 @@ def summary(scores: Sequence[Scores], rows: int, tested: int) -> dict[str, Any]:
     number n of training images; a mean of None if there was nothing to train on. ``interval``: 95 %
     (Wilson) for the number of test images, given these seeds; it does not cover the spread over
     seeds."""
-    whole = [found[0] for found in scores if found[0] is not None]
+    overall = [accuracies[0] for accuracies in scores if accuracies[0] is not None]
     by_label = [
         None if None in values else float(np.mean(values))
         for values in list(zip(*scores, strict=True))[1:]
     ]
     return {
-        "mean": float(np.mean(whole)) if whole else None,
-        "std": float(np.std(whole, ddof=1)) if len(whole) > 1 else None,
+        "mean": float(np.mean(overall)) if overall else None,
+        "std": float(np.std(overall, ddof=1)) if len(overall) > 1 else None,
         "n": rows,
-        "seeds": len(whole),
+        "seeds": len(overall),
         "per_class": by_label,
         "tested": tested,
-        "interval": _interval(float(np.mean(whole)), tested) if whole else None,
+        "interval": _interval(float(np.mean(overall)), tested) if overall else None,
     }
 
 
 def _interval(accuracy: float, tested: int) -> list[float]:
     from scipy.stats import binomtest
 
-    found = binomtest(round(accuracy * tested), tested).proportion_ci(0.95, "wilson")
-    return [float(found.low), float(found.high)]
+    interval = binomtest(round(accuracy * tested), tested).proportion_ci(0.95, "wilson")
+    return [float(interval.low), float(interval.high)]

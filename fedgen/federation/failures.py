@@ -107,7 +107,7 @@ class FailureCauses:
 
 def too_few(
     place: str,
-    asked: int,
+    clients: int,
     failures: list[Failure],
     causes: FailureCauses,
     silent: int | None = None,
@@ -126,7 +126,7 @@ def too_few(
         by_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_list_clients(by_kind[kind])}" for kind in sorted(by_kind))
     remedy = "fix it and use resume=, or start a new run with a lower runtime.min_success"
-    if set(by_kind) == {"failed"} and missing == asked:
+    if set(by_kind) == {"failed"} and missing == clients:
         remedy = "fix it and continue with resume="
     if by_kind.keys() & {"copied", "contradicted"}:
         remedy = (
@@ -137,6 +137,6 @@ def too_few(
         remedy = "fedgen node log at the site gives the reason; then use resume= or start a new run"
     return NoResponseError(
         "runtime.min_success",
-        f"{missing} of {asked} clients did not respond {place} ({kinds})",
+        f"{missing} of {clients} clients did not respond {place} ({kinds})",
         f"{causes.describe(failures)}{remedy}",
     )

@@ -138,7 +138,7 @@ class Rounds:
         signed: bool = False,
         run: str = "",
         max_response_bytes: float = math.inf,
-        on_sum: Callable[[int, str, list[int]], None] = lambda round_, asked, clients: None,
+        on_sum: Callable[[int, str, list[int]], None] = lambda round_, query_digest, clients: None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
@@ -393,15 +393,17 @@ class Rounds:
         def leave_out(kind: str, client: int) -> None:
             failures.append(self._fail(kind, client))
 
-        asked = dict.fromkeys(cohort, content)
+        content_by_client = dict.fromkeys(cohort, content)
         if self._masks:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
-            masked = MaskedSum(server_round, asked, sums, run, self._signed, exchange, leave_out)
+            masked = MaskedSum(
+                server_round, content_by_client, sums, run, self._signed, exchange, leave_out
+            )
             responses = masked.query(read)
         else:
             read_share = partial(self._read_share, set(cohort), read)
-            responses, missing = present(exchange(messages.ASK, asked, read_share))
+            responses, missing = present(exchange(messages.ASK, content_by_client, read_share))
             for client in missing:
                 leave_out("unavailable", client)
             if len(responses) < self._min_success * len(cohort):
@@ -509,11 +511,11 @@ class Rounds:
             FedgenError: for too few replies.
         """
         sent = list(sent)
-        found, failures = self._send(sent, read, count)
+        results, failures = self._send(sent, read, count)
         share = self._min_success if required is None else required
         if len(sent) - len(failures) < share * len(sent):  # a client may be sent several
             raise too_few(description, len(sent), failures, self._causes)
-        return found
+        return results
 
     def _send(
         self, sent: list[Message], read: Callable[[int, Message], T], count: bool

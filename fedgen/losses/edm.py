@@ -31,18 +31,18 @@ def inputs(noisy: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     return noisy / (_wide(levels, noisy).square() + DATA**2).sqrt(), levels.log() / 4
 
 
-def denoised(found: Tensor, noisy: Tensor, levels: Tensor) -> Tensor:
+def denoised(outputs: Tensor, noisy: Tensor, levels: Tensor) -> Tensor:
     """Return D from the output of the network (equation 7)."""
     level = _wide(levels, noisy)
-    whole = level.square() + DATA**2
-    return DATA**2 / whole * noisy + level * DATA / whole.sqrt() * found
+    variance = level.square() + DATA**2
+    return DATA**2 / variance * noisy + level * DATA / variance.sqrt() * outputs
 
 
-def loss(found: Tensor, noisy: Tensor, levels: Tensor, clean: Tensor) -> Tensor:
+def loss(outputs: Tensor, noisy: Tensor, levels: Tensor, clean: Tensor) -> Tensor:
     """Return (s^2 + d^2) / (s d)^2 |D - x|^2 of each image divided by its number of pixels,
     (n,)."""
     weight = (levels.square() + DATA**2) / (levels * DATA).square()
-    return weight * (denoised(found, noisy, levels) - clean).square().flatten(1).mean(1)
+    return weight * (denoised(outputs, noisy, levels) - clean).square().flatten(1).mean(1)
 
 
 def denoiser(network: Network) -> Denoiser:
@@ -78,8 +78,8 @@ class Sampler:
         """Return the noise levels from the highest to zero (equation 5)."""
         top, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         last = max(self.steps - 1, 1)
-        found = [(top + step / last * (low - top)) ** self.rho for step in range(self.steps)]
-        return [*found, 0.0]
+        levels = [(top + step / last * (low - top)) ** self.rho for step in range(self.steps)]
+        return [*levels, 0.0]
 
     def sample(
         self, denoise: Denoiser, labels: Tensor, none: int, noise: Callable[[], Tensor]

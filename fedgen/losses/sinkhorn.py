@@ -33,13 +33,13 @@ class Transport:
 
     def cost(self, x: Tensor, y: Tensor) -> Tensor:
         """Return costs (..., n, m) of all pairs of points (..., n, d) and (..., m, d)."""
-        found = x.new_zeros(())
+        costs = x.new_zeros(())
         if self.l2:
             squares = x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :]
-            found = found + self.l2 * (squares - 2 * x @ y.transpose(-1, -2)).clamp(min=0)
+            costs = costs + self.l2 * (squares - 2 * x @ y.transpose(-1, -2)).clamp(min=0)
         if self.l1:
-            found = found + self.l1 * torch.cdist(x, y, p=1)
-        return found
+            costs = costs + self.l1 * torch.cdist(x, y, p=1)
+        return costs
 
     def points(self, rows: Labelled) -> Tensor:
         """Return images and labels as points (n, d)."""
@@ -67,17 +67,17 @@ class Transport:
 
 
 def semi_debiased(
-    transport: Transport, made: Labelled, rows: Labelled | None, count: int
+    transport: Transport, generated: Labelled, rows: Labelled | None, count: int
 ) -> Tensor:
     """Return 2 W(X[:n], Y) - W(X[:n], X[n':]), equation 6.
 
     Args:
-        made: X, n + n' generated images: the biased loss for n' = 0, the unbiased one for n' = n,
-            up to a constant.
+        generated: X, n + n' generated images: the biased loss for n' = 0, the unbiased one for
+            n' = n, up to a constant.
         rows: Y; None: no images, and no term.
         count: n.
     """
-    images, labels = made
+    images, labels = generated
     more = len(labels) - count
     cross = images[:count], labels[:count]
     loss = -transport(cross, (images[more:], labels[more:]))

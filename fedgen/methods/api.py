@@ -207,9 +207,9 @@ class PublicFacts:
         return Unit.RECORD if self.unit is None else self.unit
 
     def aggregation(
-        self, asked: int, clip: float = math.inf, published: AggregationKind = "local"
+        self, cohort_size: int, clip: float = math.inf, published: AggregationKind = "local"
     ) -> Aggregation:
-        """Return the aggregation of the responses of ``asked`` clients.
+        """Return the aggregation of the responses of ``cohort_size`` clients.
 
         Args:
             clip: norm to which a trusted aggregator clips each row of a response; infinity: none.
@@ -234,16 +234,17 @@ class PublicFacts:
                 "a secure sum needs several clients, and there is one",
                 "use local, which adds the same noise, or partition=iid or by_writer",
             )
-        threshold = -(-2 * asked // 3) if self.threshold is None else self.threshold
-        threshold = asked if threshold == "all" else threshold
-        if not max(asked / 2, self.colluders) < threshold <= asked:
+        threshold = -(-2 * cohort_size // 3) if self.threshold is None else self.threshold
+        threshold = cohort_size if threshold == "all" else threshold
+        if not max(cohort_size / 2, self.colluders) < threshold <= cohort_size:
             raise FedgenError(
                 "privacy.threshold",
-                f"{threshold} of {asked} responses with {self.colluders} colluders is not valid",
+                f"{threshold} of {cohort_size} responses with {self.colluders} colluders is not "
+                "valid",
                 "use more than half of the queried clients, more than privacy.colluders, and at "
                 "most all",
             )
-        return Secure(asked, threshold, self.colluders, self.ring_bits)
+        return Secure(cohort_size, threshold, self.colluders, self.ring_bits)
 
     @property
     def cohorts_hidden(self) -> bool:

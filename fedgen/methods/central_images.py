@@ -87,12 +87,12 @@ class Server:
         source = streams.public("samples")
         images = weights["images"].cpu()
         choice = torch.randint(0, len(images), (len(labels),), generator=source)
-        chosen = (images[choice, labels] * 255).round().to(torch.uint8)
+        selected_images = (images[choice, labels] * 255).round().to(torch.uint8)
         augment = RandAugment(_OPERATIONS, self.magnitude)
         with torch.random.fork_rng(devices=[]):  # torchvision uses torch's global generator
             torch.manual_seed(int(torch.randint(0, 2**62, (), generator=source)))
-            augmented = [augment(image) for image in chosen]
-        return torch.stack(augmented).float() / 255 if augmented else chosen.float()
+            augmented = [augment(image) for image in selected_images]
+        return torch.stack(augmented).float() / 255 if augmented else selected_images.float()
 
     def membership_scores(
         self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, streams: RandomStreams

@@ -202,8 +202,8 @@ class Server:
         self, state: Mapping[str, Tensor], responses: Tensor, round_: int, streams: RandomStreams
     ) -> Tensors:
         """Store the embedding, then run ``server_step``."""
-        known = {"embedding": responses.view(self.classes, -1), "known": torch.ones(())}
-        return self.server_step({**state, **known}, round_, streams)
+        updates = {"embedding": responses.view(self.classes, -1), "known": torch.ones(())}
+        return self.server_step({**state, **updates}, round_, streams)
 
     def server_step(
         self, state: Mapping[str, Tensor], round_: int, streams: RandomStreams

@@ -174,10 +174,10 @@ class Plan:
         rounds -= min(max(rounds - first, 0), count)
         return rounds if self.query_rounds is None else min(rounds, self.query_rounds)
 
-    def rounds_for(self, asked: int) -> int:
-        """Return the number of rounds that contain ``asked`` queries."""
+    def rounds_for(self, queries: int) -> int:
+        """Return the number of rounds that contain ``queries`` queries."""
         first, count = self.server_rounds
-        return asked if asked <= first else asked + count
+        return queries if queries <= first else queries + count
 
     @property
     def one_time_queries(self) -> int:

@@ -215,13 +215,13 @@ class Server:
         self, weights: Mapping[str, Tensor], labels: Tensor, streams: RandomStreams
     ) -> Tensor:
         """Return images of the set, of each label in a random order, repeated if necessary."""
-        chosen = torch.zeros_like(labels)
+        indices = torch.zeros_like(labels)
         for label in range(self.classes):
             positions = (labels == label).nonzero()[:, 0]
             order = torch.randperm(self.per_label, generator=streams.public("order", label))
             turns = torch.arange(len(positions)) % self.per_label
-            chosen[positions] = label * self.per_label + order[turns].to(labels)
-        return weights["images"][chosen.to(weights["images"].device)].cpu()
+            indices[positions] = label * self.per_label + order[turns].to(labels)
+        return weights["images"][indices.to(weights["images"].device)].cpu()
 
     def membership_scores(
         self, state: Mapping[str, Tensor], images: Tensor, labels: Tensor, streams: RandomStreams

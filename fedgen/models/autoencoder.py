@@ -54,16 +54,16 @@ class Autoencoder(nn.Module):
         return torch.sigmoid(self.image(F.leaky_relu(self.up(features), 0.2)))
 
     def forward(
-        self, given: Tensor, wanted: Literal["code", "image", "distance"] = "distance"
+        self, inputs: Tensor, wanted: Literal["code", "image", "distance"] = "distance"
     ) -> Tensor:
         """Return the codes of images, the images of codes, or the squared distances of images to
         their reconstructions, (n,)."""
         if wanted == "image":
-            return self.decode(given)
-        codes = self.encode(given)
+            return self.decode(inputs)
+        codes = self.encode(inputs)
         if wanted == "code":
             return codes
-        return (self.decode(codes) - given).flatten(1).square().sum(1)
+        return (self.decode(codes) - inputs).flatten(1).square().sum(1)
 
 
 class CodeGenerator(nn.Module):

@@ -46,6 +46,6 @@ class ConvNet(nn.Module):
         features = images
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             features = F.avg_pool2d(F.relu(norm(convolution(features))), 2)
-        said = self.logits(features.flatten(1)).log_softmax(1)
-        losses: Tensor = -said.gather(1, labels[:, None])[:, 0]
+        log_probabilities = self.logits(features.flatten(1)).log_softmax(1)
+        losses: Tensor = -log_probabilities.gather(1, labels[:, None])[:, 0]
         return losses

@@ -58,8 +58,8 @@ class DctMixture:
         raw = self._raw(weights, labels, source)
         tables = zip(weights["drawn"], weights["meant"], strict=True)
         channels = [_interpolated(raw[:, channel], *both) for channel, both in enumerate(tables)]
-        found = torch.stack(channels, 1)
-        return self.augmentation(found, source) if warped and self.augmentation else found
+        images = torch.stack(channels, 1)
+        return self.augmentation(images, source) if warped and self.augmentation else images
 
     def tables(
         self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
@@ -91,17 +91,17 @@ class DctMixture:
         noise = torch.randn(len(labels), weights["basis"].shape[1], generator=source)
         place = weights["centres"][labels, which]
         for label, root in enumerate(weights["roots"]):  # one root per image would exhaust memory
-            mine = labels == label
-            place[mine] += noise[mine] @ root.T
+            in_class = labels == label
+            place[in_class] += noise[in_class] @ root.T
         waves = weights["means"][labels] + place @ weights["basis"].T
         channels, *_ = self.shape
         pixels = waves.view(len(labels), channels, -1) @ self.basis.T
         return pixels.view(len(labels), *self.shape)
 
 
-def _interpolated(values: Tensor, given: Tensor, meant: Tensor) -> Tensor:
-    """Return the piecewise linear function with these values (``given`` ascends)."""
-    at = torch.searchsorted(given, values.contiguous()).clamp(1, len(given) - 1)
-    low, high = given[at - 1], given[at]
+def _interpolated(values: Tensor, drawn: Tensor, meant: Tensor) -> Tensor:
+    """Return the piecewise linear function with these values (``drawn`` ascends)."""
+    at = torch.searchsorted(drawn, values.contiguous()).clamp(1, len(drawn) - 1)
+    low, high = drawn[at - 1], drawn[at]
     share = ((values - low) / (high - low).clamp(min=1e-9)).clamp(0, 1)
     return meant[at - 1] + share * (meant[at] - meant[at - 1])

@@ -43,15 +43,15 @@ class Generator(nn.Module):
 
     def forward(self, latents: Tensor, labels: Tensor) -> Tensor:
         """(n, latent), (n,) -> (n, channels, height, width)."""
-        each = torch.arange(self.classes, device=labels.device).repeat(_OF_A_LABEL)
+        reference_labels = torch.arange(self.classes, device=labels.device).repeat(_OF_A_LABEL)
         hidden = with_one_hot(
             torch.cat([self.reference.to(latents), latents]),
-            torch.cat([each, labels]),
+            torch.cat([reference_labels, labels]),
             self.classes,
         )
         for layer in (self.first, self.second):
-            hidden = F.relu(_normalized(layer(hidden), len(each)))
-        return torch.sigmoid(self.image(hidden[len(each) :])).view(-1, *self.shape)
+            hidden = F.relu(_normalized(layer(hidden), len(reference_labels)))
+        return torch.sigmoid(self.image(hidden[len(reference_labels) :])).view(-1, *self.shape)
 
 
 def _normalized(features: Tensor, size: int) -> Tensor:

@@ -30,7 +30,7 @@ def init_weights(module: nn.Module, generator: torch.Generator) -> Tensors:
     """Return initial parameters and buffers of a template: Kaiming uniform weights as in torch's
     layers, zero biases, ones for scales of normalization, standard normal embeddings and spectral
     vectors."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     embeddings = {
         f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Embedding)
     }
@@ -45,10 +45,10 @@ def init_weights(module: nn.Module, generator: torch.Generator) -> Tensors:
             value.fill_(1.0)
         elif len(shape) > 1:
             nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
-        found[name] = value
+        tensors[name] = value
     for name, buffer in module.named_buffers():
-        found[name] = torch.empty(buffer.shape).normal_(generator=generator)
-    return found
+        tensors[name] = torch.empty(buffer.shape).normal_(generator=generator)
+    return tensors
 
 
 def stack(networks: list[Tensors]) -> Tensors:
@@ -62,13 +62,13 @@ def functional_apply(module: nn.Module, networks: Mapping[str, Tensor], *inputs:
     size = len(inputs[0])
     if size == 1:
         one = {name: value[0] for name, value in networks.items()}
-        alone: Tensor = functional_call(module, one, tuple(each[0] for each in inputs))
+        alone: Tensor = functional_call(module, one, tuple(tensor[0] for tensor in inputs))
         return alone[None]
     token = _stack_device.set(inputs[0].device.type)
     try:
-        called: Tensor = vmap(lambda network, *given: functional_call(module, network, given))(
-            dict(networks), *inputs
-        )
+        called: Tensor = vmap(
+            lambda network, *arguments: functional_call(module, network, arguments)
+        )(dict(networks), *inputs)
     finally:
         _stack_device.reset(token)
     return called
@@ -94,8 +94,8 @@ def _conv_by_matmul(images: Tensor, weight: Tensor, stride: int, padding: int) -
     patches = padded.unfold(2, side, stride).unfold(3, side, stride)  # (n, c, h, w, side, side)
     count, _, high, wide = patches.shape[:4]
     rows = patches.permute(0, 2, 3, 1, 4, 5).reshape(count * high * wide, -1)
-    found = (rows @ weight.flatten(1).T).view(count, high, wide, -1)
-    return found.permute(0, 3, 1, 2)
+    outputs = (rows @ weight.flatten(1).T).view(count, high, wide, -1)
+    return outputs.permute(0, 3, 1, 2)
 
 
 def weight_gradients(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
@@ -103,8 +103,8 @@ def weight_gradients(losses: Tensor, network: Mapping[str, Tensor]) -> Tensors:
     stack, the loss of a network does not depend on the parameters of others, so each receives its
     own gradients."""
     names = parameter_names(network)
-    found = torch.autograd.grad(losses.sum(), [network[name] for name in names])
-    return dict(zip(names, found, strict=True))
+    gradients = torch.autograd.grad(losses.sum(), [network[name] for name in names])
+    return dict(zip(names, gradients, strict=True))
 
 
 def trainable(network: Mapping[str, Tensor]) -> Tensors:
@@ -141,8 +141,10 @@ class SpectralConv2d(nn.Conv2d, Spectral):
 
     def forward(self, images: Tensor) -> Tensor:
         if _stack_device.get() == "cuda":  # grouped convolutions are slow in cuDNN
-            made = _conv_by_matmul(images, self.normalized(), self.stride[0], int(self.padding[0]))
-            return made if self.bias is None else made + self.bias[:, None, None]
+            outputs = _conv_by_matmul(
+                images, self.normalized(), self.stride[0], int(self.padding[0])
+            )
+            return outputs if self.bias is None else outputs + self.bias[:, None, None]
         return F.conv2d(images, self.normalized(), self.bias, self.stride, self.padding)
 
 
@@ -170,15 +172,15 @@ class SpectralEmbedding(nn.Embedding, Spectral):
 
 def power_iterate_all(networks: Mapping[str, Tensor]) -> Tensors:
     """Return a stack whose weights are divided by their spectral norms once, for several passes."""
-    found = dict(networks)
+    normalized = dict(networks)
     for name, buffer in networks.items():
         if name.endswith(".u"):
             weight = networks[name[:-1] + "weight"]
             matrix, u = weight.flatten(2), F.normalize(buffer, dim=-1).unsqueeze(-2)
             v = F.normalize(u @ matrix.detach(), dim=-1).transpose(-2, -1)
             norms = (u @ (matrix @ v)).view(-1, *[1] * (weight.dim() - 1))
-            found[name[:-1] + "weight"], found[name] = weight / norms, buffer[:, :0]
-    return found
+            normalized[name[:-1] + "weight"], normalized[name] = weight / norms, buffer[:, :0]
+    return normalized
 
 
 def power_iteration(network: Mapping[str, Tensor], stacked: bool) -> Tensors:
@@ -278,12 +280,14 @@ def split(network: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
     )
 
 
-def nearest_similarity(images: Tensor, labels: Tensor, made: Tensor, made_labels: Tensor) -> Tensor:
+def nearest_similarity(
+    images: Tensor, labels: Tensor, generated: Tensor, generated_labels: Tensor
+) -> Tensor:
     """Return minus the distance of each image (n, ...) to the nearest generated one with its
     label."""
-    apart = torch.cdist(images.flatten(1), made.flatten(1))
-    apart = apart.masked_fill(labels[:, None] != made_labels[None, :], torch.inf)
-    return -apart.min(1).values
+    distances = torch.cdist(images.flatten(1), generated.flatten(1))
+    distances = distances.masked_fill(labels[:, None] != generated_labels[None, :], torch.inf)
+    return -distances.min(1).values
 
 
 def flat(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -63,40 +63,40 @@ class Scattering:
         second = _modulus(channel, coarse, 2)
         both = _modulus(first, coarse, 2)
         maps = (
-            _each(channel, low, self.stride),
-            _each(first, low, self.stride),
-            _each(second, half, self.stride // 2),
-            _each(both, half, self.stride // 2),
+            _convolve(channel, low, self.stride),
+            _convolve(first, low, self.stride),
+            _convolve(second, half, self.stride // 2),
+            _convolve(both, half, self.stride // 2),
         )
-        groups = [each.reshape(len(images), -1) for each in maps]
+        groups = [group.reshape(len(images), -1) for group in maps]
         return torch.cat([F.normalize(group, dim=1) for group in groups], 1) / 2
 
     @cached_property
     def _filters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found = (
+        filters = (
             _morlets(7, 0.8, 3 * math.pi / 4),
             _morlets(11, 1.6, 3 * math.pi / 8),
             _gaussian(0.8 * self.stride),
             _gaussian(0.4 * self.stride),  # of maps of half the size
         )
-        fine, coarse, low, half = (each.to(self.device) for each in found)
+        fine, coarse, low, half = (kernel.to(self.device) for kernel in filters)
         return fine, coarse, low, half
 
 
-def _each(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
+def _convolve(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
     """Convolve each map (n, c, h, w) with each filter (k, 1, s, s): (n, c * k, h / stride, w /
     stride)."""
     n, channels, *_ = maps.shape
-    found = F.conv2d(maps.flatten(0, 1)[:, None], filters, None, stride, filters.shape[-1] // 2)
-    return found.view(n, channels * len(filters), *found.shape[2:])
+    convolved = F.conv2d(maps.flatten(0, 1)[:, None], filters, None, stride, filters.shape[-1] // 2)
+    return convolved.view(n, channels * len(filters), *convolved.shape[2:])
 
 
 def _modulus(maps: Tensor, filters: Tensor, stride: int) -> Tensor:
     """Return the absolute value of each map convolved with each complex filter, whose real parts
     come first."""
     n, channels, *_ = maps.shape
-    found = _each(maps, filters, stride)
-    real, imaginary = found.view(n, channels, 2, -1, *found.shape[2:]).unbind(2)
+    convolved = _convolve(maps, filters, stride)
+    real, imaginary = convolved.view(n, channels, 2, -1, *convolved.shape[2:]).unbind(2)
     return (real.square() + imaginary.square() + 1e-8).sqrt().flatten(1, 2)
 
 
@@ -105,15 +105,15 @@ def _morlets(size: int, sigma: float, frequency: float) -> Tensor:
     as long across, times a wave, with zero mean."""
     axis = torch.arange(size, dtype=torch.float64) - size // 2
     down, right = torch.meshgrid(axis, axis, indexing="ij")
-    found = []
+    wavelets = []
     for turn in range(_ORIENTATIONS):
         angle = math.pi * turn / _ORIENTATIONS
         along = right * math.cos(angle) + down * math.sin(angle)
         across = down * math.cos(angle) - right * math.sin(angle)
         hill = torch.exp(-(along.square() + (across / 2).square()) / (2 * sigma**2))
         wave = hill * torch.exp(1j * frequency * along)
-        found.append((wave - hill * (wave.sum() / hill.sum())) / (4 * math.pi * sigma**2))
-    all_ = torch.stack(found)
+        wavelets.append((wave - hill * (wave.sum() / hill.sum())) / (4 * math.pi * sigma**2))
+    all_ = torch.stack(wavelets)
     return torch.cat([all_.real, all_.imag]).float()[:, None]
 
 

@@ -24,11 +24,11 @@ class Stage(nn.Module):
     added in between, and a skip connection; optionally followed by a head of self-attention over
     all positions."""
 
-    def __init__(self, inputs: int, outputs: int, told: int, attends: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, embedding_size: int, attends: bool) -> None:
         super().__init__()
         self.before, self.between = _norm(inputs), _norm(outputs)
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.told = nn.Linear(told, outputs)
+        self.told = nn.Linear(embedding_size, outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.skip = nn.Conv2d(inputs, outputs, 1)
         if attends:
@@ -37,11 +37,11 @@ class Stage(nn.Module):
             self.answers = nn.Conv2d(outputs, outputs, 1)
         self.attends = attends
 
-    def forward(self, features: Tensor, told: Tensor) -> Tensor:
-        """(n, inputs, h, w), (n, told) -> (n, outputs, h, w)."""
-        found = self.first(F.silu(self.before(features))) + self.told(told)[:, :, None, None]
-        found = self.second(F.silu(self.between(found)))
-        features = (found + self.skip(features)) / math.sqrt(2)
+    def forward(self, features: Tensor, embedding: Tensor) -> Tensor:
+        """(n, inputs, h, w), (n, embedding_size) -> (n, outputs, h, w)."""
+        hidden = self.first(F.silu(self.before(features))) + self.told(embedding)[:, :, None, None]
+        hidden = self.second(F.silu(self.between(hidden)))
+        features = (hidden + self.skip(features)) / math.sqrt(2)
         if not self.attends:
             return features
         query, key, value = self.asks(self.norm(features)).flatten(2).chunk(3, 1)
@@ -60,39 +60,40 @@ class Resolution(nn.Module):
         inputs: int,
         widths: Sequence[int],
         size: int,
-        told: int,
+        embedding_size: int,
         blocks: int,
         attention: Sequence[int],
     ) -> None:
         super().__init__()
-        own, attends = widths[0], size in attention
-        sizes = [inputs] + [own] * blocks
+        width, attends = widths[0], size in attention
+        sizes = [inputs] + [width] * blocks
         self.down = nn.ModuleList(
-            Stage(each, own, told, attends) for each in [inputs] + [own] * (blocks - 1)
+            Stage(channels, width, embedding_size, attends)
+            for channels in [inputs] + [width] * (blocks - 1)
         )
-        self.inner: nn.Module = Stage(own, own, told, attends)
-        below = own
+        self.inner: nn.Module = Stage(width, width, embedding_size, attends)
+        below = width
         if len(widths) > 1:
-            self.inner = Resolution(own, widths[1:], size // 2, told, blocks, attention)
+            self.inner = Resolution(width, widths[1:], size // 2, embedding_size, blocks, attention)
             below = widths[1]
-        befores = [below] + [own] * blocks
+        befores = [below] + [width] * blocks
         self.up = nn.ModuleList(
-            Stage(before + beside, own, told, attends)
-            for before, beside in zip(befores, reversed(sizes), strict=True)
+            Stage(before + skip, width, embedding_size, attends)
+            for before, skip in zip(befores, reversed(sizes), strict=True)
         )
 
-    def forward(self, features: Tensor, told: Tensor) -> Tensor:
-        """(n, inputs, h, w), (n, told) -> (n, widths[0], h, w)."""
+    def forward(self, features: Tensor, embedding: Tensor) -> Tensor:
+        """(n, inputs, h, w), (n, embedding_size) -> (n, widths[0], h, w)."""
         kept = [features]
         for stage in self.down:
-            kept.append(stage(kept[-1], told))
+            kept.append(stage(kept[-1], embedding))
         if isinstance(self.inner, Resolution):
-            features = self.inner(F.avg_pool2d(kept[-1], 2), told)
+            features = self.inner(F.avg_pool2d(kept[-1], 2), embedding)
             features = F.interpolate(features, scale_factor=2, mode="nearest")
         else:
-            features = self.inner(kept[-1], told)
+            features = self.inner(kept[-1], embedding)
         for stage in self.up:
-            features = stage(torch.cat([features, kept.pop()], 1), told)
+            features = stage(torch.cat([features, kept.pop()], 1), embedding)
         return features
 
 
@@ -147,12 +148,14 @@ class UNet(nn.Module):
                 f"feature maps of {size}x{size} cannot be halved {len(multipliers) - 1} times",
                 "take fewer, or resize the images",
             )
-        told, widths = 4 * width, [each * width for each in multipliers]
+        embedding_size, widths = 4 * width, [multiplier * width for multiplier in multipliers]
         self.width, self.patch = width, patch
-        self.level = nn.ModuleList([nn.Linear(2 * width, told), nn.Linear(told, told)])
-        self.label = nn.Embedding(classes + 1, told)
+        self.level = nn.ModuleList(
+            [nn.Linear(2 * width, embedding_size), nn.Linear(embedding_size, embedding_size)]
+        )
+        self.label = nn.Embedding(classes + 1, embedding_size)
         self.enter = nn.Conv2d(channels, width, 3, padding=1)
-        self.whole = Resolution(width, widths, size, told, blocks, attention)
+        self.whole = Resolution(width, widths, size, embedding_size, blocks, attention)
         self.norm = _norm(widths[0])
         self.leave = nn.Conv2d(widths[0], channels, 3, padding=1)
 
@@ -161,8 +164,8 @@ class UNet(nn.Module):
         -> (n, channels, size, size)."""
         steps = torch.arange(self.width, device=images.device) / max(self.width - 1, 1)
         angles = levels[:, None] * 100 * 1e-2**steps  # from fine to coarse
-        told = torch.cat([angles.sin(), angles.cos()], 1)
-        told = self.level[1](F.silu(self.level[0](told))) + self.label(labels)
+        embedding = torch.cat([angles.sin(), angles.cos()], 1)
+        embedding = self.level[1](F.silu(self.level[0](embedding))) + self.label(labels)
         patches = F.pixel_unshuffle(images, self.patch)
-        features = self.whole(self.enter(patches), F.silu(told))
+        features = self.whole(self.enter(patches), F.silu(embedding))
         return F.pixel_shuffle(self.leave(F.silu(self.norm(features))), self.patch)

@@ -112,8 +112,8 @@ def byte_features(array: NDArray[np.generic], groups: NDArray[np.int8]) -> NDArr
         if values.dtype.kind == "f":
             zero, small = values == 0, np.abs(values) < np.finfo(values.dtype).tiny
             negative, finite = np.signbit(values), np.isfinite(values)
-            chosen = zero & negative, zero & ~negative, small & ~zero, ~finite
-            kinds = [int(np.count_nonzero(each)) for each in chosen]
+            masks = zero & negative, zero & ~negative, small & ~zero, ~finite
+            kinds = [int(np.count_nonzero(mask)) for mask in masks]
         words = values.view(np.uint8).reshape(-1, values.itemsize)
         bits = np.unpackbits(words, axis=1, bitorder="little").sum(0, dtype=np.int64)
         counts += [*kinds, *bits.tolist()]

@@ -373,7 +373,7 @@ def _backward(
             _matmul_precision(precision, inputs[0].device.type),
         ):
             fixed = {name: value.detach() for name, value in weights.items()}
-            outputs = functional_call(module, fixed, tuple(each.detach() for each in inputs))
+            outputs = functional_call(module, fixed, tuple(tensor.detach() for tensor in inputs))
             loss = losses(_to_single(outputs)).sum() / copies
     finally:
         for handle in handles:

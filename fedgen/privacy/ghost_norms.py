@@ -216,7 +216,7 @@ def _linear(layer: nn.Linear, inputs: Tensor, output_gradient: Tensor) -> dict[s
         tensor.reshape(len(tensor), -1, tensor.shape[-1]) for tensor in (inputs, output_gradient)
     )
 
-    def whole(factors: Tensor) -> Tensor:
+    def weighted_sum(factors: Tensor) -> Tensor:
         scaled, used = scale_rows(y, factors), scale_rows(x, (factors != 0).to(x))
         return scaled.flatten(0, 1).T @ used.flatten(0, 1)
 
@@ -226,7 +226,7 @@ def _linear(layer: nn.Linear, inputs: Tensor, output_gradient: Tensor) -> dict[s
         rows,
         x.shape[2],
         lambda: columns.transpose(2, 3) @ columns,
-        whole,
+        weighted_sum,
     )
     return {"weight": product, "bias": SmallWeight(y.sum(1))}
 
@@ -236,7 +236,7 @@ def _convolution(
 ) -> dict[str, SingleUse]:
     inputs, output_gradient, size, geometry = _as_2d(layer, inputs, output_gradient)
 
-    def whole(factors: Tensor) -> Tensor:
+    def weighted_sum(factors: Tensor) -> Tensor:
         weight_gradient: Tensor = conv2d_weight(
             scale_rows(inputs, (factors != 0).to(inputs)),
             size,
@@ -246,7 +246,9 @@ def _convolution(
         )
         return weight_gradient
 
-    product = _patches(inputs, output_gradient, (size[2], size[3]), geometry, layer.groups, whole)
+    product = _patches(
+        inputs, output_gradient, (size[2], size[3]), geometry, layer.groups, weighted_sum
+    )
     return {"weight": product, "bias": SmallWeight(output_gradient.flatten(2).sum(2))}
 
 
@@ -257,7 +259,7 @@ def _transposed(
     exchanged."""
     inputs, output_gradient, size, geometry = _as_2d(layer, inputs, output_gradient)
 
-    def whole(factors: Tensor) -> Tensor:
+    def weighted_sum(factors: Tensor) -> Tensor:
         weight_gradient: Tensor = conv2d_weight(
             scale_rows(output_gradient, factors),
             size,
@@ -267,7 +269,9 @@ def _transposed(
         )
         return weight_gradient
 
-    product = _patches(output_gradient, inputs, (size[2], size[3]), geometry, layer.groups, whole)
+    product = _patches(
+        output_gradient, inputs, (size[2], size[3]), geometry, layer.groups, weighted_sum
+    )
     return {"weight": product, "bias": SmallWeight(output_gradient.flatten(2).sum(2))}
 
 

@@ -207,10 +207,10 @@ class Ledger:
             self._words[event] = (json.dumps(to_json(event)), canonical(event))
         return self._words[event]
 
-    def _record(self, server_round: int, asked: str, rows: int, event: DpEvent) -> None:
+    def _record(self, server_round: int, query: str, rows: int, event: DpEvent) -> None:
         if self._seeded:
-            self._asked.setdefault(server_round, []).append(asked)
-        self.last = asked
+            self._asked.setdefault(server_round, []).append(query)
+        self.last = query
         self._spend.update(self._encode(event)[1])
         self.releases += 1
         self.rows += rows

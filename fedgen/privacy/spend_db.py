@@ -229,16 +229,16 @@ class SpendDb:
         with self._open() as file:
             return _charged(file, run, client).get(client, {})
 
-    def entries(self, data: str, whole: str = "") -> list[Entry]:
+    def entries(self, data: str, full_data: str = "") -> list[Entry]:
         """Return all runs on a data set in order of registration."""
         with self._open() as file:
-            return _entries(file, data, whole)
+            return _entries(file, data, full_data)
 
-    def other_folders(self, known: Sequence[Entry]) -> list[str]:
-        """Return the folders of all runs not in ``known``, which are on other data."""
+    def other_folders(self, entries: Sequence[Entry]) -> list[str]:
+        """Return the folders of all runs not in ``entries``, which are on other data."""
         with self._open() as file:
             rows = file.execute("SELECT run, folder FROM runs ORDER BY rowid").fetchall()
-        runs = {entry.run for entry in known}
+        runs = {entry.run for entry in entries}
         return [folder for run, folder in rows if run not in runs]
 
     def runs_on_same_data(self, run: str) -> list[Entry]:
@@ -268,11 +268,11 @@ class SpendDb:
             raise FedgenError(str(self.path), problem, remedy) from error
 
 
-def _entries(file: sqlite3.Connection, data: str, whole: str) -> list[Entry]:
+def _entries(file: sqlite3.Connection, data: str, full_data: str) -> list[Entry]:
     entries = []
     for run, digest, shares, folder, unit, relation, max_spend, is_finished in file.execute(
         _READ + "WHERE data = ? OR run IN (SELECT run FROM wholes WHERE data = ?) ORDER BY rowid",
-        (data, whole),
+        (data, full_data),
     ).fetchall():
         spend = spend_from_json(parse_json(max_spend))
         unit_and_relation = Unit(unit), Relation(relation)

@@ -48,18 +48,18 @@ def lower_bounds(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    shown = {name: points for name, points in panels.items() if points}
-    figure = Figure(figsize=(4.5 * len(shown), 4), layout="constrained")
+    nonempty = {name: points for name, points in panels.items() if points}
+    figure = Figure(figsize=(4.5 * len(nonempty), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (name, points) in enumerate(shown.items()):
-        axes = figure.add_subplot(1, len(shown), place + 1)
+    for place, (name, points) in enumerate(nonempty.items()):
+        axes = figure.add_subplot(1, len(nonempty), place + 1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         after = [point[0] for point in points]
         label = f"lower bound, confidence {confidence:g}"
         axes.plot(after, [point[1] for point in points], "o-", label=label)
-        known = [(point[0], point[2]) for point in points if point[2] is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), "s-", label="proven, server")
+        proven = [(point[0], point[2]) for point in points if point[2] is not None]
+        if proven:
+            axes.plot(*zip(*proven, strict=True), "s-", label="proven, server")
         axes.set_xlabel(name)
         axes.set_ylabel(f"ε at δ = {delta:g}")
         axes.set_ylim(bottom=0)
@@ -83,9 +83,9 @@ def epsilon_against_rounds(
         name: [(r, v) for r, v in zip(rounds, values, strict=True) if v is not None]
         for name, values in curves.items()
     }
-    for name, known in _plot_curves(lanes).items():
+    for name, points in _plot_curves(lanes).items():
         style = "--" if name.startswith("claimed") else "-"
-        axes.plot(*zip(*known, strict=True), style, label=name)
+        axes.plot(*zip(*points, strict=True), style, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("rounds")
     axes.set_ylabel(f"ε at δ = {delta:g}")
@@ -99,14 +99,16 @@ def epsilon_against_rounds(
 def _plot_curves(lanes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the curves with points; equal curves are merged under all their names, as the last
     would hide the others."""
-    found: dict[str, list[Any]] = {}
+    curves: dict[str, list[Any]] = {}
     for name, points in lanes.items():
-        same = next((each for each, there in found.items() if there == points), None)
+        same = next(
+            (other for other, other_points in curves.items() if other_points == points), None
+        )
         if same is not None:
-            found[f"{same}, {name}"] = found.pop(same)
+            curves[f"{same}, {name}"] = curves.pop(same)
         elif points:
-            found[name] = points
-    return found
+            curves[name] = points
+    return curves
 
 
 def curves_over_rounds(lanes: dict[str, list[tuple[float, float]]], y: str, path: Path) -> None:
@@ -144,22 +146,22 @@ def privacy_against_utility(
 
     figure = Figure(figsize=(4.5 * len(panels), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    first, shown = None, {}
+    first, handles = None, {}
     colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(chain(*panels.values())))}
     for place, (panel, methods) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), place + 1, sharey=first)
         first = first or axes
         for method, runs in methods.items():
-            known = [points for points in runs if points]
-            for points in known:
+            curves = [points for points in runs if points]
+            for points in curves:
                 along, means, _ = zip(*points, strict=True)
                 axes.plot(along, means, "-", linewidth=1, color=colours[method])
-            if known:
-                ends = sorted(points[-1] for points in known)
+            if curves:
+                ends = sorted(points[-1] for points in curves)
                 at, means, bars = zip(*ends, strict=True)
                 axes.errorbar(at, means, bars, fmt="none", capsize=3, color=colours[method])
                 line = axes.plot(at, means, "o--", color=colours[method])
-                shown[_plain(method)] = line[0]
+                handles[_plain(method)] = line[0]
         axes.set_title(_plain(panel) or "")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
@@ -168,9 +170,9 @@ def privacy_against_utility(
         axes.grid(alpha=0.3)
         if place == 0:
             axes.set_ylabel(_plain(y) or "")
-    if shown:
-        names = [name or "" for name in shown]
-        figure.legend(shown.values(), names, loc="outside right upper", fontsize=8)
+    if handles:
+        names = [name or "" for name in handles]
+        figure.legend(handles.values(), names, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -225,11 +227,11 @@ def partition(counts: NDArray[np.int64], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.12, 0.13, 0.7, 0.83))
     order = np.argsort(-counts.sum(1), kind="stable")
-    shown = axes.imshow(counts[order], aspect="auto", cmap="viridis", interpolation="nearest")
+    image = axes.imshow(counts[order], aspect="auto", cmap="viridis", interpolation="nearest")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("label")
     axes.set_ylabel("clients, ranked by number of images")
-    place, whole = figure.add_axes((0.85, 0.13, 0.03, 0.83)), MaxNLocator(integer=True)
-    figure.colorbar(shown, cax=place, label="rows", ticks=whole)
+    place, ticks = figure.add_axes((0.85, 0.13, 0.03, 0.83)), MaxNLocator(integer=True)
+    figure.colorbar(image, cax=place, label="rows", ticks=ticks)
     figure.savefig(path, dpi=120)

@@ -132,12 +132,13 @@ def adversary_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return ε of the clients if there are several: minimum, median and maximum."""
     rows = []
     for name in ("server", "release"):
-        found = sorted(
-            math.inf if each[name] is None else each[name] for each in record["clients"].values()
+        epsilons = sorted(
+            math.inf if client[name] is None else client[name]
+            for client in record["clients"].values()
         )
-        if len(found) > 1:
-            some = (found[0], found[len(found) // 2], found[-1])
-            rows.append({"who": name, "some": [None if math.isinf(e) else e for e in some]})
+        if len(epsilons) > 1:
+            quantiles = (epsilons[0], epsilons[len(epsilons) // 2], epsilons[-1])
+            rows.append({"who": name, "some": [None if math.isinf(e) else e for e in quantiles]})
     return rows
 
 
@@ -151,7 +152,7 @@ def person_rows(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
     if not bounded:
         return []
     most = max(bounded, key=lambda client: float(client["server"]))
-    found = []
+    rows = []
     for images in _GROUPS:
         spend: dict[DpEvent, int] = {}
         try:
@@ -161,8 +162,8 @@ def person_rows(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
             bound = epsilon(spend, record["delta"], Relation.ADD_OR_REMOVE_ONE).value
         except ValueError:
             return []
-        found.append((images, None if NonPrivateDpEvent() in spend else bound))
-    return found
+        rows.append((images, None if NonPrivateDpEvent() in spend else bound))
+    return rows
 
 
 def audit_rows(run: Path) -> list[str]:
@@ -179,11 +180,11 @@ def audit_rows(run: Path) -> list[str]:
         part, confidence = record["run"], float(record["confidence"])
         points = [*record["program"]["points"], *part["points"]]
         return [
-            f"After {each['releases']} {'rounds' if each['of'] == 'run' else 'releases'} an attack "
-            f"on {'the run' if each['of'] == 'run' else each['of']} shows an ε of at least "
-            f"{float(each['lower_bound']):.2f} ({confidence:.0%} confidence); proven: at most "
-            f"{format_epsilon(each['proven'])}."
-            for each in points
+            f"After {point['releases']} {'rounds' if point['of'] == 'run' else 'releases'} an "
+            f"attack on {'the run' if point['of'] == 'run' else point['of']} shows an ε of at "
+            f"least {float(point['lower_bound']):.2f} ({confidence:.0%} confidence); proven: at "
+            f"most {format_epsilon(point['proven'])}."
+            for point in points
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedgenError("runs", f"{file} cannot be read", "restore it") from error

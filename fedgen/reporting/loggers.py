@@ -72,21 +72,23 @@ def mlflow(place: Path, name: str, rounds: int, *, uri: str | None, project: str
         from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise _missing_package("mlflow") from error
-    here = place.absolute()
-    artifacts = None if uri else (here / "mlflow").as_uri()
+    directory = place.absolute()
+    artifacts = None if uri else (directory / "mlflow").as_uri()
     try:
-        client = MlflowClient(uri or f"sqlite:///{here}/mlflow.db")
-        found = client.get_experiment_by_name(project)
-        of = found.experiment_id if found else client.create_experiment(project, artifacts)
+        client = MlflowClient(uri or f"sqlite:///{directory}/mlflow.db")
+        experiment = client.get_experiment_by_name(project)
+        of = (
+            experiment.experiment_id if experiment else client.create_experiment(project, artifacts)
+        )
         tags = {"fedgen.run": _log_to(name, place)}
-        known = client.search_runs([of], f"tags.`fedgen.run` = '{_log_to(name, place)}'")
-        info = known[0].info if known else client.create_run(of, tags=tags).info
+        runs = client.search_runs([of], f"tags.`fedgen.run` = '{_log_to(name, place)}'")
+        info = runs[0].info if runs else client.create_run(of, tags=tags).info
     except (MlflowException, OSError) as error:
-        problem = f"{uri or here} cannot be logged to ({type(error).__name__})"
+        problem = f"{uri or directory} cannot be logged to ({type(error).__name__})"
         raise FedgenError("logger.uri", problem, "give a tracking server's, or null") from error
     run: str = info.run_id
     if artifacts is not None and not str(info.artifact_uri).startswith(f"{artifacts}/"):
-        problem = f"{here}/mlflow.db would put pictures elsewhere ({info.artifact_uri})"
+        problem = f"{directory}/mlflow.db would put pictures elsewhere ({info.artifact_uri})"
         raise FedgenError("logger", problem, "move it away")
 
     def scalar(name: str, value: float, round_: int) -> None:
@@ -116,19 +118,19 @@ def wandb(place: Path, name: str, rounds: int, *, online: bool, project: str) ->
         import wandb as library
     except ImportError as error:
         raise _missing_package("wandb") from error
-    beside = place.with_name(f"{place.name}.wandb")  # it has links, which a run must not
-    beside.mkdir(exist_ok=True)
-    chosen = library.Settings(
+    directory = place.with_name(f"{place.name}.wandb")  # it has links, which a run must not
+    directory.mkdir(exist_ok=True)
+    settings = library.Settings(
         silent=True, console="off", x_disable_stats=True, disable_git=True, symlink=False
     )
     try:
         run = library.init(
             project=project,
-            dir=str(beside),
+            dir=str(directory),
             mode="online" if online else "offline",
             id=_log_to(name, place),
             resume="allow",
-            settings=chosen,
+            settings=settings,
         )
     except library.Error as error:
         problem = f"cannot log to Weights & Biases ({type(error).__name__})"

@@ -40,8 +40,8 @@ def epsilon_lanes(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float
 
 def default_figures(spent: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the method's own metrics over rounds."""
-    own = [name for line in spent for name, value in line.items() if isinstance(value, float)]
-    return [name for name in dict.fromkeys(own) if name != "claimed_epsilon"]
+    names = [name for line in spent for name, value in line.items() if isinstance(value, float)]
+    return [name for name in dict.fromkeys(names) if name != "claimed_epsilon"]
 
 
 def curve_of(spent: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

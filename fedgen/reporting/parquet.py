@@ -26,8 +26,8 @@ def write_parquet(
     datasets = library("out")
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
     rows = [{"bytes": _png(image), "path": None} for image in images]
-    made = {"image": rows, "label": list(labels)}
-    table = datasets.Dataset.from_dict(made, datasets.Features(features))
+    columns = {"image": rows, "label": list(labels)}
+    table = datasets.Dataset.from_dict(columns, datasets.Features(features))
     silent = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

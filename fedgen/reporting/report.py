@@ -61,23 +61,23 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
     Raises:
         FedgenError: if one of the runs is not finished.
     """
-    facts, said = (_public if audience == "public" else _server), context_rows(about)
-    shown = [facts(path) for path in runs]
+    facts, context = (_public if audience == "public" else _server), context_rows(about)
+    contents = [facts(path) for path in runs]
     if not runs:
         raise FedgenError("runs", "is empty", "name at least one run directory")
     names = _distinct([str(path) for path in runs])
     if audience == "public":  # names of folders are not published
         names = [f"generator {number}" for number in range(1, len(runs) + 1)]
-    for run, name in zip(shown, names, strict=True):
+    for run, name in zip(contents, names, strict=True):
         run["name"] = name
     compared = None
-    if len(shown) > 1 and audience == "server":
+    if len(contents) > 1 and audience == "server":
         compared = {
-            "rows": [_compared(run) for run in shown],
-            "curve": figure_along({run["name"]: run["accuracies"] for run in shown}, ACCURACY),
+            "rows": [_compared(run) for run in contents],
+            "curve": figure_along({run["name"]: run["accuracies"] for run in contents}, ACCURACY),
         }
     page = template("report.html")
-    return page.render(runs=shown, audience=audience, compared=compared, told=said)
+    return page.render(runs=contents, audience=audience, compared=compared, told=context)
 
 
 def _public(path: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _public(path: Path) -> dict[str, Any]:
         statement = (folder / "PRIVACY.md").read_text()
         picture = embed_image(folder / "samples.png")
         privacy, (channels, high, wide) = described["privacy"], described["shape"]
-        made = {
+        metadata = {
             "run": str(described["generator_sha256"])[:12],
             "fedgen": str(described["fedgen"]),
             "date": str(described["date"]),
@@ -112,7 +112,7 @@ def _public(path: Path) -> dict[str, Any]:
     return {
         "place": str(path),
         "title": title,
-        "card": {**card, **made, "releases": None},
+        "card": {**card, **metadata, "releases": None},
         "uncovered": _section(statement, "What is not covered"),
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
@@ -135,16 +135,16 @@ def _server(path: Path) -> dict[str, Any]:
     clients = [
         {
             "client": int(name),
-            "server": found["server"],
-            "release": found["release"],
-            "releases": found["releases"],
+            "server": client["server"],
+            "release": client["release"],
+            "releases": client["releases"],
             **{way: results["bytes"]["per_client"][name][way] for way in ("up", "down")},
         }
-        for name, found in record["clients"].items()
+        for name, client in record["clients"].items()
     ]
     try:
         published = read_json(run_dir.public / "generator.json")
-        made = {
+        metadata = {
             "run": identity["run"][:16],
             "fedgen": published["fedgen"],
             "date": published["date"],
@@ -170,8 +170,8 @@ def _server(path: Path) -> dict[str, Any]:
         "record": record,
         "card": {
             **headline(views, record, exceptions(record)),
-            **made,
-            "releases": max(each["releases"] for each in clients),
+            **metadata,
+            "releases": max(client["releases"] for client in clients),
         },
         "uncovered": [
             line
@@ -183,9 +183,9 @@ def _server(path: Path) -> dict[str, Any]:
         "audited": audit_rows(path),
         "protected": protected(record) + exceptions(record),
         "strength": {
-            name: strength(found["epsilon"], record["delta"])
-            for name, found in record["views"].items()
-            if found["epsilon"] is not None
+            name: strength(view["epsilon"], record["delta"])
+            for name, view in record["views"].items()
+            if view["epsilon"] is not None
         },
         "grids": _grids(run_dir),
         "accuracies": accuracies,
@@ -223,13 +223,13 @@ def _server(path: Path) -> dict[str, Any]:
 
 def _compared(run: dict[str, Any]) -> dict[str, Any]:
     results, kind = run["results"], run["record"]["aggregation"]["kind"]
-    found = {name: each["mean"] for name, each in results["gen2real"].items()}
+    accuracies = {name: scores["mean"] for name, scores in results["gen2real"].items()}
     return {
         "name": run["name"],
         "title": run["title"],
         "epsilon": results["epsilon"],
         "unit": run["record"]["unit"],
-        "gen2real": found,
+        "gen2real": accuracies,
         "average": averages(results)[0],
         "clients": f"{results['clients']:,} ({kind})" if results["clients"] > 1 else "1",
         "seconds": results["seconds"],
@@ -251,24 +251,24 @@ def _grids(run_dir: RunDir) -> list[tuple[str, str]]:
 
 def _sibling_runs(path: Path, config: DictConfig) -> int:
     """Return the number of other runs on the same data set in the same folder."""
-    found = 0
+    count = 0
     for other in path.absolute().parent.glob("*/config.yaml"):
         if other.parent != path.absolute():
             try:
                 theirs = OmegaConf.create(read_yaml(other))
-                found += theirs.names.data == config.names.data and all(
+                count += theirs.names.data == config.names.data and all(
                     theirs.data.get(key) == config.data.get(key) for key in ("name", "path")
                 )
             except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
                 continue
-    return found
+    return count
 
 
 def _distinct(places: Sequence[str]) -> list[str]:
     """Return the shortest suffix of each path that distinguishes it from the others."""
     parts = [Path(place).parts for place in places]
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(path_parts[-length:]) for path_parts in parts]
         if len(set(names)) == len(names):
             return names
     return list(places)
@@ -276,15 +276,15 @@ def _distinct(places: Sequence[str]) -> list[str]:
 
 def _paragraphs(markdown: str) -> list[tuple[str, str]]:
     """Return (kind, text) of a privacy statement: h1, h2, li or p."""
-    found = []
+    paragraphs = []
     for line in filter(None, markdown.splitlines()):
         kind, text = "p", line
         for mark, name in (("## ", "h2"), ("# ", "h1"), ("- ", "li")):
             if line.startswith(mark):
                 kind, text = name, line.removeprefix(mark)
                 break
-        found.append((kind, _strip_markdown(text)))
-    return found
+        paragraphs.append((kind, _strip_markdown(text)))
+    return paragraphs
 
 
 def _section(markdown: str, title: str) -> list[str]:

@@ -80,7 +80,7 @@ def _evaluated_snapshot(file: Path) -> list[str]:
     if not file.exists():
         return []
     try:
-        found = read_json(file)
-        return [f"after {found['rounds']:,} rounds: {line}" for line in quality(found)]
+        results = read_json(file)
+        return [f"after {results['rounds']:,} rounds: {line}" for line in quality(results)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FedgenError("runs", f"{file} was altered", "fedgen evaluate run=...") from error

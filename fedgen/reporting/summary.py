@@ -130,37 +130,38 @@ _SELECTED = (
 def sums(record: dict[str, Any]) -> list[str]:
     """Return the section on where the noise of a sum was added and who must be honest, unless each
     client adds its own."""
-    found = record["aggregation"]
-    if found["kind"] == "trusted":
+    aggregation = record["aggregation"]
+    if aggregation["kind"] == "trusted":
         return [
             "## Who made the noise\n\nAn aggregator that received messages of clients without "
             "noise. There is no bound against its operator."
         ]
-    if found["kind"] == "local":
+    if aggregation["kind"] == "local":
         return []
     more = "; ".join(
-        f"with {each['colluders']} of the {found['asked']} doing so, ε against them is "
-        f"{format_epsilon(each['epsilon'])}"
-        for each in found["if_more_collude"]
+        f"with {bound['colluders']} of the {aggregation['asked']} doing so, ε against them is "
+        f"{format_epsilon(bound['epsilon'])}"
+        for bound in aggregation["if_more_collude"]
     )
     return [
         "## Who made the noise\n\n"
-        f"The {found['asked']} clients together: each added a share, and at least "
-        f"{found['threshold']} shares are in every sum. The server learned only the sums, the "
-        "responders, and times.\n\n"
-        f"- The bound holds if at most {found['colluders']} clients reveal their terms to others"
+        f"The {aggregation['asked']} clients together: each added a share, and at least "
+        f"{aggregation['threshold']} shares are in every sum. The server learned only the sums, "
+        "the responders, and times.\n\n"
+        f"- The bound holds if at most {aggregation['colluders']} clients reveal their terms to "
+        "others"
         + (f"; {more}" if more else "")
         + ". A client that reads the release, knowing its own share, counts as one.\n"
         + (
             "- Responses were sent under masks, which can be removed only from their sum.\n"
-            if found["masks"]
+            if aggregation["masks"]
             else "- In this run, a simulation with the terms of all clients computed the sum; "
             "secure aggregation between sites hides them.\n"
         )
         + (
             "- Clients signed their keys and the lists of responders. Clients that know the "
             "fingerprints of the others detect a server that forges these.\n"
-            if found.get("signed")
+            if aggregation.get("signed")
             else "- The bound assumes a server that follows the protocol. A server that forges "
             "keys, sends clients different lists, or operates clients is not covered.\n"
         )
@@ -209,12 +210,12 @@ def strength(epsilon: float, delta: float) -> str:
     min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Kairouz, Oh, Viswanath 2015)."""
     alarms = 0.01
     upper = math.exp(min(epsilon, 50.0)) * alarms + delta
-    found = min(1.0, upper, 1 - math.exp(-epsilon) * (1 - delta - alarms))
-    most = math.ceil(1000 * found) / 10
+    power = min(1.0, upper, 1 - math.exp(-epsilon) * (1 - delta - alarms))
+    most = math.ceil(1000 * power) / 10
     finds = f"finds at most {most:.1f} in 100 that were" if most < 100 else "may find all that were"
     rest = (
         ". The guarantee alone excludes little at this ε."
-        if found > 0.9
+        if power > 0.9
         else "; by chance, it would find 1."
     )
     return (
@@ -254,9 +255,9 @@ def summary(path: Path) -> str:
     if record["without_bound"]:
         lines.append(exceptions(record).strip())
     lines += [
-        f"with colluders beside the server ({each['colluders']}): "
-        f"ε {format_epsilon(each['epsilon'])}"
-        for each in record["aggregation"].get("if_more_collude", [])
+        f"with colluders beside the server ({bound['colluders']}): "
+        f"ε {format_epsilon(bound['epsilon'])}"
+        for bound in record["aggregation"].get("if_more_collude", [])
     ]
     if record["noise"] == "seeded":
         lines.append("noise is derived from the seed: an experiment, not for release")
@@ -290,19 +291,19 @@ def summary(path: Path) -> str:
         )
     lines += quality(results)
     taken = results["seconds_per_round"]
-    parts = ", ".join(f"{said} {taken[n]:.2g} s" for n, said in PARTS.items() if n in taken)
+    parts = ", ".join(f"{name} {taken[n]:.2g} s" for n, name in PARTS.items() if n in taken)
     if results["rounds_per_second"]:
         pace = format_pace(results["rounds"], results["seconds"])
         peak = format_bytes(results["peak_rss_bytes"])
         lines.append(f"{pace} ({parts} a round), peak memory {peak}")
-    made = (
+    files = (
         "public/samples.png",
         "public/generator.safetensors",
         "privacy.json",
         "results.json",
         "epsilon.png",
     )
-    lines.extend(str(path / name) for name in made)
+    lines.extend(str(path / name) for name in files)
     return "\n".join(lines)
 
 
@@ -310,19 +311,19 @@ def quality(results: dict[str, Any]) -> list[str]:
     """Describe sample quality: a line per classifier, and one per other metric that was
     computed."""
     lines = []
-    for name, found in results["gen2real"].items():
-        if found["mean"] is None:
+    for name, scores in results["gen2real"].items():
+        if scores["mean"] is None:
             lines.append(f"gen2real {name}: not computed, there is one label only")
             continue
-        line = f"gen2real {name}: {found['mean']:.1%}"
-        beside = []
-        if found.get("interval") is not None:
-            low, high = found["interval"]
-            beside.append(f"95 %: {low:.1%} to {high:.1%}, of {found['tested']:,} test images")
+        line = f"gen2real {name}: {scores['mean']:.1%}"
+        notes = []
+        if scores.get("interval") is not None:
+            low, high = scores["interval"]
+            notes.append(f"95 %: {low:.1%} to {high:.1%}, of {scores['tested']:,} test images")
         real = results["real2real"].get(name, {}).get("mean")
         if real is not None:
-            beside.append(f"trained on real images: {real:.1%}")
-        line += f" ({'; '.join(beside)})" if beside else ""
+            notes.append(f"trained on real images: {real:.1%}")
+        line += f" ({'; '.join(notes)})" if notes else ""
         back = results["real2gen"].get(name, {}).get("mean")
         if back is not None:
             line += f"; real2gen: {back:.1%}"
@@ -338,20 +339,20 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     )
     per_class = scores.get("per_class", [])
     names = results.get("labels") or [f"{n} (counted from 0)" for n in range(len(per_class))]
-    if none := [names[n] for n, found in enumerate(per_class) if found is None]:
-        said = f"{', '.join(none)}: the utility of their samples is unknown"
-        rows.append(("labels without test images", said))
+    if none := [names[n] for n, accuracy in enumerate(per_class) if accuracy is None]:
+        text = f"{', '.join(none)}: the utility of their samples is unknown"
+        rows.append(("labels without test images", text))
     average, calibrated = averages(results)
     if average is not None:
         rows.append(
             ("gen2real average", f"{average:.1%}, {calibrated:.1%} of training on real images")
         )
     if "classifier" in results:
-        told = results["classifier"]
+        classifier = results["classifier"]
         rows.append(
             (
                 "accuracy of the private classifier",
-                f"{told['mean']:.1%} of {told['n']:,} real images",
+                f"{classifier['mean']:.1%} of {classifier['n']:,} real images",
             )
         )
     if "distinct" in results:
@@ -370,10 +371,13 @@ def averages(results: dict[str, Any], kind: str = "gen2real") -> tuple[float | N
     classifiers, or if one has no result.
     """
     pairs = [
-        (found["mean"], results["real2real"].get(name, {}).get("mean"))
-        for name, found in results[kind].items()
+        (scores["mean"], results["real2real"].get(name, {}).get("mean"))
+        for name, scores in results[kind].items()
     ]
-    if len(pairs) < 2 or any(made is None or not real for made, real in pairs):
+    if len(pairs) < 2 or any(accuracy is None or not real for accuracy, real in pairs):
         return None, None
     count = len(pairs)
-    return sum(made for made, _ in pairs) / count, sum(made / real for made, real in pairs) / count
+    return (
+        sum(accuracy for accuracy, _ in pairs) / count,
+        sum(accuracy / real for accuracy, real in pairs) / count,
+    )

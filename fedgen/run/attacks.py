@@ -112,18 +112,18 @@ def adversaries(method: Method) -> list[Adversary]:
         shares = plan.aggregation.honest
         name = f"secure sum of {shares} honest shares"
         return [Adversary(name, shares, False, partial(accounted_spend, trusted=False))]
-    found = [
+    views = [
         Adversary("client program", 1, False, partial(accounted_spend, trusted=plan.is_trusted))
     ]
     if plan.release_event is None or plan.is_trusted or not cohort.has_fixed_size:
-        return found
+        return views
     several = cohort.responses_per_sample
     name = f"sum of {several} clients" if several > 1 else "one of the clients"
     if several > 1:
-        found.append(Adversary(name, several, False, _sum_event))
+        views.append(Adversary(name, several, False, _sum_event))
     if plan.amplified_by["release"] is not None:
-        found.append(Adversary(f"{name}, secretly sampled", several, True, _sampling_event))
-    return found
+        views.append(Adversary(f"{name}, secretly sampled", several, True, _sampling_event))
+    return views
 
 
 def accounted_spend(plan: Plan, rows: int, trusted: bool) -> DpEvent:
@@ -158,7 +158,7 @@ def attack(
     confidence: float,
     delta: float,
     streams: RandomStreams,
-    told: Callable[[int], None] = lambda done: None,
+    report_progress: Callable[[int], None] = lambda done: None,
 ) -> list[LowerBound]:
     """Distinguish two neighbours by many releases of the client programs of a method; ``plan``
     gives the proven ε.
@@ -169,19 +169,19 @@ def attack(
     other clients respond like the second neighbour, each with its own noise.
     """
     together = [count for count in _SUMMED_RELEASES if releases // count >= MIN_TRIALS]
-    each = 1 - (1 - confidence) / len(together)  # all hold simultaneously
+    confidence_per_bound = 1 - (1 - confidence) / len(together)  # all hold simultaneously
     direction = _direction(method, worst, streams)
     scores = np.zeros((2, releases))
     for trial in range(releases):
         for side, (state, shard) in enumerate((worst.first, worst.second)):
-            here = streams.at("side", side)
+            side_streams = streams.at("side", side)
             if sight.sees_sum == 1 and not sight.sampling_is_secret:
-                seen = _play(method, worst, state, shard, trial, here).astype(float)
+                seen = _play(method, worst, state, shard, trial, side_streams).astype(float)
             else:
-                seen = _play_sum(method, worst, sight, state, shard, trial, here)
+                seen = _play_sum(method, worst, sight, state, shard, trial, side_streams)
             scores[side, trial] = float((seen * direction).sum())
         if trial % 100 == 99:
-            told(2 * trial + 2)
+            report_progress(2 * trial + 2)
     points = []
     for count in together:
         trials = releases // count
@@ -190,8 +190,8 @@ def attack(
         gaussian = all(isinstance(event, GaussianDpEvent) for event in spend)
         bound = gaussian_lower_bound if gaussian else lower_bound
         proven = epsilon(spend, delta, plan.relation).value
-        found = bound(summed[0], summed[1], delta, each)
-        points.append(LowerBound(count, found, proven, sight.name))
+        epsilon_bound = bound(summed[0], summed[1], delta, confidence_per_bound)
+        points.append(LowerBound(count, epsilon_bound, proven, sight.name))
     return points
 
 
@@ -208,7 +208,7 @@ def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -
     """
     method, quiet = ready.at_noise(HIGH_NOISE), ready.at_noise(_LOW_NOISE)
     kinds = [kind for kind, worst in enumerate(method.worst_cases()) if not worst.custom_noise]
-    each, found = 1 - (1 - confidence) / max(len(kinds), 1), []
+    confidence_per_kind, points = 1 - (1 - confidence) / max(len(kinds), 1), []
     for kind in kinds:
         streams, worst = ready.streams.at("audit", "bytes", kind), method.worst_cases()[kind]
         exact = [_respond(quiet, quiet.worst_cases()[kind], side, streams)[1] for side in (0, 1)]
@@ -228,10 +228,12 @@ def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -
             _cost(method.plan, worst, adversaries(method)[0], 1), delta, method.plan.relation
         )
         bound = math.inf if frames[0] != frames[1] else 0.0
-        bound = max(bound, feature_lower_bound(features[0], features[1], delta, each))
-        found.append(LowerBound(1, bound, proven.value, BYTES_OF_REPLY))
+        bound = max(
+            bound, feature_lower_bound(features[0], features[1], delta, confidence_per_kind)
+        )
+        points.append(LowerBound(1, bound, proven.value, BYTES_OF_REPLY))
     return max(
-        found, key=lambda point: point.lower_bound, default=LowerBound(1, 0.0, 0.0, BYTES_OF_REPLY)
+        points, key=lambda point: point.lower_bound, default=LowerBound(1, 0.0, 0.0, BYTES_OF_REPLY)
     )
 
 
@@ -261,16 +263,18 @@ def _play_sum(
     """Return the sum of the responses to each query sample, of the attacked client 0 and of
     others."""
     count = worst.query.count
-    asked = {client: list(range(count)) for client in range(sight.sees_sum)}
+    rows_by_client = {client: list(range(count)) for client in range(sight.sees_sum)}
     if sight.sampling_is_secret:
-        asked = method.cohort.assign(count, streams.secret("cohort", trial))
+        rows_by_client = method.cohort.assign(count, streams.secret("cohort", trial))
     answers: dict[int, Sent] = {}
-    for client, rows in asked.items():
-        own = (state, shard) if client == 0 else worst.second
-        query, here = worst.query.take(rows), streams.at("trial", trial, "client", client)
-        answers[client] = method.client.respond(own[0], query, own[1], worst.round, here)
+    for client, rows in rows_by_client.items():
+        neighbour = (state, shard) if client == 0 else worst.second
+        query, client_streams = worst.query.take(rows), streams.at("trial", trial, "client", client)
+        answers[client] = method.client.respond(
+            neighbour[0], query, neighbour[1], worst.round, client_streams
+        )
     if not method.plan.aggregation.is_local:
-        arrived = [each.arrays["answer"] for each in answers.values()]
+        arrived = [answer.arrays["answer"] for answer in answers.values()]
         return worst.read(
             method.aggregate(arrived, worst.round, streams.at("total", trial))
         ).numpy()
@@ -279,7 +283,7 @@ def _play_sum(
         assert isinstance(answer, Release)
         read = worst.read(torch.from_numpy(answer.arrays["answer"])).numpy()
         total = np.zeros((count, *read.shape[1:])) if total is None else total
-        total[asked[client]] += read
+        total[rows_by_client[client]] += read
     assert total is not None
     return total
 
@@ -289,15 +293,15 @@ def _play(
 ) -> NDArray[Any]:
     """Return the output of the mechanism of the client, or of an aggregation over this client
     only."""
-    here = streams.at("trial", trial)
-    answer = method.client.respond(state, worst.query, shard, worst.round, here)
-    found = torch.from_numpy(answer.arrays["answer"])
+    trial_streams = streams.at("trial", trial)
+    answer = method.client.respond(state, worst.query, shard, worst.round, trial_streams)
+    output = torch.from_numpy(answer.arrays["answer"])
     if not method.plan.aggregation.is_local:
-        here = streams.at("aggregate", trial)
-        drawn = method.cohort.assign(worst.query.count, here.secret("cohort"))
-        alone = answer.arrays["answer"] if 0 in drawn else np.zeros(found.shape, np.float32)
-        found = method.aggregate([alone], worst.round, here)
-    read: NDArray[Any] = worst.read(found).numpy()
+        aggregation_streams = streams.at("aggregate", trial)
+        drawn = method.cohort.assign(worst.query.count, aggregation_streams.secret("cohort"))
+        alone = answer.arrays["answer"] if 0 in drawn else np.zeros(output.shape, np.float32)
+        output = method.aggregate([alone], worst.round, aggregation_streams)
+    read: NDArray[Any] = worst.read(output).numpy()
     return read
 
 
@@ -305,16 +309,16 @@ def _direction(method: Method, worst: WorstCase, streams: RandomStreams) -> NDAr
     """Return the normalized difference between the releases of two neighbours per query sample:
     with the same streams their noise is equal, and the input of a trusted aggregator has none yet.
     A query sample that is routed to others is tried again."""
-    found: NDArray[np.float32] | None = None
+    direction: NDArray[np.float32] | None = None
 
     def sent(state: State, shard: Shard, trial: int) -> NDArray[Any]:
-        here = streams.at("direction")
+        shared_streams = streams.at("direction")
         if not method.plan.is_trusted:
-            return _play(method, worst, state, shard, trial, here)
-        here = here.at("trial", trial)
-        answer = method.client.respond(state, worst.query, shard, worst.round, here).arrays[
-            "answer"
-        ]
+            return _play(method, worst, state, shard, trial, shared_streams)
+        shared_streams = shared_streams.at("trial", trial)
+        answer = method.client.respond(
+            state, worst.query, shard, worst.round, shared_streams
+        ).arrays["answer"]
         read: NDArray[Any] = worst.read(torch.from_numpy(answer)).numpy()
         return read
 
@@ -324,12 +328,12 @@ def _direction(method: Method, worst: WorstCase, streams: RandomStreams) -> NDAr
         flat = between.reshape(len(between), -1)
         norms = np.linalg.norm(flat, axis=1, keepdims=True)
         unit = (flat / np.maximum(norms, 1e-12) * (norms > 1e-6)).reshape(between.shape)
-        if found is None:
-            found = np.zeros_like(between)
-        empty = ~found.reshape(len(found), -1).any(axis=1)
-        found[empty] = unit[empty]
-        if found.reshape(len(found), -1).any(axis=1).all():
-            return found
+        if direction is None:
+            direction = np.zeros_like(between)
+        empty = ~direction.reshape(len(direction), -1).any(axis=1)
+        direction[empty] = unit[empty]
+        if direction.reshape(len(direction), -1).any(axis=1).all():
+            return direction
     raise FedgenError("audit", "two neighbours release the same", "this is no worst case")
 
 
@@ -358,8 +362,8 @@ def canary_scores(
     def mean(shards: list[Shard]) -> NDArray[np.float64]:
         rows = [shard.rows(torch.arange(len(shard))) for shard in shards]
         images, labels = (torch.cat([pair[place] for pair in rows]) for place in (0, 1))
-        found: Tensor = server.membership_scores(state.server, images, labels, streams)
-        parts = torch.split(found.double(), [len(shard) for shard in shards])
+        record_scores: Tensor = server.membership_scores(state.server, images, labels, streams)
+        parts = torch.split(record_scores.double(), [len(shard) for shard in shards])
         return np.array([float(part.mean()) for part in parts])
 
     inside = mean(canaries.included)

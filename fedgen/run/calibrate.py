@@ -118,21 +118,21 @@ def calibrate(method: Method, rounds: int) -> Budget:
     """Return the budget for which the noise is calibrated: the query samples of the busiest client,
     except with small probability. The number of queries to a client costs nothing if the server is
     trusted."""
-    asked = method.plan.queries_in(rounds)
+    queries = method.plan.queries_in(rounds)
     if method.plan.is_trusted:
         return Budget(rounds, UNLIMITED, 0.0)
-    rows = method.cohort.max_load(method.plan.samples_per_round, asked, TAIL)
-    stop = method.cohort.stop_probability(method.plan.samples_per_round, asked, rows)
+    rows = method.cohort.max_load(method.plan.samples_per_round, queries, TAIL)
+    stop = method.cohort.stop_probability(method.plan.samples_per_round, queries, rows)
     return Budget(rounds, rows, stop)
 
 
 def planned_epsilon(method: Method, config: DictConfig, server: bool, by: Accountant) -> float:
     """Return the ε of the whole run against one adversary."""
     budget = calibrate(method, config.rounds)
-    found = epsilon_for(
+    total_epsilon = epsilon_for(
         method, budget, config.rounds, budget.samples_per_client, config.privacy.delta, server, by
     )
-    return found.or_infinity
+    return total_epsilon.or_infinity
 
 
 def epsilon_for(
@@ -152,8 +152,8 @@ def epsilon_for(
     if server or method.plan.release_event is None:
         return against_server
     event, relation = method.plan.release_event(rounds), method.plan.relation
-    found = release_epsilon(event, delta, relation, budget.stop_probability, by)
-    return smaller_epsilon(found, against_server)
+    against_reader = release_epsilon(event, delta, relation, budget.stop_probability, by)
+    return smaller_epsilon(against_reader, against_server)
 
 
 def affordable_rounds(method: Method, config: DictConfig, server: bool, target: float) -> Budget:
@@ -161,8 +161,8 @@ def affordable_rounds(method: Method, config: DictConfig, server: bool, target: 
     server), or rounds."""
     per_round, delta = method.plan.samples_per_round, config.privacy.delta
     relation = method.plan.relation
-    asked = method.plan.queries_in(config.rounds)
-    all_rows = per_round * asked
+    queries = method.plan.queries_in(config.rounds)
+    all_rows = per_round * queries
     if server or method.plan.release_event is None:
 
         def spent(rows: int) -> float:
@@ -174,7 +174,7 @@ def affordable_rounds(method: Method, config: DictConfig, server: bool, target: 
         everybody = not method.cohort.is_sampled
         unit = per_round if everybody else 1
         rows = unit * max_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
-        stop = method.cohort.stop_probability(per_round, asked, rows)
+        stop = method.cohort.stop_probability(per_round, queries, rows)
         enough = rows == all_rows or not everybody
         rounds = config.rounds if enough else method.plan.rounds_for(rows // per_round)
         stop = 0.0 if everybody else stop

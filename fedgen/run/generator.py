@@ -105,15 +105,15 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "labels": published_names(ready),
         "shape": list(ready.dataset.shape),
     }
-    known = ("delta", "unit", "relation", "noise", "images_per_person")
-    privacy = {key: record[key] for key in known if key in record}
+    published_keys = ("delta", "unit", "relation", "noise", "images_per_person")
+    privacy = {key: record[key] for key in published_keys if key in record}
     if record["without_bound"]:  # ε covers the other clients
         lost, clients = len(record["without_bound"]), len(record["clients"])
         privacy["without_bound"] = {"clients": lost, "of": clients}
     warm_up = OmegaConf.to_container(ready.config.warm_up, resolve=True)
     assert isinstance(warm_up, dict)
     began = {} if warm_up["method"] is None else {"warm_up": _without_strategies(warm_up)}
-    told = {
+    description = {
         "schema": SCHEMA,
         "method": _without_strategies(method),
         **began,
@@ -123,7 +123,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "fedgen": VERSION,
         "date": date.today().isoformat(),
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(description, indent=2) + "\n"
 
 
 def read_description(folder: Path, key: str) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def read_description(folder: Path, key: str) -> dict[str, Any]:
     """
     path = folder / "generator.json"
     try:
-        found = read_json(path)
-        schema = found["schema"]
+        description = read_json(path)
+        schema = description["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "give a finished run, or its public folder"
         problem = f"{path} cannot be read"
@@ -143,15 +143,19 @@ def read_description(folder: Path, key: str) -> dict[str, Any]:
             problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
             zipped = folder.exists() and folder.suffix == ".zip"
             remedy = "unpack it first" if zipped else remedy
-        elif within := sorted(each.parent for each in folder.glob("*/generator.json"))[:1]:
+        elif within := sorted(file.parent for file in folder.glob("*/generator.json"))[:1]:
             remedy = f"did you mean {within[0]}?"
         raise FedgenError(key, problem, remedy) from error
-    if schema == _SCHEMA_OF_FORMER_NAMES and isinstance(found.get("method"), dict):
-        return {**found, "schema": SCHEMA, "method": with_present_names(found["method"], "method")}
+    if schema == _SCHEMA_OF_FORMER_NAMES and isinstance(description.get("method"), dict):
+        return {
+            **description,
+            "schema": SCHEMA,
+            "method": with_present_names(description["method"], "method"),
+        }
     if schema != SCHEMA:
         problem = f"{path} has schema {schema!r}, not {SCHEMA}"
         raise FedgenError(key, problem, "open it by the version of fedgen that wrote it")
-    return dict(found)
+    return dict(description)
 
 
 def load_generator(path: Path, device: str) -> PublishedGenerator:
@@ -164,14 +168,14 @@ def load_generator(path: Path, device: str) -> PublishedGenerator:
     """
     folder = path / "public" if (path / "public").is_dir() else path
     check_no_links(folder, "run")
-    found = read_description(folder, "run")
+    description = read_description(folder, "run")
     try:
         data = read_bounded(folder / "generator.safetensors", _LARGEST)
         weights = safetensors.torch.load(data)
         # the number of clients is not published; larger than any cohort
-        facts = PublicFacts(_CLIENTS, None, *_sizes(found["classes"], found["shape"]))
-        names = _names(found.get("labels"), facts.classes)
-        settings = found["method"]
+        facts = PublicFacts(_CLIENTS, None, *_sizes(description["classes"], description["shape"]))
+        names = _names(description.get("labels"), facts.classes)
+        settings = description["method"]
         _check_lists(settings)
         _check_registered(settings, path)
         make = build(settings, "method")
@@ -192,19 +196,21 @@ def load_generator(path: Path, device: str) -> PublishedGenerator:
         raise FedgenError("run", f"{path} has no readable generator", remedy) from error
     sha256 = hashlib.sha256(data).hexdigest()
     of_run = RunDir(path).results()["generator_sha256"] if (path / "results.json").exists() else ""
-    if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):
+    if sha256 != description.get("generator_sha256") or (of_run and sha256 != of_run):
         raise FedgenError(
             "run",
             f"{folder / 'generator.safetensors'} was changed after the run wrote it",
             "restore it",
         )
-    shapes = [{n: (v.shape, v.dtype) for n, v in each.items()} for each in (weights, expected)]
+    shapes = [
+        {n: (v.shape, v.dtype) for n, v in tensors.items()} for tensors in (weights, expected)
+    ]
     if shapes[0] != shapes[1] or not all(bool(v.isfinite().all()) for v in weights.values()):
         problem = f"{folder / 'generator.safetensors'} does not match generator.json"
         raise FedgenError("run", problem, "restore it")
     device = resolve_device(device)
     method: Method = make(facts=facts, noise_multiplier=None, device=device)
-    weights = {name: each.to(device) for name, each in weights.items()}
+    weights = {name: value.to(device) for name, value in weights.items()}
     return PublishedGenerator(method, weights, facts.classes, facts.shape, names)
 
 
@@ -245,8 +251,8 @@ def _check_registered(settings: Any, path: Path) -> None:
         registry.check(settings, "method")
     except FedgenError as error:
         problem = f"{path} was altered, or needs an extension ({error.key}: {error.problem})"
-        own = f"; {error.remedy}" if "FEDGEN_EXTENSIONS" in error.remedy else ""
-        raise FedgenError("run", problem, f"restore it{own}") from error
+        extension_remedy = f"; {error.remedy}" if "FEDGEN_EXTENSIONS" in error.remedy else ""
+        raise FedgenError("run", problem, f"restore it{extension_remedy}") from error
 
 
 def _check_lists(settings: Any) -> None:
@@ -254,8 +260,8 @@ def _check_lists(settings: Any) -> None:
     if isinstance(settings, list) and len(settings) > _MOST_LISTED:
         raise ValueError
     if isinstance(settings, dict | list):
-        for each in settings.values() if isinstance(settings, dict) else settings:
-            _check_lists(each)
+        for value in settings.values() if isinstance(settings, dict) else settings:
+            _check_lists(value)
 
 
 _MOST_LISTED = 256  # limit on the entries of a setting, e.g. widths of layers
@@ -269,20 +275,20 @@ def _sizes(classes: Any, shape: Any) -> tuple[int, tuple[int, int, int]]:
     return classes, (channels, high, wide)
 
 
-def _names(told: Any, classes: int) -> list[str] | None:
+def _names(names: Any, classes: int) -> list[str] | None:
     """Raise ValueError unless these are valid names of the labels: each may become the name of a
     folder."""
-    if told is None:
+    if names is None:
         return None
-    if not isinstance(told, list) or len(told) != classes or not has_names(told):
+    if not isinstance(names, list) or len(names) != classes or not has_names(names):
         raise ValueError
-    return told
+    return names
 
 
 def labels_of(
-    published: PublishedGenerator, count: Any, chosen: Any, streams: RandomStreams
+    published: PublishedGenerator, count: Any, labels: Any, streams: RandomStreams
 ) -> Tensor:
-    """Return the labels of samples: uniform over ``chosen`` (numbers or names) or over all labels;
+    """Return the labels of samples: uniform over ``labels`` (numbers or names) or over all labels;
     for a set of images, each image once.
 
     Raises:
@@ -292,12 +298,12 @@ def labels_of(
         problem = f"must be a whole number from 1 to {_MOST}, got {count!r}"
         raise FedgenError("n", problem, "e.g. n=1000")
     classes, names = published.classes, published.labels or []
-    listed = isinstance(chosen, Sequence) and len(chosen) > 0 and not isinstance(chosen, str)
-    if chosen is not None and not listed:
-        known = f", or {', '.join(names)}" if names else ""
-        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {chosen!r}"
+    listed = isinstance(labels, Sequence) and len(labels) > 0 and not isinstance(labels, str)
+    if labels is not None and not listed:
+        or_names = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{or_names}; got {labels!r}"
         raise FedgenError("labels", problem, "e.g. labels=[0,1]")
-    among = range(classes) if chosen is None else [_number(n, classes, names) for n in chosen]
+    among = range(classes) if labels is None else [_number(n, classes, names) for n in labels]
     count = int(count)
     distinct, drawn = published.method.server.distinct_images, streams.public("labels")
     if distinct is None:
@@ -314,10 +320,10 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
     """Return the number of a label given by number or name."""
     if str(label) in names:  # names take precedence, because a name may be a number
         return names.index(str(label))
-    whole = isinstance(label, Integral) and not isinstance(label, bool)
-    if not whole or not 0 <= int(label) < classes:
-        known = f", or {', '.join(names)}" if names else ""
-        problem = f"must be a list of numbers from 0 to {classes - 1}{known}; got {label}"
+    is_integer = isinstance(label, Integral) and not isinstance(label, bool)
+    if not is_integer or not 0 <= int(label) < classes:
+        or_names = f", or {', '.join(names)}" if names else ""
+        problem = f"must be a list of numbers from 0 to {classes - 1}{or_names}; got {label}"
         remedy = "e.g. labels=[0,1]" if names else "e.g. labels=[0,1]; this run has no label names"
         raise FedgenError("labels", problem, remedy)
     return int(label)
@@ -336,13 +342,15 @@ def sample(config: DictConfig) -> str:
         problem = f"{out} is neither .npz, .png, .parquet nor a folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
-    path, told = Path(config.run), str(out)
+    path, text = Path(config.run), str(out)
     if is_unfinished(path):
-        made = load_snapshot(path)
-        names = published_names(made.setup)
-        classes, shape = made.setup.dataset.classes, made.setup.dataset.shape
-        published = PublishedGenerator(made.setup.method, made.generator, classes, shape, names)
-        told = f"{out}\n{made.note}"
+        snapshot = load_snapshot(path)
+        names = published_names(snapshot.setup)
+        classes, shape = snapshot.setup.dataset.classes, snapshot.setup.dataset.shape
+        published = PublishedGenerator(
+            snapshot.setup.method, snapshot.generator, classes, shape, names
+        )
+        text = f"{out}\n{snapshot.note}"
     else:
         published = load_generator(path, config.device)
     labels = labels_of(published, config.n, config.labels, streams)
@@ -355,14 +363,14 @@ def sample(config: DictConfig) -> str:
             out, folder=not out.suffix
         ) as new:  # atomic: an existing file is kept on failure
             _write(out.suffix, images, labels, published, new)
-            for each in (new, *new.rglob("*")):
-                share(each)
+            for entry in (new, *new.rglob("*")):
+                share(entry)
             new.rename(out)
     except OSError as error:
         why = f" ({error.strerror})" if error.strerror else ""
         problem = f"{out} cannot be written{why}"
         raise FedgenError("out", problem, "choose another place") from error
-    return told
+    return text
 
 
 def _write(

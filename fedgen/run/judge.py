@@ -48,13 +48,13 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Return the results of all configured metrics for samples of a run. They stay on the server
     and are not part of the release."""
-    chosen, pictures = ready.config.evaluation, run_dir.path / "evaluation"
-    done = {"judged": True, "judged_by": OmegaConf.to_container(chosen, resolve=True)}
-    found: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
+    evaluation, pictures = ready.config.evaluation, run_dir.path / "evaluation"
+    done = {"judged": True, "judged_by": OmegaConf.to_container(evaluation, resolve=True)}
+    results: dict[str, Any] = {"gen2real": {}, "real2real": {}, "real2gen": {}}
     with temporary_path(
         pictures, folder=True
     ) as fresh:  # a failed evaluation keeps the existing pictures
-        found |= _evaluate_run(ready, generator, progress, fresh)
+        results |= _evaluate_run(ready, generator, progress, fresh)
         for name in PICTURES:
             (pictures / name).unlink(missing_ok=True)
         if drawn := list(fresh.iterdir()):
@@ -63,7 +63,7 @@ def evaluate_run(
             pictures.rmdir()
         for picture in drawn:
             picture.rename(pictures / picture.name)
-    return {**found, **done}
+    return {**results, **done}
 
 
 def _evaluate_run(
@@ -74,31 +74,31 @@ def _evaluate_run(
     Args:
         fresh: folder for pictures.
     """
-    chosen = ready.config.evaluation
-    found: dict[str, Any] = {}
-    if chosen.samples and validation.min_samples(chosen):
-        samples = judged_samples(ready, generator, chosen.samples, progress)
+    evaluation = ready.config.evaluation
+    results: dict[str, Any] = {}
+    if evaluation.samples and validation.min_samples(evaluation):
+        samples = judged_samples(ready, generator, evaluation.samples, progress)
         training_images = ready.dataset.images[np.unique(np.concatenate(ready.shards))]
         streams, distinct = ready.streams.at("evaluation"), ready.method.server.distinct_images
-        found = suite(
-            chosen, ready.dataset, training_images, samples, streams, progress, fresh, distinct
+        results = suite(
+            evaluation, ready.dataset, training_images, samples, streams, progress, fresh, distinct
         )
         if (classify := ready.method.server.classify) is not None:
             images = torch.from_numpy(ready.dataset.test_images).float() / 255
             right = classify(generator, images).numpy() == ready.dataset.test_labels
-            found["classifier"] = {"mean": float(right.mean()), "n": len(right)}
-    return found
+            results["classifier"] = {"mean": float(right.mean()), "n": len(right)}
+    return results
 
 
-def check_judged(chosen: DictConfig, data: Dataset) -> None:
+def check_judged(evaluation: DictConfig, data: Dataset) -> None:
     """Raise FedgenError if the test split is too small for an inception score."""
-    if chosen.judge and len(data.test_images) < PARTS:
+    if evaluation.judge and len(data.test_images) < PARTS:
         problem = f"needs at least {PARTS} test images, the data set has {len(data.test_images)}"
         raise FedgenError("evaluation.judge", problem, "set it to false")
 
 
 def suite(
-    chosen: DictConfig,
+    evaluation: DictConfig,
     data: Dataset,
     training_images: Images,
     samples: LabelledImages,
@@ -107,14 +107,14 @@ def suite(
     pictures: Path,
     distinct: int | None = None,
 ) -> dict[str, Any]:
-    """Return all metrics in ``chosen``.
+    """Return all metrics in ``evaluation``.
 
     Args:
         training_images: images that the generator may have been trained on: all or part of the
             training split.
         samples: images (n, channels, height, width) uint8 and labels (n,), in an order independent
             of labels.
-        pictures: folder for the pictures of ``chosen.leakage``.
+        pictures: folder for the pictures of ``evaluation.leakage``.
         distinct: number of distinct images if samples repeat a set: distances between distributions
             are not informative for so few, and leakage counts each once.
 
@@ -122,13 +122,13 @@ def suite(
         FedgenError: if the test split is too small for the judge.
     """
     if distinct is None:
-        check_judged(chosen, data)
+        check_judged(evaluation, data)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
-    found = utilities(chosen, data, samples, streams, progress)
+    results = utilities(evaluation, data, samples, streams, progress)
     if distinct is not None:
-        found["distinct"] = distinct
-    shown = Judged(
-        chosen,
+        results["distinct"] = distinct
+    judged = Judged(
+        evaluation,
         data,
         training_images,
         samples,
@@ -139,12 +139,12 @@ def suite(
         pictures,
     )
     for metric in metrics():
-        found |= metric.compute(shown)
-    return found
+        results |= metric.compute(judged)
+    return results
 
 
 def utilities(
-    chosen: DictConfig,
+    evaluation: DictConfig,
     data: Dataset,
     samples: LabelledImages,
     streams: RandomStreams,
@@ -152,42 +152,42 @@ def utilities(
     real: bool = True,
 ) -> dict[str, Any]:
     """Return gen2real, and if ``real``, the accuracy of the same classifiers trained on as many
-    real images, on the test split (``real2real``) and, for those in ``chosen.real2gen``, on samples
-    (``real2gen``)."""
+    real images, on the test split (``real2real``) and, for those in ``evaluation.real2gen``, on
+    samples (``real2gen``)."""
     classifiers = {
-        str(name): each
-        for name, each in chosen.classifiers.items()
-        if _installed(str(name), each, progress)
+        str(name): classifier
+        for name, classifier in evaluation.classifiers.items()
+        if _installed(str(name), classifier, progress)
     }
     order = torch.randperm(len(data.labels), generator=streams.public("real")).numpy()
     rows = data.images[order[: len(samples[1])]], data.labels[order[: len(samples[1])]]
     test = data.test_images, data.test_labels
 
     def fit(name: str, seed: int, train: LabelledImages, **tests: LabelledImages) -> Fit:
-        known = None
+        cache_file = None
         if list(tests) == ["real2real"]:  # independent of the samples
             settings = OmegaConf.to_container(classifiers[name], resolve=True)
             name_of_result = data_digest(settings, seed, data.classes, *train, *test)
-            known = cache() / "real2real" / f"{name_of_result}.json"
-        made = build(classifiers[name], f"evaluation.classifiers.{name}")
-        return Fit(name, made, train, tests, data.classes, seed, known)
+            cache_file = cache() / "real2real" / f"{name_of_result}.json"
+        classifier = build(classifiers[name], f"evaluation.classifiers.{name}")
+        return Fit(name, classifier, train, tests, data.classes, seed, cache_file)
 
     fits = []
-    for name, seed in itertools.product(classifiers, range(chosen.seeds)):
+    for name, seed in itertools.product(classifiers, range(evaluation.seeds)):
         fits.append(fit(name, seed, samples, gen2real=test))
-        if real and name in chosen.real2gen:
+        if real and name in evaluation.real2gen:
             fits.append(fit(name, seed, rows, real2real=test, real2gen=samples))
         elif real:
             fits.append(fit(name, seed, rows, real2real=test))
     fits = [
-        each for each in fits if len(np.unique(each.rows[1])) > 1
+        classifier_fit for classifier_fit in fits if len(np.unique(classifier_fit.rows[1])) > 1
     ]  # a single label trains no classifier
-    jobs = min(chosen.jobs or os.cpu_count() or 1, max(len(fits), 1))
+    jobs = min(evaluation.jobs or os.cpu_count() or 1, max(len(fits), 1))
     if fits:
         progress.show("evaluation", 0, len(fits), f"{fits[0].name}, of {len(samples[0]):,} samples")
     scores: dict[tuple[str, str], list[Scores]] = {}
-    for done, (number, found) in enumerate(all_scores(fits, jobs), 1):
-        for kind, values in found.items():
+    for done, (number, test_scores) in enumerate(all_scores(fits, jobs), 1):
+        for kind, values in test_scores.items():
             scores.setdefault((kind, fits[number].name), []).append(values)
         progress.show("evaluation", done, len(fits), fits[number].name)
     trained_on = {"gen2real": samples, "real2real": rows, "real2gen": rows}
@@ -198,7 +198,7 @@ def utilities(
                 scores.get((kind, name), []), len(trained_on[kind][1]), len(judged[kind][1])
             )
             for name in classifiers
-            if kind != "real2gen" or name in chosen.real2gen
+            if kind != "real2gen" or name in evaluation.real2gen
         }
         for kind in (trained_on if real else ["gen2real"])
     }

@@ -44,14 +44,14 @@ class PeakMemory:
 def memory_of_tree() -> int:
     """Return the memory of this process and its descendants in bytes; shared pages are counted
     once."""
-    own, shared = 0, 0
-    here = psutil.Process()
-    for process in (here, *here.children(recursive=True)):
+    unshared, shared = 0, 0
+    this_process = psutil.Process()
+    for process in (this_process, *this_process.children(recursive=True)):
         try:
-            found = process.memory_info()
+            memory = process.memory_info()
         except psutil.Error:  # the process has ended
             continue
-        common = getattr(found, "shared", 0)
-        own += found.rss - common
+        common = getattr(memory, "shared", 0)
+        unshared += memory.rss - common
         shared = max(shared, common)
-    return own + shared
+    return unshared + shared

@@ -96,8 +96,8 @@ class MetricsLog:
         privacy, plan = self._ready.privacy, self._ready.method.plan
         views = planned_epsilons(self._ready.method, self._ready.privacy)
         if self._accounts.started or self._accounts.dropouts():  # resumed
-            found = self._accounts.release_after(privacy.budget.rounds)
-            views["release"] = found or views["release"]
+            release_epsilon = self._accounts.release_after(privacy.budget.rounds)
+            views["release"] = release_epsilon or views["release"]
         server, release = (format_epsilon(views[name].value) for name in ("server", "release"))
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
         clients = len(self._ready.shards)
@@ -120,21 +120,23 @@ class MetricsLog:
         _check_finite(state, self._server.generator(state.server).values())
         views = self._accounts.epsilon_by_adversary(state, early)
         streams = self._ready.streams.at("shown", state.rounds)
-        shown = self._server.metrics(state.server, self._ready.held_out(_HELD_OUT_IMAGES), streams)
+        metrics = self._server.metrics(
+            state.server, self._ready.held_out(_HELD_OUT_IMAGES), streams
+        )
         down, up = sum(state.sent.values()), sum(state.received.values())
         line = {
             "round": state.rounds,
-            "epsilon": {name: found.value for name, found in views.items()},
+            "epsilon": {name: view.value for name, view in views.items()},
             "claimed_epsilon": self._accounts.claimed_epsilon(state, early),
             "answer_norm": facts.response_norm,
-            **shown,
+            **metrics,
             "clients": facts.clients,
             "bytes": {"up": up, "down": down},
             "failures": sum(state.failures.values()),
         }
         self._run_dir.add_metrics(line)
-        scalars = {f"epsilon/{name}": found.value for name, found in views.items()}
-        scalars |= {"answer_norm": facts.response_norm, **shown}
+        scalars = {f"epsilon/{name}": view.value for name, view in views.items()}
+        scalars |= {"answer_norm": facts.response_norm, **metrics}
         scalars |= {f"seconds/{name}": seconds for name, seconds in facts.seconds.items()}
         for name, number in scalars.items():
             if number is not None:
@@ -151,12 +153,14 @@ class MetricsLog:
 
     def _judge(self, state: RunState) -> None:
         """Log gen2real."""
-        chosen, generator = self._config.evaluation, self._server.generator(state.server)
-        samples = judged_samples(self._ready, generator, chosen.samples, self._progress)
+        evaluation, generator = self._config.evaluation, self._server.generator(state.server)
+        samples = judged_samples(self._ready, generator, evaluation.samples, self._progress)
         streams, data = self._ready.streams.at("evaluation"), self._ready.dataset
-        found = utilities(chosen, data, samples, streams, self._progress, real=False)["gen2real"]
-        self._run_dir.add_metrics({"round": state.rounds, "gen2real": found})
-        for name, scores in found.items():
+        gen2real = utilities(evaluation, data, samples, streams, self._progress, real=False)[
+            "gen2real"
+        ]
+        self._run_dir.add_metrics({"round": state.rounds, "gen2real": gen2real})
+        for name, scores in gen2real.items():
             if scores["mean"] is not None:
                 self._logger.scalar(f"gen2real/{name}", scores["mean"], state.rounds)
 

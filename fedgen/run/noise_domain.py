@@ -29,19 +29,25 @@ def noise_domain(
     """
     if config.privacy.noise == "secure":
         return ""
-    whole: Any = OmegaConf.to_container(config, resolve=True)
-    whole["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
-    if whole["privacy"]["images_per_person"] is None:
-        whole["privacy"].pop("images_per_person")
-    chosen = [whole.get(key) for key in ("method", "privacy", "partition", "rounds", "start")]
-    chosen += [whole["runtime"][key] for key in ("threads", "min_success")]
-    chosen += [whole.get("audit"), resolve_device(config.device), sorted(whole["group"] or [])]
-    chosen.append(rounded_noise(noise_multiplier))
-    if whole["warm_up"]["method"] is not None:
-        chosen.append(whole["warm_up"])
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    settings["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
+    if settings["privacy"]["images_per_person"] is None:
+        settings["privacy"].pop("images_per_person")
+    domain_inputs = [
+        settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
+    ]
+    domain_inputs += [settings["runtime"][key] for key in ("threads", "min_success")]
+    domain_inputs += [
+        settings.get("audit"),
+        resolve_device(config.device),
+        sorted(settings["group"] or []),
+    ]
+    domain_inputs.append(rounded_noise(noise_multiplier))
+    if settings["warm_up"]["method"] is not None:
+        domain_inputs.append(settings["warm_up"])
     if held.classes != held.labels.max(initial=-1) + 1:
-        chosen.append(held.classes)  # the digest of records does not cover unused labels
-    facts = json.dumps(chosen, sort_keys=True).encode(), held.digest.encode()
+        domain_inputs.append(held.classes)  # the digest of records does not cover unused labels
+    facts = json.dumps(domain_inputs, sort_keys=True).encode(), held.digest.encode()
     if is_extension(config.partition.type):  # its code is not in the settings
         return digest(*facts, *(shard.tobytes() for shard in shards))
     return digest(*facts)

@@ -16,22 +16,22 @@ MIN_IMAGES = 50
 _MAX_DARK = 31  # of 255: a maximum below this suggests a wrong scale
 
 
-def rare_labels(found: Dataset, counts: np.ndarray) -> list[str]:
+def rare_labels(dataset: Dataset, counts: np.ndarray) -> list[str]:
     """Warn of labels with few images.
 
     Args:
         counts: images per label.
     """
     rare = np.flatnonzero(counts < MIN_IMAGES).tolist()
-    names = found.names or [f"{label} (counted from 0)" for label in range(found.classes)]
+    names = dataset.names or [f"{label} (counted from 0)" for label in range(dataset.classes)]
     few = ", ".join(names[label] for label in rare)
-    said = f"fewer than {MIN_IMAGES} images of label {few}: mostly noise at a small ε"
-    return [said] if few else []
+    warning = f"fewer than {MIN_IMAGES} images of label {few}: mostly noise at a small ε"
+    return [warning] if few else []
 
 
-def narrow_range(found: Dataset) -> list[str]:
+def narrow_range(dataset: Dataset) -> list[str]:
     """Warn of pixels that use a small part of 0..255."""
-    least, most = (int(each) for each in (found.images.min(), found.images.max()))
+    least, most = (int(value) for value in (dataset.images.min(), dataset.images.max()))
     if least == most:
         return [f"all pixels are {most}: the images are blank"]
     if most > _MAX_DARK:
@@ -41,9 +41,9 @@ def narrow_range(found: Dataset) -> list[str]:
     return [f"no pixel is above {most} of 255 ({cause}), and samples will be black: {remedy}"]
 
 
-def unread_columns(found: Dataset) -> list[str]:
+def unread_columns(dataset: Dataset) -> list[str]:
     """Warn of columns that may identify persons under an unusual name."""
-    names = ", ".join(repr(each) for each in found.unread_columns)
+    names = ", ".join(repr(column) for column in dataset.unread_columns)
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
 
 
@@ -57,8 +57,8 @@ def delta_warnings(ready: ResolvedMethod) -> list[str]:
 
 def preset_warnings(config: DictConfig) -> list[str]:
     """Warn of a method with the settings for 8x8 images that is used for other images."""
-    name, own = str(config.names.method), not is_extension(config.method.type)
-    if not own or not name.endswith("_small") or config.names.data == "digits":
+    name, is_builtin = str(config.names.method), not is_extension(config.method.type)
+    if not is_builtin or not name.endswith("_small") or config.names.data == "digits":
         return []
     return [f"{name} has the digits' settings: for other images try method=mixture"]
 
@@ -70,15 +70,17 @@ def data_warnings(ready: Setup) -> list[str]:
     config, plan = ready.config, ready.method.plan
     if ready.privacy.noise == "secure" or ready.dataset.is_remote or config.group is not None:
         return []
-    rows, found = np.concatenate(ready.shards), ready.dataset
-    said = [f"warning: {text}" for text in unread_columns(found)]
+    rows, dataset = np.concatenate(ready.shards), ready.dataset
+    warnings = [f"warning: {text}" for text in unread_columns(dataset)]
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
-        said.append(
+        warnings.append(
             f"warning: method.rows = {assumed:,} is far from the actual number of images, and "
             f"samples will be of little use: set a public number near it as {by}"
         )
-    counts = np.bincount(found.labels[rows], minlength=found.classes)
-    said += [f"warning: {text}" for text in narrow_range(found) + rare_labels(found, counts)]
-    return said
+    counts = np.bincount(dataset.labels[rows], minlength=dataset.classes)
+    warnings += [
+        f"warning: {text}" for text in narrow_range(dataset) + rare_labels(dataset, counts)
+    ]
+    return warnings

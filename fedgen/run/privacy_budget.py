@@ -46,11 +46,13 @@ def register_run(
     folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
     gaps = _max_spend_with_dropouts(ready) if ready.dropouts_reveal_cohorts else None
     rows = ready.dataset
-    own, whole = (rows.images_digest, ready.owners, folder), rows.account_of_all
+    data_fields, full_data = (rows.images_digest, ready.owners, folder), rows.account_of_all
     if over:
         file.set_folder(name, folder)
         return file
-    entry = Entry(name, *own, *kinds, most, max_spend_with_dropouts=gaps, full_data=whole)
+    entry = Entry(
+        name, *data_fields, *kinds, most, max_spend_with_dropouts=gaps, full_data=full_data
+    )
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
     _count_deaths(file, file.entries(entry.data, entry.full_data), entry)
     file.register(entry, partial(check_budget, budget, delta), anew)
@@ -67,8 +69,8 @@ def has_dropout(ready: Setup, run_dir: RunDir, name: str) -> bool:
     """Return whether the cohorts of a run count as revealed: by its directory, which has two
     records of it, or, for an old copy of a directory, by the account of its data."""
     outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
-    told = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
-    return bool(told) or (outside and SpendDb.default().has_dropout(name))
+    recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
+    return bool(recorded) or (outside and SpendDb.default().has_dropout(name))
 
 
 def _max_spend_with_dropouts(ready: Setup) -> Spend:
@@ -77,13 +79,13 @@ def _max_spend_with_dropouts(ready: Setup) -> Spend:
     )
 
 
-def _count_deaths(file: SpendDb, entries: Sequence[Entry], own: Entry | None = None) -> None:
+def _count_deaths(file: SpendDb, entries: Sequence[Entry], current: Entry | None = None) -> None:
     """Count the cohorts of runs as revealed if the runs died during a response of a client, or if
     their folders are missing, whether they resume or not.
 
     Args:
-        own: the run that starts or resumes now. Its own folder is checked separately; the folder of
-            an earlier copy may have been moved.
+        current: the run that starts or resumes now. Its own folder is checked separately; the
+            folder of an earlier copy may have been moved.
     """
     for entry in entries:
         if (
@@ -93,8 +95,8 @@ def _count_deaths(file: SpendDb, entries: Sequence[Entry], own: Entry | None = N
         ):
             continue  # nothing to count, or already counted
         died = _died(Path(entry.folder), entry.run)
-        if own is not None and own.run == entry.run:
-            died = bool(died) and own.folder != entry.folder
+        if current is not None and current.run == entry.run:
+            died = bool(died) and current.folder != entry.folder
         if died:
             file.record_dropout(entry.run, entry.max_spend_with_dropouts)
         elif died is None:
@@ -129,8 +131,8 @@ def total_spend(path: Path) -> list[str]:
     _, _, identity = RunDir.open(path, "run")
     _count_deaths(file, file.runs_on_same_data(identity["run"]))
     entries = file.runs_on_same_data(identity["run"])
-    kinds = {each.kind for each in entries if each.run == identity["run"]}
-    alike, lines = [each for each in entries if each.kind in kinds], []
+    kinds = {entry.kind for entry in entries if entry.run == identity["run"]}
+    alike, lines = [entry for entry in entries if entry.kind in kinds], []
     if len(alike) > 1:
         cost = format_epsilon(composed_epsilon(alike, record["delta"]).value)
         lines += [
@@ -149,7 +151,7 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
     key = "privacy.budget_epsilon"
     if budget is None:
         return
-    if any(each.kind != entry.kind for each in others):
+    if any(other.kind != entry.kind for other in others):
         problem = "other runs on these data protect others than this, and no ε counts both"
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
     with_it = composed_epsilon([*others, entry], delta)
@@ -200,12 +202,12 @@ def _row(entry: Entry, delta: float) -> dict[str, Any]:
 def _together(
     entries: Sequence[Entry], unit: Unit, relation: Relation, delta: float
 ) -> dict[str, Any]:
-    found = composed_epsilon(entries, delta)
+    total = composed_epsilon(entries, delta)
     return {
         "unit": unit.value,
         "relation": relation.value,
-        "epsilon": or_null(found.value),
-        "accountant": found.accountant,
+        "epsilon": or_null(total.value),
+        "accountant": total.accountant,
     }
 
 
@@ -215,10 +217,10 @@ def _words(record: dict[str, Any], file: SpendDb) -> str:
         how = "cost" if row["over"] else "not over, may cost"
         lines.append(f"  {row['folder']}: {how} ε = {format_epsilon(row['epsilon'])}")
     lines += [
-        f"together: proven ε = {format_epsilon(each['epsilon'])} per {each['unit']}, neighbours: "
-        f"{each['relation'].replace('_', ' ')}, at δ = {record['delta']:g}, against an observer "
-        f"of the clients' messages ({each['accountant']})"
-        for each in record["together"]
+        f"together: proven ε = {format_epsilon(total['epsilon'])} per {total['unit']}, neighbours: "
+        f"{total['relation'].replace('_', ' ')}, at δ = {record['delta']:g}, against an observer "
+        f"of the clients' messages ({total['accountant']})"
+        for total in record["together"]
     ]
     if (wrong := delta_problem(record["delta"], None, "record")) is not None:
         lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")

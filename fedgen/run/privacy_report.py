@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from fedgen.federation.rounds import RunState
 
 
-def amplification(plan: Plan, adversary: str, found: Epsilon) -> tuple[str | None, str | None]:
+def amplification(plan: Plan, adversary: str, bound: Epsilon) -> tuple[str | None, str | None]:
     """Return what amplifies the bound against an adversary, or why nothing does."""
     by, reason = plan.amplified_by[adversary], plan.not_amplified_because[adversary]
-    if found.value is None and plan.claim is not None and found.accountant != NO_BOUND_TRUSTED:
+    if bound.value is None and plan.claim is not None and bound.accountant != NO_BOUND_TRUSTED:
         return None, (
             "a computation over private records failed, and what the failure reveals has no bound"
         )
-    if by and "secret" not in found.accountant and found.value:
+    if by and "secret" not in bound.accountant and bound.value:
         return None, "the limit on queries per client gives a smaller bound than sampling"
     return by, reason
 
@@ -53,12 +53,12 @@ def open_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict
     Args:
         name: name of the run.
     """
-    found = {}
+    accounts = {}
     for client in range(clients):
         path = run_dir.clients / str(client) / LEDGER
         if path.exists():
-            found[client] = Ledger(path, name, client, seeded, read_only=True).account()
-    return found
+            accounts[client] = Ledger(path, name, client, seeded, read_only=True).account()
+    return accounts
 
 
 def client_died(run_dir: RunDir) -> bool:
@@ -107,10 +107,10 @@ class Accounts:
         server received, and the cost of responding to every query sent to it."""
         spends = {}
         for client in range(self.clients):
-            told = self.ledgers.get(client)
-            rows = max(state.samples[client], told.samples if told else 0)
-            found = [state.spends.get(client, {}), *([told.spend] if told else [])]
-            spends[client] = with_reported(self.planned(rows), found)
+            account = self.ledgers.get(client)
+            rows = max(state.samples[client], account.samples if account else 0)
+            reported = [state.spends.get(client, {}), *([account.spend] if account else [])]
+            spends[client] = with_reported(self.planned(rows), reported)
             if self.method.plan.prior_event is not None:
                 spends[client] = {**spends[client], **canonical(self.method.plan.prior_event)}
         return spends
@@ -126,9 +126,9 @@ class Accounts:
         over their records failed, or they sent unplanned releases. The bound of others against the
         server depends only on their own noise and holds. If the plan itself has no bound, return
         none: a client that was not queried yet has one only by chance."""
-        found = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
-        some = len(found) < len(spends) and NonPrivateDpEvent() not in self.planned(1)
-        return frozenset(found if some else ())
+        unbounded = {client for client, spend in spends.items() if NonPrivateDpEvent() in spend}
+        others_bounded = len(unbounded) < len(spends) and NonPrivateDpEvent() not in self.planned(1)
+        return frozenset(unbounded if others_bounded else ())
 
     def effective_spends(self, state: RunState) -> dict[int, Spend]:
         """Return the spend of each client that ε is computed from. In a secure sum, the noise of
@@ -148,8 +148,8 @@ class Accounts:
         spends = self.effective_spends(state)
         lost = self.without_bound(spends)
         bounded = [spend for client, spend in spends.items() if client not in lost]
-        each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
-        server = max(each, key=lambda found: found.or_infinity)
+        bounds = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
+        server = max(bounds, key=lambda bound: bound.or_infinity)
         return {"server": server, "release": self.release(state, stopped) or server}
 
     def release(self, state: RunState, stopped: bool) -> Epsilon | None:
@@ -178,11 +178,11 @@ class Accounts:
         if state.rounds == 0:
             return epsilon({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
-        found = self.release_after(rounds)
-        if found is None or not self.dropouts() or not self.method.cohort.is_sampled:
-            return found
+        planned = self.release_after(rounds)
+        if planned is None or not self.dropouts() or not self.method.cohort.is_sampled:
+            return planned
         really = epsilon(self._respondents(state, rounds), delta, plan.relation)
-        return found if found.or_infinity > really.or_infinity else really
+        return planned if planned.or_infinity > really.or_infinity else really
 
     def _own_noise_alone(self, spends: Mapping[int, Spend]) -> bool:
         """Return whether the release relies neither on sums of the noise of several clients nor on
@@ -250,8 +250,8 @@ class Accounts:
         views = self.epsilon_by_adversary(state, stopped is not None)
         spends = self.effective_spends(state)
         lost = self.without_bound(spends)
-        each = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
-        for (client, spend), server in zip(spends.items(), each, strict=True):
+        bounds = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
+        for (client, spend), server in zip(spends.items(), bounds, strict=True):
             clients[str(client)] = {
                 "server": or_null(server.value),
                 "release": None if client in lost else or_null(views["release"].value),
@@ -273,8 +273,8 @@ class Accounts:
             "rounds": state.rounds,
             "stopped": stopped,
             "views": {
-                name: self._view(name, found, self._own_noise_alone(spends))
-                for name, found in views.items()
+                name: self._view(name, bound, self._own_noise_alone(spends))
+                for name, bound in views.items()
             },
             "claimed": None
             if claim is None
@@ -297,9 +297,9 @@ class Accounts:
         """Describe where the noise was added; for secure sums, also ε against the server if more
         clients collude than assumed, up to all others of the cohort."""
         sums = self.method.plan.aggregation
-        found: dict[str, Any] = {"kind": type(sums).__name__.lower()}
+        aggregation: dict[str, Any] = {"kind": type(sums).__name__.lower()}
         if not isinstance(sums, Secure):
-            return found
+            return aggregation
         own_alone = sums.honest - 1
         # masks: ``shamir`` clients hold shares of the secrets of each client (``masking.Graph``)
         # with one more colluder, a deviating server can open sums of fewer clients
@@ -312,22 +312,22 @@ class Accounts:
             bounded = [
                 _with_fewer_shares(s, sums, fewer) for c, s in spends.items() if c not in lost
             ]
-            each = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
-            worst = max(each, key=lambda one: one.or_infinity)
+            bounds = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
+            worst = max(bounds, key=lambda one: one.or_infinity)
             more.append({"colluders": colluders, "epsilon": or_null(worst.value)})
         facts = {"asked": sums.asked, "threshold": sums.threshold, "colluders": sums.colluders}
         how = {"masks": self.masks, "signed": self.signed}
-        return {**found, **facts, **how, "if_more_collude": more}
+        return {**aggregation, **facts, **how, "if_more_collude": more}
 
-    def _view(self, name: str, found: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
-        amplified, reason = amplification(self.method.plan, name, found)
+    def _view(self, name: str, bound: Epsilon, own_noise_alone: bool) -> dict[str, Any]:
+        amplified, reason = amplification(self.method.plan, name, bound)
         if own_noise_alone and name == "release":
             amplified = None
             reason = "some clients are without a bound: each other relies on its own noise alone"
         return {
-            "epsilon": or_null(found.value),
-            "accountant": found.accountant,
-            "second_opinion": or_null(found.second_opinion),
+            "epsilon": or_null(bound.value),
+            "accountant": bound.accountant,
+            "second_opinion": or_null(bound.second_opinion),
             "amplified_by": amplified,
             "reason": reason,
         }

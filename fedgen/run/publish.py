@@ -58,21 +58,21 @@ def publish(
     """
     grid, public = samples_per_label(ready, generator), run_dir.public
     sample_grid(grid, 10, public / "samples.png")
-    for each in (public, public / "samples.png"):
-        share(each)
+    for path in (public, public / "samples.png"):
+        share(path)
     data = safetensors.torch.save({name: value.cpu() for name, value in generator.items()})
     write_atomic(public / "generator.safetensors", data, shared=True)
     sha256 = hashlib.sha256(data).hexdigest()
     write_atomic(public / "generator.json", describe(ready, sha256, record).encode(), shared=True)
     outside = extension_types(OmegaConf.to_container(ready.config, resolve=True))
-    said = statement(record, words, ready.config.group is not None, outside)
-    write_atomic(public / "PRIVACY.md", said.encode(), shared=True)
+    privacy_text = statement(record, words, ready.config.group is not None, outside)
+    write_atomic(public / "PRIVACY.md", privacy_text.encode(), shared=True)
     shape, classes = ready.dataset.shape, ready.dataset.classes
     names = ready.config.names
     begun = [] if ready.config.warm_up.method is None else [str(names.warm_up)]
     methods = [str(names.method), *begun]
-    told = card(record, methods, shape, classes, published_names(ready))
-    write_atomic(public / "README.md", told.encode(), shared=True)
+    readme = card(record, methods, shape, classes, published_names(ready))
+    write_atomic(public / "README.md", readme.encode(), shared=True)
     return sha256, grid
 
 
@@ -118,7 +118,7 @@ def build_results(
         "rounds": state.rounds,
         "seed": ready.config.seed,
         "stopped": stopped,
-        "epsilon": {name: found["epsilon"] for name, found in record["views"].items()},
+        "epsilon": {name: view["epsilon"] for name, view in record["views"].items()},
         "without_bound": len(record["without_bound"]),
         "bytes": {
             "up": up,

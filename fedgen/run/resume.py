@@ -52,8 +52,8 @@ def open_run(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
     except FedgenError as error:
         what = f"{error.key}: {error.problem}"
         problem = f"{path}/config.yaml was altered, or written by another version ({what})"
-        own = f"; {error.remedy}" if "FEDGEN_EXTENSIONS" in error.remedy else ""
-        remedy = f"restore it, or use that version{own}"
+        extension_remedy = f"; {error.remedy}" if "FEDGEN_EXTENSIONS" in error.remedy else ""
+        remedy = f"restore it, or use that version{extension_remedy}"
         raise FedgenError(key, problem, remedy) from error
     except OmegaConfBaseException as error:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
@@ -81,15 +81,17 @@ def settings_before_derivation(
     Raises:
         FedgenError: if those in ``run.json`` are not valid.
     """
-    told = identity.get("left_open", {})
-    own = {f"method.{n}" for n in config.method if not OmegaConf.is_config(config.method[n])}
-    own -= {"method.type", "method.strategy"}
-    if not isinstance(told, dict) or not all(
-        type(value) is int if name == "rounds" else name in own and value is None
-        for name, value in told.items()
+    derived = identity.get("left_open", {})
+    method_settings = {
+        f"method.{n}" for n in config.method if not OmegaConf.is_config(config.method[n])
+    }
+    method_settings -= {"method.type", "method.strategy"}
+    if not isinstance(derived, dict) or not all(
+        type(value) is int if name == "rounds" else name in method_settings and value is None
+        for name, value in derived.items()
     ):
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
-    return told
+    return derived
 
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
@@ -102,7 +104,7 @@ def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], ke
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
 
 
-def resumed_config(config: DictConfig, asked: DictConfig) -> DictConfig:
+def resumed_config(config: DictConfig, requested: DictConfig) -> DictConfig:
     """Return the settings of a run, with the rounds (if larger), the logger and the runtime
     requested for the resumed run.
 
@@ -110,18 +112,18 @@ def resumed_config(config: DictConfig, asked: DictConfig) -> DictConfig:
         FedgenError: if no runtime is given and its own is a remote cluster: a run directory must
             not decide which machines access records.
     """
-    there = config.copy()
-    there.logger, there.names.logger = asked.logger, asked.names.logger
-    there.rounds = max(asked.rounds or 0, config.rounds)
-    if asked.names.runtime is None:
+    resumed = config.copy()
+    resumed.logger, resumed.names.logger = requested.logger, requested.names.logger
+    resumed.rounds = max(requested.rounds or 0, config.rounds)
+    if requested.names.runtime is None:
         check_runtime_is_local(
             config, "add runtime=ray runtime.address={}; or runtime=ray, for this machine"
         )
-        return there
+        return resumed
     kept = OmegaConf.masked_copy(config.runtime, list(RUNTIME_INVARIANT))
-    there.runtime = OmegaConf.merge(asked.runtime, kept)
-    there.names.runtime = asked.names.runtime
-    return there
+    resumed.runtime = OmegaConf.merge(requested.runtime, kept)
+    resumed.names.runtime = requested.names.runtime
+    return resumed
 
 
 def check_runtime_is_local(config: DictConfig, remedy: str) -> None:
@@ -188,10 +190,10 @@ def _settings_digest(config: DictConfig) -> str:
 def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
     """Raise FedgenError if the noise calibrated here differs from that of the run: its guarantee
     depends on the noise of all clients."""
-    here = rounded_noise(ready.privacy.noise_multiplier)
+    calibrated = rounded_noise(ready.privacy.noise_multiplier)
     began = identity.get("noise_multiplier", "that is not on record")
-    if began != here:
-        problem = f"the run began with noise multiplier {began}, and {here} is calibrated now"
+    if began != calibrated:
+        problem = f"the run began with noise multiplier {began}, and {calibrated} is calibrated now"
         version = identity.get("environment", {}).get("fedgen")
         raise FedgenError(key, problem, f"use fedgen {version} to resume it")
 
@@ -207,14 +209,14 @@ def check_same_data(ready: Setup, run_dir: RunDir, identity: dict[str, Any], key
 
 def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:
     """Raise FedgenError if a run cannot end after this many rounds, before its planned end."""
-    found = checkpoint.load(run_dir.checkpoints)
-    if found is not None and found[1].stopped == ENDED:
-        problem = f"the run was ended by request after {found[0].rounds} of {found[1].total_rounds}"
+    saved = checkpoint.load(run_dir.checkpoints)
+    if saved is not None and saved[1].stopped == ENDED:
+        problem = f"the run was ended by request after {saved[0].rounds} of {saved[1].total_rounds}"
         raise FedgenError("rounds", problem, "give resume=DIR alone, or start a new run")
-    if found is not None and found[1].finished:
-        problem = f"the run is over, after {found[0].rounds}"
+    if saved is not None and saved[1].finished:
+        problem = f"the run is over, after {saved[0].rounds}"
         raise FedgenError("rounds", problem, "give more, or resume=DIR alone")
-    done = 0 if found is None else found[0].rounds
+    done = 0 if saved is None else saved[0].rounds
     least = max(done, ready.method.plan.min_rounds, 1)
     if rounds < least:
         why = "are done" if done == least else "are needed to learn anything"
@@ -242,10 +244,10 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
         raise FedgenError(
             "rounds", "are fixed: nodes accepted the run with its settings", "start a new run"
         )
-    found, seeded = checkpoint.load(run_dir.checkpoints), ready.privacy.noise == "seeded"
-    if found is not None and found[1].stopped == ENDED:
+    saved, seeded = checkpoint.load(run_dir.checkpoints), ready.privacy.noise == "seeded"
+    if saved is not None and saved[1].stopped == ENDED:
         raise FedgenError("rounds", "the run was ended by request", "start a new run")
-    kept = found[0].queries if found is not None else {}
+    kept = saved[0].queries if saved is not None else {}
     for client in _local_clients(ready) if seeded else ():
         path = run_dir.clients / str(client) / LEDGER
         if not path.exists():
@@ -255,7 +257,7 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
             problem = "the run was killed, and clients have responded since its last checkpoint"
             remedy = f"fedgen train resume={run_dir.path}, and then with more rounds"
             raise FedgenError("rounds", problem, remedy)
-    if found is not None and found[1].finished and ready.method.client.keeps_state:
+    if saved is not None and saved[1].finished and ready.method.client.keeps_state:
         problem = "the run has ended, and the states of its clients were deleted"
         raise FedgenError("rounds", problem, "start a new run")
 
@@ -264,11 +266,11 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
     """Raise FedgenError if a run cannot resume as the same run: with other data or settings, the
     same noise would be added to other values."""
     check_same_data(ready, run_dir, identity, "resume")
-    here = resolve_device(ready.config.device)
-    if identity["device"] != here:  # other rounding, and states in other stacks
+    device = resolve_device(ready.config.device)
+    if identity["device"] != device:  # other rounding, and states in other stacks
         raise FedgenError(
             "resume",
-            f"{run_dir.path} began on {identity['device']}, this is {here}",
+            f"{run_dir.path} began on {identity['device']}, this is {device}",
             f"resume on a machine with {identity['device']}",
         )
     check_same_noise(ready, identity, "resume")
@@ -286,10 +288,10 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
 
 def check_same_settings(config: DictConfig, place: Path) -> None:
     """Raise FedgenError if a run was trained with other settings, or was altered."""
-    _, made, identity = RunDir.open(place, "run_dir")
+    _, original, identity = RunDir.open(place, "run_dir")
     try:
-        was = flat_settings(OmegaConf.to_container(made, resolve=True))
-        was |= settings_before_derivation(place, made, identity, "run_dir")
+        was = flat_settings(OmegaConf.to_container(original, resolve=True))
+        was |= settings_before_derivation(place, original, identity, "run_dir")
     except (OmegaConfBaseException, AttributeError, TypeError) as error:
         raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
     now = flat_settings(OmegaConf.to_container(config, resolve=True))
@@ -303,10 +305,10 @@ def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a tree by dotted name."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat_settings(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        leaves |= flat_settings(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
 
 
 def _local_clients(ready: Setup) -> range:
@@ -326,13 +328,13 @@ def check_intact(run_dir: RunDir, ready: Setup, name: str) -> None:
     run_dir.failures()
     run_dir.sums()
     begun = run_dir.started_rounds().total()
-    found, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
-    if found is not None:
-        state, beside = found
-        run_dir.check_size(*beside.metrics)
-        if begun < beside.started:
+    saved, spends, kept = checkpoint.load(run_dir.checkpoints), {}, {}
+    if saved is not None:
+        state, checkpoint_metadata = saved
+        run_dir.check_size(*checkpoint_metadata.metrics)
+        if begun < checkpoint_metadata.started:
             raise FedgenError("resume", f"{run_dir.path}/rounds_begun.txt was cut", "restore it")
-        spends, kept = state.spends, {} if beside.finished else state.kept_tags
+        spends, kept = state.spends, {} if checkpoint_metadata.finished else state.kept_tags
     store = ClientStore(run_dir.clients, in_memory=True)
     for client in _local_clients(ready):
         path = run_dir.clients / str(client) / LEDGER

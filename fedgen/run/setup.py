@@ -132,32 +132,36 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     torch.set_num_threads(config.runtime.threads)
     streams = RandomStreams.from_seed(config.seed, config.privacy.noise)
     held, shards = partitioned_data(config)
-    bugged = sample_bugged_clients(len(shards), config.corruption.fraction, streams.at("data"))
-    held = invert_images(held, shards, bugged)
+    corrupted_clients = sample_bugged_clients(
+        len(shards), config.corruption.fraction, streams.at("data")
+    )
+    held = invert_images(held, shards, corrupted_clients)
     all_clients = len(shards)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]
     rows = None if held.is_remote or len(shards) > 1 else len(shards[0])
-    found = resolve_method(config, len(shards), rows, held.classes, held.shape, all_clients)
-    check_shards_fit(config, held, found.method.plan)
-    wrong = None if found.noise is None else delta_problem_of(found.privacy, found.method.plan)
-    if wrong is not None and found.privacy.noise == "secure" and branch is None:
+    resolved = resolve_method(config, len(shards), rows, held.classes, held.shape, all_clients)
+    check_shards_fit(config, held, resolved.method.plan)
+    wrong = (
+        None if resolved.noise is None else delta_problem_of(resolved.privacy, resolved.method.plan)
+    )
+    if wrong is not None and resolved.privacy.noise == "secure" and branch is None:
         raise FedgenError("privacy.delta", *wrong)  # a resumed run has stated its δ
     if branch is None:
-        branch = rehearsed_domain(config, found.noise) or noise_domain(
-            config, held, shards, found.noise
+        branch = rehearsed_domain(config, resolved.noise) or noise_domain(
+            config, held, shards, resolved.noise
         )
     streams = streams.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):
-        plan = found.method.plan
+        plan = resolved.method.plan
         # equal in all processes of a run
-        here = RandomStreams.from_seed(config.seed, "seeded").at("audit")
+        audit_streams = RandomStreams.from_seed(config.seed, "seeded").at("audit")
         held, shards, canaries = add_canaries(
-            held, shards, plan.unit, plan.relation, config.audit.canaries, here
+            held, shards, plan.unit, plan.relation, config.audit.canaries, audit_streams
         )
     return Setup(
-        **vars(found),
+        **vars(resolved),
         config=config,
         domain=branch,
         streams=streams,
@@ -201,8 +205,8 @@ def resolve_method(
         images_per_person=asked_for.images_per_person or 1,
         all_clients=all_clients,
     )
-    made = build(config.method, "method")
-    make = partial(_method, made, facts, config)
+    factory = build(config.method, "method")
+    make = partial(_method, factory, facts, config)
     open_: dict[str, int | None] = {}
     if (length := make(None).plan.fixed_rounds) not in (None, config.rounds):
         open_["rounds"], config.rounds = config.rounds, length
@@ -211,8 +215,8 @@ def resolve_method(
     if settled := make(noise).derived_settings:
         open_ |= {f"method.{key}": None for key in settled if config.method[key] is None}
         config.method.update(settled)
-        made = build(config.method, "method")
-        make = partial(_method, made, facts, config)
+        factory = build(config.method, "method")
+        make = partial(_method, factory, facts, config)
         if (length := make(noise).plan.fixed_rounds) not in (None, config.rounds):
             open_.setdefault("rounds", config.rounds)
             config.rounds = length
@@ -221,7 +225,7 @@ def resolve_method(
     method = make(noise)
     if not _sums_fit(method.plan):
         facts = replace(facts, ring_bits=64)
-        make = partial(_method, made, facts, config)
+        make = partial(_method, factory, facts, config)
         method = make(noise)
     privacy = replace(privacy, protected=_protected(config, method.plan, clients, rows))
     _check_aggregation(config, method.plan)
@@ -230,8 +234,8 @@ def resolve_method(
         privacy,
         at_noise=make,
         program=partial(_program, make, noise),
-        with_dropouts=partial(_method, made, replace(facts, had_dropout=True), config, noise),
-        with_aggregation=lambda kind: _method(made, facts.with_aggregation(kind), config, noise),
+        with_dropouts=partial(_method, factory, replace(facts, had_dropout=True), config, noise),
+        with_aggregation=lambda kind: _method(factory, facts.with_aggregation(kind), config, noise),
         derived_settings=open_,
     )
 
@@ -312,8 +316,8 @@ def partitioned_data(config: DictConfig) -> tuple[Dataset, list[Index]]:
         if held.is_remote:
             problem = "cannot be person here: nodes do not limit images per person"
             raise FedgenError("privacy.unit", problem, "set it to record or client")
-        most, whole = config.privacy.images_per_person, (held.images, held.labels)
-        shards = limit_per_person(shards, held.persons, most, *whole, streams)
+        most, records = config.privacy.images_per_person, (held.images, held.labels)
+        shards = limit_per_person(shards, held.persons, most, *records, streams)
     return held, shards
 
 
@@ -324,7 +328,7 @@ def _members(group: object, clients: int) -> list[int]:
         FedgenError: unless it is a list of distinct clients.
     """
     members = list(group) if isinstance(group, ListConfig) else []
-    numbers = [each for each in members if isinstance(each, int) and 0 <= each < clients]
+    numbers = [member for member in members if isinstance(member, int) and 0 <= member < clients]
     if not numbers or len(set(numbers)) < len(members):
         problem = f"must list clients from 0 to {clients - 1}, each once"
         raise FedgenError("group", problem, "e.g. group=[0,3,7]")
@@ -334,27 +338,27 @@ def _members(group: object, clients: int) -> list[int]:
 def dataset(config: DictConfig) -> Dataset:
     """Return the data set. A random test split is the same for all seeds: runs with several seeds
     are evaluated on the same images, which none of them trains on."""
-    found: object = build(config.data, "data")(
+    data: object = build(config.data, "data")(
         root=config.data.get("root"),
         public_rows=config.data.get("public_rows"),
         streams=RandomStreams.from_seed(0, "seeded").at("data"),
     )
-    if not isinstance(found, Dataset):
-        problem = f"returns a {type(found).__name__}, not a Dataset"
+    if not isinstance(data, Dataset):
+        problem = f"returns a {type(data).__name__}, not a Dataset"
         raise FedgenError("data", problem, "see fedgen.data.datasets")
     if not is_extension(config.data.type):
-        return found
-    if {found.images.dtype, found.test_images.dtype} != {np.dtype(np.uint8)}:
-        problem = f"has images of {found.images.dtype}"
+        return data
+    if {data.images.dtype, data.test_images.dtype} != {np.dtype(np.uint8)}:
+        problem = f"has images of {data.images.dtype}"
         raise FedgenError("data", problem, "convert them to uint8, from 0 to 255")
-    return build_dataset(*(getattr(found, each.name) for each in fields(found)))
+    return build_dataset(*(getattr(data, field.name) for field in fields(data)))
 
 
 def published_names(ready: Setup) -> list[str] | None:
     """Return the published names of labels: those set by ``data.labels``, or those of the data set
     (folder names, unless ``data.names=false``)."""
-    own = ready.dataset.names
-    return label_names(ready.config) or (None if own is None else list(own))
+    names = ready.dataset.names
+    return label_names(ready.config) or (None if names is None else list(names))
 
 
 def label_names(config: DictConfig) -> list[str] | None:
@@ -370,13 +374,13 @@ def _method(
     config: DictConfig,
     noise_multiplier: float | None,
 ) -> Method:
-    here = resolve_device(config.device)
-    method: object = make(facts=facts, noise_multiplier=noise_multiplier, device=here)
+    device = resolve_device(config.device)
+    method: object = make(facts=facts, noise_multiplier=noise_multiplier, device=device)
     if not isinstance(method, Method):
         problem = f"returns a {type(method).__name__}, not a Method"
         raise FedgenError("method.type", problem, "see docs/own-method.md")
     if config.warm_up.method is not None:
-        method = _with_warm_up(method, facts, config, noise_multiplier is not None, here)
+        method = _with_warm_up(method, facts, config, noise_multiplier is not None, device)
     if config.start is None:
         return method
     reason = "it started from the weights of another run, whose cost is not counted"
@@ -394,26 +398,26 @@ def _with_warm_up(
     method: Method, facts: PublicFacts, config: DictConfig, private: bool, device: str
 ) -> Method:
     """Return the method preceded by that of ``warm_up``."""
-    chosen = config.warm_up
-    noise = chosen.noise_multiplier if private else None
+    settings = config.warm_up
+    noise = settings.noise_multiplier if private else None
     try:
-        start = build(chosen.method, "method")
+        start = build(settings.method, "method")
         first = start(facts=facts, noise_multiplier=noise, device=device)
     except FedgenError as error:
         key = f"warm_up.{error.key}" if error.key.startswith("method") else error.key
         raise FedgenError(key, error.problem, error.remedy) from error
     if not {"batch", "sampling_rate"} <= set(config.method):
         raise requires_sums()
-    on_samples = {**to_plain(config.method), "batch": chosen.batch, "sampling_rate": 1.0}
-    made = build(on_samples, "method")
+    on_samples = {**to_plain(config.method), "batch": settings.batch, "sampling_rate": 1.0}
+    factory = build(on_samples, "method")
     alone = PublicFacts(1, None, facts.classes, facts.shape)
     return warm_up(
         first,
         method,
-        lambda: made(facts=alone, noise_multiplier=None, device=device),
+        lambda: factory(facts=alone, noise_multiplier=None, device=device),
         facts.classes,
-        chosen.rounds,
-        chosen.batch,
+        settings.rounds,
+        settings.batch,
     )
 
 

@@ -35,8 +35,8 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            for each in self._before:  # the cleanup must not be interrupted again
-                signal.signal(each, signal.SIG_IGN)
+            for signal_number in self._before:  # the cleanup must not be interrupted again
+                signal.signal(signal_number, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.asked = True
         self._say("interrupted: ends after this round with a checkpoint; once more to end at once")

@@ -73,9 +73,9 @@ def load_snapshot(path: Path, evaluation: DictConfig | None = None) -> Snapshot:
             ready = ready.counting_dropouts()
         except FedgenError:  # its budget is spent
             ready = replace(ready, method=ready.with_dropouts())
-    found = checkpoint.load(run_dir.checkpoints)
-    assert found is not None
-    state, method, clients = found[0], ready.method, len(ready.shards)
+    saved = checkpoint.load(run_dir.checkpoints)
+    assert saved is not None
+    state, method, clients = saved[0], ready.method, len(ready.shards)
     fresh = method.server.init(ready.streams.at("server"))
     server = checkpoint.server_state(state, fresh, run_dir.checkpoints)
     of, generator = ready.privacy.budget.rounds, method.server.generator(server)

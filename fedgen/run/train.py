@@ -120,10 +120,10 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
                 run_dir.keep_previous(before.rounds)
                 run_dir.identify({**identity, "rounds": longer})
         if ready.privacy.noise == "secure":
-            key, made = checkpoint.sampling_key(run_dir.checkpoints)
+            key, created = checkpoint.sampling_key(run_dir.checkpoints)
             ready = replace(ready, streams=ready.streams.with_secret_key(key))
             # a new key may have been resampled until all sampled clients responded
-            if made and run_dir.started_rounds():
+            if created and run_dir.started_rounds():
                 run_dir.unanswered.touch()
             if not new and ready.dropouts_reveal_cohorts and client_died(run_dir):
                 run_dir.unanswered.touch()
@@ -221,8 +221,8 @@ class Training:
         state = self._restore()
         if gaps and not self._over:  # it may exceed the budget of its data now
             register_run(self.ready, self.run_dir, self.name, anew=True)
-        told = self.ready, self.run_dir, self.accounts, self.clock, self.progress
-        self._diary = MetricsLog(*told, self.name, self._watch, state.rounds)
+        log_arguments = self.ready, self.run_dir, self.accounts, self.clock, self.progress
+        self._metrics_log = MetricsLog(*log_arguments, self.name, self._watch, state.rounds)
         with self.progress, PeakMemory() as self.memory:
             try:
                 with self.interrupt:
@@ -233,14 +233,14 @@ class Training:
             except KeyboardInterrupt:
                 raise Interrupted(self._resume_command("before its end")) from None
             finally:
-                self._diary.close()
+                self._metrics_log.close()
 
     def run_on_runtime(self, main: Callable[[Grid], None]) -> None:
         """Train on the configured runtime."""
         play = build(self.config.runtime, "runtime")
-        here = client_setup(self.ready, self.run_dir, self.name)
+        local_setup = client_setup(self.ready, self.run_dir, self.name)
         again = RunClientSetup(str(self.run_dir.path.absolute()))
-        play(server=server_app(main), setup=here, clients=self.clients, rebuild=again)
+        play(server=server_app(main), setup=local_setup, clients=self.clients, rebuild=again)
 
     def _rounds(self, grid: Grid, state: RunState) -> None:
         """Run the rounds, as the ServerApp does."""
@@ -250,8 +250,10 @@ class Training:
             # like the faults of clients
             streams = RandomStreams.from_seed(self.config.seed, "seeded").at("faults")
             grid = FaultyGrid(grid, self.ready.faults, streams)
-        chosen = self.config.method.strategy
-        settings = {"type": chosen} if isinstance(chosen, str) else chosen
+        strategy_config = self.config.method.strategy
+        settings = (
+            {"type": strategy_config} if isinstance(strategy_config, str) else strategy_config
+        )
         strategy = build(settings, "method.strategy")(
             method=self.method, streams=self.ready.streams.at("strategy")
         )
@@ -300,18 +302,18 @@ class Training:
             moved = next(client for client in nodes if first.get(client) != nodes[client])
             problem = f"client {moved} was another node before"
             raise FedgenError("resume", problem, "start the nodes with the numbers that they had")
-        told = rounds.accounts(required=1.0)
-        for client, account in told.items():
+        ledgers = rounds.accounts(required=1.0)
+        for client, account in ledgers.items():
             seen = dict(state.spends.get(client, {}))
             seen.pop(NonPrivateDpEvent(), None)
             if any(account.spend.get(event, 0) < count for event, count in seen.items()):
                 problem = f"the ledger of client {client} lacks releases that the server received"
                 raise FedgenError("resume", problem, "restore it: spend is never forgotten")
-        self._check_responses_complete(state, told)
+        self._check_responses_complete(state, ledgers)
         if self._over:
-            self.accounts.ledgers.update(told)
+            self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":
-            self._charge(state, told)
+            self._charge(state, ledgers)
 
     def _charge(self, state: RunState, ledgers: Mapping[int, Account]) -> None:
         """Count the charges of clients after the checkpoint from which a run resumes."""
@@ -327,7 +329,7 @@ class Training:
             self.run_dir.mark_started(round_)
             self.accounts.started[round_] += 1
 
-    def _on_sum_opened(self, round_: int, asked: str, clients: list[int]) -> None:
+    def _on_sum_opened(self, round_: int, query: str, clients: list[int]) -> None:
         """Raise NoResponseError for a second sum over other clients with the same streams, after a
         seeded run was resumed: the difference would be the response of one client. In mode
         ``secure``, streams are new each time.
@@ -335,7 +337,7 @@ class Training:
         if self.ready.privacy.noise == "secure":
             return
         of = digest(json.dumps(clients).encode())
-        if self.run_dir.record_sum(asked, of) != of:
+        if self.run_dir.record_sum(query, of) != of:
             raise NoResponseError(
                 "resume",
                 f"round {round_ + 1} was added up over other clients before",
@@ -374,7 +376,7 @@ class Training:
             stop_if_asked()
 
         def finished(state: RunState, facts: RoundFacts) -> None:
-            self._diary.log_round(state, facts)
+            self._metrics_log.log_round(state, facts)
             last = state.rounds == self.ready.privacy.budget.rounds
             due = is_due(state, facts, self.config.runtime.checkpoint_every)
             due |= time.monotonic() - self._kept > _CHECKPOINT_SECONDS
@@ -409,7 +411,7 @@ class Training:
             # the time of ending may depend on the responses: the ε of all rounds covers that
             state.samples = Counter(dict.fromkeys(range(self.clients), budget.samples_per_client))
         if self.stopped:
-            self._diary.finish(state)
+            self._metrics_log.finish(state)
 
     def _resume_command(self, where: str) -> str:
         return f"interrupted {where}; continue with: fedgen train resume={self.run_dir.path}"
@@ -423,8 +425,8 @@ class Training:
 
     def _is_finished(self) -> bool:
         """Return whether no client is left to query; an extended run queries more."""
-        found = checkpoint.load(self.run_dir.checkpoints)
-        return found is not None and self._has_all_rounds(found[1])
+        saved = checkpoint.load(self.run_dir.checkpoints)
+        return saved is not None and self._has_all_rounds(saved[1])
 
     def _has_all_rounds(self, metadata: checkpoint.Metadata) -> bool:
         rounds = self.ready.privacy.budget.rounds
@@ -434,20 +436,20 @@ class Training:
         """Return the state of the last checkpoint, or an initial one. In mode ``secure``, releases
         after the checkpoint remain charged: they are repeated with new noise or, if the plan says
         so, sent again."""
-        found = checkpoint.load(self.run_dir.checkpoints)
+        saved = checkpoint.load(self.run_dir.checkpoints)
         fresh = self.method.server.init(self.ready.streams.at("server"))
         ledgers = self._own_ledgers()
-        self._check_responses_complete(found[0] if found else RunState(fresh), ledgers)
-        if found is None:
+        self._check_responses_complete(saved[0] if saved else RunState(fresh), ledgers)
+        if saved is None:
             self.run_dir.truncate()
             state = RunState(_start_state(fresh, self.config.start))
         else:
-            state, beside = found
+            state, metadata = saved
             state.server = checkpoint.server_state(state, fresh, self.run_dir.checkpoints)
-            self.run_dir.truncate(beside.metrics[0])
-            self.clock = Clock(beside.seconds, beside.parts)
-            self._over, self.stopped = self._has_all_rounds(beside), beside.stopped
-            if beside.finished and not self._over:  # it was extended
+            self.run_dir.truncate(metadata.metrics[0])
+            self.clock = Clock(metadata.seconds, metadata.parts)
+            self._over, self.stopped = self._has_all_rounds(metadata), metadata.stopped
+            if metadata.finished and not self._over:  # it was extended
                 self.stopped, state.kept_tags = None, {}
         state.failures = self.run_dir.failures()
         count_unplanned(state, self.run_dir)
@@ -481,7 +483,7 @@ class Training:
         return open_ledgers(self.run_dir, self.name, self.clients, seeded)
 
     def _checkpoint(self, state: RunState, last: bool = False) -> None:
-        beside = checkpoint.Metadata(
+        metadata = checkpoint.Metadata(
             metrics=self.run_dir.size(),
             started=self.accounts.started.total(),
             seconds=self.clock.rounds,
@@ -490,7 +492,7 @@ class Training:
             total_rounds=self.ready.privacy.budget.rounds,
             stopped=self.stopped,
         )
-        checkpoint.save(self.run_dir.checkpoints, state, beside)
+        checkpoint.save(self.run_dir.checkpoints, state, metadata)
         self._kept, self._kept_rounds = time.monotonic(), state.rounds
 
     # --- output -----------------------------------------------------------------------------------
@@ -510,9 +512,9 @@ class Training:
                 "rounds", f"{self.stopped}; the generator was not trained", "start a new run"
             )
         epsilon_figure(self.run_dir, self.ready.privacy.delta)
-        found = self.method.server.generator(state.server)
+        weights = self.method.server.generator(state.server)
         # same memory layout as after loading, on which rounding may depend
-        generator = {name: value.contiguous() for name, value in sorted(found.items())}
+        generator = {name: value.contiguous() for name, value in sorted(weights.items())}
         words = self.accounts.describe_release(state, self.stopped is not None)
         sha256, grid = publish(self.ready, self.run_dir, generator, record, words)
         results = build_results(
@@ -546,23 +548,29 @@ def _start_state(fresh: Tensors, start: str | None) -> Tensors:
     """
     if start is None:
         return fresh
-    found = checkpoint.load(RunDir(Path(str(start))).checkpoints)
-    if found is None:
+    saved = checkpoint.load(RunDir(Path(str(start))).checkpoints)
+    if saved is None:
         raise FedgenError("start", f"{start} has no checkpoint", "give a run directory")
-    own, there = (
-        {name: each for name, each in state.items() if name.split("/")[0] in _CARRIED}
-        for state in (fresh, main_method_state(found[0].server))
+    fresh_tensors, start_tensors = (
+        {name: value for name, value in state.items() if name.split("/")[0] in _CARRIED}
+        for state in (fresh, main_method_state(saved[0].server))
     )
-    if not any(name.startswith("generator/") for name in own):
+    if not any(name.startswith("generator/") for name in fresh_tensors):
         raise FedgenError("start", "the method has no generator that learns", "take start=null")
-    shapes = [{name: each.shape for name, each in state.items()} for state in (own, there)]
+    shapes = [
+        {name: value.shape for name, value in state.items()}
+        for state in (fresh_tensors, start_tensors)
+    ]
     if shapes[0] != shapes[1]:
         raise FedgenError("start", f"{start} has other networks", "take the same method's settings")
-    return {**fresh, **{name: there[name].to(value.device) for name, value in own.items()}}
+    return {
+        **fresh,
+        **{name: start_tensors[name].to(value.device) for name, value in fresh_tensors.items()},
+    }
 
 
 def _label_counts(ready: Setup) -> NDArray[np.int64]:
     """Return the number of images per client and label, (clients, classes)."""
     classes = ready.dataset.classes
     labels = (ready.dataset.labels[shard] for shard in ready.shards)
-    return np.stack([np.bincount(each, minlength=classes) for each in labels])
+    return np.stack([np.bincount(client_labels, minlength=classes) for client_labels in labels])

@@ -71,20 +71,20 @@ def complete(runs: Runs, place: Path, jobs: object, stage: str) -> list[Path]:
     return _train_all(missing, place, count, stage) if missing else []
 
 
-def worker_count(asked: object, configs: Sequence[DictConfig]) -> int:
+def worker_count(jobs: object, configs: Sequence[DictConfig]) -> int:
     """Return the number of runs in parallel: as requested, or as many as fit the cores.
 
     Raises:
         FedgenError: for an invalid number.
     """
-    if asked is None:
+    if jobs is None:
         threads: int = max(config.runtime.threads for config in configs)
         return max(1, (os.cpu_count() or 1) // threads)
-    if not isinstance(asked, int) or not 1 <= asked <= 1024:
+    if not isinstance(jobs, int) or not 1 <= jobs <= 1024:
         raise FedgenError(
-            "jobs", f"must be a whole number from 1 to 1024, got {asked!r}", "correct it"
+            "jobs", f"must be a whole number from 1 to 1024, got {jobs!r}", "correct it"
         )
-    return asked
+    return jobs
 
 
 def _train_all(runs: Runs, place: Path, jobs: int, stage: str) -> list[Path]:
@@ -101,7 +101,9 @@ def _train_all(runs: Runs, place: Path, jobs: int, stage: str) -> list[Path]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
-        before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
+        }
     with RunProgress() as progress:
         try:
             while waiting or running:
@@ -151,9 +153,9 @@ def _rounds(place: Path) -> int:
 
 def _begin(config: DictConfig, log: Path) -> ForkServerProcess:
     _serve()
-    chosen = OmegaConf.to_container(config, resolve=True)
+    settings = OmegaConf.to_container(config, resolve=True)
     process = _server.Process(
-        target=_run_worker, args=(chosen, str(log), dict(os.environ)), daemon=False
+        target=_run_worker, args=(settings, str(log), dict(os.environ)), daemon=False
     )
     process.start()
     return process
@@ -182,7 +184,7 @@ def _end(process: ForkServerProcess) -> None:
     process.join()
 
 
-def _run_worker(chosen: Any, log: str, environ: Mapping[str, str]) -> None:
+def _run_worker(settings: Any, log: str, environ: Mapping[str, str]) -> None:
     """Train a run in this process."""
     os.setpgid(0, 0)
     keep_freed_memory()
@@ -196,7 +198,7 @@ def _run_worker(chosen: Any, log: str, environ: Mapping[str, str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def run() -> None:
-        config = OmegaConf.create(chosen)
+        config = OmegaConf.create(settings)
         if (Path(config.run_dir) / "config.yaml").exists():
             config.resume, config.rounds = config.run_dir, None  # as many as planned
         print(summary(train(config)), flush=True)

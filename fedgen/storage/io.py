@@ -77,9 +77,9 @@ def share(path: Path) -> None:
 def _user_umask() -> int:
     if _umask:
         return _umask[0]
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 @contextmanager
@@ -153,20 +153,20 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """
     # non-blocking: opening a FIFO would wait for its writer
     with open(path, "rb", opener=lambda p, f: os.open(p, f | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
-        if found.st_size > limit:
+        if status.st_size > limit:
             raise ValueError(f"larger than {limit:,} bytes")
-        return file.read(found.st_size)
+        return file.read(status.st_size)
 
 
 def digest(*parts: bytes) -> str:
     """Return a digest that detects accidental changes."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def cache() -> Path:
@@ -206,10 +206,10 @@ def parse_json(text: str) -> Any:
             written.
     """
     try:
-        found = json.loads(text)
+        content = json.loads(text)
         if _HALF.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
@@ -270,24 +270,28 @@ def _misread_number(event: yaml.ScalarEvent) -> str | None:
     text = event.value
     if event.style is not None or not _NUMBER_BEGINS.match(text):
         return None
-    found = yaml.safe_load(text)
-    whole = type(found) is int and not _PLAIN_NUMBER.fullmatch(text)
-    return str(found) if whole or (type(found) is float and set(text) & set(":_")) else None
+    value = yaml.safe_load(text)
+    is_misread_integer = type(value) is int and not _PLAIN_NUMBER.fullmatch(text)
+    return (
+        str(value)
+        if is_misread_integer or (type(value) is float and set(text) & set(":_"))
+        else None
+    )
 
 
 def _check_keys(node: yaml.Node | None) -> None:
     """Raise ValueError for a duplicate key, or one that merges another mapping."""
     if isinstance(node, yaml.SequenceNode):
-        for each in node.value:
-            _check_keys(each)
+        for child in node.value:
+            _check_keys(child)
     if isinstance(node, yaml.MappingNode):
-        known = set[str]()
+        keys = set[str]()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 raise ValueError("it has a key that is not a valid name")
-            if key.value in known:
+            if key.value in keys:
                 raise ValueError(f"it has {key.value!r} twice")
-            known.add(key.value)
+            keys.add(key.value)
             _check_keys(value)
 
 
@@ -331,18 +335,18 @@ def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[s
         MemoryError: if it would take more than half of the available memory.
     """
     with zipfile.ZipFile(opened) as archive:
-        members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         wanted = {name: members[name] for name in (members if names is None else names)}
-        if any(each.flag_bits & 1 for each in wanted.values()):
+        if any(member.flag_bits & 1 for member in wanted.values()):
             raise ValueError("it is encrypted")
-        size = sum(each.file_size for each in wanted.values())
+        size = sum(member.file_size for member in wanted.values())
         if size > _LARGE and size > _MOST_INFLATED * sum(e.compress_size for e in wanted.values()):
             raise ValueError(f"it would inflate to {size:,} bytes")
         if size > psutil.virtual_memory().available / 2:
             raise MemoryError("it would take more than half of the memory that is left")
-        for name, each in wanted.items():
-            with archive.open(each) as array:
-                _check_array(name, array, each.file_size)
+        for name, member in wanted.items():
+            with archive.open(member) as array:
+                _check_array(name, array, member.file_size)
     opened.seek(0)
     try:
         with np.load(opened, allow_pickle=False) as loaded:

@@ -51,7 +51,7 @@ def last_lines(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
-            whole = file.read().rpartition(b"\n")[0]
-        yield from (json.loads(line) for line in reversed(whole.splitlines()))
+            complete_lines = file.read().rpartition(b"\n")[0]
+        yield from (json.loads(line) for line in reversed(complete_lines.splitlines()))
     except (OSError, ValueError):
         return

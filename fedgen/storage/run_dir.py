@@ -100,7 +100,7 @@ class RunDir:
             raise taken
         run = cls(path)
         run._made = not path.exists()
-        run._before = {each.name for each in path.iterdir()} if not run._made else set()
+        run._before = {entry.name for entry in path.iterdir()} if not run._made else set()
         make_folder(path)
         try:
             with (path / "SERVER_SIDE.md").open("ab") as held:  # written by every run
@@ -143,7 +143,7 @@ class RunDir:
                 problem = f"{folder} is no folder, and the run writes files into one"
                 raise FedgenError("resume", problem, "move it away")
         files = [self.path / name for name in _WRITTEN]
-        files += [self.samples / each.name for each in self.samples.glob("round_*.png")]
+        files += [self.samples / image.name for image in self.samples.glob("round_*.png")]
         for file in files:
             if file.exists() and not file.is_file():
                 problem = f"{file} is a folder, where the run writes a file"
@@ -185,19 +185,19 @@ class RunDir:
         """Append a line of metrics, independent of the clock, so that runs can be compared."""
         append_line(self._metrics, line)
 
-    def nodes(self, found: dict[int, int]) -> dict[int, int]:
+    def nodes(self, assignment: dict[int, int]) -> dict[int, int]:
         """Return the node of each client at the start of the run.
 
         Args:
-            found: current assignment, recorded the first time.
+            assignment: current node of each client, recorded the first time.
 
         Raises:
             FedgenError: if the record was altered.
         """
         path = self.path / "nodes.json"
         if not path.exists():
-            write_atomic(path, json.dumps(found).encode())
-            return found
+            write_atomic(path, json.dumps(assignment).encode())
+            return assignment
         try:
             return {int(client): int(node) for client, node in read_json(path).items()}
         except (ValueError, AttributeError, TypeError) as error:
@@ -246,28 +246,28 @@ class RunDir:
         """Return the digest of the clients of each query in its first sum."""
         if self._opened is None:
             try:
-                self._opened = {str(asked): str(of) for asked, of in read_lines(self._sums)}
+                self._opened = {str(query): str(of) for query, of in read_lines(self._sums)}
             except (TypeError, ValueError) as error:
                 raise FedgenError(str(self._sums), "was altered", "restore it") from error
         return self._opened
 
-    def record_sum(self, asked: str, of: str) -> str:
+    def record_sum(self, query: str, of: str) -> str:
         """Record the clients of the sum of a query before the sum is used; return those of its
         first sum."""
-        if asked not in self.sums():
-            append_line(self._sums, [asked, of])
-            self.sums()[asked] = of
-        return self.sums()[asked]
+        if query not in self.sums():
+            append_line(self._sums, [query, of])
+            self.sums()[query] = of
+        return self.sums()[query]
 
     def size(self) -> tuple[int, str]:
         """Return the number of bytes of metrics, and their digest."""
         data = self._metrics.read_bytes() if self._metrics.exists() else b""
         return len(data), digest(data)
 
-    def check_size(self, size: int, told: str) -> None:
+    def check_size(self, size: int, expected_digest: str) -> None:
         """Raise FedgenError if the metrics do not start with those of an earlier ``size``."""
         data = self._metrics.read_bytes() if self._metrics.exists() else b""
-        if digest(data[:size]) != told:
+        if digest(data[:size]) != expected_digest:
             raise FedgenError(str(self._metrics), "was truncated or altered", "restore it")
 
     def truncate(self, metrics: int = 0) -> None:
@@ -298,7 +298,7 @@ class RunDir:
         lines, results = self.metrics(), self.results(key)
         judged = {line["round"]: line["gen2real"] for line in lines if line.get("gen2real")}
         judged[results["rounds"]] = results["gen2real"]
-        first = {at: next(iter(found.values()), None) for at, found in judged.items()}
+        first = {at: next(iter(scores.values()), None) for at, scores in judged.items()}
         means = {at: None if score is None else score["mean"] for at, score in first.items()}
         return [(float(at), mean) for at, mean in sorted(means.items()) if mean is not None]
 
@@ -314,13 +314,13 @@ class RunDir:
             FedgenError: named by ``key``, if it is not finished, or its privacy record changed
                 since the results were written, or has another ε.
         """
-        found = self._read("results", key)
-        self._check_digest("privacy.json", found["sha256"].get("privacy.json"), key)
+        results = self._read("results", key)
+        self._check_digest("privacy.json", results["sha256"].get("privacy.json"), key)
         views = self.privacy(key)["views"]
-        if found["epsilon"] != {name: view["epsilon"] for name, view in views.items()}:
+        if results["epsilon"] != {name: view["epsilon"] for name, view in views.items()}:
             problem = f"{self.path}/results.json and privacy.json have different ε"
             raise FedgenError(key, problem, "restore them")
-        return found
+        return results
 
     def privacy(self, key: str = "run") -> dict[str, Any]:
         """Return the privacy record of a finished run.
@@ -338,26 +338,26 @@ class RunDir:
 
     def check_digests(self, key: str) -> None:
         """Raise FedgenError if one of these files changed since the results were written."""
-        for name, told in self.results(key)["sha256"].items():
-            self._check_digest(name, told, key)
+        for name, expected_digest in self.results(key)["sha256"].items():
+            self._check_digest(name, expected_digest, key)
 
-    def _check_digest(self, name: str, told: object, key: str) -> None:
+    def _check_digest(self, name: str, expected_digest: object, key: str) -> None:
         path = self.path / name
         if name not in _SEALED or not path.is_file():
             raise FedgenError(key, f"{self.path} has no {name}", "restore it")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != told:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != expected_digest:
             raise FedgenError(key, f"{path} was changed after the run wrote it", "restore it")
 
     def _read(self, name: str, key: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = read_json(self.path / f"{name}.json")
-            validator(name).validate(found)
+            content: dict[str, Any] = read_json(self.path / f"{name}.json")
+            validator(name).validate(content)
         except (jsonschema.ValidationError, ValueError) as error:
             raise FedgenError(key, f"{self.path}/{name}.json was altered", "restore it") from error
         except OSError as error:
             remedy = f"finish it: fedgen train resume={self.path}"
             raise FedgenError(key, f"{self.path} has no {name}", remedy) from error
-        return found
+        return content
 
     @property
     def finished(self) -> bool:

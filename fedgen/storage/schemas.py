@@ -15,8 +15,8 @@ def schema(name: str) -> dict[str, Any]:
     """Return a JSON schema: of ``privacy``, ``results`` and ``audit`` in the run directory, of a
     ``matrix``, or of the results of ``debug``."""
     text = importlib.resources.files("fedgen.reporting") / "schemas" / f"{name}.json"
-    found: dict[str, Any] = json.loads(text.read_text())
-    return found
+    content: dict[str, Any] = json.loads(text.read_text())
+    return content
 
 
 @functools.cache

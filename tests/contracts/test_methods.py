@@ -154,8 +154,8 @@ def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
 
 @kills(
     "fedgen/run/privacy_report.py",
-    "some = len(found) < len(spends) and NonPrivateDpEvent() not in self.planned(1)",
-    "some = len(found) < len(spends)",
+    "others_bounded = len(unbounded) < len(spends) and NonPrivateDpEvent() not in self.planned(1)",
+    "others_bounded = len(unbounded) < len(spends)",
 )
 def test_without_privacy_there_is_none_while_clients_were_not_asked(train: Train) -> None:
     """Neither for those, whom the next round may ask."""

@@ -65,8 +65,8 @@ def test_replacing_a_row_moves_no_other(kind: str, row: int, label: int, writer:
 
 @kills(
     "fedgen/data/rows.py",
-    "        told = keyed_digest(key, content)",
-    "        told = keyed_digest(key, bytes(len(found)))",
+    "        digest = keyed_digest(key, content)",
+    "        digest = keyed_digest(key, bytes(len(uniforms)))",
 )
 @pytest.mark.parametrize("kind", KINDS)
 @given(row=st.integers(0, ROWS - 1))
@@ -112,7 +112,11 @@ def checking(shards: object, clients: int | None = None) -> Callable[[], None]:
     return lambda: partition.check_shards(shards, clients, len(labels))
 
 
-@kills("fedgen/data/partition.py", "    if len(np.unique(whole)) < len(whole):", "    if False:")
+@kills(
+    "fedgen/data/partition.py",
+    "    if len(np.unique(positions)) < len(positions):",
+    "    if False:",
+)
 @pytest.mark.parametrize(
     ("key", "run"),
     [

@@ -163,7 +163,7 @@ def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/deployment/site.py",
-    "if rounded_noise(found.noise) != request.noise_multiplier:",
+    "if rounded_noise(resolved.noise) != request.noise_multiplier:",
     "if False:",
 )
 def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_what_is_no_request_is_noticed(found: Any) -> None:
     "return REGISTRY.get(group_of(place), {})",
     "return {word: name for each in REGISTRY.values() for word, name in each.items()}",
 )
-@kills("fedgen/deployment/request.py", "if here != there:", "if False:")
+@kills("fedgen/deployment/request.py", "if local_type != requested_type:", "if False:")
 def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
     """A policy allows names: what is made is what they stand for, and of parts of methods."""
     wanted = asked()
@@ -825,8 +825,8 @@ def test_a_death_over_an_answer_is_not_forgotten_by_the_next_one(tmp_path: Path)
 @kills("fedgen/deployment/site.py", "        _count_deaths(site)", "        pass")
 @kills(
     "fedgen/deployment/node.py",
-    ("        return with_sampling_revealed(found) if self._place.has_dropout(name) else found"),
-    "        return found",
+    ("        return with_sampling_revealed(spend) if self._place.has_dropout(name) else spend"),
+    "        return spend",
 )
 def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path) -> None:
     """Also if nobody ever asks for the first one again, and in the log if somebody does."""

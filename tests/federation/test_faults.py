@@ -343,8 +343,8 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
 
 @kills(
     "fedgen/run/privacy_budget.py",
-    "    return bool(told) or (outside and SpendDb.default().has_dropout(name))",
-    "    return bool(told)",
+    "    return bool(recorded) or (outside and SpendDb.default().has_dropout(name))",
+    "    return bool(recorded)",
 )
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
 def test_what_a_failure_showed_is_not_forgotten_by_a_directory(

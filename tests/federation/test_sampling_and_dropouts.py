@@ -116,7 +116,7 @@ def test_a_client_that_is_silent_is_asked_again_and_again(
     assert not (run / "unanswered").exists()
 
 
-@kills("fedgen/run/train.py", "if made and run_dir.started_rounds():", "if False:")
+@kills("fedgen/run/train.py", "if created and run_dir.started_rounds():", "if False:")
 def test_without_the_key_of_its_draws_nothing_amplifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,8 +235,8 @@ def test_words_are_added_up_on_the_way() -> None:
 
 @kills(
     "fedgen/run/train.py",
-    "if self.run_dir.record_sum(asked, of) != of:",
-    "if self.run_dir.record_sum(asked, of) is None:",
+    "if self.run_dir.record_sum(query, of) != of:",
+    "if self.run_dir.record_sum(query, of) is None:",
 )
 def test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -525,8 +525,8 @@ def test_a_sum_that_no_attack_would_try_is_named() -> None:
 
 @kills(
     "fedgen/run/setup.py",
-    "        plan = found.method.plan\n",
-    "        plan = found.at_noise(None).plan\n",
+    "        plan = resolved.method.plan\n",
+    "        plan = resolved.at_noise(None).plan\n",
 )
 def test_canaries_of_a_run_are_its_neighbours() -> None:
     """Where a client is removed as a whole, one that is not among the canaries has no rows."""

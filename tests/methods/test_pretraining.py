@@ -179,7 +179,7 @@ def test_what_goes_on_after_its_releases_is_no_start() -> None:
         setup(compose("config", ["method=dpdm_small", *other]))
 
 
-@kills("fedgen/run/noise_domain.py", 'chosen.append(whole["warm_up"])', "pass")
+@kills("fedgen/run/noise_domain.py", 'domain_inputs.append(settings["warm_up"])', "pass")
 def test_another_warm_up_is_another_run() -> None:
     """Under the same seed and at the same noise: what is asked later follows from it."""
     known = [*words("dpdm_small"), "privacy.noise_multiplier=1", "privacy.target_epsilon=null"]

@@ -182,7 +182,7 @@ def test_of_several_each_client_is_a_teacher(build: object) -> None:
 @kills(
     "fedgen/run/metrics.py",
     "        if is_due(state, facts, self._config.sample_every) or last:",
-    "        if (facts.answer_norm or 0) % 1 > 0.5 or last:",
+    "        if (facts.response_norm or 0) % 1 > 0.5 or last:",
 )
 @pytest.mark.parametrize("method", ["datalens_small", "g_pate_small", "pate_gan_small"])
 def test_votes_steer_no_rounds_and_name_no_files(method: str, train: Train, tmp_path: Path) -> None:

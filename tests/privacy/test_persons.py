@@ -171,8 +171,8 @@ def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float)
 )
 @kills(
     "fedgen/data/partition.py",
-    ("keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard]"),
-    "keyed_digest(key, example_content(images[0], int(row))) for row in shard]",
+    "keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard\n",
+    "keyed_digest(key, example_content(images[0], int(row))) for row in shard\n",
 )
 @given(st.integers(0, 11), st.integers(1, 4))
 def test_without_a_person_everybody_elses_rows_are_the_same_ones(person: int, most: int) -> None:

@@ -301,8 +301,8 @@ def test_runs_on_the_same_rows_add_up(
 
 @kills(
     "fedgen/data/datasets.py",
-    "each.encode() for each in sorted(self._digests)",
-    "each.encode() for each in self._digests",
+    "image_digest.encode() for image_digest in sorted(self._digests)",
+    "image_digest.encode() for image_digest in self._digests",
 )
 def test_the_same_images_have_one_account(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -380,7 +380,7 @@ def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> No
 @kills(
     "fedgen/run/setup.py",
     "            return self.dataset.digest_of(self.shards)",
-    "            return self.shares",
+    "            return self.partition_digest",
 )
 def test_other_persons_or_clients_have_no_sum(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -77,7 +77,7 @@ def test_none_leaves_nothing(train: Train) -> None:
 
 @kills(
     "fedgen/run/resume.py",
-    "    there.logger, there.names.logger = asked.logger, asked.names.logger\n",
+    "    resumed.logger, resumed.names.logger = requested.logger, requested.names.logger\n",
     "",
 )
 @pytest.mark.parametrize("command", ["train", "release"])

@@ -94,7 +94,7 @@ def test_a_generator_names_nothing_that_is_not_fedgens(
 
 @kills(
     "fedgen/config/registry.py",
-    "    if (isinstance(value, str) and value in known) or is_extension(value):",
+    "    if (isinstance(value, str) and value in choices) or is_extension(value):",
     "    if True:",
 )
 @pytest.mark.parametrize("command", [["evaluate", "run="], ["train", "resume="]])
@@ -211,7 +211,7 @@ def test_settings_are_not_resolved_once_more(text: str, tmp_path: Path) -> None:
 
 @kills(
     "fedgen/config/compose.py",
-    "            if not known or not isinstance",
+    "            if not is_group or not isinstance",
     "            if not isinstance",
 )
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_names_are_options_and_no_words_of_hydras(
 
 @kills(
     "fedgen/run/resume.py",
-    ('        type(value) is int if name == "rounds" else name in own and value is None'),
+    '        type(value) is int if name == "rounds" else name in method_settings and value is None',
     "        True",
 )
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @kills(
     "fedgen/config/compose.py",
-    "            if found != type_at(default, place) and not is_extension(found):",
+    "            if type_name != type_at(default, place) and not is_extension(type_name):",
     "            if False:",
 )
 @pytest.mark.parametrize("place", OTHERS)
@@ -312,7 +312,7 @@ def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) 
 
 @kills(
     "fedgen/storage/run_dir.py",
-    '        if found["epsilon"] != {name:',
+    '        if results["epsilon"] != {name:',
     "        if False and {name:",
 )
 @pytest.mark.parametrize("name", ["privacy", "results"])
@@ -692,7 +692,7 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 
 @kills(
     "fedgen/run/generator.py",
-    'if sha256 != found.get("generator_sha256") or (of_run and sha256 != of_run):',
+    'if sha256 != description.get("generator_sha256") or (of_run and sha256 != of_run):',
     "if False:",
 )
 @pytest.mark.parametrize("name", CHANGES)
@@ -888,7 +888,7 @@ def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
     "yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:",
     "yaml.ScalarEvent | yaml.CollectionStartEvent) and False:",
 )
-@kills("fedgen/storage/io.py", "            if key.value in known:", "            if False:")
+@kills("fedgen/storage/io.py", "            if key.value in keys:", "            if False:")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

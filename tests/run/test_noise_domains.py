@@ -59,7 +59,9 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
     assert first[2] != second[2] or other == "seed=1"  # all streams follow from the seed as well
 
 
-@kills("fedgen/run/noise_domain.py", "chosen.append(rounded_noise(noise_multiplier))", "pass")
+@kills(
+    "fedgen/run/noise_domain.py", "domain_inputs.append(rounded_noise(noise_multiplier))", "pass"
+)
 def test_another_noise_is_another_run() -> None:
     """Which is solved for, and may be another one in another version."""
     config, held = ready().config, ready().dataset
@@ -121,7 +123,7 @@ def test_other_processes_have_the_same_rows(what: str, said: str, tmp_path: Path
         RunClientSetup(str(run))()
 
 
-@kills("fedgen/run/noise_domain.py", "chosen.append(held.classes)", "pass")
+@kills("fedgen/run/noise_domain.py", "domain_inputs.append(held.classes)", "pass")
 def test_another_number_of_labels_is_another_run() -> None:
     """At client level noise may follow from it, and rows do not tell of a label that none has."""
     config, held = ready().config, ready().dataset
@@ -155,7 +157,7 @@ def test_public_coins_do_not_follow_from_rows_where_noise_is_secret(
 
 @kills(
     "fedgen/run/setup.py",
-    ("noise_domain(\n            config, held, shards, found.noise\n        )"),
+    ("noise_domain(\n            config, held, shards, resolved.noise\n        )"),
     '""',
 )
 def test_no_two_scales_of_one_noise(tmp_path: Path) -> None:

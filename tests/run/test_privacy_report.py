@@ -176,7 +176,7 @@ def test_rounds_done_again_tell_nothing_where_nobody_is_drawn() -> None:
 
 @kills(
     "fedgen/run/privacy_report.py",
-    "if found is None or not self.dropouts() or not self.method.cohort.is_sampled:",
+    "if planned is None or not self.dropouts() or not self.method.cohort.is_sampled:",
     "if True:",
 )
 def test_a_client_that_does_not_answer_leaves_what_was_really_answered() -> None:

@@ -318,8 +318,8 @@ class Masker:
             # its mask is not part of this client's message, which would be exposed in the sum
             raise MaskingError("a neighbour responded, but its shares did not arrive")
 
-    def _pair(self, own: bytes, other: int) -> bytes:
-        return _pair_key(own, self._keys[other][:32], self.client, other, self.context)
+    def _pair(self, private_key: bytes, other: int) -> bytes:
+        return _pair_key(private_key, self._keys[other][:32], self.client, other, self.context)
 
     def _associated_data(self, source: int, target: int) -> bytes:
         """Return the associated data of a seal: dealer, recipient and a digest of all keys."""
@@ -401,14 +401,14 @@ def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
 
 
-def _pair_key(own: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
+def _pair_key(private_key: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
     """Derive the key of the mask between two clients.
 
     It depends on both clients' numbers: different public keys can agree on the same secret (X25519
     ignores bit 255 and clears the cofactor), and with equal masks a client that announces a variant
     of another's key would cancel that client's masks.
     """
-    return _agree(own, public, b"mask" + _names(*sorted((one, other))) + context)
+    return _agree(private_key, public, b"mask" + _names(*sorted((one, other))) + context)
 
 
 def _commitment(seed: bytes, context: bytes) -> bytes:
@@ -419,9 +419,9 @@ def _public(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _agree(own: bytes, other: bytes, purpose: bytes) -> bytes:
+def _agree(private_key: bytes, other: bytes, purpose: bytes) -> bytes:
     """Return the key that two clients derive for one purpose."""
-    private = X25519PrivateKey.from_private_bytes(own)
+    private = X25519PrivateKey.from_private_bytes(private_key)
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:

@@ -110,8 +110,8 @@ class MaskedSum:
             NoResponseError: if too few clients respond or help.
         """
         dealt = self._deal()
-        asked = {client: self.contents[client] for client in dealt.opened}
-        responses = self.exchange(messages.ASK, asked, read)
+        contents = {client: self.contents[client] for client in dealt.opened}
+        responses = self.exchange(messages.ASK, contents, read)
         dropouts = dealt.dealers - responses.keys()
         revealed = self._reveal(sorted(responses), sorted(dropouts))
         first = min(responses)

@@ -240,8 +240,8 @@ class Critics:
         padding = torch.arange(index.shape[1]) >= sizes[:, None]
         order = torch.argsort(uniforms.masked_fill(padding, 2.0))
         # records in random order, repeated if a subset is smaller than a batch
-        chosen = torch.gather(order, 1, torch.arange(self.batch) % sizes[:, None])
-        images, labels = shard.rows(torch.gather(index, 1, chosen))
+        positions = torch.gather(order, 1, torch.arange(self.batch) % sizes[:, None])
+        images, labels = shard.rows(torch.gather(index, 1, positions))
         return images.to(self.nets.device), labels.to(self.nets.device)
 
     def fresh(self, members: range, streams: RandomStreams) -> Tensors:

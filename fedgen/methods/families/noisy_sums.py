@@ -158,9 +158,9 @@ def _freeze(shared: Tensor) -> str:
     """Return a digest, cached for the many clients of a process that receive the same query: a
     comparison takes a tenth of the time."""
     data = shared.numpy().tobytes()
-    for known, cached in _frozen:
-        if known == data:
-            return cached
+    for cached_data, cached_digest in _frozen:
+        if cached_data == data:
+            return cached_digest
     _frozen[:] = [(data, digest(data)), *_frozen[:1]]
     return _frozen[0][1]
 
@@ -327,7 +327,9 @@ class SumSequence:
         """
         mechanisms = [query.mechanism for query in self.queries]
         # a sum without noise leaves no bound
-        mechanism = next((each for each in mechanisms if not each.is_private), mechanisms[0])
+        mechanism = next(
+            (candidate for candidate in mechanisms if not candidate.is_private), mechanisms[0]
+        )
 
         def event(rounds: int) -> DpEvent:
             return self.event(min(rounds, self.rounds))
