@@ -55,10 +55,10 @@ from fedgen.methods.families.scattering_classifier import (
     descent,
     ridge,
 )
-from fedgen.models.cosines import QUANTILES, DctMixture, dct_basis
+from fedgen.models.augmentation import Augmentation
+from fedgen.models.dct import QUANTILES, DctMixture, dct_basis
 from fedgen.models.functional import Tensors, concat_parts, part
 from fedgen.models.scattering import Scattering
-from fedgen.models.warps import Augmentation
 from fedgen.privacy.clipping import (
     ClippedSum,
     clip_rows,

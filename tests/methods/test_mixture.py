@@ -26,8 +26,8 @@ from fedgen.errors import FedgenError
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.families.scattering_classifier import projection
 from fedgen.methods.mixture import mixture
+from fedgen.models.augmentation import Augmentation
 from fedgen.models.scattering import Scattering
-from fedgen.models.warps import Augmentation
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.aggregation import Clipped, Release
 from fedgen.privacy.clipping import sum_of_second_moments, symmetric_from_triangle

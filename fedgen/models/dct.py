@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedgen.models.augmentation import Augmentation
 from fedgen.models.functional import Tensors
-from fedgen.models.warps import Augmentation
 
 QUANTILES = 1024
-"""Of a table of grey levels."""
+"""Number of entries of an intensity table."""
 
 
 def dct_basis(side: tuple[int, int], count: int) -> Tensor:
     """Return the ``count`` lowest cosines along each side, orthonormal (h * w, count^2)."""
-    lines = []
+    bases = []
     for length in side:
-        place = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
-        wave = torch.cos(place[:, None] * torch.arange(count, dtype=torch.float64))
-        lines.append(F.normalize(wave, dim=0))
-    return torch.einsum("hi,wj->hwij", *lines).reshape(-1, count**2).float()
+        angles = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
+        cosines = torch.cos(angles[:, None] * torch.arange(count, dtype=torch.float64))
+        bases.append(F.normalize(cosines, dim=0))
+    return torch.einsum("hi,wj->hwij", *bases).reshape(-1, count**2).float()
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class DctMixture:
         """
         raw = self._raw(weights, labels, source).transpose(0, 1).flatten(1)
         ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
-        inside = raw.sort(1).values
-        drawn = inside[:, (ranks * inside.shape[1]).long()]
-        meant = []
+        ascending = raw.sort(1).values
+        sampled = ascending[:, (ranks * ascending.shape[1]).long()]
+        targets = []
         for shares in weights["histogram"]:
-            reached = shares.cumsum(0) / shares.sum()
-            at = torch.searchsorted(reached, ranks).clamp(max=len(shares) - 1)
-            before = torch.cat([reached.new_zeros(1), reached])[at]
-            within = ((ranks - before) / (reached[at] - before).clamp(min=1e-9)).clamp(0, 1)
-            meant.append(torch.where(at == 0, 0.0, (at + within) / len(shares)))
-        return {"drawn": drawn, "meant": torch.stack(meant)}
+            cumulative = shares.cumsum(0) / shares.sum()
+            level = torch.searchsorted(cumulative, ranks).clamp(max=len(shares) - 1)
+            before = torch.cat([cumulative.new_zeros(1), cumulative])[level]
+            within = ((ranks - before) / (cumulative[level] - before).clamp(min=1e-9)).clamp(0, 1)
+            targets.append(torch.where(level == 0, 0.0, (level + within) / len(shares)))
+        return {"drawn": sampled, "meant": torch.stack(targets)}
 
     def _raw(
         self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator
@@ -89,19 +89,19 @@ class DctMixture:
         """Return pixels (n, c, h, w) of the mixture, of any range."""
         which = torch.multinomial(weights["shares"][labels], 1, generator=source).flatten()
         noise = torch.randn(len(labels), weights["basis"].shape[1], generator=source)
-        place = weights["centres"][labels, which]
+        components = weights["centres"][labels, which]
         for label, root in enumerate(weights["roots"]):  # one root per image would exhaust memory
             in_class = labels == label
-            place[in_class] += noise[in_class] @ root.T
-        waves = weights["means"][labels] + place @ weights["basis"].T
+            components[in_class] += noise[in_class] @ root.T
+        coefficients = weights["means"][labels] + components @ weights["basis"].T
         channels, *_ = self.shape
-        pixels = waves.view(len(labels), channels, -1) @ self.basis.T
+        pixels = coefficients.view(len(labels), channels, -1) @ self.basis.T
         return pixels.view(len(labels), *self.shape)
 
 
-def _interpolated(values: Tensor, drawn: Tensor, meant: Tensor) -> Tensor:
-    """Return the piecewise linear function with these values (``drawn`` ascends)."""
-    at = torch.searchsorted(drawn, values.contiguous()).clamp(1, len(drawn) - 1)
-    low, high = drawn[at - 1], drawn[at]
+def _interpolated(values: Tensor, sampled: Tensor, targets: Tensor) -> Tensor:
+    """Return the piecewise linear function that maps ``sampled``, ascending, to ``targets``."""
+    index = torch.searchsorted(sampled, values.contiguous()).clamp(1, len(sampled) - 1)
+    low, high = sampled[index - 1], sampled[index]
     share = ((values - low) / (high - low).clamp(min=1e-9)).clamp(0, 1)
-    return meant[at - 1] + share * (meant[at] - meant[at - 1])
+    return targets[index - 1] + share * (targets[index] - targets[index - 1])
