@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge, Le
+from numpy.typing import NDArray
 
 from fedgen.data.datasets import Images, as_images
 from fedgen.errors import FedgenError
@@ -50,51 +51,70 @@ def read_images(
         FedgenError: for files that are not one readable image of at most 8 bits per channel and
             limited size, and for images that are not square, or differ in size or in colour.
     """
+    rejected: dict[str, list[str]] = {problem: [] for problem in _PROBLEMS}
+    names, images = [], []
+    for name, file in sources:
+        image = _read_image(file, channels)
+        if isinstance(image, str):
+            rejected[image].append(name)
+            continue
+        names.append(name)
+        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
+    problems = [
+        (problem.format(count=len(names_), total=len(sources), names=shorten(names_)), remedy)
+        for (problem, remedy), names_ in zip(_PROBLEMS.values(), rejected.values(), strict=True)
+        if names_
+    ]
+    problems += _shape_problems(names, images)
+    if len(problems) == 1:
+        raise FedgenError(key, *problems[0])
+    if problems:
+        text = " | ".join(f"{problem} ({remedy})" for problem, remedy in problems)
+        raise FedgenError(key, text, "correct these")
+    return as_images(place, np.stack(images))
+
+
+_PROBLEMS = {
+    "large": (f"more than {_MOST_PIXELS:,} pixels: {{names}}", "make them smaller"),
+    "deep": (
+        "more than 8 bits a pixel: {names}",
+        "scale them to 0..255 first, all by the same range",
+    ),
+    "several": ("several images in a file: {names}", "save each page as a separate file"),
+    "unreadable": (
+        "{count} of {total} files cannot be read as images: {names}",
+        "remove them",
+    ),
+}
+"""Problem of a file -> message and remedy."""
+
+
+def _read_image(file: Path | IO[bytes], channels: int | None) -> PillowImage | str:
+    """Return the image of a file, as viewers display it, or its problem, a key of ``_PROBLEMS``."""
     from PIL import Image, UnidentifiedImageError
 
-    bad: list[str] = []
-    several: list[str] = []
-    large: list[str] = []
-    deep: list[str] = []
-    images = []
-    for name, file in sources:
-        try:
-            with _stream(file) as stream, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # fedgen has its own limits
-                raw = Image.open(stream)
-                if raw.width * raw.height > _MOST_PIXELS:
-                    large.append(name)
-                    continue
-                if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
-                    deep.append(name)  # its range is unknown; clipping would lose it
-                    continue
-                # an MPO file contains further pictures
-                if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
-                    several.append(name)
-                    continue
-                grey = channels == 1 or (channels is None and raw.mode in _GREY)
-                image = _composite_on_white(_apply_orientation(raw)).convert("L" if grey else "RGB")
-        except Image.DecompressionBombError:
-            large.append(name)
-            continue
-        except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
-            bad.append(name)
-            continue
-        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
-    wrong: list[tuple[str, str]] = []  # (problem, remedy)
-    names = [name for name, _ in sources if name not in {*large, *deep, *several, *bad}]
-    if large:
-        problem = f"more than {_MOST_PIXELS:,} pixels: {shorten(large)}"
-        wrong.append((problem, "make them smaller"))
-    if deep:
-        problem = f"more than 8 bits a pixel: {shorten(deep)}"
-        wrong.append((problem, "scale them to 0..255 first, all by the same range"))
-    if several:
-        problem = f"several images in a file: {shorten(several)}"
-        wrong.append((problem, "save each page as a separate file"))
-    if bad:
-        problem = f"{len(bad)} of {len(sources)} files cannot be read as images: {shorten(bad)}"
-        wrong.append((problem, "remove them"))
+    try:
+        with _stream(file) as stream, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fedgen has its own limits
+            raw = Image.open(stream)
+            if raw.width * raw.height > _MOST_PIXELS:
+                return "large"
+            if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
+                return "deep"  # its range is unknown; clipping would lose it
+            # an MPO file contains further pictures
+            if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
+                return "several"
+            grey = channels == 1 or (channels is None and raw.mode in _GREY)
+            return _composite_on_white(_apply_orientation(raw)).convert("L" if grey else "RGB")
+    except Image.DecompressionBombError:
+        return "large"
+    except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
+        return "unreadable"
+
+
+def _shape_problems(names: list[str], images: list[NDArray[np.uint8]]) -> list[tuple[str, str]]:
+    """Return problems of images that are not of one size and colour, with their remedies."""
+    problems = []
     if len({image.ndim for image in images}) > 1:
         grey_ones = [n for n, image in zip(names, images, strict=True) if image.ndim == 2]
         colour = [n for n, image in zip(names, images, strict=True) if image.ndim == 3]
@@ -102,7 +122,7 @@ def read_images(
         problem = (
             f"grey images: {len(grey_ones)}, in colour: {len(colour)}; {kind}: {shorten(fewer)}"
         )
-        wrong.append((problem, "set data.channels=1 or data.channels=3"))
+        problems.append((problem, "set data.channels=1 or data.channels=3"))
     shapes = sorted({image.shape[:2] for image in images})
     if len(shapes) > 1 or any(high != wide for high, wide in shapes):
         sizes = ", ".join(f"{wide}x{high}" for high, wide in shapes)
@@ -113,13 +133,8 @@ def read_images(
         remedy = (
             "set data.size=32 (or another): images are cropped to their central square and resized"
         )
-        wrong.append((problem, remedy))
-    if len(wrong) == 1:
-        raise FedgenError(key, *wrong[0])
-    if wrong:
-        problems = " | ".join(f"{problem} ({remedy})" for problem, remedy in wrong)
-        raise FedgenError(key, problems, "correct these")
-    return as_images(place, np.stack(images))
+        problems.append((problem, remedy))
+    return problems
 
 
 def _apply_orientation(raw: PillowImage) -> PillowImage:
