@@ -81,21 +81,7 @@ def folder(
     if len(places) == 1 and places[0].suffix in TABLES and not places[0].is_dir():
         listed = read_listing(places[0], labels)
     elif len(places) == 1 and places[0].is_file():
-        if places[0].suffix != ".npz":
-            problem = f"{places[0]} is no folder, no table (.csv, .parquet) and no .npz"
-            raise FedgenError("data.path", problem, "give one of these")
-        if labels is not None:
-            count = len(validate_names(labels))
-            if classes not in (None, count):
-                raise FedgenError(
-                    "data.classes", f"is {classes}, of {count} labels", "leave it out"
-                )
-            classes = count
-            labels = validate_names(labels)
-        if classes is None:
-            problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
-            raise FedgenError("data.classes", problem, remedy)
-        return from_npz("folder", places[0], classes, "data.path", labels)
+        return _npz(places[0], classes, labels)
     else:
         listed = _read_listings(places, labels)
     records = sorted(listed.records, key=lambda r: (digest(os.fsencode(r.name)), r.label))
@@ -122,6 +108,23 @@ def folder(
         listed.unread,
         listed.labels if labels is not None or names else None,
     )
+
+
+def _npz(path: Path, classes: int | None, labels: Sequence[str] | None) -> Dataset:
+    """Read an ``.npz``, with the public number or the public names of its labels."""
+    if path.suffix != ".npz":
+        problem = f"{path} is no folder, no table (.csv, .parquet) and no .npz"
+        raise FedgenError("data.path", problem, "give one of these")
+    if labels is not None:
+        labels = validate_names(labels)
+        if classes not in (None, len(labels)):
+            problem = f"is {classes}, of {len(labels)} labels"
+            raise FedgenError("data.classes", problem, "leave it out")
+        classes = len(labels)
+    if classes is None:
+        problem, remedy = "is not set", "give the number of labels of the npz, or data.labels"
+        raise FedgenError("data.classes", problem, remedy)
+    return from_npz("folder", path, classes, "data.path", labels)
 
 
 _UNDER_SEVERAL = "file names occur under several labels (rename the files)"
