@@ -31,7 +31,7 @@ from fedgen.config.compose import compose
 from fedgen.data.datasets import Shard
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.methods.api import PublicFacts
-from fedgen.methods.families.critic_ensemble import critics_at_once
+from fedgen.methods.families.critic_rotation import critics_at_once
 from fedgen.models.dcgan import Critic
 from fedgen.models.functional import meta_module
 from fedgen.randomness import RandomStreams
@@ -109,8 +109,9 @@ def fedgen(
     rounds = itertools.count()
 
     def train(members: range, steps: int) -> None:
-        most = stack or program.max_members
-        turn = replace(program, turn_size=len(members), steps=steps, max_members=most)
+        most = stack or program.rotation.max_members
+        rotation = replace(program.rotation, turn_size=len(members), max_members=most)
+        turn = replace(program, rotation=rotation, steps=steps)
         round_ = members.start // len(members)
         changed = turn.train(store.state(0), broadcast, shard, round_, STREAMS)
         store.commit(0, "train", next(rounds), changed, None)
