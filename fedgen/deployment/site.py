@@ -14,7 +14,6 @@ from fedgen.deployment import policy as policies
 from fedgen.deployment.policy import Policy, RefusedError
 from fedgen.deployment.request import Request
 from fedgen.errors import FedgenError
-from fedgen.federation.client.app import died_while_responding
 from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTerms
 from fedgen.federation.secagg.signing import Signer
 from fedgen.privacy.aggregation import Secure
@@ -57,7 +56,7 @@ class SiteFolder:
     def has_dropout(self, run: str) -> bool:
         """Return whether the cohorts of a run count as revealed, because a process of this node
         died during a response: its absence may reveal what was sampled."""
-        return (self.folder(run) / _DROPOUT_FILE).exists()
+        return self.account.has_dropout(run)
 
 
 def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relation]:
@@ -69,7 +68,6 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
             the site.
     """
     try:
-        _count_deaths(site)
         client_setup, relation = _build_setup(site, request)
         return ClientContexts(client_setup), relation
     except RefusedError:
@@ -110,11 +108,10 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         )
     setup.check_shards_fit(config, rows, resolved.method.plan)
     plan, privacy, account = resolved.method.plan, resolved.privacy, None
-    most, gaps = (
-        canonical(plan.server_event(privacy.budget.samples_per_client)),
-        place.has_dropout(request.run),
-    )
-    counted = replace(resolved, method=resolved.with_dropouts()) if gaps else resolved
+    most = canonical(plan.server_event(privacy.budget.samples_per_client))
+    if has_dropout := place.has_dropout(request.run):
+        place.account.record_dropout(request.run)
+    counted = replace(resolved, method=resolved.with_dropouts()) if has_dropout else resolved
     policies.check_cost(place.policy, config, counted)
     _check_same_request(place, request)
     RandomStreams.from_seed(
@@ -129,10 +126,10 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
             )
         account, folder = place.account, str(place.folder(request.run).absolute())
         kinds = plan.unit, plan.relation
-        cost = with_sampling_revealed(most) if gaps else most
-        entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, cost)
+        reserve = with_sampling_revealed(most)
+        entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, most, reserve=reserve)
         budget = place.policy.budget_epsilon
-        account.register(entry, partial(check_budget, budget, privacy.delta), force=gaps)
+        account.register(entry, partial(check_budget, budget, privacy.delta))
     write_atomic(place.folder(request.run) / _REQUEST, request.text().encode())
     shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
     terms = RunTerms(
@@ -145,7 +142,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         signer=place.signer,
         accepted_request=request.text().encode(),
         rehearsal=_rehearsal_shard(public),
-        marks_deaths=privacy.noise == "secure" and resolved.dropouts_reveal_cohorts,
+        reserves=privacy.noise == "secure" and resolved.dropouts_reveal_cohorts,
     )
     client_setup = ClientSetup(
         program=lambda: program,
@@ -165,20 +162,6 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
 
 _ROWS = digest(b"the rows of this node")
 """All runs count together, whatever becomes of the rows in between."""
-
-_DROPOUT_FILE = "unanswered"
-
-
-def _count_deaths(place: SiteFolder) -> None:
-    """Mark the cohorts of runs as revealed if a process of this node died during a response to
-    them. No response is in progress meanwhile."""
-    for folder in (place.home / "runs").glob("*"):
-        if place.has_dropout(folder.name) or not died_while_responding(folder / str(place.number)):
-            continue
-        for entry in place.account.entries(_ROWS):
-            if entry.run == folder.name:
-                place.account.raise_max_spend(entry.run, with_sampling_revealed(entry.max_spend))
-        (folder / _DROPOUT_FILE).touch()
 
 
 def _has_unbounded_spend(place: SiteFolder) -> bool:

@@ -51,6 +51,8 @@ class SpendStore(Protocol):
 
     def charged(self, run: str, client: int) -> Spend: ...
 
+    def reserve(self, run: str, client: int) -> None: ...
+
     def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None: ...
 
 
@@ -170,6 +172,11 @@ class Ledger:
         not be reused. Always False in mode ``secure``, where they are fresh."""
         queries = self._asked.get(server_round, [])
         return bool(queries) and queries[0] != query
+
+    def reserve(self) -> None:
+        """Reserve the spend of a missing response (``SpendDb.reserve``) until the next charge."""
+        if self._outside:
+            self._outside.reserve(self._run, self._client)
 
     def charge(self, server_round: int, query: str, samples: int, event: DpEvent) -> None:
         """Write the event of a release. Call before the response leaves the client.

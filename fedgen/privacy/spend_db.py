@@ -9,9 +9,19 @@ Bound. Runs on the same records compose adaptively. In each run, a record belong
 whose count of each event is at most the maximum over clients, so the sum of these maxima over runs
 bounds the cost of every record for any partitions. For clients or persons the bound covers only
 runs with the same partition, because otherwise the records of one client belong to several. An
-unfinished run counts with its maximum spend, because it can be resumed; where a missing response
-reveals a sample, the larger maximum is stored as well. The adversary sees all messages of clients
-(``server``).
+unfinished run counts with its maximum spend, because it can be resumed. The adversary sees all
+messages of clients (``server``).
+
+Reserve, then settle. Where a missing response may reveal a sample, the maximum spend without that
+amplification is registered too. A client reserves it in the database before it computes a response,
+and the transaction that charges the response settles it. A process that dies in between leaves the
+reservation, whichever process or machine it was and whatever becomes of its folder: the run then
+counts with the larger spend, at once and for good. So does a run whose server saw a dropout.
+
+Proof. Of what a client does in a round, only computing the response depends on the sample; so only
+a computation that does not end can make a missing response depend on it. Its reservation is on disk
+before it starts, and only a charge after its end deletes it. Hence in a run without reservations
+and recorded dropouts no missing response depends on a sample, and the amplified spend holds.
 """
 
 from __future__ import annotations
@@ -34,6 +44,7 @@ from fedgen.storage.io import fedgen_home, parse_json
 
 _WAIT_SECONDS = 60.0  # for locks of other processes
 _TABLES = """
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS runs (
     run TEXT PRIMARY KEY, data TEXT NOT NULL, shares TEXT NOT NULL, folder TEXT NOT NULL,
     unit TEXT NOT NULL, relation TEXT NOT NULL, most TEXT NOT NULL,
@@ -44,6 +55,11 @@ CREATE TABLE IF NOT EXISTS charges (
 CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS wholes (run TEXT PRIMARY KEY, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS shown (run TEXT PRIMARY KEY);
+-- of a version that kept reservations in run directories: as if each unfinished run had one
+INSERT OR IGNORE INTO shown SELECT run FROM gaps JOIN runs USING (run)
+    WHERE over = 0 AND NOT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'reserved');
+CREATE TABLE IF NOT EXISTS reserved (
+    run TEXT NOT NULL, client INTEGER NOT NULL, PRIMARY KEY (run, client)) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS shown_stay BEFORE DELETE ON shown
     BEGIN SELECT RAISE(ABORT, 'what was seen stays seen'); END;
 CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
@@ -54,6 +70,7 @@ CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
     WHEN NEW.count < OLD.count OR NEW.run != OLD.run OR NEW.client != OLD.client
         OR NEW.event != OLD.event
     BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
+COMMIT;
 """
 _MOVE = "UPDATE runs SET folder = ? WHERE run = ?"
 _READ = "SELECT run, data, shares, folder, unit, relation, most, over FROM runs "
@@ -68,8 +85,9 @@ class Entry:
     folder: where the run was started or last resumed.
     max_spend: maximum spend of a client by the plan; for a finished run, by its queries.
     charged: client -> spend by its own ledger.
-    max_spend_with_dropouts: ``max_spend`` if a missing response may have revealed a sample; None if
-        a missing response cannot reveal one.
+    reserve: ``max_spend`` if a missing response may have revealed a sample; None if a missing
+        response cannot reveal one.
+    has_dropout: whether a missing response may have revealed a sample, or is being computed.
     full_data: digest of the records including the test split: file names may decide the split, so
         other names yield other training records. Runs with either digest in common are on the same
         data.
@@ -84,7 +102,8 @@ class Entry:
     max_spend: Spend
     is_finished: bool = False
     charged: dict[int, Spend] = field(default_factory=dict)
-    max_spend_with_dropouts: Spend | None = None
+    reserve: Spend | None = None
+    has_dropout: bool = False
     full_data: str = ""
 
     @property
@@ -94,8 +113,11 @@ class Entry:
 
     @property
     def spend(self) -> Spend:
-        """Spend that the run counts with."""
-        return with_reported(self.max_spend, self.charged.values())
+        """Spend that the run counts with. Once it is finished, ``max_spend`` includes dropouts."""
+        spends = [*self.charged.values()]
+        if self.reserve is not None and self.has_dropout and not self.is_finished:
+            spends.append(self.reserve)
+        return with_reported(self.max_spend, spends)
 
 
 @dataclass(frozen=True)
@@ -117,39 +139,33 @@ class SpendDb:
         except RuntimeError as error:
             raise FedgenError("FEDGEN_HOME", str(error), "set it to another folder") from error
 
-    def register(
-        self, entry: Entry, check: Callable[[Entry, Sequence[Entry]], None], force: bool = False
-    ) -> None:
-        """Register a run before its first query, unless its maximum spend is already registered.
+    def register(self, entry: Entry, check: Callable[[Entry, Sequence[Entry]], None]) -> None:
+        """Register a run before its first query, unless its spend was already accepted.
 
         Args:
             check: receives the run as it would count and all other runs on its data, and raises to
                 refuse; no other run is registered meanwhile.
-            force: check again even if the maximum spend is registered, because the run was checked
-                with a smaller one.
         """
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
             registered, is_finished = _max_spend(file, entry.run)
-            charged = _charged(file, entry.run)
             entry = replace(
-                entry, max_spend=with_reported(entry.max_spend, [registered or {}]), charged=charged
+                entry,
+                max_spend=with_reported(entry.max_spend, [registered or {}]),
+                charged=_charged(file, entry.run),
+                has_dropout=_has_dropout(file, entry.run),
             )
-            force = force or is_finished or entry.max_spend != registered
             file.execute(_MOVE, (entry.folder, entry.run))  # the run resumes there
             if entry.full_data:
                 file.execute(
                     "INSERT OR IGNORE INTO wholes VALUES (?, ?)", (entry.run, entry.full_data)
                 )
-            if entry.max_spend_with_dropouts is not None:
-                with_dropouts, conflict = (
-                    json.dumps(spend_to_json(entry.max_spend_with_dropouts)),
-                    "REPLACE" if force else "IGNORE",
-                )
-                file.execute(
-                    f"INSERT OR {conflict} INTO gaps VALUES (?, ?)", (entry.run, with_dropouts)
-                )
-            if registered is not None and not force:
+            if entry.reserve is not None:
+                reserve = with_reported(entry.reserve, [_reserve(file, entry.run) or {}])
+                entry = replace(entry, reserve=reserve)
+                encoded = json.dumps(spend_to_json(reserve))
+                file.execute("INSERT OR REPLACE INTO gaps VALUES (?, ?)", (entry.run, encoded))
+            if not is_finished and not entry.has_dropout and entry.max_spend == registered:
                 return
             others = _entries(file, entry.data, entry.full_data)
             check(entry, [other for other in others if other.run != entry.run])
@@ -169,29 +185,32 @@ class SpendDb:
         with self._open() as file:
             file.execute(_MOVE, (folder, run))
 
-    def raise_max_spend(self, run: str, max_spend: Spend) -> None:
-        """Raise the maximum spend of an unfinished run; it never decreases."""
-        with self._open() as file:
-            file.execute("BEGIN IMMEDIATE")
-            encoded = json.dumps(
-                spend_to_json(with_reported(max_spend, [_max_spend(file, run)[0] or {}]))
-            )
-            file.execute("UPDATE runs SET most = ? WHERE run = ? AND over = 0", (encoded, run))
-
-    def record_dropout(self, run: str, max_spend: Spend) -> None:
-        """Record permanently that a missing response may have revealed a sample of a run, with its
-        new maximum spend."""
+    def record_dropout(self, run: str) -> None:
+        """Record permanently that a missing response may have revealed a sample of a run."""
         with self._open() as file:
             file.execute("INSERT OR IGNORE INTO shown VALUES (?)", (run,))
-        self.raise_max_spend(run, max_spend)
 
-    def has_dropout(self, run: str) -> bool:
-        """Return whether a dropout was recorded; an older copy of the directory does not show
-        it."""
+    def reserve(self, run: str, client: int) -> None:
+        """Reserve the spend of a run with dropouts until its next ``charge`` to this client. Call
+        before a response is computed, while no other process serves this client. A reservation that
+        is still there is that of a process that died, and is recorded as a dropout."""
+        with self._open() as file:
+            file.execute("BEGIN IMMEDIATE")
+            row = (run, client)
+            if file.execute("INSERT OR IGNORE INTO reserved VALUES (?, ?)", row).rowcount == 0:
+                file.execute("INSERT OR IGNORE INTO shown VALUES (?)", (run,))
+
+    def has_dropout(self, run: str, *, reserved: bool = True) -> bool:
+        """Return whether a missing response may have revealed a sample of a run.
+
+        Args:
+            reserved: count responses that have not ended. False while the run is training: they may
+                be about to.
+        """
         if not self.path.exists():  # do not create the database
             return False
         with self._open() as file:
-            return file.execute("SELECT 1 FROM shown WHERE run = ?", (run,)).fetchone() is not None
+            return _has_dropout(file, run, reserved)
 
     def finish(self, run: str, max_spend: Spend) -> None:
         """Record that a run is finished with this maximum spend; if it was finished before, with no
@@ -205,7 +224,8 @@ class SpendDb:
             file.execute("UPDATE runs SET over = 1, most = ? WHERE run = ?", (encoded, run))
 
     def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None:
-        """Record the total spend of a client in a run durably. Call before a response is sent.
+        """Record the total spend of a client in a run durably, and settle its reservation. Call
+        before a response is sent.
 
         Args:
             before: spend before this charge. If more is recorded, a copy of the run is active at
@@ -223,6 +243,7 @@ class SpendDb:
                 "DO UPDATE SET count = max(count, excluded.count)",
                 rows,
             )
+            file.execute("DELETE FROM reserved WHERE run = ? AND client = ?", (run, client))
 
     def charged(self, run: str, client: int) -> Spend:
         """Return the spend of a client in a run."""
@@ -257,7 +278,9 @@ class SpendDb:
             connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
             with closing(connection) as file, file:
                 file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
-                if not file.execute("SELECT 1 FROM sqlite_master WHERE name = 'shown'").fetchone():
+                if not file.execute(
+                    "SELECT 1 FROM sqlite_master WHERE name = 'reserved'"
+                ).fetchone():
                     file.executescript(_TABLES)
                 yield file
         except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
@@ -277,8 +300,6 @@ def _entries(file: sqlite3.Connection, data: str, full_data: str) -> list[Entry]
         spend = spend_from_json(parse_json(max_spend))
         unit_and_relation = Unit(unit), Relation(relation)
         charged = _charged(file, run)
-        row = file.execute("SELECT most FROM gaps WHERE run = ?", (run,)).fetchone()
-        with_dropouts = spend_from_json(parse_json(row[0])) if row else None
         entries.append(
             Entry(
                 run,
@@ -289,7 +310,8 @@ def _entries(file: sqlite3.Connection, data: str, full_data: str) -> list[Entry]
                 spend,
                 bool(is_finished),
                 charged,
-                with_dropouts,
+                _reserve(file, run),
+                _has_dropout(file, run),
             )
         )
     return entries
@@ -300,6 +322,18 @@ def _max_spend(file: sqlite3.Connection, run: str) -> tuple[Spend | None, bool]:
     finished."""
     row = file.execute("SELECT most, over FROM runs WHERE run = ?", (run,)).fetchone()
     return (spend_from_json(parse_json(row[0])), bool(row[1])) if row else (None, False)
+
+
+def _reserve(file: sqlite3.Connection, run: str) -> Spend | None:
+    row = file.execute("SELECT most FROM gaps WHERE run = ?", (run,)).fetchone()
+    return spend_from_json(parse_json(row[0])) if row else None
+
+
+def _has_dropout(file: sqlite3.Connection, run: str, reserved: bool = True) -> bool:
+    tables = ("shown", "reserved") if reserved else ("shown",)
+    return any(
+        file.execute(f"SELECT 1 FROM {table} WHERE run = ?", (run,)).fetchone() for table in tables
+    )
 
 
 def _charged(file: sqlite3.Connection, run: str, only: int | None = None) -> dict[int, Spend]:

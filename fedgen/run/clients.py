@@ -47,7 +47,7 @@ def client_setup(ready: Setup, run_dir: RunDir, name: str) -> ClientSetup:
         aggregation=ready.method.plan.aggregation,
         stores_response=secure and ready.method.plan.resends_responses,
         masked_sums=runtime.masks,
-        marks_deaths=secure and ready.dropouts_reveal_cohorts,
+        reserves=secure and ready.dropouts_reveal_cohorts,
     )
     return ClientSetup(
         program=ready.program,

@@ -15,25 +15,20 @@ from fedgen.errors import FedgenError
 from fedgen.federation.failures import IGNORED_REPLIES
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
-from fedgen.privacy.ledger import elementwise_max, with_reported
+from fedgen.privacy.ledger import elementwise_max
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
-from fedgen.run.privacy_report import ended_by_dropout
 from fedgen.run.setup import Setup
-from fedgen.storage.io import read_json
 from fedgen.storage.run_dir import RunDir
 from fedgen.storage.schemas import or_null
 
 
-def register_run(
-    ready: Setup, run_dir: RunDir, name: str, anew: bool = False, over: bool = False
-) -> SpendDb | None:
+def register_run(ready: Setup, run_dir: RunDir, name: str, over: bool = False) -> SpendDb | None:
     """Register a secure run before it queries clients; return None for a seeded run, which is an
     experiment, and for a deployment, whose sites register their own.
 
     Args:
-        anew: whether it was registered before and may now cost more.
         over: whether it queries no more clients.
 
     Raises:
@@ -44,73 +39,33 @@ def register_run(
     plan, file = ready.method.plan, SpendDb.default()
     most = canonical(plan.server_event(ready.privacy.budget.samples_per_client))
     folder, kinds = str(run_dir.path.absolute()), (plan.unit, plan.relation)
-    gaps = _max_spend_with_dropouts(ready) if ready.dropouts_reveal_cohorts else None
-    rows = ready.dataset
+    rows, reserve = ready.dataset, None
+    if ready.dropouts_reveal_cohorts:
+        counted = ready.with_dropouts().plan
+        reserve = canonical(counted.server_event(ready.privacy.budget.samples_per_client))
     data_fields, full_data = (rows.images_digest, ready.owners, folder), rows.account_of_all
     if over:
         file.set_folder(name, folder)
         return file
-    entry = Entry(
-        name, *data_fields, *kinds, most, max_spend_with_dropouts=gaps, full_data=full_data
-    )
+    entry = Entry(name, *data_fields, *kinds, most, reserve=reserve, full_data=full_data)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
-    _count_deaths(file, file.entries(entry.data, entry.full_data), entry)
-    file.register(entry, partial(check_budget, budget, delta), anew)
+    file.register(entry, partial(check_budget, budget, delta))
     return file
 
 
-def record_dropout(file: SpendDb | None, ready: Setup, name: str) -> None:
-    """Record that a dropout may have revealed the sampled cohorts of a run."""
-    if file is not None:
-        file.record_dropout(name, _max_spend_with_dropouts(ready))
-
-
-def has_dropout(ready: Setup, run_dir: RunDir, name: str) -> bool:
+def has_dropout(ready: Setup, run_dir: RunDir, name: str, training: bool = False) -> bool:
     """Return whether the cohorts of a run count as revealed: by its directory, which has two
-    records of it, or, for an old copy of a directory, by the account of its data."""
-    outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
-    recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
-    return bool(recorded) or (outside and SpendDb.default().has_dropout(name))
-
-
-def _max_spend_with_dropouts(ready: Setup) -> Spend:
-    return canonical(
-        ready.with_dropouts().plan.server_event(ready.privacy.budget.samples_per_client)
-    )
-
-
-def _count_deaths(file: SpendDb, entries: Sequence[Entry], current: Entry | None = None) -> None:
-    """Count the cohorts of runs as revealed if the runs died during a response of a client, or if
-    their folders are missing, whether they resume or not.
+    records of dropouts that the server saw, or by the account of its data, which also knows of
+    responses that a process did not end, and which no old copy of a directory reverts.
 
     Args:
-        current: the run that starts or resumes now. Its own folder is checked separately; the
-            folder of an earlier copy may have been moved.
+        training: whether the run is training in another process, which may be responding.
     """
-    for entry in entries:
-        if (
-            entry.max_spend_with_dropouts is None
-            or entry.is_finished
-            or with_reported(entry.max_spend_with_dropouts, [entry.max_spend]) == entry.max_spend
-        ):
-            continue  # nothing to count, or already counted
-        died = _died(Path(entry.folder), entry.run)
-        if current is not None and current.run == entry.run:
-            died = bool(died) and current.folder != entry.folder
-        if died:
-            file.record_dropout(entry.run, entry.max_spend_with_dropouts)
-        elif died is None:
-            file.raise_max_spend(entry.run, entry.max_spend_with_dropouts)
-
-
-def _died(folder: Path, run: str) -> bool | None:
-    """Return whether a run died during a response of a client; None if its folder is missing."""
-    try:
-        if read_json(folder / "run.json")["run"] != run:
-            return None
-        return ended_by_dropout(RunDir(folder))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
+    recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
+    return bool(recorded) or (
+        outside and SpendDb.default().has_dropout(name, reserved=not training)
+    )
 
 
 def finish_run(file: SpendDb | None, name: str, planned: Sequence[Spend]) -> None:
@@ -129,7 +84,6 @@ def total_spend(path: Path) -> list[str]:
     if record["noise"] != "secure" or not (file := SpendDb.default()).path.exists():
         return []
     _, _, identity = RunDir.open(path, "run")
-    _count_deaths(file, file.runs_on_same_data(identity["run"]))
     entries = file.runs_on_same_data(identity["run"])
     kinds = {entry.kind for entry in entries if entry.run == identity["run"]}
     alike, lines = [entry for entry in entries if entry.kind in kinds], []
@@ -174,7 +128,6 @@ def account_spent(config: DictConfig) -> str:
     validation.check(config)
     file, rows = SpendDb.default(), setup.dataset(config)
     names, delta = (rows.images_digest, rows.account_of_all), config.privacy.delta
-    _count_deaths(file, file.entries(*names))
     entries = file.entries(*names)
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {

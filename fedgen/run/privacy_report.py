@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
-from fedgen.federation.client.app import died_while_responding
 from fedgen.federation.client.context import LEDGER
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
@@ -59,18 +58,6 @@ def open_ledgers(run_dir: RunDir, name: str, clients: int, seeded: bool) -> dict
         if path.exists():
             accounts[client] = Ledger(path, name, client, seeded, read_only=True).account()
     return accounts
-
-
-def client_died(run_dir: RunDir) -> bool:
-    """Return whether a process died during a response of a client; call only while no client
-    responds."""
-    return any(map(died_while_responding, run_dir.clients.glob("*")))
-
-
-def ended_by_dropout(run_dir: RunDir) -> bool:
-    """Return whether a run that no longer continues left a response unfinished."""
-    with run_dir.reading() as quiet:  # otherwise it is training in another process
-        return quiet and client_died(run_dir)
 
 
 def count_unplanned(state: RunState, run_dir: RunDir) -> None:

@@ -18,7 +18,6 @@ from fedgen.run.privacy_budget import has_dropout
 from fedgen.run.privacy_report import (
     Accounts,
     count_unplanned,
-    ended_by_dropout,
     open_ledgers,
 )
 from fedgen.run.resume import check_same_data, open_run
@@ -67,7 +66,8 @@ def load_snapshot(path: Path, evaluation: DictConfig | None = None) -> Snapshot:
         config.evaluation = evaluation
     ready = setup.setup(config, identity["branch"])
     check_same_data(ready, run_dir, identity, "run")
-    unanswered = has_dropout(ready, run_dir, identity["run"]) or _client_died(ready, run_dir)
+    with run_dir.reading() as quiet:
+        unanswered = has_dropout(ready, run_dir, identity["run"], training=not quiet)
     if unanswered:
         try:
             ready = ready.counting_dropouts()
@@ -94,10 +94,3 @@ def load_snapshot(path: Path, evaluation: DictConfig | None = None) -> Snapshot:
         accounts.without_bound(accounts.spends(state)),
     )
     return Snapshot(run_dir, ready, generator, state.rounds, of, spent, lost)
-
-
-def _client_died(ready: Setup, run_dir: RunDir) -> bool:
-    """Return whether the run died during a response and was not resumed since, as it will be
-    accounted."""
-    draws_are_secret = ready.privacy.noise == "secure" and ready.dropouts_reveal_cohorts
-    return draws_are_secret and ended_by_dropout(run_dir)

@@ -39,8 +39,8 @@ from fedgen.run.clients import RunClientSetup, client_setup
 from fedgen.run.judge import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics import MetricsLog, RoundCallback, is_due
-from fedgen.run.privacy_budget import finish_run, has_dropout, record_dropout, register_run
-from fedgen.run.privacy_report import Accounts, client_died, count_unplanned, open_ledgers
+from fedgen.run.privacy_budget import finish_run, has_dropout, register_run
+from fedgen.run.privacy_report import Accounts, count_unplanned, open_ledgers
 from fedgen.run.publish import Clock, build_results, epsilon_figure, publish
 from fedgen.run.resume import (
     ENDED,
@@ -125,8 +125,6 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
             # a new key may have been resampled until all sampled clients responded
             if created and run_dir.started_rounds():
                 run_dir.unanswered.touch()
-            if not new and ready.dropouts_reveal_cohorts and client_died(run_dir):
-                run_dir.unanswered.touch()
         if not new and has_dropout(ready, run_dir, name):
             run_dir.unanswered.touch()
             ready = ready.counting_dropouts()
@@ -194,7 +192,7 @@ class Training:
         self.config, self.method = ready.config, ready.method
         self.clients = len(ready.shards)
         self._until = until
-        self._marks = ready.privacy.noise == "secure" and ready.dropouts_reveal_cohorts
+        self._reserves = ready.privacy.noise == "secure" and ready.dropouts_reveal_cohorts
         self.accounts = Accounts(
             ready.method,
             ready.privacy,
@@ -215,12 +213,9 @@ class Training:
     def run(self, play: RuntimeRunner) -> Path:
         """Train, then write all output of the run."""
         self.spent = register_run(self.ready, self.run_dir, self.name, over=self._is_finished())
-        gaps = self.run_dir.unanswered.exists()
-        if gaps:
-            record_dropout(self.spent, self.ready, self.name)
+        if self.spent is not None and self.run_dir.unanswered.exists():
+            self.spent.record_dropout(self.name)
         state = self._restore()
-        if gaps and not self._over:  # it may exceed the budget of its data now
-            register_run(self.ready, self.run_dir, self.name, anew=True)
         log_arguments = self.ready, self.run_dir, self.accounts, self.clock, self.progress
         self._metrics_log = MetricsLog(*log_arguments, self.name, self._watch, state.rounds)
         with self.progress, PeakMemory() as self.memory:
@@ -354,7 +349,8 @@ class Training:
         the process: in the account of the data, which no copy reverts, and in the directory."""
         if not self.run_dir.unanswered.exists():
             try:
-                record_dropout(self.spent, self.ready, self.name)
+                if self.spent is not None:
+                    self.spent.record_dropout(self.name)
             finally:
                 self.run_dir.unanswered.touch()
 
@@ -384,7 +380,8 @@ class Training:
             once, secret = self.method.plan.one_time_queries, self.ready.privacy.noise == "secure"
             due |= state.rounds == once
             due |= state.rounds < once and self.method.plan.is_short and secret
-            died = self._marks and client_died(self.run_dir)
+            # the response of an actor that died was computed anew by another
+            died = self._reserves and self.spent is not None and self.spent.has_dropout(self.name)
             if (due and not last) or died:
                 keep()
             if died:

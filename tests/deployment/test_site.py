@@ -36,9 +36,7 @@ from fedgen.federation import messages
 from fedgen.federation.client.app import (
     FAILED,
     REFUSED,
-    _death_mark,
     client_app,
-    died_while_responding,
 )
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.secagg.masking import KEY_BYTES, SEALED_BYTES
@@ -201,8 +199,8 @@ def test_a_run_stays_what_it_was(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/deployment/site.py",
-    ("account.register(entry, partial(check_budget, budget, privacy.delta), force=gaps)"),
-    ("account.register(entry, lambda x, _: check_budget(budget, privacy.delta, x, []), gaps)"),
+    ("account.register(entry, partial(check_budget, budget, privacy.delta))"),
+    ("account.register(entry, lambda x, _: check_budget(budget, privacy.delta, x, []))"),
 )
 def test_all_runs_together_stay_within_a_budget(tmp_path: Path) -> None:
     here = place(tmp_path, budget_epsilon=6.0)
@@ -737,11 +735,9 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
         open_run(served._place, asked("privacy.aggregation=local", run="fedcba9876543210"))
 
 
-@kills("fedgen/federation/client/app.py", "        (folder / _ANSWERING).touch()", "        pass")
+@kills("fedgen/deployment/site.py", "*kinds, most, reserve=reserve)", "*kinds, most)")
 @kills(
-    "fedgen/deployment/site.py",
-    ("place.account.raise_max_spend(entry.run, with_sampling_revealed(entry.max_spend))"),
-    "pass",
+    "fedgen/deployment/site.py", "        reserves=privacy", "        reserves=False and privacy"
 )
 def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     """Where each site flips a coin of its own: that its answer is missing may show how it fell, in
@@ -798,32 +794,6 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
 
 
 @kills(
-    "fedgen/federation/client/app.py", "            (folder / _DIED).touch()", "            pass"
-)
-def test_a_death_over_an_answer_is_not_forgotten_by_the_next_one(tmp_path: Path) -> None:
-    """As Ray's actors do, which are started again and asked again."""
-    words = [
-        "method.sampled_by=clients",
-        "method.cohort_size=2",
-        "privacy.colluders=0",
-        "rounds=12",
-    ]
-    wanted, _ = prepared("privacy.target_epsilon=4", *words, method="fedavg_gan")
-    homes, _ = open_run(place(tmp_path, units=("client",)), wanted)
-    home = homes.get(0)
-    folder = home.store.folder(0)
-    with _death_mark(home):
-        assert died_while_responding(folder), "if this were its end"
-    assert not died_while_responding(folder)
-    with pytest.raises(SystemExit), _death_mark(home):
-        raise SystemExit
-    with _death_mark(home):
-        pass
-    assert died_while_responding(folder)
-
-
-@kills("fedgen/deployment/site.py", "        _count_deaths(site)", "        pass")
-@kills(
     "fedgen/deployment/node.py",
     ("        return with_sampling_revealed(spend) if self._place.has_dropout(name) else spend"),
     "        return spend",
@@ -841,9 +811,7 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path)
     second, _ = prepared(*words, method="fedavg_gan", run="fedcba9876543210")
     here = place(tmp_path, units=("client",), epsilon=100.0, budget_epsilon=6.0)
     open_run(here, first)
-    mark = here.folder(RUN) / "0" / "answering"  # as a process leaves it that is killed
-    mark.parent.mkdir()
-    mark.touch()
+    here.account.reserve(RUN, 0)  # as a process leaves it that is killed
     with pytest.raises(RefusedError, match="above 6"):
         open_run(here, second)
     free = replace(here, policy=replace(here.policy, budget_epsilon=None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -31,6 +30,8 @@ from fedgen.federation.runtimes.local_nodes import GridWrapper
 from fedgen.methods.families.critic_ensemble import Critics
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import canonical, with_sampling_revealed
+from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.spend_db import SpendDb
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup as settings
 from fedgen.run import train as training
@@ -289,8 +290,8 @@ def charged(capsys: pytest.CaptureFixture[str]) -> float:
 
 @kills(
     "fedgen/run/privacy_budget.py",
-    ("ready.with_dropouts().plan.server_event(ready.privacy.budget.samples_per_client)"),
-    "ready.method.plan.server_event(ready.privacy.budget.samples_per_client)",
+    "        counted = ready.with_dropouts().plan\n",
+    "        counted = ready.method.plan\n",
 )
 @kills(
     "fedgen/run/snapshot.py", "            ready = ready.counting_dropouts()", "            pass"
@@ -343,8 +344,8 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
 
 @kills(
     "fedgen/run/privacy_budget.py",
-    "    return bool(recorded) or (outside and SpendDb.default().has_dropout(name))",
-    "    return bool(recorded)",
+    "        outside and SpendDb.default().has_dropout(name, reserved=not training)",
+    "        False",
 )
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
 def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
@@ -376,18 +377,17 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     assert entered() == pytest.approx(failed)
 
 
-@kills(
-    "fedgen/run/snapshot.py", 'identity["run"]) or _client_died(ready, run_dir)', 'identity["run"])'
-)
-@kills(
-    "fedgen/run/train.py",
-    "            died = self._marks and client_died(self.run_dir)",
-    "            died = False",
-)
+@kills("fedgen/run/snapshot.py", "training=not quiet", "training=True")
+@kills("fedgen/run/snapshot.py", "training=not quiet", "training=False")
 @kills(
     "fedgen/run/train.py",
-    ("            if not new and ready.dropouts_reveal_cohorts and client_died(run_dir):"),
-    "            if False:",
+    "            died = self._reserves and self.spent is not None",
+    "            died = False and self.spent is not None",
+)
+@kills(
+    "fedgen/federation/client/app.py",
+    "            ctx.ledger.reserve()  # until the charge",
+    "            pass",
 )
 def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -397,22 +397,27 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, other = tmp_path / "run", tmp_path / "other"
     command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
+    died: list[Ledger] = []
 
-    def die(ready: Setup, state: RunState, found: object) -> None:
-        if state.rounds == 3:
-            (run / "clients" / "4" / "died").touch()
+    def die(self: Ledger) -> None:
+        """Of client 4 in round 3: a process died before this one, or dies now."""
+        reserve(self)
+        if (self._client, self.releases) == (4, 3):
+            died.append(self)
+            if run.exists() and not other.exists():
+                reserve(self)
+            else:
+                raise KeyboardInterrupt
 
+    reserve = Ledger.reserve
+    monkeypatch.setattr(Ledger, "reserve", die)
     with pytest.raises(NoResponseError, match="died during a response"):
-        training.train(compose("config", [*command, f"run_dir={run}"]), watch=die)
+        training.train(compose("config", [*command, f"run_dir={run}"]))
     assert (run / "unanswered").exists()
-
-    def cut(ready: Setup, state: RunState, found: object) -> None:
-        if state.rounds == 3:
-            (other / "clients" / "4" / "answering").touch()
-            raise KeyboardInterrupt
-
     with pytest.raises(Interrupted):
-        training.train(compose("config", [*command, f"run_dir={other}"]), watch=cut)
+        training.train(compose("config", [*command, f"run_dir={other}"]))
+    assert len(died) == 2
+    monkeypatch.setattr(Ledger, "reserve", reserve)
     assert not (other / "unanswered").exists()
     gone, there = load_snapshot(other).spent["server"], load_snapshot(run).spent["server"]
     assert gone.or_infinity == there.or_infinity, "on its page, too"
@@ -430,72 +435,36 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
-    "        return ended_by_dropout(RunDir(folder))",
-    "        return False",
+    "fedgen/privacy/spend_db.py",
+    "if self.reserve is not None and self.has_dropout and not self.is_finished:",
+    "if False:",
 )
-@kills("fedgen/run/privacy_budget.py", "        elif died is None:", "        elif False:")
-@pytest.mark.parametrize("left", ["all", "a mark", "no folder", "another run"])
-def test_a_run_that_died_is_charged_whether_it_goes_on_or_not(
-    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("died", [False, True], ids=["was interrupted", "died"])
+def test_a_run_that_died_is_charged_whatever_becomes_of_its_folder(
+    died: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder tells that nobody died during a response, or counts as if somebody had."""
+    """A copy made before it died, a folder that was moved and one that is gone tell nothing else
+    than its account, before it goes on and after."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
-    run = tmp_path / "run"
-
-    interrupted(1, *EIGHT, f"run_dir={run}")
-    quiet = charged(capsys)
-    if left == "a mark":
-        (run / "clients" / "4" / "answering").touch()
-        with RunDir(run).locked("run"):  # as it trains on, an answer is on its way
-            assert charged(capsys) == quiet
-    elif left != "all":
-        run.rename(tmp_path / "elsewhere")
-    if left == "another run":
-        assert cli.run(["train", *DRAWN, "rounds=1", f"run_dir={run}"]) == 0
-    second = ["train", *EIGHT, f"run_dir={tmp_path / 'second'}"]
-    admitted = cli.run([*second, f"privacy.budget_epsilon={1.8 * quiet}"]) == 0
-    assert admitted == (left == "all")
-    if admitted:
-        return
-    assert "privacy.budget_epsilon: other runs on these data (1) cost" in capsys.readouterr().err
-    shown = charged(capsys)
-    assert shown > 1.5 * quiet
-    if left == "no folder":  # it comes back: nothing is taken back until it is over
-        (tmp_path / "elsewhere").rename(run)
-        assert charged(capsys) == shown
-        assert cli.run(["train", f"resume={run}"]) == 0
-        assert charged(capsys) == pytest.approx(quiet)
-
-
-@pytest.mark.parametrize("how", ["copied", "moved", "of an old account", "linked"])
-def test_a_run_is_looked_for_where_it_went_on(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What a copy's death showed counts; a run that was moved, or has a link in it, is not taken
-    for dead; accounts of versions before are told of gaps when their runs go on."""
-    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
-    run, other = tmp_path / "run", tmp_path / "other"
-
+    run, copy = tmp_path / "run", tmp_path / "copy"
     interrupted(2, *EIGHT, f"run_dir={run}")
     quiet = charged(capsys)
-    if how == "linked":
-        (run / "notes").symlink_to(tmp_path)
-        assert charged(capsys) == quiet
+    shutil.copytree(run, copy)
+    if died:
+        name = json.loads((run / "run.json").read_text())["run"]
+        SpendDb.default().reserve(name, 4)
+    shutil.rmtree(run)
+    counted = charged(capsys)
+    assert counted > 1.5 * quiet if died else counted == quiet
+    second = ["train", *EIGHT, f"run_dir={tmp_path / 'second'}"]
+    admitted = cli.run([*second, f"privacy.budget_epsilon={1.8 * quiet}"]) == 0
+    assert admitted == (not died)
+    if not died:
         return
-    if how == "copied":
-        shutil.copytree(run, other)
-    elif how == "moved":
-        run.rename(other)
-    else:
-        run.rename(other)
-        with sqlite3.connect(tmp_path / "home" / "spent.sqlite") as file:
-            file.executescript("DROP TABLE gaps; DROP TABLE wholes; DROP TABLE shown")
-        assert charged(capsys) == quiet
-    interrupted(4, f"resume={other}")
-    assert charged(capsys) == quiet
-    (other / "clients" / "4" / "answering").touch()
-    assert charged(capsys) > 1.5 * quiet
+    assert "privacy.budget_epsilon: other runs on these data (1) cost" in capsys.readouterr().err
+    assert cli.run(["train", f"resume={copy}"]) == 0
+    views = json.loads((copy / "privacy.json").read_text())["views"]
+    assert views["server"]["epsilon"] == pytest.approx(charged(capsys)) == pytest.approx(counted)
 
 
 def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
@@ -509,7 +478,6 @@ def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
         assert not quiet
 
 
-@kills("fedgen/run/train.py", "        if gaps and not self._over:", "        if False:")
 def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.client.context import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Relation, RevealedSampling, Unit
+from fedgen.privacy.events import Relation, RevealedSampling, Spend, Unit
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.run import train as training
@@ -83,7 +83,7 @@ def test_nothing_is_taken_back(tmp_path: Path) -> None:
     file = SpendDb(tmp_path / "spent.sqlite")
     file.register(entry("a"), anything)
     file.charge("a", 0, {}, {EVENT: 3})
-    file.record_dropout("a", {EVENT: 3})
+    file.record_dropout("a")
     for words in (
         "DELETE FROM runs",
         "DELETE FROM charges",
@@ -126,8 +126,8 @@ def test_a_copy_that_goes_on_beside_the_run_is_refused(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/privacy/spend_db.py",
-    "with_reported(self.max_spend, self.charged.values())",
-    "with_reported({}, self.charged.values())",
+    "return with_reported(self.max_spend, spends)",
+    "return with_reported({}, spends)",
 )
 def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path) -> None:
     file = SpendDb(tmp_path / "spent.sqlite")
@@ -146,13 +146,13 @@ def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path
 
 @kills(
     "fedgen/privacy/spend_db.py",
-    "force = force or is_finished or entry.max_spend != registered",
-    "force = force or is_finished or registered is None",
+    "if not is_finished and not entry.has_dropout and entry.max_spend == registered:",
+    "if not is_finished and not entry.has_dropout and registered is not None:",
 )
 @kills(
     "fedgen/privacy/spend_db.py",
-    "force = force or is_finished or entry.max_spend != registered",
-    "force = force or entry.max_spend != registered and not is_finished",
+    "if not is_finished and not entry.has_dropout and entry.max_spend == registered:",
+    "if is_finished or (not entry.has_dropout and entry.max_spend == registered):",
 )
 def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Path) -> None:
     """Whoever made it longer: the rounds in a run's directory are under no lock."""
@@ -162,10 +162,10 @@ def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Pat
         checked.append(entry)
 
     for most in (10, 10, 5, 20):
-        file.register(replace(entry("a", most), max_spend_with_dropouts={EVENT: 2 * most}), note)
+        file.register(replace(entry("a", most), reserve={EVENT: 2 * most}), note)
     assert [each.spend for each in checked] == [{EVENT: 10}, {EVENT: 20}]
     [found] = file.entries("rows")
-    assert (found.max_spend, found.max_spend_with_dropouts) == ({EVENT: 20}, {EVENT: 40})
+    assert (found.max_spend, found.reserve) == ({EVENT: 20}, {EVENT: 40})
 
     def refuse(entry: Entry, others: object) -> None:
         raise FedgenError("privacy.budget_epsilon", "it is too much", "spend less")
@@ -368,7 +368,7 @@ def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> No
     assert [each.run for each in file.runs_on_same_data("b")] == ["a", "b"]
     assert [each.run for each in file.runs_on_same_data("c")] == ["a", "c"]
     with closing(sqlite3.connect(file.path)) as opened, opened:
-        opened.executescript("DROP TABLE wholes; DROP TABLE shown")
+        opened.executescript("DROP TABLE wholes; DROP TABLE shown; DROP TABLE reserved")
     assert [each.run for each in file.entries("rows", "rows and test")] == ["a", "b"]
 
 
@@ -420,8 +420,8 @@ def test_other_persons_or_clients_have_no_sum(
 
 @kills(
     "fedgen/privacy/spend_db.py",
-    ("                spend_to_json(with_reported(max_spend, [_max_spend(file, run)[0] or {}]))\n"),
-    "                spend_to_json(max_spend)\n",
+    "reserve = with_reported(entry.reserve, [_reserve(file, entry.run) or {}])",
+    "reserve = entry.reserve",
 )
 @kills(
     "fedgen/privacy/ledger.py",
@@ -433,27 +433,134 @@ def test_other_persons_or_clients_have_no_sum(
     "with_reported(max_spend, [(previous or {}) if was_finished else {}])",
     "max_spend",
 )
+@kills(
+    "fedgen/privacy/spend_db.py",
+    "if not is_finished and not entry.has_dropout and entry",
+    "if entry",
+)
 def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
     """Also those that clients charged as secret ones, once each."""
     file, drawn = SpendDb(tmp_path / "spent.sqlite"), PoissonSampledDpEvent(0.5, EVENT)
     kinds = Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
-    file.register(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 10}), anything)
+    one = Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 10})
+    seen = RevealedSampling(0.5, EVENT)
+    file.register(replace(one, reserve={seen: 12}), anything)
     file.charge("a", 0, {}, {drawn: 4})
-    file.raise_max_spend("a", {RevealedSampling(0.5, EVENT): 10})
-    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 10}
-    file.raise_max_spend("a", {drawn: 5})
-    file.register(Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 5}), anything, force=True)
-    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 10}, (
-        "nothing is taken back"
-    )
-    file.finish("a", {RevealedSampling(0.5, EVENT): 3})
-    file.raise_max_spend("a", {RevealedSampling(0.5, EVENT): 10})
-    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 4}, "it is over"
-    file.finish("a", {drawn: 1})
-    assert file.entries("rows")[0].spend == {RevealedSampling(0.5, EVENT): 4}, "and stays at that"
+    assert file.entries("rows")[0].spend == {drawn: 10}
     assert not file.has_dropout("a")
-    file.record_dropout("a", {RevealedSampling(0.5, EVENT): 10})
-    assert file.has_dropout("a") and not file.has_dropout("b")
+    file.record_dropout("a")
+    assert file.has_dropout("a", reserved=False) and not file.has_dropout("b")
+    assert file.entries("rows")[0].spend == {seen: 12}
+    checked = list[Entry]()
+    file.register(
+        replace(one, max_spend={drawn: 5}, reserve={seen: 5}),
+        lambda entry, others: checked.append(entry),
+    )
+    assert [entry.spend for entry in checked] == [{seen: 12}], "it may be above a budget now"
+    assert file.entries("rows")[0].spend == {seen: 12}, "nothing is taken back"
+    file.finish("a", {seen: 3})
+    assert file.entries("rows")[0].spend == {seen: 4}, "it is over"
+    file.finish("a", {drawn: 1})
+    assert file.entries("rows")[0].spend == {seen: 4}, "and stays at that"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["that reveals", "that reveals nothing"])
+def test_an_account_of_a_version_before_counts_unfinished_runs_as_if_a_response_was_missing(
+    known: bool, tmp_path: Path
+) -> None:
+    """Their marks were in their folders, which nobody looks at any more."""
+    file = SpendDb(tmp_path / "spent.sqlite")
+    for run in ("a", "b"):
+        file.register(replace(entry(run), reserve={EVENT: 20} if known else None), anything)
+    file.finish("b", {EVENT: 10})
+    with closing(sqlite3.connect(file.path)) as opened, opened:
+        opened.executescript("DROP TABLE reserved; DROP TABLE shown")
+    assert [each.spend[EVENT] for each in file.entries("rows")] == [20 if known else 10, 10]
+
+
+class Dying:
+    """The account of a process that may be killed before it has written a charge."""
+
+    def __init__(self, file: SpendDb) -> None:
+        self.file, self.dies = file, False
+
+    def charged(self, run: str, client: int) -> Spend:
+        return self.file.charged(run, client)
+
+    def reserve(self, run: str, client: int) -> None:
+        self.file.reserve(run, client)
+
+    def charge(self, run: str, client: int, before: Spend, spent: Spend) -> None:
+        if self.dies:
+            raise SystemExit
+        self.file.charge(run, client, before, spent)
+
+
+@kills("fedgen/privacy/spend_db.py", ", row).rowcount == 0:", ", row).rowcount < 0:")
+@kills(
+    "fedgen/privacy/spend_db.py",
+    'tables = ("shown", "reserved") if reserved else ("shown",)',
+    'tables = ("shown",)',
+)
+@kills(
+    "fedgen/privacy/spend_db.py",
+    'file.execute("DELETE FROM reserved WHERE run = ? AND client = ?", (run, client))',
+    'file.execute("DELETE FROM reserved WHERE run = ?", (run,))',
+)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["responds", "dies", "dies, charged", "fails", "starts anew"]),
+            st.integers(0, 1),
+        ),
+        max_size=10,
+    )
+)
+def test_a_reservation_covers_what_marks_in_folders_covered(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]]
+) -> None:
+    """Random histories of two clients, against the rule before: a client left a mark in its folder
+    while it responded, a second one if it met the first, and the account looked for marks. No
+    history counts with less than by that rule, and one where nothing died with no more."""
+    folder = tmp_path_factory.mktemp("home")
+    file, seen = SpendDb(folder / "spent.sqlite"), RevealedSampling(0.5, EVENT)
+    drawn = PoissonSampledDpEvent(0.5, EVENT)
+    kinds = Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
+    one = Entry("run", "rows", "shares", "runs/a", *kinds, {drawn: 20}, reserve={seen: 20})
+    file.register(one, anything)
+    process = [Dying(file), Dying(file)]
+
+    def start(client: int) -> Ledger:
+        process[client].dies = False
+        return Ledger(folder / str(client), "run", client, False, process[client])
+
+    ledgers, responding, died, failed = [start(0), start(1)], [False] * 2, [False] * 2, False
+    for round_, (what, client) in enumerate(history):
+        if what == "fails":
+            file.record_dropout("run")
+            failed = True
+        elif what == "starts anew":
+            ledgers[client] = start(client)
+        else:
+            died[client] |= responding[client]
+            responding[client] = what == "dies"
+            ledgers[client].reserve()
+            if what == "dies":
+                ledgers[client] = start(client)
+                continue
+            process[client].dies = what == "dies, charged"
+            with suppress(SystemExit):
+                ledgers[client].charge(round_, str(round_), 1, drawn)
+            if process[client].dies:
+                ledgers[client] = start(client)
+        by_marks = failed or any(responding) or any(died)
+        [counted] = file.entries("rows")
+        assert counted.spend in ({drawn: 20}, {seen: 20})
+        if by_marks:
+            assert counted.spend == {seen: 20}
+        elif all(what in ("responds", "starts anew") for what, _ in history):
+            assert counted.spend == {drawn: 20}
 
 
 def files_of(run: Path) -> dict[str, bytes]:

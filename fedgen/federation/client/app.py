@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -50,8 +48,6 @@ REFUSED = 104
 _RESPONSE_VERSION = "exact noise on a grid with one zero, sums in parts"
 """Change this with any code that changes the response to the same query: a run started by an older
 version must not treat its responses as repeats, which are free."""
-
-_ANSWERING, _DIED = "answering", "died"  # mark files: responding; a process died while responding
 
 
 class BudgetError(Exception):
@@ -150,24 +146,6 @@ def _charge_unbounded(ctx: ClientContext, server_round: int) -> None:
     """Record that a failure on private records was visible."""
     if ctx.streams.mode == "secure":
         ctx.ledger.charge(server_round, "failed", 0, NonPrivateDpEvent())
-
-
-@contextmanager
-def _death_mark(ctx: ClientContext) -> Iterator[None]:
-    """Leave a permanent mark if the process dies within the context."""
-    folder = ctx.store.folder(ctx.index)
-    if ctx.terms.marks_deaths:
-        if (folder / _ANSWERING).exists():
-            (folder / _DIED).touch()
-        (folder / _ANSWERING).touch()
-    yield
-    (folder / _ANSWERING).unlink(missing_ok=True)
-
-
-def died_while_responding(folder: Path) -> bool:
-    """Return whether a process died while the client of this folder responded. Call while no client
-    responds."""
-    return any((folder / mark).exists() for mark in (_ANSWERING, _DIED))
 
 
 def _prepare(ctx: ClientContext, message: Message) -> RecordDict:
@@ -369,12 +347,13 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     if response is None:
         state = ctx.store.state(ctx.index)
         streams = ctx.streams.for_release(query_digest)
-        with _death_mark(ctx):
-            release = _compute_private(
-                ctx,
-                server_round,
-                lambda: ctx.program.respond(state, query, ctx.shard, server_round, streams),
-            )
+        if ctx.terms.reserves:
+            ctx.ledger.reserve()  # until the charge
+        release = _compute_private(
+            ctx,
+            server_round,
+            lambda: ctx.program.respond(state, query, ctx.shard, server_round, streams),
+        )
         response = messages.response_from(release, ctx.terms.aggregation)
     if not repeat and ctx.terms.limits is not None:
         after = total([ctx.ledger.account().spend, canonical(response.event)])

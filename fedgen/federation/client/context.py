@@ -50,7 +50,7 @@ class RunTerms:
     accepted_request: text of the request that all signing clients must have accepted.
     rehearsal: non-private records. A query is tried on them first, so that an invalid query fails
         before it reaches private records; None: not tried.
-    marks_deaths: whether a client leaves a mark file if its process dies while responding: a
+    reserves: whether a client reserves the spend of a missing response before it computes one: a
         missing or late response may reveal which records the client sampled.
     """
 
@@ -63,7 +63,7 @@ class RunTerms:
     signer: Signer | None = None
     accepted_request: bytes = b""
     rehearsal: Shard | None = None
-    marks_deaths: bool = False
+    reserves: bool = False
 
 
 @dataclass(frozen=True)
