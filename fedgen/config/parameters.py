@@ -7,6 +7,7 @@ protocol by which the method declares them (``fedgen/models/factories.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -176,11 +177,16 @@ def parameters(function: Callable[..., Any]) -> Parameters:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        target = function.__init__ if inspect.isclass(function) else function
-        return typing.get_type_hints(target, include_extras=True)
-    except (AttributeError, NameError, TypeError):  # no types, or names that cannot be resolved
-        return {}
+    """Return the annotations that can be resolved: one that names a type imported for type checkers
+    only leaves its own parameter unchecked."""
+    hints: dict[str, Any] = {}
+    target = function.__init__ if inspect.isclass(function) else inspect.unwrap(function)
+    for name, annotation in getattr(target, "__annotations__", {}).items():
+        one = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(AttributeError, NameError, SyntaxError, TypeError):
+            scope = getattr(target, "__globals__", {})
+            hints |= typing.get_type_hints(one, scope, include_extras=True)
+    return hints
 
 
 @functools.cache

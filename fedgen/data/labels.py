@@ -37,6 +37,7 @@ def infer_names(data_names: Iterable[str], setting: Sequence[str] | None) -> lis
     Raises:
         FedgenError: for a label outside those in the setting, or an invalid list.
     """
+    data_names = set(data_names)
     labels = sort_names(data_names) if setting is None else validate_names(setting)
     _check_known(data_names, labels)
     return labels

@@ -233,5 +233,5 @@ def partition(counts: NDArray[np.int64], path: Path) -> None:
     axes.set_xlabel("label")
     axes.set_ylabel("clients, ranked by number of images")
     place, ticks = figure.add_axes((0.85, 0.13, 0.03, 0.83)), MaxNLocator(integer=True)
-    figure.colorbar(image, cax=place, label="rows", ticks=ticks)
+    figure.colorbar(image, cax=place, label="images", ticks=ticks)
     figure.savefig(path, dpi=120)

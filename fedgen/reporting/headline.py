@@ -129,7 +129,8 @@ def context_rows(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
 
 
 def adversary_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ε of the clients if there are several: minimum, median and maximum."""
+    """Return ε of the clients if there are several: minimum, median (of an even number, the upper
+    one) and maximum."""
     rows = []
     for name in ("server", "release"):
         epsilons = sorted(

@@ -255,7 +255,7 @@ def summary(path: Path) -> str:
     if record["without_bound"]:
         lines.append(exceptions(record).strip())
     lines += [
-        f"with colluders beside the server ({bound['colluders']}): "
+        f"if {bound['colluders']} clients collude with the server: "
         f"ε {format_epsilon(bound['epsilon'])}"
         for bound in record["aggregation"].get("if_more_collude", [])
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mutation import kills
@@ -14,9 +14,19 @@ from fedgen.config.parameters import check_parameters
 from fedgen.config.registry import to_plain
 from fedgen.errors import FedgenError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-def own(*, ema: Decay | None, penalty: NonNegative, rate: float, **_: object) -> None:
-    """Parameters of an extension's method."""
+
+def own(
+    *,
+    ema: Decay | None,
+    penalty: NonNegative,
+    rate: float,
+    weights: NDArray[Any] | None = None,
+    **_: object,
+) -> None:
+    """Parameters of an extension's method, one of a type that only type checkers import."""
 
 
 @pytest.fixture(autouse=True)
