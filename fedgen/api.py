@@ -233,7 +233,7 @@ def audit(settings: Settings | None = None, /, **more: Any) -> auditing.AuditRes
 def _overrides(settings: Settings | None, more: Settings) -> list[str]:
     """Return settings as overrides of the command line."""
     if not isinstance(settings, Mapping | None):
-        raise FedgenError("settings", "are no dictionary", 'e.g. {"method.ema": 0.9}')
+        raise FedgenError("settings", "must be a dictionary", 'e.g. {"method.ema": 0.9}')
     merged = {**(settings or {}), **more}
     if "epsilon" in merged:
         merged["privacy.target_epsilon"] = merged.pop("epsilon")

@@ -141,7 +141,7 @@ def test_mistakes_are_errors_in_the_same_words(tmp_path: Path) -> None:
     for place in (tmp_path / "nothing", None, 3, "a\0b"):
         with pytest.raises(fedgen.FedgenError):
             fedgen.load(place)  # type: ignore[arg-type]
-    with pytest.raises(fedgen.FedgenError, match="settings: are no dictionary"):
+    with pytest.raises(fedgen.FedgenError, match="settings: must be a dictionary"):
         fedgen.account("method=psg_small")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 

@@ -202,7 +202,7 @@ def test_a_mistake_is_one_line(
         (["node", "log=2"], "log"),
         (["release", "run=a", "privacy.budget_epsilon=5"], "did you mean budget_epsilon?"),
         (["sample", "run=no-such-place", "out=a.npz"], "run: there is no no-such-place; give a"),
-        (["sample", f"run={__file__}", "out=a.npz"], "is no folder; give a finished run"),
+        (["sample", f"run={__file__}", "out=a.npz"], "is not a folder; give a finished run"),
         (["sample", "run=no-such-place", f"out={Path(__file__).parent}"], "tests exists; give a"),
     ],
     ids=" ".join,
@@ -288,7 +288,7 @@ def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("word", "words"),
     [
-        ("runtime.timeout=5", "of which runtime"),
+        ("runtime.timeout=5", "requires a runtime"),
         ("seed=5", "keeps its settings"),
         ("runtime.min_success=0.5", "keeps its settings"),
         ("runtime.threads=2", "keeps its settings"),

@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind
 from fedgen.methods.plan import Plan
-from fedgen.privacy.accounting import Epsilon
 from fedgen.privacy.aggregation import Secure
-from fedgen.privacy.events import canonical, describe
+from fedgen.privacy.budget import Bound
+from fedgen.privacy.events import describe
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
-from fedgen.run.calibrate import UNLIMITED, epsilon_for, planned_epsilons
+from fedgen.run.calibrate import UNLIMITED, bound_for, planned_bounds
 from fedgen.run.preflight import delta_warnings, preset_warnings
 from fedgen.run.privacy_report import amplification
 from fedgen.run.setup import Setup
@@ -31,11 +31,11 @@ def account(config: DictConfig) -> str:
         FedgenError: for the first invalid setting.
     """
     ready = setup.setup(config)
-    views = planned_epsilons(ready.method, ready.privacy)
+    views = planned_bounds(ready.method, ready.privacy)
     return json.dumps([_row(ready, views)]) if config.output == "json" else _describe(ready, views)
 
 
-def _row(ready: Setup, views: dict[str, Epsilon]) -> dict[str, Any]:
+def _row(ready: Setup, views: dict[str, Bound]) -> dict[str, Any]:
     plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
     formula = claim and or_null(claim.epsilon(privacy.budget.rounds, privacy.delta))
     return {
@@ -45,17 +45,23 @@ def _row(ready: Setup, views: dict[str, Epsilon]) -> dict[str, Any]:
         "delta": privacy.delta,
         "claimed_epsilon": None,
         "formula_epsilon": formula,
-        "server_epsilon": or_null(views["server"].value),
-        "release_epsilon": or_null(views["release"].value),
-        "accountant": views["server"].accountant,
-        "rdp_epsilon": or_null(views["server"].second_opinion),
+        "server_epsilon": or_null(views["server"].epsilon.value),
+        "release_epsilon": or_null(views["release"].epsilon.value),
+        "accountant": views["server"].epsilon.accountant,
+        "rdp_epsilon": or_null(views["server"].epsilon.second_opinion),
+        "guarantee": {
+            name: None
+            if (curve := bound.guarantee(privacy.delta, plan.relation)) is None
+            else curve.to_json()
+            for name, bound in views.items()
+        },
         "noise_multiplier": privacy.noise_multiplier,
         "noise_multiplier_for_claim": None,
         "steps": plan.queries_in(privacy.budget.rounds),
     }
 
 
-def _describe(ready: Setup, views: dict[str, Epsilon]) -> str:
+def _describe(ready: Setup, views: dict[str, Bound]) -> str:
     plan, privacy, claim = ready.method.plan, ready.privacy, ready.method.plan.claim
     clients = len(ready.shards)
     noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
@@ -63,26 +69,25 @@ def _describe(ready: Setup, views: dict[str, Epsilon]) -> str:
         f"{ready.config.names.method} on {ready.config.names.data}, "
         f"{clients} client{'s' if clients > 1 else ''}: at most {privacy.budget.rounds} rounds"
         f"{_describe_query_rounds(plan, privacy.budget.rounds)} of {plan.samples_per_round} "
-        f"query sample{'s' if plan.samples_per_round > 1 else ''}; each client responds "
+        f"query sample{'s' if plan.samples_per_round > 1 else ''}; each client responds to "
         f"{_describe_client(privacy.budget.samples_per_client)}",
         f"protected: one {plan.unit.value}; neighbours: {plan.relation.value.replace('_', ' ')}; "
         f"δ = {privacy.delta:g}",
         f"sampling: {plan.sampler}; noise multiplier: {noise}",
     ]
-    for name, epsilon in views.items():
+    for name, bound in views.items():
+        epsilon = bound.epsilon
         by, reason = amplification(plan, name, epsilon)
-        rows = plan.samples_per_round * plan.queries_in(privacy.budget.rounds)
-        event = plan.server_event(min(privacy.budget.samples_per_client, rows))
-        if plan.release_event is not None and epsilon != views["server"]:
-            event = plan.release_event(privacy.budget.rounds)
         second = ""
         if epsilon.second_opinion is not None:
             second = f", second opinion {format_epsilon(epsilon.second_opinion)}"
         lines += [
             f"{name}: proven ε = {format_epsilon(epsilon.value)} ({epsilon.accountant}{second})",
             f"  {f'amplified by the {by}' if by else f'not amplified: {reason}'}",
-            f"  counted: {describe(canonical(event))}",
+            f"  counted: {describe(bound.spend)}",
         ]
+        if (curve := bound.guarantee(privacy.delta, plan.relation)) is not None:
+            lines.append(f"  {curve.describe()}")
     if clients > 1 and privacy.noise_multiplier is not None:
         lines += _compare_aggregations(ready)
     lines += [*delta_warnings(ready), *preset_warnings(ready.config)]
@@ -99,7 +104,7 @@ def _compare_aggregations(ready: Setup) -> list[str]:
         try:
             method = ready.with_aggregation(kind)
         except FedgenError as error:
-            lines.append(f"noise made {_NOISE_SOURCE[kind]}: not possible: {error.problem}")
+            lines.append(f"noise added {_NOISE_SOURCE[kind]}: not possible: {error.problem}")
             continue
         rows = min(
             budget.samples_per_client,
@@ -108,7 +113,9 @@ def _compare_aggregations(ready: Setup) -> list[str]:
         capped_budget = replace(budget, samples_per_client=rows)
         server, release = (
             format_epsilon(
-                epsilon_for(method, capped_budget, budget.rounds, rows, delta, against_server).value
+                bound_for(
+                    method, capped_budget, budget.rounds, rows, delta, against_server
+                ).epsilon.value
             )
             for against_server in (True, False)
         )
@@ -117,8 +124,8 @@ def _compare_aggregations(ready: Setup) -> list[str]:
         if isinstance(sums, Secure):
             shares = sums.asked / sums.honest
         lines.append(
-            f"noise made {_NOISE_SOURCE[kind]}: ε = {server} (server), {release} (release); noise "
-            f"of the sum {math.sqrt(shares):.3g} times its multiplier"
+            f"noise added {_NOISE_SOURCE[kind]}: ε = {server} (server), {release} (release); noise "
+            f"of the sum: {math.sqrt(shares):.3g} x noise multiplier x sensitivity"
         )
     return lines
 
@@ -132,8 +139,8 @@ _NOISE_SOURCE: dict[AggregationKind, str] = {
 
 def _describe_client(rows: int) -> str:
     if rows >= UNLIMITED:
-        return "any number of times"
-    return "at most once" if rows == 1 else f"at most {rows} times"
+        return "any number of query samples"
+    return "at most 1 query sample" if rows == 1 else f"at most {rows:,} query samples"
 
 
 def _describe_query_rounds(plan: Plan, rounds: int) -> str:

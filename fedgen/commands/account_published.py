@@ -171,7 +171,7 @@ _COUNTING = (
     "noise_multiplier_for_claim",
     "target_epsilon",
 )
-"""What a row has of a recipe that can be counted."""
+"""Computed columns; None for a recipe that cannot be accounted."""
 
 
 def _by_rdp(bound: Epsilon) -> float | None:

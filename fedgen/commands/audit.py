@@ -49,7 +49,7 @@ def audit(config: DictConfig) -> AuditResult:
     settings = config.audit
     check_audit(settings)
     if config.resume is not None:
-        raise FedgenError("resume", "an audit begins anew", "finish its run by fedgen train")
+        raise FedgenError("resume", "an audit cannot be resumed", "finish its run by fedgen train")
     ready = setup.setup(config)
     program = _ProgramAttacks()
     if settings.releases:
@@ -71,12 +71,14 @@ def audit(config: DictConfig) -> AuditResult:
     text = "\n".join(lines)
     if any(point.broken for point in (*program.points, *guessed)):
         print(text)
-        raise FedgenError("audit", "an attack shows more than is proven", "do not use this build")
+        raise FedgenError(
+            "audit", "an attack refutes the proven ε", "report it as SECURITY.md says"
+        )
     head = []
     if program.noises and not settings.noise_multiplier:
         head = [
-            f"client programs at noise of their own: one release costs ε = {TARGET_EPSILON:g}, "
-            "where an attack has most power (audit.noise_multiplier=... sets another noise)"
+            f"client programs are attacked at less noise: one release costs ε = {TARGET_EPSILON:g},"
+            " where an attack has most power (audit.noise_multiplier=... sets another noise)"
         ]
     text = "\n".join([*head, text, "no attack refutes the proven ε"])
     return AuditResult(program.points, guessed, text)

@@ -38,8 +38,8 @@ from fedgen.storage.io import check_no_links, write_atomic
 from fedgen.storage.run_dir import RunDir
 
 _NOTES = (
-    "Shares in percent, mean ± standard deviation over n seeds. ε is the largest of any single "
-    "run. Several runs on the same data: their ε add up. Noise follows from the seeds: experiments."
+    "Accuracies in percent: mean ± standard deviation over n seeds. ε is the largest of any run; "
+    "the ε of several runs on the same data add up. Noise is seeded: these are experiments."
 )
 _Row = dict[str, Any]
 
@@ -85,8 +85,10 @@ def _check_same_evaluation(point: GridPoint, place: Path) -> None:
         return
     evaluation_settings = OmegaConf.to_container(point.config.evaluation, resolve=True)
     if RunDir(run).results().get("judged_by") != evaluation_settings:
-        problem = f"{run} was judged in another way since"
-        raise FedgenError("run_dir", problem, "judge it again as the matrix does, or remove it")
+        problem = f"{run} was evaluated again with other settings"
+        raise FedgenError(
+            "run_dir", problem, "evaluate it with the matrix's settings, or delete it"
+        )
 
 
 def write_table(

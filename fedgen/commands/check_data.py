@@ -55,11 +55,12 @@ def check(config: DictConfig) -> str:
     usual = compose("account", [f"data={config.names.data}"])
     fitting = _suggested_overrides(dataset, usual.data.get("public_rows") is not None)
     lines.append(
-        f"fits: fedgen train {shell_quote([*_data_overrides(config, usual), *fitting, epsilon])}"
+        "suggested: fedgen train "
+        f"{shell_quote([*_data_overrides(config, usual), *fitting, epsilon])}"
     )
     lines.append(
-        "(privacy.target_epsilon: yours to choose, 1 is strong if δ is well below 1 / number of "
-        f"images; without it, ε is {usual.privacy.target_epsilon:g})"
+        "(choose privacy.target_epsilon: 1 is a strong guarantee if δ is well below 1 / number of "
+        f"images; the default is {usual.privacy.target_epsilon:g})"
     )
     lines.append(
         "(method.private_classifier=none: many times as fast, and better where images are few)"

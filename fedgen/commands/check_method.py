@@ -93,13 +93,13 @@ def check(config: DictConfig) -> str:
                 raise
             cause = error.remedy.partition("(see ")[0].strip()  # the rest names deleted files
             raise FedgenError("method", error.problem, f"{cause}; fix it") from error
-    signs = {True: "holds ", False: "BROKEN", None: "open  "}
+    signs = {True: "pass    ", False: "FAIL    ", None: "untested"}
     lines = [f"{signs[result.passed]}  {result.promise}: {result.detail}" for result in results]
     broken = [result for result in results if result.passed is False]
     text = "\n".join([*lines, UNSEEN])
     if broken:
         print(text)
-        problem = f"{config.names.method} breaks {len(broken)} of {len(results)} promises"
+        problem = f"{config.names.method} fails {len(broken)} of {len(results)} checks"
         raise FedgenError("method", problem, "fix it before you rely on its ε")
     return text
 

@@ -84,7 +84,9 @@ def debug(config: DictConfig) -> str:
     if len(clients) > 1:
         unit = setup.setup(_part_config(config, most, place)).method.plan.unit
         if unit is not Unit.CLIENT:
-            problem = f"{config.names.method} protects single images, and a bug is a client's"
+            problem = (
+                f"{config.names.method} protects single images, and a bug affects whole clients"
+            )
             raise FedgenError(
                 "method", problem, "take gs_wgan or fedavg_gan, or privacy.unit=client"
             )
@@ -283,7 +285,7 @@ def _results(config: DictConfig, split: Split, place: Path, decision: Verdict) -
 def _describe(results: dict[str, Any], decision: Verdict, place: Path) -> str:
     descriptions = {
         True: "bug",
-        False: "no bug that most of the suspect group has",
+        False: "no bug shared by most of the suspect group",
         None: "inconclusive: accuracy is too low, or the difference may be due to chance",
     }
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}

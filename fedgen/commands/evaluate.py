@@ -61,7 +61,9 @@ def _evaluate_run(config: DictConfig) -> str:
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
     if identity["data"] != ready.dataset.digest:
-        raise FedgenError("run", f"{run_dir.path} was trained on other data", "bring it back")
+        raise FedgenError(
+            "run", f"{run_dir.path} was trained on different data", "restore the original data set"
+        )
     run_dir.check_digests("run")
     generator = load_generator(Path(config.run), config.device).weights
     with run_dir.locked("run"), RunProgress() as progress:

@@ -97,12 +97,12 @@ def _validated(matrix: Any, where: str, prefix: str) -> DictConfig:
         key = prefix + ".".join(map(str, error.absolute_path))
         raise FedgenError(key.rstrip("."), f"{where}{error.message}", _SEE) from error
     assert isinstance(matrix, DictConfig)
-    for word in _describe(matrix):
+    for word in _all_overrides(matrix):
         group = override_key(word) in group_folders() or "/" in override_key(word)
         named = re.fullmatch(r"[\w-]+", word.partition("=")[2])
         called = override_key(word).endswith((".type", ".strategy"))
         if not _KEY.match(word) or "$" in word or called or (group and not named):
-            problem = f"{where}{word!r} is no word of a matrix"
+            problem = f"{where}{word!r} is not allowed in a matrix"
             raise FedgenError(f"{prefix}settings", problem, _SEE)
     return matrix
 
@@ -115,7 +115,7 @@ def _check_names(plain: object, where: str) -> None:
         _check_names(value, where)
 
 
-def _describe(matrix: DictConfig) -> Iterator[str]:
+def _all_overrides(matrix: DictConfig) -> Iterator[str]:
     yield from matrix.settings
     for method in matrix.methods.values():
         for name, words in method.items():
@@ -137,7 +137,7 @@ def select(matrix: DictConfig, config: DictConfig) -> DictConfig:
             unknown = [method for method in values if method not in matrix.methods]
             if unknown:
                 options = ", ".join(matrix.methods)
-                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose of {options}")
+                raise FedgenError(axis, f"there is no {unknown[0]!r}", f"choose from {options}")
             matrix.methods = {method: matrix.methods[method] for method in values}
         else:
             matrix[axis] = values
@@ -165,8 +165,8 @@ def check_runnable(point: GridPoint) -> None:
     privacy budget of the data."""
     for key in ("runtime.address", "runtime.superlink", "logger.uri", "logger.online"):
         if OmegaConf.select(point.config, key):
-            problem = f"{point.name} names {key}, which is no word of a matrix"
+            problem = f"{point.name} sets {key}, which is not allowed in a matrix"
             raise FedgenError("matrix", problem, "leave it out, or run it by fedgen train")
     if point.config.privacy.noise == "secure":
-        problem = f"{point.name} would spend privacy for good, and a matrix is for experiments"
+        problem = f"{point.name} sets privacy.noise=secure, and a matrix is for experiments"
         raise FedgenError("matrix", problem, "leave out privacy.noise, or run it by fedgen train")

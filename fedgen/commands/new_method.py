@@ -32,7 +32,7 @@ def new(config: DictConfig) -> str:
     name = str(config.name)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         problem = f"{name!r} is not a valid name for a Python package"
-        raise FedgenError("name", problem, "take small letters, digits and _")
+        raise FedgenError("name", problem, "use lowercase letters, digits and _")
     method_names = {path.stem for place in config_folders() for path in place.glob("method/*.yaml")}
     out = Path(config.out).expanduser()
     hidden = importlib.util.find_spec(name) is not None and not (out / name).exists()

@@ -32,7 +32,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     """
     out = Path(config.out)
     if out.suffix != ".zip" or out.exists():
-        problem = f"{out} exists" if out.suffix == ".zip" else f"{out} is no .zip file"
+        problem = f"{out} exists" if out.suffix == ".zip" else f"{out} is not a .zip file"
         raise FedgenError("out", problem, "give a new out=FILE.zip")
     _check_place(out)
     run_dir, was, identity = open_run(Path(config.run), "run")

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 
 from fedgen.errors import FedgenError
 from fedgen.reporting.report import report as page
-from fedgen.reporting.so_far import SnapshotReport, load_snapshot_report
+from fedgen.reporting.so_far import SnapshotReport, render_snapshot_report
 from fedgen.reporting.summary import unbounded_note
 from fedgen.run.generator import draw_samples
 from fedgen.run.resume import check_unaltered
@@ -52,7 +52,7 @@ def report(config: DictConfig) -> Path:
 
 
 def _snapshot_report(path: Path) -> str:
-    """Return the page of an unfinished run."""
+    """Render the HTML page of an unfinished run."""
     snapshot = load_snapshot(path)
     plan, classes = snapshot.setup.method.plan, snapshot.setup.dataset.classes
     streams = snapshot.setup.streams.at("shown")
@@ -62,4 +62,4 @@ def _snapshot_report(path: Path) -> str:
     spent = {name: epsilon.value for name, epsilon in snapshot.spent.items()}
     but_for = unbounded_note(len(snapshot.without_bound), len(snapshot.setup.shards))
     facts = snapshot.setup.config, snapshot.note, unit, delta, spent, but_for
-    return load_snapshot_report(SnapshotReport(snapshot.run_dir, *facts, images, _COLUMNS))
+    return render_snapshot_report(SnapshotReport(snapshot.run_dir, *facts, images, _COLUMNS))

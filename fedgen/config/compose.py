@@ -105,7 +105,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
 
 def defaults(name: str) -> tuple[DictConfig, list[str]]:
     """Return the default settings of ``name``, with required ones, and the names of its groups."""
-    config, groups = _compose(name, tuple(_extension_folders()), _edited_choices())
+    config, groups = _compose(name, tuple(_extension_folders()), _extensions_mtime())
     return config, [key for key in groups if "/" not in key]
 
 
@@ -117,7 +117,7 @@ def _composed_config(name: str, words: list[str]) -> tuple[DictConfig, DictConfi
     values = [override for override in parsed if _is_value(override, folders)]
     lines = {override.input_line for override in values}
     choices = tuple(word for word in words if word not in lines)
-    default, groups = _compose(name, choices, _edited_choices())
+    default, groups = _compose(name, choices, _extensions_mtime())
     default, groups = default.copy(), dict(groups)
     config = default.copy()
     of_runtime = [override for override in values if _group_of(override.key_or_group) == "runtime"]
@@ -152,8 +152,8 @@ def _compose(
     return config, groups
 
 
-def _edited_choices() -> float:
-    """Return the last modification time of a settings file of an extension."""
+def _extensions_mtime() -> float:
+    """Return the latest modification time of the settings files of extensions."""
     files = (file for place in config_folders()[1:] for file in place.rglob("*.yaml"))
     return max((file.stat().st_mtime for file in files), default=0.0)
 
@@ -198,7 +198,7 @@ def check_restored(config: DictConfig) -> None:
             *_extension_folders(),
             *(f"{group}={choice}" for group, choice in choices.items()),
         )
-        default = _compose("config", groups, _edited_choices())[0]
+        default = _compose("config", groups, _extensions_mtime())[0]
         for place in _BUILT:
             type_name = type_at(config, place)
             if type_name != type_at(default, place) and not is_extension(type_name):
@@ -233,7 +233,7 @@ def _check_resume(config: DictConfig, others: list[str]) -> None:
             "give resume=DIR alone, with more rounds, another runtime or logger",
         )
     if others and "runtime" not in map(override_key, others):
-        raise FedgenError("resume", f"{others[0]} of which runtime?", "add runtime=...")
+        raise FedgenError("resume", f"{others[0]} requires a runtime", "add runtime=...")
 
 
 def _threads() -> int:
@@ -260,7 +260,7 @@ def _known_keys(name: str, overrides: Sequence[str]) -> list[str]:
         w for w in overrides if override_key(w) in kept and not w.partition("=")[2].startswith("{")
     ]
     try:
-        config, _ = _compose(name, tuple(choices), _edited_choices())
+        config, _ = _compose(name, tuple(choices), _extensions_mtime())
     except HydraException:  # the command lacks this group
         return []
 

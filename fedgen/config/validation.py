@@ -144,7 +144,9 @@ def check_evaluation(config: DictConfig) -> None:
     if unknown:
         names = ", ".join(map(str, evaluation.classifiers)) or "none"
         raise FedgenError(
-            "evaluation.real2gen", f"{unknown[0]} is not a known classifier", f"choose of: {names}"
+            "evaluation.real2gen",
+            f"{unknown[0]} is not a known classifier",
+            f"choose from: {names}",
         )
     if evaluation.fid and evaluation.inception_weights is not None:
         check_weights(Path(evaluation.inception_weights))

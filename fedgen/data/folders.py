@@ -113,7 +113,7 @@ def folder(
 def _npz(path: Path, classes: int | None, labels: Sequence[str] | None) -> Dataset:
     """Read an ``.npz``, with the public number or the public names of its labels."""
     if path.suffix != ".npz":
-        problem = f"{path} is no folder, no table (.csv, .parquet) and no .npz"
+        problem = f"{path} is not a folder, a table (.csv, .parquet) or an .npz"
         raise FedgenError("data.path", problem, "give one of these")
     if labels is not None:
         labels = validate_names(labels)
@@ -184,7 +184,7 @@ def _read_listings(places: Sequence[Path], label_names: Sequence[str] | None) ->
     """
     for place in places:
         if place.is_file():
-            raise FedgenError("data.path", f"{place} is no folder", "several paths are folders")
+            raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
     homes = places if len(places) > 1 else _clients(places[0])
     if len({home.resolve() for home in homes}) < len(homes):
         problem = "has one folder as two clients, and an image would be two records"

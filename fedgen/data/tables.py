@@ -90,7 +90,7 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
         path, split = PurePosixPath(row["path"]), row.get("split", "")
         where = f"{table}, line {number}: {row['path'][:_LONG]!r}"
         if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
-            problem = f"{where} is no file below the table's folder"
+            problem = f"{where} is not a file below the table's folder"
             raise FedgenError("data.path", problem, "give paths from there")
         try:
             really = (table.parent / path).resolve()
@@ -101,7 +101,7 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
             problem = f"{where} is outside the table's folder"
             raise FedgenError("data.path", problem, "copy the image there")
         if not exists:
-            raise FedgenError("data.path", f"{where} is no file", "remove the line")
+            raise FedgenError("data.path", f"{where} is not a file", "remove the line")
         if really in seen:
             problem = f"{where} is named more than once"
             raise FedgenError("data.path", problem, "list each image once")
@@ -139,7 +139,7 @@ def _rows(table: Path) -> list[dict[str, str]]:
     """
     try:
         if not table.is_file():  # a device is endless
-            raise FedgenError("data.path", f"{table} is no file", "give a table")
+            raise FedgenError("data.path", f"{table} is not a file", "give a table")
         if table.stat().st_size > _MOST_BYTES:
             raise FedgenError("data.path", f"{table} has more than 1 GB", "take part of it")
         columns, rows = _of_parquet(table) if table.suffix == ".parquet" else _of_csv(table)

@@ -42,7 +42,7 @@ def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
         raise FedgenError("key", f"{path} cannot be read ({error.strerror})", _NEW) from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise FedgenError(
-            "key", f"{path} is no private key", "choose another file, or a new path"
+            "key", f"{path} is not a private key", "choose another file, or a new path"
         ) from error
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP384R1):
         raise FedgenError(

@@ -112,7 +112,7 @@ def show(config: DictConfig) -> str:
     if not path.exists() and (home / "lock").exists():
         return "this node has sent nothing yet"
     if not path.exists():
-        raise FedgenError("home", f"no node was at home in {home}", "give the folder of a node")
+        raise FedgenError("home", f"no node has used {home}", "give the folder of a node")
     try:
         lines = [parse_json(line) for line in read_bounded(path, _LARGEST).decode().splitlines()]
         runs = {line["run"]: line for line in lines if line["what"] == "opened"}

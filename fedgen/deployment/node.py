@@ -89,14 +89,14 @@ def _open_site(config: DictConfig, home: Path, signer: Signer, key_fingerprint: 
     """
     policy = policies.read(Path(config.policy).expanduser())
     if policy.peers is not None and policy.peers.get(config.number) != key_fingerprint:
-        problem = f"do not say that {config.number} is this node ({key_fingerprint})"
+        problem = f"list no key, or another, for node {config.number}; its key is {key_fingerprint}"
         raise FedgenError("policy.peers", problem, "list all nodes, including this one")
     if config.data.get("labels", ()) is None and config.data.classes is None:
-        problem = "are not given, and other sites number theirs as theirs are named"
+        problem = "are not set, but all sites must use the same label order"
         raise FedgenError("data.labels", problem, "list all sites' labels, e.g. [ill,well]")
     rows = setup.dataset(config)
     if rows.is_remote:
-        raise FedgenError("data", "has no images", "a node is where they are")
+        raise FedgenError("data", "has no images", "set data.path to the images of this site")
     signer_with_peers = Signer(signer.key, policy.peers)
     return SiteFolder(config.number, rows, home, policy, signer_with_peers, label_names(config))
 
@@ -109,7 +109,7 @@ def _lock_home(home: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            problem = f"another node is at home in {home}"
+            problem = f"another node is using {home}"
             raise FedgenError("home", problem, "stop it, or use another folder") from error
         yield
 

@@ -21,7 +21,7 @@ from fedgen.errors import FedgenError
 from fedgen.privacy.aggregation import Local, Secure
 from fedgen.privacy.budget import MAX_DELTA
 from fedgen.reporting.progress import format_epsilon
-from fedgen.run.calibrate import epsilon_for
+from fedgen.run.calibrate import bound_for
 from fedgen.run.setup import ResolvedMethod, delta_problem_of
 from fedgen.storage.io import read_yaml
 
@@ -78,7 +78,7 @@ def read(path: Path) -> Policy:
     for name in settings:
         if name not in setting_names:
             raise FedgenError(
-                f"{_KEY}.{name}", "is not a setting", f"choose of: {', '.join(setting_names)}"
+                f"{_KEY}.{name}", "is not a setting", f"choose from: {', '.join(setting_names)}"
             )
     for name in ("epsilon", "delta"):
         if name not in settings:
@@ -213,9 +213,8 @@ def check_cost(policy: Policy, config: DictConfig, resolved: ResolvedMethod) -> 
     ):
         raise RefusedError(f"δ = {wrong[0]}")
     rows = resolved.privacy.budget.samples_per_client
-    cost = epsilon_for(
-        resolved.method, resolved.privacy.budget, config.rounds, rows, privacy.delta, True
-    )
+    budget = resolved.privacy.budget
+    cost = bound_for(resolved.method, budget, config.rounds, rows, privacy.delta, True).epsilon
     if cost.or_infinity > policy.epsilon:
         raise RefusedError(
             f"the run would cost ε = {format_epsilon(cost.value)} against the server, above "

@@ -95,7 +95,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         )
     if place.policy.peers is not None and clients != len(place.policy.peers):
         raise RefusedError(
-            f"the run has {clients} clients, and there are {len(place.policy.peers)}"
+            f"the run has {clients} clients, but the policy lists {len(place.policy.peers)} peers"
         )
     if not 0 <= place.number < clients:
         raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
@@ -114,9 +114,8 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
     counted = replace(resolved, method=resolved.with_dropouts()) if has_dropout else resolved
     policies.check_cost(place.policy, config, counted)
     _check_same_request(place, request)
-    RandomStreams.from_seed(
-        config.seed, privacy.noise
-    )  # an invalid method is refused before it is charged
+    # before the run is registered: an invalid seed or program is refused at no cost
+    RandomStreams.from_seed(config.seed, privacy.noise)
     program = resolved.program()
     if privacy.noise == "secure":
         if _has_unbounded_spend(place):
@@ -161,7 +160,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
 
 
 _ROWS = digest(b"the rows of this node")
-"""All runs count together, whatever becomes of the rows in between."""
+"""Data digest of all runs of a node: their spends add up even if its records change."""
 
 
 def _has_unbounded_spend(place: SiteFolder) -> bool:

@@ -30,7 +30,7 @@ def check_weights(path: Path) -> None:
     """Raise FedgenError unless a file has the weights of FID."""
     key = "evaluation.inception_weights"
     if path.exists() and not path.is_file():  # a device is endless
-        raise FedgenError(key, f"{path} is no file", f"give the file {WEIGHTS}, or null")
+        raise FedgenError(key, f"{path} is not a file", f"give the file {WEIGHTS}, or null")
     try:
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()

@@ -118,7 +118,7 @@ def load(folder: Path) -> tuple[RunState, Metadata] | None:
             raise FedgenError(str(path), f"has schema {record['schema']}, not {SCHEMA}", _REMEDY)
         name, expected = (str(value) for value in record["server"])
         state, metadata = _state(record), _metadata(record["extra"])
-    except _NONE as error:
+    except _INVALID_FILE_ERRORS as error:
         raise FedgenError(str(path), "was truncated or altered", _REMEDY) from error
     try:
         data = (folder / name).read_bytes()
@@ -149,7 +149,7 @@ def server_state(state: RunState, fresh: Tensors, folder: Path) -> Tensors:
     return {name: value.to(fresh[name].device) for name, value in state.server.items()}
 
 
-_NONE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+_INVALID_FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 """Exceptions of reading an invalid file."""
 
 

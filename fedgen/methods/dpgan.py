@@ -67,9 +67,9 @@ from fedgen.randomness import RandomStreams
 class Gan:
     """Algorithm 1.
 
-    fakes: B, of each step.
-    clip: C; infinity: none.
-    precision: of the gradients of real records.
+    fakes: number of fakes of each step (B).
+    clip: clip norm (C); infinity disables clipping.
+    precision: floating-point precision of the gradients of real records.
     mode_seeking: weight of the mode-seeking loss.
     ema: decay of the moving average of the generator.
     """
@@ -99,8 +99,8 @@ class Gan:
     def discriminator_step(
         self, point: Tensors, generator: Tensors, noised: Tensor, streams: RandomStreams
     ) -> Tensors:
-        """Descend the mean of the noisy gradient of real records and that of fakes (lines 5 to
-        8)."""
+        """Take a step of Adam along the mean of the noisy gradient of real records and that of
+        fakes (lines 5 to 8)."""
         latents, labels = self.nets.inputs(self.fakes, streams)
         at_once = self.nets.at_once
         pairs = zip(torch.split(latents, at_once), torch.split(labels, at_once), strict=True)
@@ -113,7 +113,7 @@ class Gan:
     def generator_step(
         self, state: Mapping[str, Tensor], discriminator: Tensors, streams: RandomStreams
     ) -> tuple[Tensors, Tensor]:
-        """Descend the loss of B fakes (lines 11 to 13); also return their logits."""
+        """Take a step of Adam on the loss of B fakes (lines 11 to 13); also return their logits."""
         latents, labels = self.nets.inputs(self.fakes, streams)
         if self.mode_seeking:
             labels = labels[: self.fakes // 2].repeat(2)

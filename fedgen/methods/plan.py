@@ -13,7 +13,7 @@ from fedgen.privacy.aggregation import LOCAL, Aggregation
 from fedgen.privacy.events import Contribution, Relation, Unit, repeat
 from fedgen.privacy.mechanisms import Mechanism
 
-TRUSTED_NO_BOUND = "no bound: clients trust the server with contributions without noise"
+TRUSTED_AGGREGATOR_REASON = "no bound: clients trust the server with contributions without noise"
 """Reason for the missing bound against a trusted aggregator."""
 
 
@@ -55,8 +55,8 @@ class Plan:
     fixed_rounds: number of rounds of the method; None: as configured.
     prior_event: event of a client for whatever the run starts from; None: nothing.
     response_shape: (query samples, round) -> shape of a response.
-    max_norm: L2 norm that no row of an honest response exceeds; infinity if unknown, and if an
-        aggregator clips the responses or sees only sums.
+    max_norm: L2 norm that a row of an honest response exceeds with probability below e^-200;
+        infinity if unknown, and if an aggregator clips the responses or sees only sums.
     server_event: query samples of one client in the run -> its event against the server.
     release_event: rounds -> event of any client against the release adversary, from public
         parameters only, because sampled cohorts are not public. None where the server bound holds
@@ -66,7 +66,8 @@ class Plan:
     amplified_by: adversary -> description of the amplification.
     not_amplified_because: adversary -> reason for missing amplification.
     aggregation: who adds the noise of a sum.
-    images_per_person: for unit person, maximum number of images per client; otherwise 1.
+    images_per_person: maximum number of images of one person at each client (unit person);
+        otherwise 1.
     value_ranges: for each kind of sum, standard deviation of its noise and maximum entry of a
         contribution.
     """
@@ -143,7 +144,7 @@ class Plan:
                 "release": amplified_by,
             },
             not_amplified_because={
-                "server": TRUSTED_NO_BOUND if trusted else server_reason,
+                "server": TRUSTED_AGGREGATOR_REASON if trusted else server_reason,
                 "release": reason,
             },
             claim=claim,

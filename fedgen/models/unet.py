@@ -140,7 +140,7 @@ class UNet(nn.Module):
             raise FedgenError(
                 "method.network.attention",
                 f"no feature maps of side {others[0]}",
-                f"choose of: {', '.join(map(str, sides))}",
+                f"choose from: {', '.join(map(str, sides))}",
             )
         if size % 2 ** (len(multipliers) - 1):
             raise FedgenError(

@@ -63,9 +63,11 @@ _HIGHEST_ORDER = 2**14  # Renyi order of a claim
 _ORDER_STRIDE = 8  # stride of the coarse search over Renyi orders
 _MAX_DISTINCT = 128  # spends that are accounted individually
 
-NO_BOUND_TRUSTED = "no bound against a trusted aggregator"
+TRUSTED_AGGREGATOR_ACCOUNTANT = "no bound against a trusted aggregator"
 
 Leaves = tuple[tuple[DpEvent, int], ...]
+Profile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""ε -> upper bound on δ."""
 Accountant = Callable[[Spend, float, Relation], "Epsilon"]
 """(spend, delta, relation) -> ε: ``epsilon`` or ``rough_epsilon``."""
 
@@ -145,25 +147,19 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     kinds = {type(event) for event, _ in leaves}
     if not leaves:
         return Epsilon(0.0, "nothing released", 0.0)
-    if SampledWithoutReplacementDpEvent in kinds and relation is not Relation.REPLACE_ONE:
-        raise ValueError("fixed-size sampling has no neighbours by adding or removing a record")
-    if PoissonSampledGroup in kinds and relation is not Relation.ADD_OR_REMOVE_ONE:
-        raise ValueError("the records of a person are added or removed, not replaced")
+    _check_neighbours(leaves, relation)
     if NonPrivateDpEvent in kinds:
         return Epsilon(None, "no bound", None)
     if Contribution in kinds:
-        return Epsilon(None, NO_BOUND_TRUSTED, None)
+        return Epsilon(None, TRUSTED_AGGREGATOR_ACCOUNTANT, None)
     if RevealedSampling in kinds:
         leaves = tuple(with_sampling_revealed(dict(leaves)).items())
-        if len(leaves) > 1:  # as if every sample contained the record
-            always = Counter[DpEvent]()
-            for event, count in leaves:
-                always[_gaussian(event)] += count
-            return _epsilon(_leaves(always), delta, relation)
+        if len(leaves) > 1:
+            return _epsilon(_as_if_always_sampled(leaves), delta, relation)
         [(event, count)] = leaves
         value = revealed_epsilon(event.probability, event.event.noise_multiplier, count, delta)
-        return Epsilon(value, "mixture of exact Gaussians over the number of visits", None)
-    mu = math.sqrt(sum(count / _gaussian(event).noise_multiplier ** 2 for event, count in leaves))
+        return Epsilon(value, "exact Gaussian mixture over the number of inclusions", None)
+    mu = _mu_without_sampling(leaves)
     exact = gaussian_epsilon(mu, delta)
     if kinds == {GaussianDpEvent}:
         return Epsilon(exact, "Gaussian, exact", _gaussian_rdp(mu, delta))
@@ -173,7 +169,7 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     if exact <= min(by_pld, by_rdp, if_revealed):
         value, accountant, second_opinion = exact, "Gaussian, without sampling", min(by_pld, by_rdp)
     elif if_revealed < min(by_pld, by_rdp):
-        value, accountant = if_revealed, "exact Gaussians over the visits of secret samples"
+        value, accountant = if_revealed, "exact Gaussian mixture over secret inclusions"
         second_opinion = min(by_pld, by_rdp)
     elif by_rdp <= by_pld:
         value, accountant, second_opinion = by_rdp, "RDP of secret sampling", by_pld
@@ -186,6 +182,69 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     ):
         return Epsilon(value, accountant, None)
     return Epsilon(value, accountant, None if math.isinf(second_opinion) else second_opinion)
+
+
+def profiles(spend: Spend, delta: float, relation: Relation) -> list[Profile]:
+    """Return bounds on δ(ε), each of them valid at every ε >= 0, for a spend whose events all have
+    noise: those that ``epsilon`` chooses from.
+
+    Args:
+        delta: δ of ``epsilon``, by which discretised losses are truncated; the truncated mass is
+            included in each bound.
+
+    Raises:
+        ValueError: as for ``epsilon``.
+    """
+    leaves = _leaves(spend)
+    _check_neighbours(leaves, relation)
+    if any(isinstance(event, RevealedSampling) for event, _ in leaves):
+        leaves = _leaves(with_sampling_revealed(dict(leaves)))
+        if len(leaves) > 1:
+            leaves = _as_if_always_sampled(leaves)
+    mu = _mu_without_sampling(leaves)
+    found: list[Profile] = [lambda eps: gaussian_delta(mu, eps)] if leaves else [np.zeros_like]
+    if all(isinstance(event, GaussianDpEvent) for event, _ in leaves):
+        return found
+    if len(leaves) == 1 and not isinstance(leaves[0][0], PoissonSampledGroup):
+        [(event, count)] = leaves
+        found.append(
+            revealed_profile(_rate(event), _gaussian(event).noise_multiplier, count, delta)
+        )
+        if isinstance(event, RevealedSampling):
+            return found
+    if (by_pld := _pld_profile(leaves, delta, relation)) is not None:
+        found.append(by_pld)
+    elif not any(isinstance(event, PoissonSampledGroup) for event, _ in leaves):
+        divergences = _divergences(leaves, relation, ORDERS)
+
+        def by_rdp(eps: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.array([rdp.compute_delta(ORDERS, divergences, one)[0] for one in eps])
+
+        found.append(by_rdp)
+    return found
+
+
+def _check_neighbours(leaves: Leaves, relation: Relation) -> None:
+    """Raise ValueError if data sets have no neighbours under ``relation`` for a kind of
+    sampling."""
+    kinds = {type(event) for event, _ in leaves}
+    if SampledWithoutReplacementDpEvent in kinds and relation is not Relation.REPLACE_ONE:
+        raise ValueError("fixed-size sampling has no neighbours by adding or removing a record")
+    if PoissonSampledGroup in kinds and relation is not Relation.ADD_OR_REMOVE_ONE:
+        raise ValueError("the records of a person are added or removed, not replaced")
+
+
+def _as_if_always_sampled(leaves: Leaves) -> Leaves:
+    """Return the leaves as if every sample contained the record."""
+    always = Counter[DpEvent]()
+    for event, count in leaves:
+        always[_gaussian(event)] += count
+    return _leaves(always)
+
+
+def _mu_without_sampling(leaves: Leaves) -> float:
+    """Return sensitivity over standard deviation of all releases together, without sampling."""
+    return math.sqrt(sum(count / _gaussian(event).noise_multiplier ** 2 for event, count in leaves))
 
 
 def _is_floor(leaves: Leaves, delta: float, relation: Relation) -> bool:
@@ -219,15 +278,12 @@ def _rate(event: DpEvent) -> float:
     match event:
         case PoissonSampledGroup(sampling_probability=rate, size=size):
             return float(-math.expm1(size * math.log1p(-rate)))
-        case PoissonSampledDpEvent(sampling_probability=rate):
+        case PoissonSampledDpEvent(sampling_probability=rate) | RevealedSampling(probability=rate):
             return float(rate)
         case SampledWithoutReplacementDpEvent(source_dataset_size=population, sample_size=taken):
             return float(taken / population)
         case _:
             return 1.0
-
-
-# --- Gaussian: exact (Balle and Wang 2018, theorem 8) ---------------------------------------------
 
 
 # --- Renyi divergences ----------------------------------------------------------------------------
@@ -265,6 +321,15 @@ def _at_orders(
     leaves: Leaves, delta: float, relation: Relation, orders: tuple[float, ...]
 ) -> tuple[float, float]:
     """Return ε from some orders, and the best order."""
+    values = _divergences(leaves, relation, orders)
+    value, best = rdp.compute_epsilon(list(orders), list(values), delta)
+    return float(value), best
+
+
+def _divergences(
+    leaves: Leaves, relation: Relation, orders: tuple[float, ...]
+) -> NDArray[np.float64]:
+    """Return the Renyi divergence of all releases together at each order."""
     values = np.zeros(len(orders))
     for event, count in leaves:
         sigma = _gaussian(event).noise_multiplier
@@ -273,8 +338,7 @@ def _at_orders(
         else:
             integer_orders = tuple(int(order) for order in orders)
             values += count * np.array(subset_sampling_rdp(_rate(event), 1 / sigma, integer_orders))
-    value, best = rdp.compute_epsilon(list(orders), list(values), delta)
-    return float(value), best
+    return values
 
 
 def _is_sampled_gaussian(event: DpEvent, relation: Relation) -> bool:
@@ -304,30 +368,39 @@ def _rdp_to_epsilon(
 
 
 def _by_pld(leaves: Leaves, delta: float, relation: Relation) -> float:
-    """Return ε by privacy loss distributions; infinity if noise is too small, cells too many, or δ
-    too close to rounding."""
-    if any(_gaussian(event).noise_multiplier < _MIN_SIGMA for event, _ in leaves):
+    """Return ε by privacy loss distributions; infinity without a profile below δ."""
+    profile = _pld_profile(leaves, delta, relation)
+    if profile is None:
         return math.inf
+
+    def delta_at(eps: float) -> float:
+        return float(profile(np.array([eps]))[0])
+
+    if not delta_at(math.inf) <= delta:  # also for NaN
+        return math.inf
+    # get_epsilon_for_delta fails where exp(-loss) underflows
+    return smallest_epsilon(delta_at, delta, 1e-7)
+
+
+@lru_cache(maxsize=4)
+def _pld_profile(leaves: Leaves, delta: float, relation: Relation) -> Profile | None:
+    """Return the profile of the composed privacy loss distribution; None if noise is too small,
+    cells too many, or δ too close to rounding."""
+    if any(_gaussian(event).noise_multiplier < _MIN_SIGMA for event, _ in leaves):
+        return None
     step, cells = _discretization(leaves)
     releases = sum(count for _, count in leaves)
     # composition by Fourier transforms leaves rounding errors in all cells
     rounding = 2 * float(np.finfo(float).eps) * (releases + cells)
     if max(cells / 5, releases) > _MAX_RELEASES or rounding > 0.1 * delta:
-        return math.inf
+        return None
     composed: pld.PrivacyLossDistribution | None = None
     for event, count in leaves:
         loss = _loss(event, relation, step).self_compose(count, 1e-3 * delta)
         composed = loss if composed is None else composed.compose(loss, 1e-3 * delta)
     assert composed is not None
     delta_for_epsilon = composed.get_delta_for_epsilon
-
-    def delta_at(eps: float) -> float:
-        return float(delta_for_epsilon(eps)) + rounding
-
-    if not delta_at(math.inf) <= delta:  # also for NaN
-        return math.inf
-    # get_epsilon_for_delta fails where exp(-loss) underflows
-    return smallest_epsilon(delta_at, delta, 1e-7)
+    return lambda eps: np.asarray(delta_for_epsilon(eps)) + rounding
 
 
 @lru_cache(maxsize=64)
@@ -395,7 +468,15 @@ def _as_if_revealed(leaves: Leaves, delta: float) -> float:
 
 def revealed_epsilon(probability: float, sigma: float, samples: int, delta: float) -> float:
     """Return ε if the subset of a record is visited Binomial(samples, probability) times and the
-    adversary sees the visits.
+    adversary sees the visits (``revealed_profile``)."""
+    profile = revealed_profile(probability, sigma, samples, delta)
+    return smallest_epsilon(lambda eps: float(profile(np.array([eps]))[0]), delta)
+
+
+def revealed_profile(probability: float, sigma: float, samples: int, delta: float) -> Profile:
+    """Return the privacy profile if the subset of a record is visited Binomial(samples,
+    probability) times and the adversary sees the visits; of the visits, probability 1e-3
+    ``delta`` is left out and added to each δ.
 
     Proof: given the samples, the transcript is a composition of N Gaussians, one for each visit,
     with profile delta_G(eps; sqrt(N) / sigma). The samples do not depend on the data, and the
@@ -412,10 +493,10 @@ def revealed_epsilon(probability: float, sigma: float, samples: int, delta: floa
         tail_mass += float(binom.cdf(visits[0] - 1, samples, probability))
     mus = np.sqrt(visits) / sigma
 
-    def delta_at(eps: float) -> float:
-        return float(weights @ gaussian_delta(mus, eps)) + tail_mass
+    def profile(eps: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.array([weights @ gaussian_delta(mus, one) for one in eps]) + tail_mass
 
-    return smallest_epsilon(delta_at, delta)
+    return profile
 
 
 # --- claims of papers -----------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from dp_accounting import DpEvent
 
 from fedgen.privacy.accounting import Accountant, Epsilon, epsilon
-from fedgen.privacy.events import Relation, canonical
+from fedgen.privacy.events import Relation, Spend, canonical
+from fedgen.privacy.guarantee import Guarantee, guarantee
 
 TAIL = 1e-12
 """Bound on the probability that a run stops early because a client was sampled too often."""
@@ -34,13 +35,34 @@ class Budget:
     stop_probability: float
 
 
-def release_epsilon(
+@dataclass(frozen=True)
+class Bound:
+    """ε against one adversary, and the spend and the probability of a stop that it is computed
+    from."""
+
+    epsilon: Epsilon
+    spend: Spend
+    stop_probability: float = 0.0
+
+    def guarantee(self, delta: float, relation: Relation) -> Guarantee | None:
+        """Return the trade-off curve; None without a bound."""
+        return guarantee(self.spend, delta, relation, self.stop_probability)
+
+
+def bound_of(
+    spend: Spend, delta: float, relation: Relation, accountant: Accountant = epsilon
+) -> Bound:
+    """Return the bound of a spend."""
+    return Bound(accountant(spend, delta, relation), spend)
+
+
+def release_bound(
     event: DpEvent,
     delta: float,
     relation: Relation,
     stop_probability: float,
     accountant: Accountant = epsilon,
-) -> Epsilon | None:
+) -> Bound | None:
     """Return ε of the published generator with amplification by secret sampling; None without a
     bound.
 
@@ -49,18 +71,19 @@ def release_epsilon(
     distribution by at most p, the probability of a stop, under both data sets, so that the run is
     (e, d + p (1 + e^e))-DP.
     """
+    spend = canonical(event)
     if stop_probability == 0:
-        return accountant(canonical(event), delta, relation)
-    bound = accountant(canonical(event), (1 - _STOP_SHARE) * delta, relation)
+        return bound_of(spend, delta, relation, accountant)
+    bound = accountant(spend, (1 - _STOP_SHARE) * delta, relation)
     if bound.or_infinity > 700:
         return None
     stop_delta = stop_probability * (1 + math.exp(bound.or_infinity))
-    return bound if stop_delta <= _STOP_SHARE * delta else None
+    return Bound(bound, spend, stop_probability) if stop_delta <= _STOP_SHARE * delta else None
 
 
-def smaller_epsilon(first: Epsilon | None, second: Epsilon) -> Epsilon:
+def smaller_bound(first: Bound | None, second: Bound) -> Bound:
     """Return the smaller of two valid bounds."""
-    if first is None or second.or_infinity < first.or_infinity:
+    if first is None or second.epsilon.or_infinity < first.epsilon.or_infinity:
         return second
     return first
 

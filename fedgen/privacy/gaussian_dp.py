@@ -13,7 +13,9 @@ from scipy.special import log_ndtr
 _MAX_EPSILON = 1e100  # beyond, rounding errors exceed delta
 
 
-def gaussian_delta(mu: float | NDArray[np.float64], eps: float) -> NDArray[np.float64]:
+def gaussian_delta(
+    mu: float | NDArray[np.float64], eps: float | NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return δ at ``eps`` of Gaussian releases with sensitivity over standard deviation ``mu`` >
     0."""
     mu = np.asarray(mu, dtype=float)

@@ -61,15 +61,15 @@ INSERT OR IGNORE INTO shown SELECT run FROM gaps JOIN runs USING (run)
 CREATE TABLE IF NOT EXISTS reserved (
     run TEXT NOT NULL, client INTEGER NOT NULL, PRIMARY KEY (run, client)) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS shown_stay BEFORE DELETE ON shown
-    BEGIN SELECT RAISE(ABORT, 'what was seen stays seen'); END;
+    BEGIN SELECT RAISE(ABORT, 'dropouts cannot be deleted'); END;
 CREATE TRIGGER IF NOT EXISTS runs_stay BEFORE DELETE ON runs
-    BEGIN SELECT RAISE(ABORT, 'an entry stays'); END;
+    BEGIN SELECT RAISE(ABORT, 'runs cannot be deleted'); END;
 CREATE TRIGGER IF NOT EXISTS charges_stay BEFORE DELETE ON charges
-    BEGIN SELECT RAISE(ABORT, 'a charge stays'); END;
+    BEGIN SELECT RAISE(ABORT, 'charges cannot be deleted'); END;
 CREATE TRIGGER IF NOT EXISTS charges_grow BEFORE UPDATE ON charges
     WHEN NEW.count < OLD.count OR NEW.run != OLD.run OR NEW.client != OLD.client
         OR NEW.event != OLD.event
-    BEGIN SELECT RAISE(ABORT, 'a charge does not fall'); END;
+    BEGIN SELECT RAISE(ABORT, 'charges cannot decrease'); END;
 COMMIT;
 """
 _MOVE = "UPDATE runs SET folder = ? WHERE run = ?"

@@ -59,7 +59,7 @@ def lower_bounds(
         axes.plot(after, [point[1] for point in points], "o-", label=label)
         proven = [(point[0], point[2]) for point in points if point[2] is not None]
         if proven:
-            axes.plot(*zip(*proven, strict=True), "s-", label="proven, server")
+            axes.plot(*zip(*proven, strict=True), "s-", label="proven ε")
         axes.set_xlabel(name)
         axes.set_ylabel(f"ε at δ = {delta:g}")
         axes.set_ylim(bottom=0)

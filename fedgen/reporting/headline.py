@@ -14,13 +14,10 @@ from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.budget import delta_limit
 from fedgen.privacy.events import Relation, canonical, from_json, group_event
+from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND
 from fedgen.reporting.progress import format_epsilon
-from fedgen.reporting.summary import protected
+from fedgen.reporting.summary import guarantee_figures, protected
 from fedgen.storage.io import read_json
-
-PRIORS = (0.01, 0.1, 0.5)
-MIN_SHARE_FOUND = 0.01
-"""Minimum share of members that an attacker finds, for the beliefs to hold."""
 
 ABOUT = {
     "controller": "who determines the purposes and means of processing",
@@ -30,11 +27,10 @@ ABOUT = {
 }
 """Statements about the data, by setting under ``about``."""
 
-_RULES_OUT = math.log(90)
+_WEAK_ABOVE = math.log(90)
 """From this ε, a test with 1 % of false alarms may find nine in ten members."""
 
 _GROUPS = (2, 5, 10)  # numbers of images of one person
-_MOST_IN_WORDS = 300
 _MOST_DIGITS = 4
 
 
@@ -52,23 +48,17 @@ def tier(value: float | None, delta: float, protected: int | None) -> str:
     if value <= 1:
         return "strong (ε of at most 1)"
     if value <= 10:
-        little = "; the guarantee alone excludes little" if value > _RULES_OUT else ""
+        little = "; the guarantee alone excludes little" if value > _WEAK_ABOVE else ""
         return f"reasonable by convention (ε of at most 10){little}"
     return "weak: the guarantee alone excludes little (ε above 10)"
 
 
-def beliefs(value: float | None, delta: float) -> list[tuple[float, float]]:
-    """Return (prior, posterior): the largest probability that an attacker is right who accuses
-    images of membership, and accuses at least a share ``MIN_SHARE_FOUND`` of the members.
-
-    Proof. The attacker accuses a share t of members, and of others f >= e^-eps (t - delta). Its
-    precision is p t / (p t + (1 - p) f) for a prior p, which decreases in f and, at the minimum of
-    f, in t: at most p o / (p o + 1 - p), o = e^eps / (1 - delta / MIN_SHARE_FOUND).
-    """
-    if value is None or delta >= MIN_SHARE_FOUND:
-        return [(prior, 1.0) for prior in PRIORS]
-    odds = math.exp(min(value, _MOST_IN_WORDS)) / (1 - delta / MIN_SHARE_FOUND)
-    return [(prior, prior * odds / (prior * odds + 1 - prior)) for prior in PRIORS]
+def beliefs(view: Mapping[str, Any], delta: float) -> list[str]:
+    """Return the posterior probability of membership after each of ``PRIORS`` as text."""
+    if view["epsilon"] is None or delta >= SHARE_FOUND:
+        return ["no bound"] * len(PRIORS)
+    posterior = guarantee_figures(view, delta)["posterior"]
+    return [format_belief(posterior[f"{prior:g}"]) for prior in PRIORS]
 
 
 _NOISE = {
@@ -79,43 +69,39 @@ _NOISE = {
 
 
 def headline(
-    views: Mapping[str, float | None], record: Mapping[str, Any], but_for: str
+    views: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any], but_for: str
 ) -> dict[str, Any]:
     """Describe what an adversary can achieve, for each of ``views``.
 
     Args:
+        views: adversary -> its ``epsilon`` and ``guarantee``.
         but_for: clients that these do not cover, as text.
     """
     names = {"server": "the operator of the training", "release": "a reader of the release"}
     return {
         "protected": None
-        if all(value is None for value in views.values())
+        if all(view["epsilon"] is None for view in views.values())
         else protected(dict(record)) + but_for,
         "unit": record["unit"],
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",
         "noise": _NOISE[record["noise"]],
-        "found": MIN_SHARE_FOUND,
+        "found": SHARE_FOUND,
         "priors": PRIORS,
         "rows": [
             {
                 "who": names[name],
-                "epsilon": value,
-                "tier": tier(value, record["delta"], record.get("protected")),
-                "beliefs": [
-                    format_belief(after, value is not None and record["delta"] < MIN_SHARE_FOUND)
-                    for _, after in beliefs(value, record["delta"])
-                ],
+                "epsilon": view["epsilon"],
+                "tier": tier(view["epsilon"], record["delta"], record.get("protected")),
+                "beliefs": beliefs(view, record["delta"]),
             }
-            for name, value in views.items()
+            for name, view in views.items()
         ],
     }
 
 
-def format_belief(belief: float, bounded: bool) -> str:
+def format_belief(belief: float) -> str:
     """Format a belief in percent, rounded up, with enough digits to differ from certainty."""
-    if not bounded:
-        return "no bound"
     for digits in range(1, _MOST_DIGITS + 1):
         percent = math.ceil(belief * 10 ** (digits + 2)) / 10**digits
         if percent < 100:

@@ -38,8 +38,8 @@ def epsilon_lanes(spent: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float
     }
 
 
-def default_figures(spent: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the method's own metrics over rounds."""
+def float_metric_names(spent: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of all float metrics in the log except the claimed ε."""
     names = [name for line in spent for name, value in line.items() if isinstance(value, float)]
     return [name for name in dict.fromkeys(names) if name != "claimed_epsilon"]
 

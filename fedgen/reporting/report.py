@@ -26,10 +26,10 @@ from fedgen.reporting.headline import (
 )
 from fedgen.reporting.pages import (
     curve_of,
-    default_figures,
     embed_image,
     epsilon_lanes,
     figure_along,
+    float_metric_names,
     svg,
     template,
 )
@@ -101,7 +101,7 @@ def _public(path: Path) -> dict[str, Any]:
             "classes": int(described["classes"]),
             "shape": [int(channels), int(high), int(wide)],
         }
-        views = {"release": privacy["epsilon"]}
+        views = {"release": privacy}
         lost = privacy.get("without_bound", {"clients": 0, "of": 0})
         but = unbounded_note(int(lost["clients"]), int(lost["of"]))
         card = headline(views, privacy, but)
@@ -154,7 +154,6 @@ def _server(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{path}/public/generator.json is of another version"
         raise FedgenError("runs", problem, "train it anew") from error
-    views = {name: view["epsilon"] for name, view in record["views"].items()}
     by_epsilon = sorted(
         clients, key=lambda c: (c["server"] is None, c["server"] or 0), reverse=True
     )
@@ -169,7 +168,7 @@ def _server(path: Path) -> dict[str, Any]:
         "results": results,
         "record": record,
         "card": {
-            **headline(views, record, exceptions(record)),
+            **headline(record["views"], record, exceptions(record)),
             **metadata,
             "releases": max(client["releases"] for client in clients),
         },
@@ -183,7 +182,7 @@ def _server(path: Path) -> dict[str, Any]:
         "audited": audit_rows(path),
         "protected": protected(record) + exceptions(record),
         "strength": {
-            name: strength(view["epsilon"], record["delta"])
+            name: strength(view, record["delta"])
             for name, view in record["views"].items()
             if view["epsilon"] is not None
         },
@@ -193,7 +192,7 @@ def _server(path: Path) -> dict[str, Any]:
         "accuracy_curve": figure_along({"": accuracies}, ACCURACY),
         "shown_curves": [
             (name, figure_along({"": curve_of(spent, name)}, name))
-            for name in default_figures(spent)
+            for name in float_metric_names(spent)
         ],
         "quality": figures(results),
         "pictures": [

@@ -15,10 +15,10 @@ from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.pages import (
     curve_of,
     data_url,
-    default_figures,
     embed_image,
     epsilon_lanes,
     figure_along,
+    float_metric_names,
     template,
 )
 from fedgen.reporting.summary import quality
@@ -48,12 +48,12 @@ class SnapshotReport:
     columns: int
 
 
-def load_snapshot_report(run: SnapshotReport) -> str:
-    """Return the page of an unfinished run."""
+def render_snapshot_report(run: SnapshotReport) -> str:
+    """Render the HTML page of an unfinished run."""
     spent = [line for line in run.run_dir.metrics() if "epsilon" in line]
     lanes = {"ε": figure_along(epsilon_lanes(spent), f"ε at δ = {run.delta:g}")}
     lanes |= {
-        name: figure_along({"": curve_of(spent, name)}, name) for name in default_figures(spent)
+        name: figure_along({"": curve_of(spent, name)}, name) for name in float_metric_names(spent)
     }
     sheet = io.BytesIO()
     sample_grid(run.images, run.columns, sheet)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedgen.evaluation.metrics import described
+from fedgen.privacy.guarantee import of_pair, round_up
 from fedgen.reporting.progress import format_bytes, format_epsilon, format_pace
 
 NOT_IN_THE_FOLDER = (
@@ -49,7 +49,7 @@ def statement(
             "program.",
             f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
             f"{format_epsilon(release['epsilon'])} and δ = {record['delta']:g} "
-            f"({release['accountant']}). {strength(release['epsilon'], record['delta'])}",
+            f"({release['accountant']}). {strength(release, record['delta'])}",
         ]
     parts += [
         *sums(record),
@@ -133,7 +133,7 @@ def sums(record: dict[str, Any]) -> list[str]:
     aggregation = record["aggregation"]
     if aggregation["kind"] == "trusted":
         return [
-            "## Who made the noise\n\nAn aggregator that received messages of clients without "
+            "## Who added the noise\n\nAn aggregator that received messages of clients without "
             "noise. There is no bound against its operator."
         ]
     if aggregation["kind"] == "local":
@@ -144,7 +144,7 @@ def sums(record: dict[str, Any]) -> list[str]:
         for bound in aggregation["if_more_collude"]
     )
     return [
-        "## Who made the noise\n\n"
+        "## Who added the noise\n\n"
         f"The {aggregation['asked']} clients together: each added a share, and at least "
         f"{aggregation['threshold']} shares are in every sum. The server learned only the sums, "
         "the responders, and times.\n\n"
@@ -205,18 +205,21 @@ def unbounded_note(lost: int, clients: int) -> str:
     )
 
 
-def strength(epsilon: float, delta: float) -> str:
-    """Describe (ε, δ) by the power of a test with a rate a of false alarms: at most
-    min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Kairouz, Oh, Viswanath 2015)."""
-    alarms = 0.01
-    upper = math.exp(min(epsilon, 50.0)) * alarms + delta
-    power = min(1.0, upper, 1 - math.exp(-epsilon) * (1 - delta - alarms))
-    most = math.ceil(1000 * power) / 10
-    finds = f"finds at most {most:.1f} in 100 that were" if most < 100 else "may find all that were"
+def guarantee_figures(view: Mapping[str, Any], delta: float) -> dict[str, Any]:
+    """Return the ``guarantee`` of a view with a bound; for a view of 0.1.0, which has none, what
+    follows from its (ε, δ)."""
+    return view.get("guarantee") or of_pair(view["epsilon"], delta).to_json()
+
+
+def strength(view: Mapping[str, Any], delta: float) -> str:
+    """Describe a view with a bound by the power of the best test at 1 % of false positives."""
+    power = guarantee_figures(view, delta)["tpr"]["0.01"]
+    most = round_up(100 * power)
+    finds = "may find all that were"
+    if float(most) < 100:
+        finds = f"finds at most {most} in 100 that were"
     rest = (
-        ". The guarantee alone excludes little at this ε."
-        if power > 0.9
-        else "; by chance, it would find 1."
+        ". The guarantee alone excludes little." if power > 0.9 else "; by chance, it would find 1."
     )
     return (
         "In other words: an attacker who wrongly accuses 1 in 100 of those that were not included "

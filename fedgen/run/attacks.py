@@ -93,7 +93,7 @@ class Adversary:
     sees_sum: number of responses whose sum it sees.
     sampling_is_secret: whether responders are sampled secretly, so that the attacked client may not
         be among them.
-    event: (plan, rows) -> spend against it for this number of query samples.
+    event: (plan, query samples) -> their event against it.
     """
 
     name: str
@@ -111,9 +111,9 @@ def adversaries(method: Method) -> list[Adversary]:
     if isinstance(plan.aggregation, Secure):
         shares = plan.aggregation.honest
         name = f"secure sum of {shares} honest shares"
-        return [Adversary(name, shares, False, partial(accounted_spend, trusted=False))]
+        return [Adversary(name, shares, False, partial(accounted_event, trusted=False))]
     views = [
-        Adversary("client program", 1, False, partial(accounted_spend, trusted=plan.is_trusted))
+        Adversary("client program", 1, False, partial(accounted_event, trusted=plan.is_trusted))
     ]
     if plan.release_event is None or plan.is_trusted or not cohort.has_fixed_size:
         return views
@@ -126,8 +126,8 @@ def adversaries(method: Method) -> list[Adversary]:
     return views
 
 
-def accounted_spend(plan: Plan, rows: int, trusted: bool) -> DpEvent:
-    """Return the spend for this number of query samples, against the adversary of the method."""
+def accounted_event(plan: Plan, rows: int, trusted: bool) -> DpEvent:
+    """Return the event of this number of query samples, against the adversary of the method."""
     return _sampling_event(plan, rows) if trusted else plan.server_event(rows)
 
 
@@ -204,7 +204,7 @@ def attack_bytes(ready: Setup, releases: int, confidence: float, delta: float) -
     two neighbours differ, the proof is refuted.
 
     Returns:
-        The query with the largest lower bound on ε, and the ε proven for it.
+        The largest lower bound on ε over all kinds of query, with the ε proven for that kind.
     """
     method, quiet = ready.at_noise(HIGH_NOISE), ready.at_noise(_LOW_NOISE)
     kinds = [kind for kind, worst in enumerate(method.worst_cases()) if not worst.custom_noise]

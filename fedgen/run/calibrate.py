@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from fedgen.errors import FedgenError
 from fedgen.methods.api import Method
-from fedgen.privacy.accounting import Accountant, Epsilon, epsilon, rough_epsilon
-from fedgen.privacy.budget import TAIL, Budget, release_epsilon, smaller_epsilon
+from fedgen.privacy.accounting import Accountant, epsilon, rough_epsilon
+from fedgen.privacy.budget import TAIL, Bound, Budget, bound_of, release_bound, smaller_bound
 from fedgen.privacy.calibration import max_repetitions, min_noise_multiplier
 from fedgen.privacy.events import canonical
 
@@ -29,7 +29,7 @@ class Privacy:
     protected: int | None = None  # public number of records, clients or persons
 
 
-def solve(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
+def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
     """Return the noise multiplier and the budget. A target alone determines the noise, a noise
     multiplier alone allows all rounds, and both end the run before it exceeds the target.
 
@@ -52,7 +52,7 @@ def solve(config: DictConfig, method: Callable[[float | None], Method]) -> Priva
         raise FedgenError("rounds", problem, "raise it")
     if config.names.privacy == "none":
         if target is not None or noise is not None:
-            raise FedgenError("privacy", "none has no target and no noise", "take privacy=dp")
+            raise FedgenError("privacy", "none has no target and no noise", "use privacy=dp")
         return Privacy(delta, mode, None, unlimited)
     if target is None and noise is None:
         raise FedgenError(
@@ -73,7 +73,7 @@ def solve(config: DictConfig, method: Callable[[float | None], Method]) -> Priva
                 target,
                 lambda sigma: planned_epsilon(method(sigma), config, server, rough_epsilon),
             )
-            return Privacy(delta, mode, noise, calibrate(method(noise), rounds))
+            return Privacy(delta, mode, noise, planned_budget(method(noise), rounds))
         budget = affordable_rounds(method(noise), config, server, target)
         if budget.rounds < plan.min_rounds:
             raise FedgenError(
@@ -87,13 +87,13 @@ def solve(config: DictConfig, method: Callable[[float | None], Method]) -> Priva
             raise
         others = "" if noise is None else "privacy.noise_multiplier, "
         remedy = (
-            f"raise it, {others}or warm_up.noise_multiplier, which more noise elsewhere "
-            "cannot offset"
+            f"raise it, {others}or warm_up.noise_multiplier; noise in later rounds cannot lower "
+            "the ε of the warm-up"
         )
         raise FedgenError(error.key, error.problem, remedy) from error
 
 
-def solve_after_dropout(config: DictConfig, method: Method, privacy: Privacy) -> Privacy:
+def calibrate_after_dropout(config: DictConfig, method: Method, privacy: Privacy) -> Privacy:
     """Return the privacy of a run after a dropout, when its method costs more than planned: with a
     target and a noise multiplier, the run ends earlier.
 
@@ -114,10 +114,10 @@ def solve_after_dropout(config: DictConfig, method: Method, privacy: Privacy) ->
     return replace(privacy, budget=budget)
 
 
-def calibrate(method: Method, rounds: int) -> Budget:
-    """Return the budget for which the noise is calibrated: the query samples of the busiest client,
-    except with small probability. The number of queries to a client costs nothing if the server is
-    trusted."""
+def planned_budget(method: Method, rounds: int) -> Budget:
+    """Return the budget for which noise is calibrated: the maximum number of rounds, and of query
+    samples of any client, except with a small probability of stopping. The number of queries to a
+    client costs nothing if the server is trusted."""
     queries = method.plan.queries_in(rounds)
     if method.plan.is_trusted:
         return Budget(rounds, UNLIMITED, 0.0)
@@ -128,14 +128,14 @@ def calibrate(method: Method, rounds: int) -> Budget:
 
 def planned_epsilon(method: Method, config: DictConfig, server: bool, by: Accountant) -> float:
     """Return the ε of the whole run against one adversary."""
-    budget = calibrate(method, config.rounds)
-    total_epsilon = epsilon_for(
+    budget = planned_budget(method, config.rounds)
+    bound = bound_for(
         method, budget, config.rounds, budget.samples_per_client, config.privacy.delta, server, by
     )
-    return total_epsilon.or_infinity
+    return bound.epsilon.or_infinity
 
 
-def epsilon_for(
+def bound_for(
     method: Method,
     budget: Budget,
     rounds: int,
@@ -143,17 +143,18 @@ def epsilon_for(
     delta: float,
     server: bool,
     by: Accountant = epsilon,
-) -> Epsilon:
-    """Return ε against one adversary after ``rounds`` rounds, for a client with ``rows`` query
-    samples."""
-    if method.plan.prior_event is not None:
-        return by(canonical(method.plan.prior_event), delta, method.plan.relation)
-    against_server = by(canonical(method.plan.server_event(rows)), delta, method.plan.relation)
-    if server or method.plan.release_event is None:
+) -> Bound:
+    """Return the bound against one adversary after ``rounds`` rounds, for a client with ``rows``
+    query samples."""
+    plan, relation = method.plan, method.plan.relation
+    if plan.prior_event is not None:
+        return bound_of(canonical(plan.prior_event), delta, relation, by)
+    against_server = bound_of(canonical(plan.server_event(rows)), delta, relation, by)
+    if server or plan.release_event is None:
         return against_server
-    event, relation = method.plan.release_event(rounds), method.plan.relation
-    against_reader = release_epsilon(event, delta, relation, budget.stop_probability, by)
-    return smaller_epsilon(against_reader, against_server)
+    event = plan.release_event(rounds)
+    against_reader = release_bound(event, delta, relation, budget.stop_probability, by)
+    return smaller_bound(against_reader, against_server)
 
 
 def affordable_rounds(method: Method, config: DictConfig, server: bool, target: float) -> Budget:
@@ -200,11 +201,12 @@ def _unreachable(target: float) -> FedgenError:
     )
 
 
-def planned_epsilons(method: Method, privacy: Privacy) -> dict[str, Epsilon]:
-    """Return ε by adversary, ``server`` and ``release``, of a run that spends its whole budget."""
+def planned_bounds(method: Method, privacy: Privacy) -> dict[str, Bound]:
+    """Return the bound by adversary, ``server`` and ``release``, of a run that spends its whole
+    budget."""
     budget = privacy.budget
     return {
-        name: epsilon_for(
+        name: bound_for(
             method,
             budget,
             budget.rounds,

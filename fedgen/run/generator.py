@@ -105,6 +105,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "labels": published_names(ready),
         "shape": list(ready.dataset.shape),
     }
+    view = record["views"]["release"]
     published_keys = ("delta", "unit", "relation", "noise", "images_per_person")
     privacy = {key: record[key] for key in published_keys if key in record}
     if record["without_bound"]:  # ε covers the other clients
@@ -119,7 +120,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         **began,
         **facts,
         "generator_sha256": sha256,
-        "privacy": {"epsilon": record["views"]["release"]["epsilon"], **privacy},
+        "privacy": {"epsilon": view["epsilon"], "guarantee": view["guarantee"], **privacy},
         "fedgen": VERSION,
         "date": date.today().isoformat(),
     }
@@ -140,7 +141,7 @@ def read_description(folder: Path, key: str) -> dict[str, Any]:
         remedy = "give a finished run, or its public folder"
         problem = f"{path} cannot be read"
         if not folder.is_dir():
-            problem = f"{folder} is no folder" if folder.exists() else f"there is no {folder}"
+            problem = f"{folder} is not a folder" if folder.exists() else f"there is no {folder}"
             zipped = folder.exists() and folder.suffix == ".zip"
             remedy = "unpack it first" if zipped else remedy
         elif within := sorted(file.parent for file in folder.glob("*/generator.json"))[:1]:

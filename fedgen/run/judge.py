@@ -40,7 +40,7 @@ JUDGED = (
     *("gen2real", "real2real", "real2gen", "classifier", "judged", "judged_by", "distinct"),
     *(key for metric in metrics() for key in metric.keys),
 )
-"""What of a run's results is its evaluation's."""
+"""Keys of ``results.json`` that the evaluation writes."""
 
 
 def evaluate_run(

@@ -23,7 +23,7 @@ from fedgen.reporting.progress import (
     format_epsilon,
     format_pace,
 )
-from fedgen.run.calibrate import planned_epsilons
+from fedgen.run.calibrate import planned_bounds
 from fedgen.run.generator import judged_samples
 from fedgen.run.judge import utilities
 from fedgen.run.preflight import data_warnings, delta_warnings, preset_warnings
@@ -94,7 +94,8 @@ class MetricsLog:
 
     def _announce(self) -> None:
         privacy, plan = self._ready.privacy, self._ready.method.plan
-        views = planned_epsilons(self._ready.method, self._ready.privacy)
+        bounds = planned_bounds(self._ready.method, self._ready.privacy)
+        views = {name: bound.epsilon for name, bound in bounds.items()}
         if self._accounts.started or self._accounts.dropouts():  # resumed
             release_epsilon = self._accounts.release_after(privacy.budget.rounds)
             views["release"] = release_epsilon or views["release"]

@@ -36,7 +36,7 @@ def narrow_range(dataset: Dataset) -> list[str]:
         return [f"all pixels are {most}: the images are blank"]
     if most > _MAX_DARK:
         return []
-    cause = "masks of 0 and 1" if most == 1 else "12 bits in the low bits, or dark"
+    cause = "masks of 0 and 1" if most == 1 else "12-bit values in wider integers, or dark images"
     remedy = f"scale them to 0..255, e.g. times {255 // most}"
     return [f"no pixel is above {most} of 255 ({cause}), and samples will be black: {remedy}"]
 

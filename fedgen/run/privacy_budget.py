@@ -106,7 +106,9 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
     if budget is None:
         return
     if any(other.kind != entry.kind for other in others):
-        problem = "other runs on these data protect others than this, and no ε counts both"
+        problem = (
+            "other runs on these data have another unit, neighbouring relation or partition: no sum"
+        )
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
     with_it = composed_epsilon([*others, entry], delta)
     if with_it.or_infinity > budget:
@@ -167,7 +169,7 @@ def _together(
 def _words(record: dict[str, Any], file: SpendDb) -> str:
     lines = [f"{record['data']}: secure runs: {len(record['runs'])}, in {file.path}"]
     for row in record["runs"]:
-        how = "cost" if row["over"] else "not over, may cost"
+        how = "cost" if row["over"] else "unfinished, costs at most"
         lines.append(f"  {row['folder']}: {how} ε = {format_epsilon(row['epsilon'])}")
     lines += [
         f"together: proven ε = {format_epsilon(total['epsilon'])} per {total['unit']}, neighbours: "

@@ -13,10 +13,18 @@ from dp_accounting import NonPrivateDpEvent
 from fedgen.federation.client.context import LEDGER
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
-from fedgen.privacy.accounting import NO_BOUND_TRUSTED, Epsilon, epsilon, epsilons
+from fedgen.privacy.accounting import TRUSTED_AGGREGATOR_ACCOUNTANT, Epsilon, epsilons
 from fedgen.privacy.aggregation import Secure
-from fedgen.privacy.budget import release_epsilon, smaller_epsilon
-from fedgen.privacy.events import Spend, Unit, canonical, describe, scale_noise, to_json
+from fedgen.privacy.budget import Bound, bound_of, release_bound, smaller_bound
+from fedgen.privacy.events import (
+    Spend,
+    Unit,
+    canonical,
+    describe,
+    scale_noise,
+    to_json,
+)
+from fedgen.privacy.guarantee import Guarantee, worst_guarantee
 from fedgen.privacy.ledger import Account, Ledger, elementwise_max, with_reported
 from fedgen.run.calibrate import Privacy
 from fedgen.storage.run_dir import RunDir
@@ -29,7 +37,11 @@ if TYPE_CHECKING:
 def amplification(plan: Plan, adversary: str, bound: Epsilon) -> tuple[str | None, str | None]:
     """Return what amplifies the bound against an adversary, or why nothing does."""
     by, reason = plan.amplified_by[adversary], plan.not_amplified_because[adversary]
-    if bound.value is None and plan.claim is not None and bound.accountant != NO_BOUND_TRUSTED:
+    if (
+        bound.value is None
+        and plan.claim is not None
+        and bound.accountant != TRUSTED_AGGREGATOR_ACCOUNTANT
+    ):
         return None, (
             "a computation over private records failed, and what the failure reveals has no bound"
         )
@@ -139,7 +151,25 @@ class Accounts:
         server = max(bounds, key=lambda bound: bound.or_infinity)
         return {"server": server, "release": self.release(state, stopped) or server}
 
+    def guarantees(self, state: RunState, stopped: bool) -> dict[str, Guarantee | None]:
+        """Return the trade-off curve that belongs to each ε of ``epsilon_by_adversary``."""
+        relation, delta = self.method.plan.relation, self.privacy.delta
+        spends = self.effective_spends(state)
+        lost = self.without_bound(spends)
+        bounded = [spend for client, spend in spends.items() if client not in lost]
+        curves = {"server": worst_guarantee(bounded, delta, relation)}
+        release = self._release(state, stopped)
+        if release is None:
+            return {**curves, "release": curves["server"]}
+        return {**curves, "release": release.guarantee(delta, relation)}
+
     def release(self, state: RunState, stopped: bool) -> Epsilon | None:
+        """Return ε of any one of several clients against a reader of the release; None for a single
+        client: see ``_release``."""
+        release = self._release(state, stopped)
+        return None if release is None else release.epsilon
+
+    def _release(self, state: RunState, stopped: bool) -> Bound | None:
         """Return ε of any one of several clients against a reader of the release; None for a single
         client.
 
@@ -161,15 +191,16 @@ class Accounts:
             return None
         if all(NonPrivateDpEvent() in spend for spend in spends.values()):
             # independent of the plan
-            return epsilon({NonPrivateDpEvent(): 1}, delta, plan.relation)
+            return bound_of({NonPrivateDpEvent(): 1}, delta, plan.relation)
         if state.rounds == 0:
-            return epsilon({}, delta, plan.relation)
+            return bound_of({}, delta, plan.relation)
         rounds = budget.rounds if stopped else state.rounds
-        planned = self.release_after(rounds)
+        planned = self._release_after(rounds)
         if planned is None or not self.dropouts() or not self.method.cohort.is_sampled:
             return planned
-        really = epsilon(self._respondents(state, rounds), delta, plan.relation)
-        return planned if planned.or_infinity > really.or_infinity else really
+        revealed = self._spend_if_cohorts_revealed(state, rounds)
+        really = bound_of(revealed, delta, plan.relation)
+        return planned if planned.epsilon.or_infinity > really.epsilon.or_infinity else really
 
     def _own_noise_alone(self, spends: Mapping[int, Spend]) -> bool:
         """Return whether the release relies neither on sums of the noise of several clients nor on
@@ -177,8 +208,8 @@ class Accounts:
         of_clients = self.method.plan.release_event is not None and not self.method.plan.is_trusted
         return of_clients and bool(self.without_bound(spends))
 
-    def _respondents(self, state: RunState, rounds: int) -> Spend:
-        """Return the spend of the busiest client in the published rounds, with known cohorts:
+    def _spend_if_cohorts_revealed(self, state: RunState, rounds: int) -> Spend:
+        """Return the spend of the busiest client in the published rounds if cohorts are known:
         repeated queries count again, up to the number of rounds."""
         plan = self.method.plan
         assert plan.event_if_sampling_revealed is not None
@@ -189,6 +220,10 @@ class Accounts:
 
     def release_after(self, rounds: int) -> Epsilon | None:
         """Return ``release`` after this many rounds without dropouts."""
+        release = self._release_after(rounds)
+        return None if release is None else release.epsilon
+
+    def _release_after(self, rounds: int) -> Bound | None:
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         if plan.release_event is None:
             return None
@@ -198,16 +233,15 @@ class Accounts:
                 min(budget.samples_per_client, plan.queries_in(rounds) * plan.samples_per_round)
             )
         )
-        cap, stop = epsilon(most, delta, plan.relation), 0.0
+        cap, stop = bound_of(most, delta, plan.relation), 0.0
         # stopping reveals nothing without sampling, or if the cohorts count as revealed
         if plan.amplified_by["release"] is not None:
             steps, again = budget.rounds, [n for n in self.started.values() if n > 1]
             stop = self.method.cohort.stop_probability(
                 plan.samples_per_round, steps, budget.samples_per_client, again
             )
-        return smaller_epsilon(
-            release_epsilon(plan.release_event(rounds), delta, plan.relation, stop), cap
-        )
+        event = plan.release_event(rounds)
+        return smaller_bound(release_bound(event, delta, plan.relation, stop), cap)
 
     def claimed_epsilon(self, state: RunState, stopped: bool = False) -> float | None:
         """Return ε by the formula of the paper, None if it has none; for a run that stopped, for as
@@ -226,7 +260,7 @@ class Accounts:
         if plan.release_event is not None and not self._own_noise_alone(self.spends(state)):
             rounds = self.privacy.budget.rounds if stopped else state.rounds
             if self.dropouts() and self.method.cohort.is_sampled:
-                return describe(self._respondents(state, rounds))
+                return describe(self._spend_if_cohorts_revealed(state, rounds))
             return describe(canonical(plan.release_event(rounds)))
         most = max(state.samples.values(), default=0)  # repeated rounds after a resume count too
         return describe(canonical(plan.server_event(most))) if most else "nothing"
@@ -235,6 +269,7 @@ class Accounts:
         """Return the content of privacy.json."""
         plan, claim, clients = self.method.plan, self.method.plan.claim, {}
         views = self.epsilon_by_adversary(state, stopped is not None)
+        curves = self.guarantees(state, stopped is not None)
         spends = self.effective_spends(state)
         lost = self.without_bound(spends)
         bounds = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
@@ -260,7 +295,10 @@ class Accounts:
             "rounds": state.rounds,
             "stopped": stopped,
             "views": {
-                name: self._view(name, bound, self._own_noise_alone(spends))
+                name: {
+                    **self._view(name, bound, self._own_noise_alone(spends)),
+                    "guarantee": None if (curve := curves[name]) is None else curve.to_json(),
+                }
                 for name, bound in views.items()
             },
             "claimed": None
@@ -310,7 +348,10 @@ class Accounts:
         amplified, reason = amplification(self.method.plan, name, bound)
         if own_noise_alone and name == "release":
             amplified = None
-            reason = "some clients are without a bound: each other relies on its own noise alone"
+            reason = (
+                "some clients have no bound, so that of every other client counts only its own "
+                "noise"
+            )
         return {
             "epsilon": or_null(bound.value),
             "accountant": bound.accountant,

@@ -34,7 +34,7 @@ from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
 
 ENDED = "it was ended by request, and is accounted as if it had continued"
-"""Why a run stopped that ended before the rounds that it was to have."""
+"""Value of ``stopped`` for a run that was ended by request before its planned rounds."""
 
 _NO_LOGGER = {"type": "none"}
 
@@ -133,11 +133,11 @@ def check_runtime_is_local(config: DictConfig, remedy: str) -> None:
         remedy: remedy for a cluster.
     """
     if (address := config.runtime.get("address")) is not None:
-        problem = f"the run was on the cluster at {address}, and whether to trust it is not said"
+        problem = f"the run used the Ray cluster at {address}; confirm that you trust it"
         raise FedgenError("runtime.address", problem, remedy.format(shlex.quote(str(address))))
     link = config.runtime.get("superlink")
     if link is not None and not _is_this_host(str(link).rpartition(":")[0].strip("[]")):
-        problem = f"the run's link was at {link}, and whether to trust it is not said"
+        problem = f"the run used the link at {link}; confirm that you trust it"
         words = shlex.join(["runtime=deployed", f"runtime.superlink={link}"])
         remedy = f"add {words} runtime.ca=FILE"
         raise FedgenError("runtime.superlink", problem, remedy)
@@ -201,10 +201,12 @@ def check_same_noise(ready: Setup, identity: dict[str, Any], key: str) -> None:
 def check_same_data(ready: Setup, run_dir: RunDir, identity: dict[str, Any], key: str) -> None:
     """Raise FedgenError if the records of clients differ from those at the start of the run."""
     if identity["data"] != ready.dataset.digest:
-        raise FedgenError(key, f"{run_dir.path} was trained on other data", "bring it back")
+        raise FedgenError(
+            key, f"{run_dir.path} was trained on different data", "restore the original data set"
+        )
     if identity.get("shards", ready.partition_digest) != ready.partition_digest:
-        problem = f"{run_dir.path} shared its data out otherwise"
-        raise FedgenError(key, problem, "bring its partition back")
+        problem = f"{run_dir.path} used a different partition of the data"
+        raise FedgenError(key, problem, "restore the original partition settings")
 
 
 def check_shorter(run_dir: RunDir, ready: Setup, rounds: int) -> None:

@@ -30,7 +30,7 @@ from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Unit, canonical
 from fedgen.randomness import RandomStreams
-from fedgen.run.calibrate import Privacy, solve, solve_after_dropout
+from fedgen.run.calibrate import Privacy, calibrate, calibrate_after_dropout
 from fedgen.run.noise_domain import noise_domain, rehearsed_domain
 from fedgen.storage.io import digest
 from fedgen.testing.fault_rates import FaultRates
@@ -108,7 +108,7 @@ class Setup(ResolvedMethod):
         """
         method = self.with_dropouts()
         return replace(
-            self, method=method, privacy=solve_after_dropout(self.config, method, self.privacy)
+            self, method=method, privacy=calibrate_after_dropout(self.config, method, self.privacy)
         )
 
     def held_out(self, count: int) -> Shard | None:
@@ -210,7 +210,7 @@ def resolve_method(
     open_: dict[str, int | None] = {}
     if (length := make(None).plan.fixed_rounds) not in (None, config.rounds):
         open_["rounds"], config.rounds = config.rounds, length
-    privacy = solve(config, make)
+    privacy = calibrate(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).derived_settings:
         open_ |= {f"method.{key}": None for key in settled if config.method[key] is None}
@@ -220,7 +220,7 @@ def resolve_method(
         if (length := make(noise).plan.fixed_rounds) not in (None, config.rounds):
             open_.setdefault("rounds", config.rounds)
             config.rounds = length
-            privacy = solve(config, make)
+            privacy = calibrate(config, make)
             noise = privacy.noise_multiplier
     method = make(noise)
     if not _sums_fit(method.plan):
@@ -262,7 +262,7 @@ def check_shards_fit(config: DictConfig, held: Dataset, plan: Plan) -> None:
         raise FedgenError(
             "data",
             f"{held.example_keys.moves}, and {config.names.method} protects records by their place",
-            "take a method of sums, e.g. mixture, dp_merf or dpgan",
+            "use a method of sums, e.g. mixture, dp_merf or dpgan",
         )
 
 

@@ -39,4 +39,7 @@ class Interrupt:
                 signal.signal(signal_number, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.asked = True
-        self._say("interrupted: ends after this round with a checkpoint; once more to end at once")
+        self._say(
+            "interrupted: stopping after this round with a checkpoint; press Ctrl-C again to stop "
+            "at once"
+        )

@@ -27,8 +27,7 @@ from fedgen.storage.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Setup, weights of the generator after ``rounds`` of ``total_rounds`` rounds, and the spend so
-    far by
+    """Setup, weights of the generator after ``rounds`` of ``total_rounds`` rounds, and ε so far by
     adversary: of these rounds and of all charges to clients, except clients ``without_bound``.
     """
 

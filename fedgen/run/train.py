@@ -64,7 +64,7 @@ _CHECKPOINT_SECONDS = 600.0  # a round of 1,000 clients takes most of a minute
 _CARRIED = ("generator", "average", "adam", "discriminator")  # networks that ``start`` loads
 
 RuntimeRunner = Callable[[Callable[[Grid], None]], None]
-"""Calls what it is given with a Grid to the run's clients."""
+"""Runs a function with a Grid that is connected to the run's clients."""
 
 
 def train(
@@ -91,7 +91,7 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
     if new:
         _check_masks(config, play)
         ready = setup.setup(config)
-        _check_rows(ready)
+        _check_runtime(ready)
         run_dir, name = new_identity(ready)
         shared_out = len(ready.shards) > 1 and not ready.dataset.is_remote
         if shared_out and ready.privacy.noise == "seeded":  # the labels of clients are private
@@ -102,7 +102,7 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
         longer, until = (rounds, None) if (rounds or 0) > before.rounds else (None, rounds)
         _check_masks(config, play)
         ready, name = setup.setup(config, identity["branch"]), identity["run"]
-        _check_rows(ready)
+        _check_runtime(ready)
         if longer is not None:
             check_longer(run_dir, ready, identity, longer)
         if until is not None:
@@ -153,7 +153,7 @@ def _check_masks(config: DictConfig, play: RuntimeRunner | None) -> None:
         )
 
 
-def _check_rows(ready: Setup) -> None:
+def _check_runtime(ready: Setup) -> None:
     """Raise FedgenError if the runtime cannot access the records, or the test split is too
     small."""
     config, deployed = ready.config, ready.config.names.runtime == "deployed"
@@ -308,10 +308,11 @@ class Training:
         if self._over:
             self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":
-            self._charge(state, ledgers)
+            self._merge_later_charges(state, ledgers)
 
-    def _charge(self, state: RunState, ledgers: Mapping[int, Account]) -> None:
-        """Count the charges of clients after the checkpoint from which a run resumes."""
+    def _merge_later_charges(self, state: RunState, ledgers: Mapping[int, Account]) -> None:
+        """Merge charges after the checkpoint from ledgers into the state; none if the plan sends
+        stored responses again."""
         if self.method.plan.resends_responses:
             return
         for client, account in ledgers.items():
@@ -335,7 +336,7 @@ class Training:
         if self.run_dir.record_sum(query, of) != of:
             raise NoResponseError(
                 "resume",
-                f"round {round_ + 1} was added up over other clients before",
+                f"round {round_ + 1} was summed over a different set of clients before",
                 "resume when the same nodes respond, or start a new run",
             )
 
@@ -453,7 +454,7 @@ class Training:
         if self._over:
             self.accounts.ledgers.update(ledgers)
         elif self.ready.privacy.noise == "secure":
-            self._charge(state, ledgers)
+            self._merge_later_charges(state, ledgers)
         return state
 
     def _check_responses_complete(self, kept: RunState, ledgers: Mapping[int, Account]) -> None:

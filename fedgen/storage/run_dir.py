@@ -140,7 +140,7 @@ class RunDir:
         """
         for folder in (self.clients, self.samples, self.public, self.checkpoints):
             if folder.exists() and not folder.is_dir():
-                problem = f"{folder} is no folder, and the run writes files into one"
+                problem = f"{folder} is not a folder, and the run writes files into one"
                 raise FedgenError("resume", problem, "move it away")
         files = [self.path / name for name in _WRITTEN]
         files += [self.samples / image.name for image in self.samples.glob("round_*.png")]

@@ -212,7 +212,7 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
     assert cli.run(["evaluate", f"run={run}", "evaluation.samples=50"]) == 0
     capsys.readouterr()
     assert cli.run(words) == 2
-    assert "judged in another way" in capsys.readouterr().err
+    assert "evaluated again with other" in capsys.readouterr().err
     # nor one of other settings, even where it is not what the command asks for
     broken["methods"]["DP-MERF"] = {"settings": ["method=dp_merf_small", "privacy.delta=1e-3"]}
     broken["methods"]["DP-Sinkhorn"] = MATRIX["methods"]["DP-Sinkhorn"]

@@ -138,7 +138,7 @@ def test_other_rows_are_another_run_and_no_way_to_go_on(
     runs = [json.loads((tmp_path / run / "run.json").read_text()) for run in ("run", "less")]
     assert runs[0]["branch"] != runs[1]["branch"]
     assert cli.run(["train", f"resume={tmp_path}/run"]) == 2
-    assert "shared its data out otherwise" in capsys.readouterr().err
+    assert "used a different partition of the data" in capsys.readouterr().err
 
 
 def test_a_mistake_in_it_is_told(own: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_budget_refuses_it(
     ("made", "words", "said"),
     [
         (["privacy=none"], [], "run: has no noise"),
-        ([], ["out=a.tar"], "out: a.tar is no .zip"),
+        ([], ["out=a.tar"], "out: a.tar is not a .zip"),
         ([], ["out=nowhere/a.zip"], "out: nowhere/a.zip cannot be written"),
         ([], ["run=no"], "run: no is not a run directory"),
         ([], ["budget_epsilon=-1"], "budget_epsilon: must be at least"),

@@ -327,4 +327,4 @@ def test_mistakes_are_said(
 def test_an_audit_begins_anew(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train("rounds=1")
     assert cli.run(["audit", f"resume={run}"]) == 2
-    assert "begins anew" in capsys.readouterr().err
+    assert "cannot be resumed" in capsys.readouterr().err

@@ -198,7 +198,7 @@ def test_whoever_makes_the_noise_of_a_sum(train: Train, method: str, kind: str) 
     else:
         assert 0 < privacy["views"]["server"]["epsilon"] <= 3
     said = (run / "public" / "PRIVACY.md").read_text()
-    assert ("Who made the noise" in said) == (kind != "local")
+    assert ("Who added the noise" in said) == (kind != "local")
     more = privacy["aggregation"].get("if_more_collude", [])
     assert [each["epsilon"] > 3 * 0.99 for each in more] == [True] * len(more)
     assert len(more) == (2 if kind == "secure" else 0)

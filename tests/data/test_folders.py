@@ -432,8 +432,10 @@ def test_what_fits_can_be_pasted(
     monkeypatch.chdir(tmp_path)
     words = ["data=folder", "data.path='my photos, (2)'", "data.labels=['a b',c]"]
     assert cli.run(["data", "check", *words]) == 0
-    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("fits: ")]
-    pasted = shlex.split(line.removeprefix("fits: fedgen train "))
+    [line] = [
+        each for each in capsys.readouterr().out.splitlines() if each.startswith("suggested: ")
+    ]
+    pasted = shlex.split(line.removeprefix("suggested: fedgen train "))
     assert cli.run(["account", *pasted]) == 0
     assert "settings" not in capsys.readouterr().out
     assert cli.run(["account", *words, "method=dpgan_small", "data.public_rows=160"]) == 0
@@ -444,7 +446,7 @@ def test_what_fits_known_data_tells_no_number_of_rows(capsys: pytest.CaptureFixt
     """Its own is exact, and public."""
     assert cli.run(["data", "check", "data=digits"]) == 0
     said = capsys.readouterr().out
-    fits = "fits: fedgen train data=digits method=mixture method.private_classifier=none "
+    fits = "suggested: fedgen train data=digits method=mixture method.private_classifier=none "
     fits += "privacy.target_epsilon="
     assert fits in said
 
@@ -469,7 +471,7 @@ def test_a_check_says_what_there_is_and_what_fits(
         and "2 clients" in said
         and "partition=by_folder" in said
     )
-    assert f"fits: fedgen train data=folder data.path={hospitals} method=mixture " in said
+    assert f"suggested: fedgen train data=folder data.path={hospitals} method=mixture " in said
     assert "under several labels" in said and "private" in said
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err
@@ -498,7 +500,7 @@ def test_a_file_that_is_no_data_set(tmp_path: Path, capsys: pytest.CaptureFixtur
     lacking = tmp_path / "lacking.npz"
     np.savez(lacking, images=np.zeros(3))
     for file, why in (
-        (tmp_path / "0.png", "no table (.csv, .parquet) and no .npz"),
+        (tmp_path / "0.png", "a table (.csv, .parquet) or an .npz"),
         (torn, "is not a readable npz file"),
         (lacking, "lacks train_images"),
     ):

@@ -124,15 +124,15 @@ def test_images_of_people_are_said_to_be_single_ones(
         ("file,label\na.png,x\n", "no column path"),
         ("path,label\na.png\n", "line 2 has not as many fields"),
         ("path,label\na.png,x,y\n", "line 2 has not as many fields"),
-        ("path,label\n/etc/hostname,x\n", "no file below the table's folder"),
-        ("path,label\na/../../b.png,x\n", "no file below the table's folder"),
-        ("path,label\n,x\n", "no file below the table's folder"),
+        ("path,label\n/etc/hostname,x\n", "not a file below the table's folder"),
+        ("path,label\na/../../b.png,x\n", "not a file below the table's folder"),
+        ("path,label\n,x\n", "not a file below the table's folder"),
         ("path,label,label\na.png,x,x\n", "two columns with the same name"),
         ("path,label,split\na.png,x,dev\n", "there is no split 'dev'"),
         ("path,label,person\na.png,x,\n", "the person is empty"),
         ('path,label\n"a.png,x\n', "no readable CSV"),
-        ("path,label\nabsent.png,x\n", "is no file"),
-        (f"path,label\n{'a' * 5000}.png,x\n", "is no file|leads out"),
+        ("path,label\nabsent.png,x\n", "is not a file"),
+        (f"path,label\n{'a' * 5000}.png,x\n", "is not a file|leads out"),
     ],
 )
 def test_mistakes(text: str, said: str, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_no_image_has_two_lines(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "d.png")
     table = tmp_path / "list.csv"
     for other, said in (("a.png", "more than once"), ("./a.png", "more than once"),
-                        ("b.png", "more than once"), ("c.png", "leads out|is no file"),
-                        ("d.png", "is no file")):  # fmt: skip
+                        ("b.png", "more than once"), ("c.png", "leads out|is not a file"),
+                        ("d.png", "is not a file")):  # fmt: skip
         table.write_text(f"path,label\na.png,x\n{other},x\n")
         with pytest.raises(FedgenError, match=said):
             folder(STREAMS, None, str(table), labels=["x"])

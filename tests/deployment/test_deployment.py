@@ -192,7 +192,7 @@ def test_a_bundle_of_other_code_and_what_is_no_run_are_refused(
 def test_two_are_not_at_home_in_one_folder(sites: Deployment) -> None:
     node = Command(["node", *sites.words(0)])
     assert node.wait(60) == 2
-    assert "another node is at home" in node.errors
+    assert "another node is using" in node.errors
 
 
 def test_messages_that_do_not_fit_the_link_are_named_before_anybody_is_charged(

@@ -141,7 +141,7 @@ def test_what_is_not_allowed_is_refused(
 
 def test_a_node_that_sent_nothing_has_a_log(tmp_path: Path) -> None:
     config = OmegaConf.create({"home": str(tmp_path), "lines": 10})
-    with pytest.raises(FedgenError, match="no node was at home"):
+    with pytest.raises(FedgenError, match="no node has used"):
         log.show(config)
     (tmp_path / "lock").touch()
     assert log.show(config) == "this node has sent nothing yet"
@@ -343,10 +343,10 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         ([*NODE, "superlink=x"], "superlink: cannot be x"),
         ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),
         ([*NODE, "data=folder", "data.path=."], "data.labels: are not given"),
-        ([*NODE, "policy=peers.yaml"], "policy.peers: do not say that 0 is this node"),
+        ([*NODE, "policy=peers.yaml"], "policy.peers: list no key, or another, for node 0"),
         ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no images"),
-        (["node", "log", "home=nowhere"], "no node was at home"),
-        (["node", "key=policy.yaml"], "key: policy.yaml is no private key"),
+        (["node", "log", "home=nowhere"], "no node has used"),
+        (["node", "key=policy.yaml"], "key: policy.yaml is not a private key"),
         (["link", "accept=policy.yaml"], "accept: policy.yaml is no public key"),
         (["link", "accept=none.pub"], "none.pub cannot be read"),
         (["link", "port=0"], "port: must be at least 1"),

@@ -19,7 +19,8 @@ from tiny import Train
 
 from fedgen import cli
 from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
-from fedgen.reporting.headline import MIN_SHARE_FOUND, beliefs, format_belief, person_rows, tier
+from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, of_pair
+from fedgen.reporting.headline import beliefs, format_belief, person_rows, tier
 from fedgen.storage.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -264,34 +265,34 @@ def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: f
     mu = brentq(lambda mu: float(gaussian_delta(mu, epsilon)) - delta, 1e-6, 200)
     thresholds = np.linspace(-10, 10 + mu, 2000)
     there, others = norm.sf(thresholds - mu), norm.sf(thresholds)
-    enough = there >= MIN_SHARE_FOUND
-    for prior, after in beliefs(epsilon, delta):
+    enough = there >= SHARE_FOUND
+    of_both = of_pair(epsilon, delta)
+    assert of_both.tpr(0.01) >= norm.sf(norm.isf(0.01) - mu) - 1e-9
+    for prior in PRIORS:
+        after = of_both.posterior(prior)
         right = prior * there / (prior * there + (1 - prior) * others)
         assert right[enough].max() <= after + 1e-9
 
 
 @pytest.mark.parametrize(
-    ("belief", "bounded", "shown"),
+    ("belief", "shown"),
     [
-        (0.0268, True, "≤ 2.7 %"),
-        (0.99591, True, "≤ 99.6 %"),
-        (0.99960, True, "≤ 99.96 %"),
-        (0.9999546, True, "≤ 99.996 %"),
-        (0.99999999, True, "< 100 %"),
-        (1.0, True, "< 100 %"),
-        (1.0, False, "no bound"),
+        (0.0268, "≤ 2.7 %"),
+        (0.99591, "≤ 99.6 %"),
+        (0.99960, "≤ 99.96 %"),
+        (0.9999546, "≤ 99.996 %"),
+        (0.99999999, "< 100 %"),
+        (1.0, "< 100 %"),
     ],
 )
-def test_beliefs_are_shown_as_far_as_there_is_a_bound(
-    belief: float, bounded: bool, shown: str
-) -> None:
-    assert format_belief(belief, bounded) == shown
+def test_beliefs_are_rounded_up(belief: float, shown: str) -> None:
+    assert format_belief(belief) == shown
 
 
 def test_beliefs_without_a_bound() -> None:
-    assert [after for _, after in beliefs(None, 1e-5)] == [1.0, 1.0, 1.0]
-    assert [after for _, after in beliefs(1.0, 0.5)] == [1.0, 1.0, 1.0]
-    assert [after for _, after in beliefs(0.0, 1e-12)] == pytest.approx([0.01, 0.1, 0.5])
+    assert beliefs({"epsilon": None, "guarantee": None}, 1e-5) == ["no bound"] * 3
+    assert beliefs({"epsilon": 1.0}, 0.5) == ["no bound"] * 3
+    assert beliefs({"epsilon": 0.0}, 1e-12) == ["≤ 1.1 %", "≤ 10.1 %", "≤ 50.1 %"]
     assert tier(None, 1e-5, None).startswith("none") and tier(1, 1e-5, 100).startswith("strong")
     assert tier(10, 1e-5, 1000).startswith("reasonable")
     assert tier(10.1, 1e-5, 1000).startswith("weak")

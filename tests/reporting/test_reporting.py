@@ -18,14 +18,19 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
+from dp_accounting import GaussianDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
 from omegaconf import OmegaConf
 from PIL import Image
+from scipy.optimize import brentq
 from tiny import Train
 
 from fedgen.errors import FedgenError
+from fedgen.privacy.events import Relation
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
+from fedgen.privacy.guarantee import guarantee
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
 from fedgen.reporting.summary import card, statement, summary
@@ -122,20 +127,30 @@ def test_the_card_is_one_that_hubs_read(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "finds"),
+    ("epsilon", "exactly", "by_epsilon"),
     [
-        (0.1, "finds at most 1.2 in 100"),
-        (1.0, "finds at most 2.8 in 100"),
-        (3.0, "finds at most 20.1 in 100"),
-        (10.0, "may find all"),
+        (0.1, "finds at most 1.1 in 100", "finds at most 1.11 in 100"),
+        (1.0, "finds at most 1.98 in 100", "finds at most 2.72 in 100"),
+        (3.0, "finds at most 5.41 in 100", "finds at most 20.1 in 100"),
+        (10.0, "finds at most 37.3 in 100", "may find all"),
     ],
 )
-def test_the_statement_says_how_strongly(train: Train, epsilon: float, finds: str) -> None:
-    """At most e^epsilon in 100 for 1 in 100 false alarms, and no more than all but e^-epsilon."""
+def test_the_statement_says_how_strongly(
+    train: Train, epsilon: float, exactly: str, by_epsilon: str
+) -> None:
+    """By the curve of a Gaussian; of a record of 0.1.0 only (ε, δ) is known: at most e^ε in 100 at
+    1 in 100 false positives, and no more than all but e^-ε."""
     record = json.loads((train("rounds=1") / "privacy.json").read_text())
-    record["views"]["release"]["epsilon"] = epsilon
+    release = record["views"]["release"]
+    mu = brentq(lambda mu: gaussian_epsilon(mu, 1e-5) - epsilon, 1e-3, 10)
+    curve = guarantee({GaussianDpEvent(1 / mu): 1}, 1e-5, Relation.REPLACE_ONE)
+    assert curve is not None
+    release |= {"epsilon": epsilon, "guarantee": curve.to_json()}
     text = statement(record, "draws")
-    assert finds in text
+    assert exactly in text and "excludes little" not in text
+    del release["guarantee"]
+    text = statement(record, "draws")
+    assert by_epsilon in text
     assert ("excludes little" in text) == (epsilon == 10)
 
 

@@ -406,7 +406,7 @@ def test_a_matrix_has_no_words_of_hydras(word: str, tmp_path: Path, capsys: Capt
         methods = {"A": {"settings": ["method=dp_merf_small"], where: [word]}}
         matrix.write_text(yaml.safe_dump({**known, "methods": methods}))
         said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
-        assert "is no word of a matrix" in said or "it has ${" in said
+        assert "is not allowed in a matrix" in said or "it has ${" in said
     assert "this" not in sys.modules and not place.exists()
 
 
@@ -517,8 +517,8 @@ def test_a_matrix_does_not_say_where_rows_or_figures_go(
     known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
     matrix.write_text(yaml.safe_dump(known))
     said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
-    named = f"{words[-1].partition('=')[0]}, which is no word of a matrix"
-    assert named in said or "would spend privacy for good" in said
+    named = f"{words[-1].partition('=')[0]}, which is not allowed in a matrix"
+    assert named in said or "sets privacy.noise=secure" in said
     assert not place.exists()
 
 
@@ -648,7 +648,7 @@ def test_nor_is_one_where_another_run_begins(tmp_path: Path, capsys: Captured) -
 def test_a_pipe_is_not_waited_for(run: Path, capsys: Captured) -> None:
     os.mkfifo(run / "samples" / "round_000001.png.txt")
     for words in (["train", f"resume={run}"], ["report", f"runs=[{run}]"]):
-        assert "round_000001.png.txt is no file" in refused(capsys, *words)
+        assert "round_000001.png.txt is not a file" in refused(capsys, *words)
 
 
 def test_no_secret_comes_into_a_page_by_a_link(run: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -110,7 +110,8 @@ def test_a_deployment_uses_no_coins_at_another_scale(tmp_path: Path) -> None:
     "        pass",
 )
 @pytest.mark.parametrize(
-    ("what", "said"), [("data", "trained on other data"), ("shards", "shared its data out")]
+    ("what", "said"),
+    [("data", "trained on different data"), ("shards", "used a different partition")],
 )
 def test_other_processes_have_the_same_rows(what: str, said: str, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -1,0 +1,229 @@
+"""The trade-off curve bounds every attacker, and is exact where a closed form is known."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutation import kills
+from scipy import stats
+
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import (
+    Contribution,
+    PoissonSampledGroup,
+    Relation,
+    RevealedSampling,
+    Spend,
+)
+from fedgen.privacy.gaussian_dp import gaussian_delta
+from fedgen.privacy.guarantee import (
+    GRID,
+    SHARE_FOUND,
+    Guarantee,
+    guarantee,
+    worst,
+    worst_guarantee,
+)
+
+ADD, REPLACE = Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE
+RATES = (1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.9)
+
+
+def bounds(spend: Spend, relation: Relation = ADD) -> Guarantee:
+    found = guarantee(spend, 1e-5, relation)
+    assert found is not None
+    return found
+
+
+def exact_tpr(mu: float, fpr: float) -> float:
+    """By arithmetic of 40 digits."""
+    with mpmath.workdps(40):
+        threshold = -mpmath.sqrt(2) * mpmath.erfinv(2 * mpmath.mpf(fpr) - 1)
+        return float(mpmath.ncdf(mpmath.mpf(mu) - threshold))
+
+
+@pytest.mark.parametrize(
+    ("mu", "tpr", "posterior"),
+    [  # one Gaussian at ε = 3 and ε = 10, δ = 1e-5
+        (0.7191174350105713, 0.0540019135433901, 0.8959286672047311),
+        (2.000445620265311, 0.3722491552253281, 0.9992440934148266),
+    ],
+)
+def test_a_gaussian_has_the_exact_curve(mu: float, tpr: float, posterior: float) -> None:
+    found = bounds({GaussianDpEvent(1 / mu): 1})
+    assert found.tpr(0.01) == pytest.approx(tpr, rel=1e-12)
+    assert found.posterior(0.5) == pytest.approx(posterior, rel=1e-12)
+    assert found.advantage == pytest.approx(2 * stats.norm.cdf(mu / 2) - 1, rel=1e-12)
+    for fpr in RATES:
+        assert found.tpr(fpr) == pytest.approx(exact_tpr(mu, fpr), rel=1e-12)
+        assert found.fpr(found.tpr(fpr)) == pytest.approx(fpr, rel=1e-9)
+    assert found.dominating_mu(1e-3) == found.mu == pytest.approx(mu)
+
+
+@given(mu=st.floats(0.01, 8), fpr=st.floats(1e-6, 0.999))
+def test_a_profile_on_a_grid_loses_little_and_never_allows_less(mu: float, fpr: float) -> None:
+    exact = bounds({GaussianDpEvent(1 / mu): 1})
+    rough = Guarantee(exact.deltas, None)
+    assert exact.tpr(fpr) * (1 - 1e-9) <= rough.tpr(fpr) <= exact.tpr(fpr) * 1.001 + 1e-5
+    assert rough.fpr(fpr) <= exact.fpr(fpr) * (1 + 1e-9)
+    assert rough.advantage == pytest.approx(exact.advantage, rel=1e-9)
+    assert exact.posterior(0.1) * (1 - 1e-9) <= rough.posterior(0.1)
+
+
+@settings(deadline=None, max_examples=8)
+@given(mu=st.floats(0.05, 4), fpr=st.sampled_from([1e-5, 1e-3]))
+def test_the_dominating_gaussian_lies_above_the_curve(mu: float, fpr: float) -> None:
+    rough = Guarantee(bounds({GaussianDpEvent(1 / mu): 1}).deltas, None)
+    above = rough.dominating_mu(fpr)
+    assert mu * (1 - 1e-9) <= above <= mu + 0.01
+    for rate in np.geomspace(fpr, 0.5, 37):
+        assert rough.tpr(rate) <= exact_tpr(above, rate) * (1 + 1e-9)
+
+
+def likelihood_ratio_tpr(rate: float, sigma: float, fpr: float) -> float:
+    """The best test of one sampled Gaussian, (1 - q) N(0) + q N(1) against N(0), by its threshold:
+    the likelihood ratio increases with the output."""
+    threshold = stats.norm.isf(fpr) * sigma
+    power = stats.norm.sf(threshold / sigma) * (1 - rate)
+    return float(power + rate * stats.norm.sf((threshold - 1) / sigma))
+
+
+@kills(
+    "fedgen/privacy/guarantee.py",
+    "second = 1 - np.exp(-GRID) * (1 - self.deltas - fpr)",
+    "second = 1 - np.exp(-GRID) * (1 + self.deltas - fpr)",
+)
+@kills(
+    "fedgen/privacy/guarantee.py",
+    "first = self.deltas + np.exp(GRID) * fpr",
+    "first = np.exp(GRID) * fpr",
+)
+@settings(deadline=None, max_examples=15)
+@given(rate=st.floats(0.01, 0.99), sigma=st.floats(0.3, 5), fpr=st.sampled_from(RATES))
+def test_no_test_of_one_sampled_gaussian_is_above_the_curve(
+    rate: float, sigma: float, fpr: float
+) -> None:
+    """In either direction: of a member who was added, and of one who was removed."""
+    found = bounds({PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)): 1})
+    added = likelihood_ratio_tpr(rate, sigma, fpr)
+    assert found.tpr(fpr) >= added * (1 - 1e-9)
+    # removed: the same test with members and others exchanged, TPR 1 - FPR'
+    assert found.tpr(1 - added) >= (1 - fpr) * (1 - 1e-9)
+
+
+EVENTS: dict[str, tuple[Spend, Relation]] = {
+    "poisson": ({PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)): 1000}, ADD),
+    "poisson, replaced": ({PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)): 50}, REPLACE),
+    "fixed size": ({SampledWithoutReplacementDpEvent(100, 5, GaussianDpEvent(1.5)): 40}, REPLACE),
+    "revealed": ({RevealedSampling(0.1, GaussianDpEvent(2.0)): 30}, ADD),
+    "revealed, mixed": (
+        {RevealedSampling(0.1, GaussianDpEvent(2.0)): 3, GaussianDpEvent(5.0): 1},
+        ADD,
+    ),
+    "group": ({PoissonSampledGroup(0.02, 5, GaussianDpEvent(4.0)): 100}, ADD),
+    "mixed": (
+        {PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0)): 100, GaussianDpEvent(3.0): 2},
+        ADD,
+    ),
+    "by Renyi divergences": (
+        {PoissonSampledDpEvent(1e-4, GaussianDpEvent(1.0)): 20_000_000},
+        ADD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_profile_agrees_with_epsilon(name: str) -> None:
+    """At δ, within what a grid loses; and it falls, from at most 1."""
+    spend, relation = EVENTS[name]
+    found, value = bounds(spend, relation), epsilon(spend, 1e-5, relation).or_infinity
+    assert (np.diff(found.deltas) <= 1e-12).all()
+    assert 0 <= found.deltas.min() <= found.deltas.max() <= 1
+    reached = GRID[np.argmax(found.deltas <= 1e-5 * (1 + 1e-6))]
+    assert reached == pytest.approx(value, abs=0.011, rel=0.2)
+    assert found.tpr(0.01) <= 1e-5 + math.exp(value) * 0.01 * 1.02
+
+
+@kills(
+    "fedgen/privacy/guarantee.py",
+    "        deltas = deltas + stop_probability * (1 + np.exp(GRID))",
+    "        pass",
+)
+def test_a_run_that_may_stop_costs_more() -> None:
+    spend: Spend = {PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)): 100}
+    one, other = (guarantee(spend, 1e-5, ADD, stop) for stop in (0.0, 1e-6))
+    assert one is not None and other is not None
+    assert (other.deltas >= np.minimum(one.deltas + 2e-6, 1)).all()
+    gaussian = guarantee({GaussianDpEvent(1.0): 1}, 1e-5, ADD, 1e-6)
+    assert gaussian is not None and gaussian.mu is None
+    assert gaussian.tpr(0.01) > bounds({GaussianDpEvent(1.0): 1}).tpr(0.01)
+
+
+@pytest.mark.parametrize("event", [NonPrivateDpEvent(), Contribution()])
+def test_what_has_no_bound_has_no_curve(event: DpEvent) -> None:
+    assert guarantee({event: 1, GaussianDpEvent(1.0): 1}, 1e-5, ADD) is None
+    assert guarantee({event: 0, GaussianDpEvent(1.0): 1}, 1e-5, ADD) is not None
+    assert worst_guarantee([{event: 1}, {GaussianDpEvent(1.0): 1}], 1e-5, ADD) is None
+
+
+def test_nothing_released_tells_nothing() -> None:
+    found = bounds({})
+    assert (found.tpr(0.01), found.advantage, found.mu) == (0.01, 0.0, 0.0)
+    assert found.posterior(0.1) == pytest.approx(0.1)
+
+
+@kills("fedgen/privacy/guarantee.py", "return max(bounded,", "return min(bounded,")
+@kills("fedgen/privacy/guarantee.py", "reduce(np.maximum,", "reduce(np.minimum,")
+def test_the_worst_of_several_clients_is_above_each() -> None:
+    gaussians: list[Spend] = [{GaussianDpEvent(2.0): count} for count in (1, 5, 3)]
+    found = worst_guarantee(gaussians, 1e-5, ADD)
+    assert found is not None and found.mu == bounds(gaussians[1]).mu
+    busiest = worst(map(bounds, gaussians))
+    assert busiest is not None and busiest.mu == found.mu
+    mixed = [*gaussians, EVENTS["poisson"][0], EVENTS["revealed"][0]]
+    together = worst_guarantee(mixed, 1e-5, ADD)
+    assert together is not None
+    for spend in mixed:
+        assert (together.deltas >= bounds(spend).deltas).all()
+
+
+def test_of_very_many_clients_the_larger_counts_bound_all() -> None:
+    """No spend dominates another: each is large in an event of its own."""
+    events = [GaussianDpEvent(10.0 + number) for number in range(20)]
+    spends: list[Spend] = [{event: 2, events[0]: 1} for event in events[1:]]
+    together = worst_guarantee(spends, 1e-5, ADD)
+    assert together is not None and together.mu is not None
+    assert together.mu == pytest.approx(bounds(dict.fromkeys(events[1:], 2) | {events[0]: 1}).mu)
+    assert all(together.mu >= (bounds(spend).mu or 0) for spend in spends)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    mu=st.floats(0.05, 5),
+    prior=st.sampled_from([0.01, 0.1, 0.5]),
+    threshold=st.floats(-3, 6),
+)
+def test_no_attacker_who_finds_enough_is_right_more_often(
+    mu: float, prior: float, threshold: float
+) -> None:
+    """By any threshold, of one who finds at least one in a hundred members."""
+    found, others = stats.norm.sf(threshold - mu), stats.norm.sf(threshold)
+    if found < SHARE_FOUND:
+        return
+    precision = prior * found / (prior * found + (1 - prior) * others)
+    exact = bounds({GaussianDpEvent(1 / mu): 1})
+    assert precision <= exact.posterior(prior) * (1 + 1e-9)
+    assert precision <= Guarantee(exact.deltas, None).posterior(prior) * (1 + 1e-9)
+    assert float(gaussian_delta(mu, 0.0)) == pytest.approx(exact.advantage)
