@@ -45,7 +45,7 @@ def both(spend: dict, delta: float = 1e-5) -> tuple[float, float]:
 
 
 @kills(
-    "fedgen/privacy/accounting.py",
+    "fedgen/privacy/profiles.py",
     (
         "poisson = isinstance(event, PoissonSampledDpEvent) and relation is "
         "Relation.ADD_OR_REMOVE_ONE"
@@ -180,7 +180,7 @@ def test_poisson_batches_under_replace_one_cost_more() -> None:
 
 
 @kills(
-    "fedgen/privacy/accounting.py",
+    "fedgen/privacy/profiles.py",
     "rounding = 2 * float(np.finfo(float).eps) * (releases + cells)",
     "rounding = 0.0",
 )
@@ -271,9 +271,9 @@ def test_revealed_draws_against_simulation() -> None:
 
 
 @kills(
-    "fedgen/privacy/accounting.py",
-    "gaussian_delta(mus, eps)) + tail_mass",
-    "gaussian_delta(mus, eps))",
+    "fedgen/privacy/profiles.py",
+    "gaussian_delta(mus, one) for one in eps]) + tail_mass",
+    "gaussian_delta(mus, one) for one in eps])",
 )
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 def test_revealed_draws_count_all_visits(delta: float) -> None:
@@ -357,10 +357,10 @@ def test_draws_that_are_seen_and_others_are_bounded_together() -> None:
 
 @kills(
     "fedgen/privacy/accounting.py",
-    ("return revealed_epsilon(_rate(event), _gaussian(event).noise_multiplier, count, delta)"),
+    ("return revealed_epsilon(rate_of(event), gaussian_of(event).noise_multiplier, count, delta)"),
     (
         "return revealed_epsilon(\n"
-        "        _rate(event) / 2, _gaussian(event).noise_multiplier, count, delta\n"
+        "        rate_of(event) / 2, gaussian_of(event).noise_multiplier, count, delta\n"
         "    )"
     ),
 )
