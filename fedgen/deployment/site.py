@@ -18,6 +18,7 @@ from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTer
 from fedgen.federation.secagg.signing import Signer
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import Relation, canonical, with_sampling_revealed
+from fedgen.privacy.ledger import died_while_responding
 from fedgen.privacy.spend_db import Entry, SpendDb
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
@@ -56,7 +57,8 @@ class SiteFolder:
     def has_dropout(self, run: str) -> bool:
         """Return whether the cohorts of a run count as revealed, because a process of this node
         died during a response: its absence may reveal what was sampled."""
-        return self.account.has_dropout(run)
+        marks = self.folder(run) / str(self.number)
+        return self.account.has_dropout(run) or died_while_responding(marks)
 
 
 def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relation]:
@@ -68,6 +70,7 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
             the site.
     """
     try:
+        _count_marks(site)
         client_setup, relation = _build_setup(site, request)
         return ClientContexts(client_setup), relation
     except RefusedError:
@@ -161,6 +164,16 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
 
 _ROWS = digest(b"the rows of this node")
 """Data digest of all runs of a node: their spends add up even if its records change."""
+
+
+def _count_marks(place: SiteFolder) -> None:
+    """Record dropouts of runs of 0.1.0, which left marks in their folders alone."""
+    known = place.account.entries(_ROWS) if place.account.path.exists() else ()
+    for entry in known:
+        if entry.reserve is None and place.has_dropout(entry.run):
+            reserve = with_sampling_revealed(entry.max_spend)
+            place.account.register(replace(entry, reserve=reserve), lambda entry, others: None)
+            place.account.record_dropout(entry.run)
 
 
 def _has_unbounded_spend(place: SiteFolder) -> bool:

@@ -35,6 +35,7 @@ from fedgen.privacy.events import (
 from fedgen.storage.io import digest, parse_json
 
 SCHEMA = 3
+RESERVED, DIED = "answering", "died"  # mark files: a response is computed; a process died over one
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Ledger:
         read_only: bool = False,
     ) -> None:
         self._path, self._seeded, self._looking = path, seeded, read_only
+        self._reserved = path.with_name(RESERVED)
         self._run, self._client, self._outside = run, client, spend_db
         self._asked: dict[int, list[str]] = {}  # round -> digests of its queries, in mode seeded
         self._spend: Counter[DpEvent] = Counter()
@@ -174,7 +176,11 @@ class Ledger:
         return bool(queries) and queries[0] != query
 
     def reserve(self) -> None:
-        """Reserve the spend of a missing response (``SpendDb.reserve``) until the next charge."""
+        """Reserve the spend of a missing response until the next charge: by a mark in the folder of
+        the client, which becomes permanent if another process left one, and in ``SpendDb``."""
+        if self._reserved.exists():
+            self._path.with_name(DIED).touch()
+        self._reserved.touch()
         if self._outside:
             self._outside.reserve(self._run, self._client)
 
@@ -208,6 +214,7 @@ class Ledger:
         if self._outside:
             so_far = {leaf: self._spend[leaf] for leaf in self._encode(event)[1]}
             self._outside.charge(self._run, self._client, before, so_far)
+        self._reserved.unlink(missing_ok=True)
 
     def _encode(self, event: DpEvent) -> tuple[str, Spend]:
         if event not in self._words:
@@ -228,6 +235,12 @@ class Ledger:
 
 
 _REMEDY = "restore it from a backup; fedgen cannot prove the spend otherwise"
+
+
+def died_while_responding(folder: Path) -> bool:
+    """Return whether a process died while it computed a response of the client of this folder. Call
+    while no client responds."""
+    return any((folder / mark).exists() for mark in (RESERVED, DIED))
 
 
 def elementwise_max(first: Spend, second: Spend) -> Spend:

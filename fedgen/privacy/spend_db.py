@@ -15,13 +15,16 @@ messages of clients (``server``).
 Reserve, then settle. Where a missing response may reveal a sample, the maximum spend without that
 amplification is registered too. A client reserves it in the database before it computes a response,
 and the transaction that charges the response settles it. A process that dies in between leaves the
-reservation, whichever process or machine it was and whatever becomes of its folder: the run then
-counts with the larger spend, at once and for good. So does a run whose server saw a dropout.
+reservation, whatever becomes of its folder: the run then counts with the larger spend, at once and
+for good. So does a run whose server saw a dropout. The client marks its folder too
+(``Ledger.reserve``), for a run that resumes on a machine with another database.
 
 Proof. Of what a client does in a round, only computing the response depends on the sample; so only
 a computation that does not end can make a missing response depend on it. Its reservation is on disk
 before it starts, and only a charge after its end deletes it. Hence in a run without reservations
-and recorded dropouts no missing response depends on a sample, and the amplified spend holds.
+and recorded dropouts no missing response depends on a sample, and the amplified spend holds. The
+larger spend assumes that a process does not die again and again by its samples: what died is
+computed again with another sample.
 """
 
 from __future__ import annotations
@@ -55,9 +58,6 @@ CREATE TABLE IF NOT EXISTS charges (
 CREATE TABLE IF NOT EXISTS gaps (run TEXT PRIMARY KEY, most TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS wholes (run TEXT PRIMARY KEY, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS shown (run TEXT PRIMARY KEY);
--- of a version that kept reservations in run directories: as if each unfinished run had one
-INSERT OR IGNORE INTO shown SELECT run FROM gaps JOIN runs USING (run)
-    WHERE over = 0 AND NOT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'reserved');
 CREATE TABLE IF NOT EXISTS reserved (
     run TEXT NOT NULL, client INTEGER NOT NULL, PRIMARY KEY (run, client)) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS shown_stay BEFORE DELETE ON shown
@@ -277,7 +277,7 @@ class SpendDb:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             connection = sqlite3.connect(self.path, timeout=_WAIT_SECONDS)
             with closing(connection) as file, file:
-                file.execute("PRAGMA synchronous = FULL")  # outlives a power cut
+                file.execute("PRAGMA synchronous = EXTRA")  # outlives a power cut
                 if not file.execute(
                     "SELECT 1 FROM sqlite_master WHERE name = 'reserved'"
                 ).fetchone():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial, reduce
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from fedgen.errors import FedgenError
 from fedgen.federation.failures import IGNORED_REPLIES
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
-from fedgen.privacy.ledger import elementwise_max
+from fedgen.privacy.ledger import died_while_responding, elementwise_max
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.setup import Setup
+from fedgen.storage.io import read_json
 from fedgen.storage.run_dir import RunDir
 from fedgen.storage.schemas import or_null
 
@@ -49,23 +51,48 @@ def register_run(ready: Setup, run_dir: RunDir, name: str, over: bool = False) -
         return file
     entry = Entry(name, *data_fields, *kinds, most, reserve=reserve, full_data=full_data)
     budget, delta = ready.config.privacy.get("budget_epsilon"), ready.privacy.delta
-    file.register(entry, partial(check_budget, budget, delta))
+
+    def check(entry: Entry, others: Sequence[Entry]) -> None:
+        check_budget(budget, delta, entry, list(map(_as_left, others)))
+
+    file.register(entry, check)
     return file
 
 
 def has_dropout(ready: Setup, run_dir: RunDir, name: str, training: bool = False) -> bool:
     """Return whether the cohorts of a run count as revealed: by its directory, which has two
-    records of dropouts that the server saw, or by the account of its data, which also knows of
-    responses that a process did not end, and which no old copy of a directory reverts.
+    records of dropouts that the server saw, and marks of clients whose process died; or by the
+    account of its data, which no old copy of a directory reverts.
 
     Args:
         training: whether the run is training in another process, which may be responding.
     """
     outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
     recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
-    return bool(recorded) or (
-        outside and SpendDb.default().has_dropout(name, reserved=not training)
-    )
+    if recorded or (outside and SpendDb.default().has_dropout(name, reserved=not training)):
+        return True
+    return ready.privacy.noise == "secure" and not training and client_died(run_dir)
+
+
+def client_died(run_dir: RunDir) -> bool:
+    """Return whether a process died while it computed a response of a client; call only while no
+    client responds. A client on a machine with another account shows it here alone."""
+    return any(map(died_while_responding, run_dir.clients.glob("*")))
+
+
+def _as_left(entry: Entry) -> Entry:
+    """Return an unfinished run as its directory shows it: with a dropout if the directory is
+    missing, or has a mark of a client whose process died and is not training."""
+    if entry.reserve is None or entry.is_finished or entry.has_dropout:
+        return entry
+    folder = Path(entry.folder)
+    try:
+        known = read_json(folder / "run.json")["run"] == entry.run
+        with RunDir(folder).reading() as quiet:
+            died = not known or (quiet and client_died(RunDir(folder)))
+    except (OSError, ValueError, KeyError, TypeError):
+        died = True
+    return replace(entry, has_dropout=True) if died else entry
 
 
 def finish_run(file: SpendDb | None, name: str, planned: Sequence[Spend]) -> None:
@@ -84,7 +111,7 @@ def total_spend(path: Path) -> list[str]:
     if record["noise"] != "secure" or not (file := SpendDb.default()).path.exists():
         return []
     _, _, identity = RunDir.open(path, "run")
-    entries = file.runs_on_same_data(identity["run"])
+    entries = list(map(_as_left, file.runs_on_same_data(identity["run"])))
     kinds = {entry.kind for entry in entries if entry.run == identity["run"]}
     alike, lines = [entry for entry in entries if entry.kind in kinds], []
     if len(alike) > 1:
@@ -130,7 +157,7 @@ def account_spent(config: DictConfig) -> str:
     validation.check(config)
     file, rows = SpendDb.default(), setup.dataset(config)
     names, delta = (rows.images_digest, rows.account_of_all), config.privacy.delta
-    entries = file.entries(*names)
+    entries = list(map(_as_left, file.entries(*names)))
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {
         "data": config.names.data,

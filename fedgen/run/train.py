@@ -382,7 +382,7 @@ class Training:
             due |= state.rounds == once
             due |= state.rounds < once and self.method.plan.is_short and secret
             # the response of an actor that died was computed anew by another
-            died = self._reserves and self.spent is not None and self.spent.has_dropout(self.name)
+            died = self._reserves and has_dropout(self.ready, self.run_dir, self.name)
             if (due and not last) or died:
                 keep()
             if died:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -342,7 +344,7 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         ([*NODE, "number=-1"], "number: must be 0 or more"),
         ([*NODE, "superlink=x"], "superlink: cannot be x"),
         ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),
-        ([*NODE, "data=folder", "data.path=."], "data.labels: are not given"),
+        ([*NODE, "data=folder", "data.path=."], "data.labels: are not set"),
         ([*NODE, "policy=peers.yaml"], "policy.peers: list no key, or another, for node 0"),
         ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no images"),
         (["node", "log", "home=nowhere"], "no node has used"),
@@ -798,7 +800,11 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
     ("        return with_sampling_revealed(spend) if self._place.has_dropout(name) else spend"),
     "        return spend",
 )
-def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path) -> None:
+@kills("fedgen/deployment/site.py", "        _count_marks(site)", "        pass")
+@pytest.mark.parametrize("known", [True, False], ids=["by its account", "by a mark"])
+def test_what_a_death_showed_counts_before_another_run_is_let_in(
+    known: bool, tmp_path: Path
+) -> None:
     """Also if nobody ever asks for the first one again, and in the log if somebody does."""
     words = [
         "method.sampled_by=clients",
@@ -811,7 +817,13 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(tmp_path: Path)
     second, _ = prepared(*words, method="fedavg_gan", run="fedcba9876543210")
     here = place(tmp_path, units=("client",), epsilon=100.0, budget_epsilon=6.0)
     open_run(here, first)
-    here.account.reserve(RUN, 0)  # as a process leaves it that is killed
+    if known:  # as a process leaves it that is killed
+        here.account.reserve(RUN, 0)
+    else:  # of 0.1.0
+        with closing(sqlite3.connect(here.account.path)) as opened, opened:
+            opened.execute("DELETE FROM gaps")
+        (here.folder(RUN) / "0").mkdir()
+        (here.folder(RUN) / "0" / "answering").touch()
     with pytest.raises(RefusedError, match="above 6"):
         open_run(here, second)
     free = replace(here, policy=replace(here.policy, budget_epsilon=None))

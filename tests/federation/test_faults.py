@@ -344,8 +344,8 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
 
 @kills(
     "fedgen/run/privacy_budget.py",
-    "        outside and SpendDb.default().has_dropout(name, reserved=not training)",
-    "        False",
+    "(outside and SpendDb.default().has_dropout(name, reserved=not training))",
+    "False",
 )
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
 def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
@@ -377,12 +377,18 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     assert entered() == pytest.approx(failed)
 
 
+@kills(
+    "fedgen/run/privacy_budget.py",
+    'return ready.privacy.noise == "secure" and not training and client_died(run_dir)',
+    "return False",
+)
+@kills("fedgen/privacy/ledger.py", "        self._reserved.touch()", "        pass")
 @kills("fedgen/run/snapshot.py", "training=not quiet", "training=True")
 @kills("fedgen/run/snapshot.py", "training=not quiet", "training=False")
 @kills(
     "fedgen/run/train.py",
-    "            died = self._reserves and self.spent is not None",
-    "            died = False and self.spent is not None",
+    "            died = self._reserves and has_dropout(",
+    "            died = False and has_dropout(",
 )
 @kills(
     "fedgen/federation/client/app.py",
@@ -424,7 +430,8 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with RunDir(other).locked("run"):  # as it trains on, an answer is on its way
         assert load_snapshot(other).spent["server"].or_infinity < gone.or_infinity
     epsilons = []
-    for place in (other, run):  # before another run has looked at how it ended
+    for place, home in ((other, "another"), (run, "home")):  # one goes on on another machine
+        monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / home))
         assert cli.run(["train", f"resume={place}"]) == 0
         views = json.loads((place / "privacy.json").read_text())["views"]
         epsilons += [view["epsilon"] for view in views.values()]
@@ -439,32 +446,49 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     "if self.reserve is not None and self.has_dropout and not self.is_finished:",
     "if False:",
 )
-@pytest.mark.parametrize("died", [False, True], ids=["was interrupted", "died"])
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "died = not known or (quiet and client_died(RunDir(folder)))",
+    "died = not known",
+)
+@kills(
+    "fedgen/run/privacy_budget.py",
+    "check_budget(budget, delta, entry, list(map(_as_left, others)))",
+    "check_budget(budget, delta, entry, others)",
+)
+@pytest.mark.parametrize("left", ["all", "a reservation", "a mark", "no folder"])
 def test_a_run_that_died_is_charged_whatever_becomes_of_its_folder(
-    died: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy made before it died, a folder that was moved and one that is gone tell nothing else
-    than its account, before it goes on and after."""
+    """Its account tells, also of a copy made before it died; or, of a client on a machine with
+    another account, its folder, which counts as if somebody had died when it is missing."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, copy = tmp_path / "run", tmp_path / "copy"
     interrupted(2, *EIGHT, f"run_dir={run}")
     quiet = charged(capsys)
     shutil.copytree(run, copy)
-    if died:
-        name = json.loads((run / "run.json").read_text())["run"]
-        SpendDb.default().reserve(name, 4)
-    shutil.rmtree(run)
-    counted = charged(capsys)
-    assert counted > 1.5 * quiet if died else counted == quiet
+    if left == "a reservation":
+        SpendDb.default().reserve(json.loads((run / "run.json").read_text())["run"], 4)
+    if left == "a mark":
+        (run / "clients" / "4" / "answering").touch()
+        with RunDir(run).locked("run"):  # as it trains on, a response is on its way
+            assert charged(capsys) == quiet
+    elif left != "all":
+        shutil.rmtree(run)
     second = ["train", *EIGHT, f"run_dir={tmp_path / 'second'}"]
     admitted = cli.run([*second, f"privacy.budget_epsilon={1.8 * quiet}"]) == 0
-    assert admitted == (not died)
-    if not died:
+    assert admitted == (left == "all")
+    if admitted:
         return
     assert "privacy.budget_epsilon: other runs on these data (1) cost" in capsys.readouterr().err
-    assert cli.run(["train", f"resume={copy}"]) == 0
-    views = json.loads((copy / "privacy.json").read_text())["views"]
-    assert views["server"]["epsilon"] == pytest.approx(charged(capsys)) == pytest.approx(counted)
+    counted = charged(capsys)
+    assert counted > 1.5 * quiet
+    resumed = run if left == "a mark" else copy
+    assert cli.run(["train", f"resume={resumed}"]) == 0
+    views = json.loads((resumed / "privacy.json").read_text())["views"]
+    assert views["server"]["epsilon"] == pytest.approx(charged(capsys))
+    # of a folder that comes back with no mark nothing was known
+    assert charged(capsys) == pytest.approx(quiet if left == "no folder" else counted)
 
 
 def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from fedgen.federation.client.context import LEDGER
 from fedgen.federation.rounds import RunState
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, RevealedSampling, Spend, Unit
-from fedgen.privacy.ledger import Ledger
+from fedgen.privacy.ledger import Ledger, died_while_responding
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.run import train as training
 from fedgen.run.setup import Setup
@@ -464,20 +464,6 @@ def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
     assert file.entries("rows")[0].spend == {seen: 4}, "and stays at that"
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["that reveals", "that reveals nothing"])
-def test_an_account_of_a_version_before_counts_unfinished_runs_as_if_a_response_was_missing(
-    known: bool, tmp_path: Path
-) -> None:
-    """Their marks were in their folders, which nobody looks at any more."""
-    file = SpendDb(tmp_path / "spent.sqlite")
-    for run in ("a", "b"):
-        file.register(replace(entry(run), reserve={EVENT: 20} if known else None), anything)
-    file.finish("b", {EVENT: 10})
-    with closing(sqlite3.connect(file.path)) as opened, opened:
-        opened.executescript("DROP TABLE reserved; DROP TABLE shown")
-    assert [each.spend[EVENT] for each in file.entries("rows")] == [20 if known else 10, 10]
-
-
 class Dying:
     """The account of a process that may be killed before it has written a charge."""
 
@@ -533,7 +519,7 @@ def test_a_reservation_covers_what_marks_in_folders_covered(
 
     def start(client: int) -> Ledger:
         process[client].dies = False
-        return Ledger(folder / str(client), "run", client, False, process[client])
+        return Ledger(folder / str(client) / LEDGER, "run", client, False, process[client])
 
     ledgers, responding, died, failed = [start(0), start(1)], [False] * 2, [False] * 2, False
     for round_, (what, client) in enumerate(history):
@@ -555,6 +541,8 @@ def test_a_reservation_covers_what_marks_in_folders_covered(
             if process[client].dies:
                 ledgers[client] = start(client)
         by_marks = failed or any(responding) or any(died)
+        marked = [died_while_responding(folder / str(number)) for number in range(2)]
+        assert marked >= [one or other for one, other in zip(responding, died, strict=True)]
         [counted] = file.entries("rows")
         assert counted.spend in ({drawn: 20}, {seen: 20})
         if by_marks:
