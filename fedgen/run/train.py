@@ -226,7 +226,10 @@ class Training:
                     raise Interrupted(self._resume_command(f"after round {state.rounds}"))
                 return self._write_output(state)
             except KeyboardInterrupt:
-                raise Interrupted(self._resume_command("before its end")) from None
+                where = "before its end"
+                if self._reserves and has_dropout(self.ready, self.run_dir, self.name):
+                    where = "during a response, so that it resumes at a larger ε"
+                raise Interrupted(self._resume_command(where)) from None
             finally:
                 self._metrics_log.close()
 

@@ -322,7 +322,7 @@ def check_no_links(folder: Path, key: str) -> None:
                 if stat.S_ISLNK(kind):
                     raise FedgenError(key, f"{path} is a link", "replace the link with its target")
                 if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # reading a pipe would block
-                    raise FedgenError(key, f"{path} is not a file", "remove it")
+                    raise FedgenError(key, f"{path} is not a file", "move it elsewhere")
 
 
 def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:

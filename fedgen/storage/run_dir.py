@@ -165,8 +165,11 @@ class RunDir:
         Raises:
             FedgenError: if it is invalid.
         """
-        check_no_links(path, key)
         try:
+            # first: of another folder, it is not said that its links are wrong
+            for name in ("config.yaml", "run.json"):
+                (path / name).lstat()
+            check_no_links(path, key)
             config = OmegaConf.create(read_yaml(path / "config.yaml"))
             identity = read_json(path / "run.json")
             for name in ("run", "data", "settings", "device", "branch"):

@@ -420,7 +420,7 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with pytest.raises(NoResponseError, match="died during a response"):
         training.train(compose("config", [*command, f"run_dir={run}"]))
     assert (run / "unanswered").exists()
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match="during a response, so that it resumes at a larger ε"):
         training.train(compose("config", [*command, f"run_dir={other}"]))
     assert len(died) == 2
     monkeypatch.setattr(Ledger, "reserve", reserve)

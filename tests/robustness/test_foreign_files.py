@@ -303,6 +303,14 @@ def test_settings_are_of_what_their_names_say(place: str, run: Path, capsys: Cap
         assert "differs from" in said or "type" not in OTHERS[place]
 
 
+def test_of_another_folder_nothing_is_asked(tmp_path: Path, capsys: Captured) -> None:
+    """A remedy for its links or sockets would break what belongs to other programs."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path)
+    for words in (["train", f"resume={tmp_path}/folder"], ["report", f"runs={tmp_path}/folder"]):
+        assert "folder is not a run directory; give a directory" in refused(capsys, *words)
+
+
 def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) -> None:
     change(run / "run.json", lambda told: told.update(run="\ud800"))
     words = ["report", f"runs=[{run}]", f"out={tmp_path}/page.html"]
