@@ -265,7 +265,10 @@ class Training:
             timeout=self.config.runtime.timeout,
             on_round=self._on_round_start,
             on_failure=self._on_failure,
-            max_samples=self.ready.privacy.budget.samples_per_client,
+            # a dropout may have left a smaller budget than was spent
+            max_samples=max(
+                self.ready.privacy.budget.samples_per_client, *state.samples.values(), 0
+            ),
             causes=FailureCauses(
                 self.run_dir.clients, printed=self.ready.privacy.noise == "seeded"
             ),

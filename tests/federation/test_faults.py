@@ -543,6 +543,28 @@ def test_a_target_ends_a_run_whose_draws_were_shown(
     assert all(view["epsilon"] <= 10 for view in record["views"].values())
 
 
+@kills(
+    "fedgen/run/train.py",
+    "self.ready.privacy.budget.samples_per_client, *state.samples.values(), 0",
+    "self.ready.privacy.budget.samples_per_client, 0",
+)
+def test_a_target_that_a_death_left_behind_ends_a_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After more rounds than it allows without amplification: ε is that of all responses."""
+    monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
+    run = tmp_path / "run"
+    words = [*DRAWN, "privacy.noise=secure", "rounds=12", "sample_every=1"]
+    words += ["privacy.target_epsilon=10", "privacy.noise_multiplier=0.8"]
+    interrupted(6, *words, f"run_dir={run}")
+    SpendDb.default().reserve(json.loads((run / "run.json").read_text())["run"], 4)
+    assert cli.run(["train", f"resume={run}"]) == 0
+    record = json.loads((run / "privacy.json").read_text())
+    assert record["rounds"] == 4, "the last checkpoint"
+    spent = record["views"]["server"]["epsilon"]
+    assert spent is not None and 10 < spent < 20
+
+
 def test_a_client_that_fails_is_marked_before_anything_else_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
