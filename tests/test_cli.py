@@ -467,7 +467,7 @@ def test_other_data_does_not_resume(
     invert(data_root / "mnist.npz")
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "other data" in one_line(capsys)
+    assert "different data" in one_line(capsys)
 
 
 def test_two_processes_do_not_go_on_with_one_run(

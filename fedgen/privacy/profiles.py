@@ -198,7 +198,14 @@ def pld_profile(leaves: Leaves, delta: float, relation: Relation) -> Profile | N
         composed = loss if composed is None else composed.compose(loss, 1e-3 * delta)
     assert composed is not None
     delta_for_epsilon = composed.get_delta_for_epsilon
-    return lambda eps: np.asarray(delta_for_epsilon(eps)) + rounding
+
+    def profile(eps: NDArray[np.float64]) -> NDArray[np.float64]:
+        if len(eps) == 1:
+            return np.array([float(delta_for_epsilon(float(eps[0])))]) + rounding
+        deltas = np.asarray(delta_for_epsilon(eps))  # for many, exp(ε) may overflow
+        return np.where(np.isnan(deltas), 1.0, deltas) + rounding
+
+    return profile
 
 
 @lru_cache(maxsize=64)
