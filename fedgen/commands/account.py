@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind
 from fedgen.methods.plan import Plan
+from fedgen.privacy import guarantee
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Bound
 from fedgen.privacy.events import describe
@@ -50,9 +51,7 @@ def _row(ready: Setup, views: dict[str, Bound]) -> dict[str, Any]:
         "accountant": views["server"].epsilon.accountant,
         "rdp_epsilon": or_null(views["server"].epsilon.second_opinion),
         "guarantee": {
-            name: None
-            if (curve := bound.guarantee(privacy.delta, plan.relation)) is None
-            else curve.to_json()
+            name: guarantee.to_json(bound.guarantee(privacy.delta, plan.relation))
             for name, bound in views.items()
         },
         "noise_multiplier": privacy.noise_multiplier,

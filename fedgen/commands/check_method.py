@@ -52,7 +52,7 @@ and that the server receives nothing from clients but their responses"""
 class CheckResult:
     """Result of one check; ``passed``: None if it could not be decided."""
 
-    promise: str
+    name: str
     detail: str
     passed: bool | None
 
@@ -94,7 +94,7 @@ def check(config: DictConfig) -> str:
             cause = error.remedy.partition("(see ")[0].strip()  # the rest names deleted files
             raise FedgenError("method", error.problem, f"{cause}; fix it") from error
     signs = {True: "pass    ", False: "FAIL    ", None: "untested"}
-    lines = [f"{signs[result.passed]}  {result.promise}: {result.detail}" for result in results]
+    lines = [f"{signs[result.passed]}  {result.name}: {result.detail}" for result in results]
     broken = [result for result in results if result.passed is False]
     text = "\n".join([*lines, UNSEEN])
     if broken:
@@ -160,7 +160,7 @@ def _check_budget(run: RunDir, config: DictConfig) -> CheckResult:
 def _check_accounting(run: RunDir) -> CheckResult:
     """Check that the printed ε is at least that of the lines in the ledger of each client."""
     printed, lines = run.privacy(), 0
-    relation, promise = Relation(printed["relation"]), "ledgers add up to the printed ε"
+    relation, name = Relation(printed["relation"]), "ledgers add up to the printed ε"
     for client, page in printed["clients"].items():
         entries = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
         spend = total([canonical(from_json(json.loads(line)["event"])) for line in entries])
@@ -169,8 +169,8 @@ def _check_accounting(run: RunDir) -> CheckResult:
         server = math.inf if page["server"] is None else page["server"]
         if server < least * (1 - 1e-9):
             detail = f"client {client} has {format_epsilon(server)}, and spent {least:.4g}"
-            return CheckResult(promise, detail, False)
-    return CheckResult(promise, f"{lines} releases", True)
+            return CheckResult(name, detail, False)
+    return CheckResult(name, f"{lines} releases", True)
 
 
 def _check_samples(run: RunDir) -> CheckResult:
@@ -188,10 +188,10 @@ def _check_samples(run: RunDir) -> CheckResult:
     return CheckResult("samples are images, and repeat", detail, fits)
 
 
-def _check_same(run: RunDir, first: RunDir, promise: str) -> CheckResult:
+def _check_same(run: RunDir, first: RunDir, name: str) -> CheckResult:
     of_first, of_run = first.results()["generator_sha256"], run.results()["generator_sha256"]
     same = of_first == of_run and first.privacy()["views"] == run.privacy()["views"]
-    return CheckResult(promise, "to the same bit" if same else "to another generator", same)
+    return CheckResult(name, "to the same bit" if same else "to another generator", same)
 
 
 def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult:
@@ -205,14 +205,14 @@ def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult
             raise KeyboardInterrupt
 
     print("a run, interrupted and resumed:", flush=True)
-    promise = "an interrupted run resumes"
+    name = "an interrupted run resumes"
     try:
         train(run_config, watch=cut)
     except Interrupted:
         if len(seen) < 2:  # interrupted as by Ctrl-C
             raise
-        return _check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, promise)
-    return CheckResult(promise, "too short to interrupt: use more rounds", None)
+        return _check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, name)
+    return CheckResult(name, "too short to interrupt: use more rounds", None)
 
 
 def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
@@ -230,14 +230,14 @@ def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
     ):
         run_config = shared.copy()
         run_config.privacy.aggregation = kind
-        promise = f"{scenario} stay within the budget"
+        name = f"{scenario} stay within the budget"
         try:
             run = _train(run_config, folder / scenario.replace(" ", "-"))
         except FedgenError as error:
-            results.append(CheckResult(promise, f"refused ({error})", None))
+            results.append(CheckResult(name, f"refused ({error})", None))
             continue
         budget = _check_budget(run, run_config)
-        results.append(CheckResult(promise, budget.detail, budget.passed))
+        results.append(CheckResult(name, budget.detail, budget.passed))
     return results
 
 
@@ -271,14 +271,12 @@ def _corrected(ready: Setup, kind: int) -> CheckResult:
     so that all others keep their positions."""
     loud, quiet = ready.at_noise(1.0), ready.at_noise(_LOW_NOISE)
     worst = loud.worst_cases()[kind]
-    promise = (
-        f"one more record among many moves a sum by no more ({next(iter(worst.query.samples))})"
-    )
+    name = f"one more record among many moves a sum by no more ({next(iter(worst.query.samples))})"
     local = loud.plan.aggregation.is_local and loud.plan.unit is Unit.RECORD
     if worst.custom_noise:
-        return CheckResult(promise, "not tested: the noise of a warm-up is fixed", None)
+        return CheckResult(name, "not tested: the noise of a warm-up is fixed", None)
     if not local or loud.plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
-        return CheckResult(promise, "tested if clients respond with noised sums over records", None)
+        return CheckResult(name, "tested if clients respond with noised sums over records", None)
     [leaf] = canonical(worst.event)  # one Gaussian, with or without sampling
     proven = 1 / getattr(leaf, "event", leaf).noise_multiplier
     first_shard = ready.dataset.shard(ready.shards[0])
@@ -300,7 +298,7 @@ def _corrected(ready: Setup, kind: int) -> CheckResult:
         if np.abs(sent(quiet, [(noise, int(labels[-1]))], streams) - without).max() > 0:
             break
     else:
-        return CheckResult(promise, f"none of {_DRAWS} samples included the record", None)
+        return CheckResult(name, f"none of {_DRAWS} samples included the record", None)
     enough = range(-(-_NUMBERS // without.size))
     std = float(np.std([sent(loud, [], number) - sent(quiet, [], number) for number in enough]))
     most = max(
@@ -309,7 +307,7 @@ def _corrected(ready: Setup, kind: int) -> CheckResult:
         for label in (int(labels[-1]), (int(labels[-1]) + 1) % ready.dataset.classes)
     )
     detail = f"{most:.2f} of the accounted sensitivity, at most"
-    return CheckResult(promise, detail, most < _TOLERATED)
+    return CheckResult(name, detail, most < _TOLERATED)
 
 
 def _attack(

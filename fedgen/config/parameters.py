@@ -181,11 +181,11 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     only leaves its own parameter unchecked."""
     hints: dict[str, Any] = {}
     target = function.__init__ if inspect.isclass(function) else inspect.unwrap(function)
+    scope = getattr(target, "__globals__", {})
     for name, annotation in getattr(target, "__annotations__", {}).items():
-        one = types.SimpleNamespace(__annotations__={name: annotation})
+        single = types.SimpleNamespace(__annotations__={name: annotation})
         with contextlib.suppress(AttributeError, NameError, SyntaxError, TypeError):
-            scope = getattr(target, "__globals__", {})
-            hints |= typing.get_type_hints(one, scope, include_extras=True)
+            hints |= typing.get_type_hints(single, scope, include_extras=True)
     return hints
 
 

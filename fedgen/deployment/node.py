@@ -89,7 +89,7 @@ def _open_site(config: DictConfig, home: Path, signer: Signer, key_fingerprint: 
     """
     policy = policies.read(Path(config.policy).expanduser())
     if policy.peers is not None and policy.peers.get(config.number) != key_fingerprint:
-        problem = f"list no key, or another, for node {config.number}; its key is {key_fingerprint}"
+        problem = f"do not list the key of this node, {config.number}: {key_fingerprint}"
         raise FedgenError("policy.peers", problem, "list all nodes, including this one")
     if config.data.get("labels", ()) is None and config.data.classes is None:
         problem = "are not set, but all sites must use the same label order"

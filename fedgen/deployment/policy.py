@@ -212,8 +212,8 @@ def check_cost(policy: Policy, config: DictConfig, resolved: ResolvedMethod) -> 
         and (wrong := delta_problem_of(resolved.privacy, plan)) is not None
     ):
         raise RefusedError(f"δ = {wrong[0]}")
-    rows = resolved.privacy.budget.samples_per_client
     budget = resolved.privacy.budget
+    rows = budget.samples_per_client
     cost = bound_for(resolved.method, budget, config.rounds, rows, privacy.delta, True).epsilon
     if cost.or_infinity > policy.epsilon:
         raise RefusedError(

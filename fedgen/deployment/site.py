@@ -128,7 +128,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
             )
         account, folder = place.account, str(place.folder(request.run).absolute())
         kinds = plan.unit, plan.relation
-        reserve = with_sampling_revealed(most)
+        reserve = with_sampling_revealed(most) if resolved.dropouts_reveal_cohorts else None
         entry = Entry(request.run, _ROWS, _ROWS, folder, *kinds, most, reserve=reserve)
         budget = place.policy.budget_epsilon
         account.register(entry, partial(check_budget, budget, privacy.delta))
@@ -167,7 +167,7 @@ _ROWS = digest(b"the rows of this node")
 
 
 def _count_marks(place: SiteFolder) -> None:
-    """Record dropouts of runs of 0.1.0, which left marks in their folders alone."""
+    """Record the dropouts of runs of 0.1.0, which only marked their folders."""
     known = place.account.entries(_ROWS) if place.account.path.exists() else ()
     for entry in known:
         if entry.reserve is None and place.has_dropout(entry.run):

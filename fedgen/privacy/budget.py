@@ -63,8 +63,8 @@ def release_bound(
     stop_probability: float,
     accountant: Accountant = epsilon,
 ) -> Bound | None:
-    """Return ε of the published generator with amplification by secret sampling; None without a
-    bound.
+    """Return the bound of the published generator with amplification by secret sampling; None
+    without one.
 
     A run that stops because some client was sampled too often reveals something about the samples.
     Proof of the correction: without the stop the run would be (e, d)-DP. The stop changes its

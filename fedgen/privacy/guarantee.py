@@ -1,12 +1,12 @@
-"""What an adversary of one view can achieve at most: a trade-off curve, not one (ε, δ) pair.
+"""Bounds on attacks by the adversary of one view: a trade-off curve, not one (ε, δ) pair.
 
 A profile bounds δ(ε) for all ε at once. It is exact for Gaussian releases (μ-GDP; Dong, Roth, Su
 2022, "Gaussian differential privacy"). With sampling it is known on a grid of ε, from bounds that
-hold at each point; every figure here is the best that the points imply, so that a coarser grid or a
-looser bound only raises what an attacker may do.
+hold at each point. Each figure here is the best that these points imply, so a coarser grid or a
+looser bound only raises it.
 
-A test of membership accuses those that were included, the members, at a true positive rate (TPR),
-and others at a false positive rate (FPR). For every ε of the profile,
+A membership test accuses members (records, persons or clients that were included) at its true
+positive rate (TPR), and others at its false positive rate (FPR). For every ε of the profile,
 
     TPR <= δ + e^ε FPR  and  1 - FPR <= δ + e^ε (1 - TPR)
 
@@ -38,7 +38,8 @@ GRID = np.concatenate([np.linspace(0, 20, 2001), np.geomspace(20, 600, 700)[1:]]
 PRIORS = (0.01, 0.1, 0.5)
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 SHARE_FOUND = 0.01
-"""Minimum share of members that an attacker finds, for a posterior to be bounded."""
+"""Minimum share of members that an attacker accuses: the posterior of one who accuses fewer has no
+useful bound."""
 
 _MAX_DISTINCT = 16  # spends of clients that are accounted one by one
 
@@ -81,39 +82,21 @@ class Guarantee:
         return float(min(self.deltas[0], 1.0))
 
     def posterior(self, prior: float) -> float:
-        """Return the largest probability that an accused one is a member, for an attacker who
-        accuses at least the share ``SHARE_FOUND`` of the members.
+        """Return the largest probability that an accusation is right, for an attacker who accuses
+        at least the share ``SHARE_FOUND`` of the members.
 
         Args:
-            prior: share of members among those that the attacker chooses from, in (0, 1).
+            prior: share of members among those that the attacker tests, in (0, 1).
 
-        Proof. At TPR t the posterior is p t / (p t + (1 - p) FPR), largest at the smallest FPR. The
-        smallest FPR is a convex function of t and 0 at 0, so that FPR / t does not decrease in t,
-        and t = ``SHARE_FOUND`` is best.
+        Proof. At TPR t and prior p the posterior is p t / (p t + (1 - p) FPR), largest at the
+        smallest FPR, which is a convex function of t and 0 at t = 0. So FPR / t does not decrease
+        in t, and the posterior is largest at t = ``SHARE_FOUND``.
         """
         false_positives = (1 - prior) * self.fpr(SHARE_FOUND)
         return prior * SHARE_FOUND / (prior * SHARE_FOUND + false_positives)
 
-    def dominating_mu(self, fpr: float) -> float:
-        """Return a μ whose Gaussian curve lies above this one at every false positive rate from
-        ``fpr``, in (0, 0.5), to its mirror image, and above the least such μ by less than 0.01;
-        infinity if there is none.
-
-        Between two points of the search the curve is at most at the second, the Gaussian at least
-        at the first, so each interval is covered as a whole; and by symmetry it suffices to search
-        up to the point where the false positive and false negative rates are equal.
-        """
-        if self.mu is not None:
-            return self.mu
-        rates = np.geomspace(fpr, 0.5, 2000)
-        rates[0] = fpr
-        powers = np.array([self.tpr(rate) for rate in rates])
-        with np.errstate(invalid="ignore"):
-            needed = ndtri(powers[1:]) - ndtri(rates[:-1])
-        return float(max(needed.max(), 0.0))
-
     def describe(self) -> str:
-        """Return the figures of ``to_json`` as text, rounded up."""
+        """Return μ, the largest true positive rates and the advantage as text, rounded up."""
         mu = "" if self.mu is None else f"μ = {round_up(self.mu)}; "
         powers = ", ".join(
             f"{_percent(self.tpr(fpr))} at {100 * fpr:g} % false positives"
@@ -123,15 +106,6 @@ class Guarantee:
             f"{mu}any attack finds at most {powers}; advantage at most {_percent(self.advantage)}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures that people read, as JSON data."""
-        return {
-            "mu": self.mu,
-            "advantage": self.advantage,
-            "tpr": {f"{fpr:g}": self.tpr(fpr) for fpr in FALSE_POSITIVE_RATES},
-            "posterior": {f"{prior:g}": self.posterior(prior) for prior in PRIORS},
-        }
-
 
 def guarantee(
     spend: Spend, delta: float, relation: Relation, stop_probability: float = 0.0
@@ -139,10 +113,10 @@ def guarantee(
     """Return the bounds that follow from a spend; None if there is no bound.
 
     Args:
-        delta: δ of the (ε, δ) printed beside them; discretised losses leave out 1e-3 of it, which
-            is added to each δ of the profile.
+        delta: δ of the printed (ε, δ). Discretised losses are truncated by 1e-3 of it, which is
+            added to each δ of the profile.
         stop_probability: probability that the run ends early, which reveals something about
-            samples; its cost is added (``budget.release_epsilon``).
+            samples; its cost is added (``budget.release_bound``).
 
     Raises:
         ValueError: for spends that ``accounting.epsilon`` refuses.
@@ -155,14 +129,26 @@ def guarantee(
         return _gaussian(math.sqrt(precision))
     deltas = np.ones_like(GRID)
     for profile in profiles(leaves, delta, relation):
-        deltas = np.minimum(deltas, profile(GRID))
+        deltas = np.fmin(deltas, profile(GRID))  # a bound that cannot be computed is NaN
     if stop_probability:
         deltas = deltas + stop_probability * (1 + np.exp(GRID))
     return Guarantee(np.clip(deltas, 0, 1), None)
 
 
+def to_json(curve: Guarantee | None) -> dict[str, Any] | None:
+    """Return the published figures as JSON data; None without a bound."""
+    if curve is None:
+        return None
+    return {
+        "mu": curve.mu,
+        "advantage": curve.advantage,
+        "tpr": {f"{fpr:g}": curve.tpr(fpr) for fpr in FALSE_POSITIVE_RATES},
+        "posterior": {f"{prior:g}": curve.posterior(prior) for prior in PRIORS},
+    }
+
+
 def of_pair(epsilon: float, delta: float) -> Guarantee:
-    """Return the bounds that follow from one (ε, δ) pair, for records that hold nothing else."""
+    """Return the bounds that follow from one (ε, δ) pair, which is all that 0.1.0 recorded."""
     return Guarantee(np.where(epsilon <= GRID, delta, 1.0), None)
 
 
@@ -183,23 +169,23 @@ def _gaussian(mu: float) -> Guarantee:
 
 
 def worst(guarantees: Iterable[Guarantee | None]) -> Guarantee | None:
-    """Return bounds that hold for all of several clients; None if there are none for one."""
+    """Return bounds that hold for each of several clients; None if one has no bound."""
     bounded = []
-    for one in guarantees:
-        if one is None:
+    for client in guarantees:
+        if client is None:
             return None
-        bounded.append(one)
-    mus = [one.mu for one in bounded if one.mu is not None]
-    if len(mus) == len(bounded):
-        return max(bounded, key=lambda one: one.mu or 0.0)
-    return Guarantee(reduce(np.maximum, [one.deltas for one in bounded]), None)
+        bounded.append(client)
+    if all(client.mu is not None for client in bounded):
+        return max(bounded, key=lambda client: client.mu or 0.0)
+    return Guarantee(reduce(np.maximum, [client.deltas for client in bounded]), None)
 
 
 def worst_guarantee(spends: Sequence[Spend], delta: float, relation: Relation) -> Guarantee | None:
     """Return bounds that hold for every client, given the spend of each.
 
-    A spend with at least the counts of another dominates it; so of many clients only the largest
-    spends are accounted, and of very many different ones the larger count of each event.
+    A spend with at least the counts of another costs at least as much, so only spends that no other
+    one exceeds are accounted; if there are many of these, one spend with the largest count of each
+    event.
     """
     distinct: dict[object, Spend] = {frozenset(spend.items()): spend for spend in spends}
     largest = _largest(list(distinct.values()))
@@ -212,7 +198,8 @@ def worst_guarantee(spends: Sequence[Spend], delta: float, relation: Relation) -
 
 
 def _largest(spends: list[Spend]) -> list[Spend]:
-    """Return the spends that no other one dominates; all of them if they are very many."""
+    """Return the spends that no other one exceeds in all counts; all of them if they are very
+    many."""
     if len(spends) > 64 * _MAX_DISTINCT:
         return spends
     return [

@@ -35,7 +35,9 @@ from fedgen.privacy.events import (
 from fedgen.storage.io import digest, parse_json
 
 SCHEMA = 3
-RESERVED, DIED = "answering", "died"  # mark files: a response is computed; a process died over one
+RESERVED, DIED = "answering", "died"
+"""Mark files in the folder of a client, by the names of 0.1.0: a response is being computed; a
+process died while it computed one."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,9 @@ class Ledger:
         return bool(queries) and queries[0] != query
 
     def reserve(self) -> None:
-        """Reserve the spend of a missing response until the next charge: by a mark in the folder of
-        the client, which becomes permanent if another process left one, and in ``SpendDb``."""
+        """Reserve the spend of a missing response until the next charge, in ``SpendDb`` and by a
+        mark in the folder of the client. A mark that is already there becomes permanent: the
+        process that left it died."""
         if self._reserved.exists():
             self._path.with_name(DIED).touch()
         self._reserved.touch()
@@ -238,8 +241,8 @@ _REMEDY = "restore it from a backup; fedgen cannot prove the spend otherwise"
 
 
 def died_while_responding(folder: Path) -> bool:
-    """Return whether a process died while it computed a response of the client of this folder. Call
-    while no client responds."""
+    """Return whether a process died while it computed a response of the client with this folder.
+    Call while no client responds."""
     return any((folder / mark).exists() for mark in (RESERVED, DIED))
 
 

@@ -56,8 +56,8 @@ def leaves_of(spend: Spend) -> Leaves:
 
 
 def profiles(spend: Spend, delta: float, relation: Relation) -> list[Profile]:
-    """Return bounds on δ(ε), each of them valid at every ε >= 0, for a spend whose events all have
-    noise: those that ``epsilon`` chooses from.
+    """Return bounds on δ(ε), each valid at every ε >= 0, of a spend in which every event has noise.
+    ``accounting.epsilon`` returns the smallest ε that they imply.
 
     Args:
         delta: δ of ``epsilon``, by which discretised losses are truncated; the truncated mass is
@@ -73,26 +73,26 @@ def profiles(spend: Spend, delta: float, relation: Relation) -> list[Profile]:
         if len(leaves) > 1:
             leaves = as_if_always_sampled(leaves)
     mu = mu_without_sampling(leaves)
-    found: list[Profile] = [lambda eps: gaussian_delta(mu, eps)] if leaves else [np.zeros_like]
+    bounds: list[Profile] = [lambda eps: gaussian_delta(mu, eps)] if leaves else [np.zeros_like]
     if all(isinstance(event, GaussianDpEvent) for event, _ in leaves):
-        return found
+        return bounds
     if len(leaves) == 1 and not isinstance(leaves[0][0], PoissonSampledGroup):
         [(event, count)] = leaves
-        found.append(
+        bounds.append(
             revealed_profile(rate_of(event), gaussian_of(event).noise_multiplier, count, delta)
         )
         if isinstance(event, RevealedSampling):
-            return found
+            return bounds
     if (by_pld := pld_profile(leaves, delta, relation)) is not None:
-        found.append(by_pld)
+        bounds.append(by_pld)
     elif not any(isinstance(event, PoissonSampledGroup) for event, _ in leaves):
         at_orders = divergences(leaves, relation, ORDERS)
 
         def by_rdp(eps: NDArray[np.float64]) -> NDArray[np.float64]:
-            return np.array([rdp.compute_delta(ORDERS, at_orders, one)[0] for one in eps])
+            return np.array([rdp.compute_delta(ORDERS, at_orders, point)[0] for point in eps])
 
-        found.append(by_rdp)
-    return found
+        bounds.append(by_rdp)
+    return bounds
 
 
 def check_neighbours(leaves: Leaves, relation: Relation) -> None:
@@ -200,10 +200,10 @@ def pld_profile(leaves: Leaves, delta: float, relation: Relation) -> Profile | N
     delta_for_epsilon = composed.get_delta_for_epsilon
 
     def profile(eps: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(eps) == 1:
-            return np.array([float(delta_for_epsilon(float(eps[0])))]) + rounding
-        deltas = np.asarray(delta_for_epsilon(eps))  # for many, exp(ε) may overflow
-        return np.where(np.isnan(deltas), 1.0, deltas) + rounding
+        deltas = np.array(delta_for_epsilon(eps))
+        overflown = np.isnan(deltas)  # exp(ε) of a sequence; not of a single point
+        deltas[overflown] = [delta_for_epsilon(float(point)) for point in eps[overflown]]
+        return deltas + rounding
 
     return profile
 
@@ -284,6 +284,6 @@ def revealed_profile(probability: float, sigma: float, samples: int, delta: floa
     mus = np.sqrt(visits) / sigma
 
     def profile(eps: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.array([weights @ gaussian_delta(mus, one) for one in eps]) + tail_mass
+        return np.array([weights @ gaussian_delta(mus, point) for point in eps]) + tail_mass
 
     return profile

@@ -15,16 +15,16 @@ messages of clients (``server``).
 Reserve, then settle. Where a missing response may reveal a sample, the maximum spend without that
 amplification is registered too. A client reserves it in the database before it computes a response,
 and the transaction that charges the response settles it. A process that dies in between leaves the
-reservation, whatever becomes of its folder: the run then counts with the larger spend, at once and
-for good. So does a run whose server saw a dropout. The client marks its folder too
-(``Ledger.reserve``), for a run that resumes on a machine with another database.
+reservation, and the run counts with the larger spend from then on, even if its folder is copied,
+moved or deleted. The same holds after a dropout that the server observed. The client also marks its
+folder (``Ledger.reserve``), for a run that resumes on a machine with another database.
 
-Proof. Of what a client does in a round, only computing the response depends on the sample; so only
-a computation that does not end can make a missing response depend on it. Its reservation is on disk
-before it starts, and only a charge after its end deletes it. Hence in a run without reservations
-and recorded dropouts no missing response depends on a sample, and the amplified spend holds. The
-larger spend assumes that a process does not die again and again by its samples: what died is
-computed again with another sample.
+Proof. In a round of a client, only the computation of the response depends on the sample, so a
+missing response depends on a sample only if this computation did not end. Its reservation is on
+disk before it starts, and only a charge after its end deletes it. Hence in a run without
+reservations and recorded dropouts no missing response depends on a sample, and the amplified spend
+holds. The larger spend assumes that deaths do not repeatedly depend on samples: a response that
+died is computed again with a new sample.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Entry:
 
     @property
     def spend(self) -> Spend:
-        """Spend that the run counts with. Once it is finished, ``max_spend`` includes dropouts."""
-        spends = [*self.charged.values()]
+        """Spend that the run counts with. Of a finished run, ``max_spend`` includes dropouts."""
+        spends = list(self.charged.values())
         if self.reserve is not None and self.has_dropout and not self.is_finished:
             spends.append(self.reserve)
         return with_reported(self.max_spend, spends)
@@ -140,7 +140,7 @@ class SpendDb:
             raise FedgenError("FEDGEN_HOME", str(error), "set it to another folder") from error
 
     def register(self, entry: Entry, check: Callable[[Entry, Sequence[Entry]], None]) -> None:
-        """Register a run before its first query, unless its spend was already accepted.
+        """Register a run before its first query, unless its spend was accepted before.
 
         Args:
             check: receives the run as it would count and all other runs on its data, and raises to
@@ -192,8 +192,8 @@ class SpendDb:
 
     def reserve(self, run: str, client: int) -> None:
         """Reserve the spend of a run with dropouts until its next ``charge`` to this client. Call
-        before a response is computed, while no other process serves this client. A reservation that
-        is still there is that of a process that died, and is recorded as a dropout."""
+        before a response is computed, while no other process serves this client: a reservation that
+        already exists is that of a process that died, and is recorded as a dropout."""
         with self._open() as file:
             file.execute("BEGIN IMMEDIATE")
             row = (run, client)
@@ -204,8 +204,7 @@ class SpendDb:
         """Return whether a missing response may have revealed a sample of a run.
 
         Args:
-            reserved: count responses that have not ended. False while the run is training: they may
-                be about to.
+            reserved: whether responses that have not ended count. False while the run is training.
         """
         if not self.path.exists():  # do not create the database
             return False

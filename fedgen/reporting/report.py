@@ -7,6 +7,7 @@ For the ``server`` it contains everything in a run directory; for the ``public``
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
 def _public(path: Path) -> dict[str, Any]:
     """Return the content of the published folder."""
     folder = path / "public" if (path / "public").is_dir() else path
+    if not os.path.lexists(folder / "generator.json"):  # another folder may contain links
+        raise FedgenError("runs", f"{path} has no public folder", "give a finished run")
     check_no_links(folder, "runs")
     if (path / "results.json").exists():
         RunDir(path).check_digests("runs")

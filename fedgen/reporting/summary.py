@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedgen.evaluation.metrics import described
-from fedgen.privacy.guarantee import of_pair, round_up
+from fedgen.privacy import guarantee
 from fedgen.reporting.progress import format_bytes, format_epsilon, format_pace
 
 NOT_IN_THE_FOLDER = (
@@ -205,16 +205,17 @@ def unbounded_note(lost: int, clients: int) -> str:
     )
 
 
-def guarantee_figures(view: Mapping[str, Any], delta: float) -> dict[str, Any]:
+def guarantee_figures(view: Mapping[str, Any], delta: float) -> Mapping[str, Any]:
     """Return the ``guarantee`` of a view with a bound; for a view of 0.1.0, which has none, what
     follows from its (ε, δ)."""
-    return view.get("guarantee") or of_pair(view["epsilon"], delta).to_json()
+    figures: Mapping[str, Any] | None = view.get("guarantee")
+    return figures or guarantee.to_json(guarantee.of_pair(view["epsilon"], delta)) or {}
 
 
 def strength(view: Mapping[str, Any], delta: float) -> str:
     """Describe a view with a bound by the power of the best test at 1 % of false positives."""
     power = guarantee_figures(view, delta)["tpr"]["0.01"]
-    most = round_up(100 * power)
+    most = guarantee.round_up(100 * power)
     finds = "may find all that were"
     if float(most) < 100:
         finds = f"finds at most {most} in 100 that were"
@@ -258,7 +259,7 @@ def summary(path: Path) -> str:
     if record["without_bound"]:
         lines.append(exceptions(record).strip())
     lines += [
-        f"if {bound['colluders']} clients collude with the server: "
+        f"with {bound['colluders']} colluding client{'s' if bound['colluders'] > 1 else ''}: "
         f"ε {format_epsilon(bound['epsilon'])}"
         for bound in record["aggregation"].get("if_more_collude", [])
     ]

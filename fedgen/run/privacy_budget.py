@@ -61,11 +61,12 @@ def register_run(ready: Setup, run_dir: RunDir, name: str, over: bool = False) -
 
 def has_dropout(ready: Setup, run_dir: RunDir, name: str, training: bool = False) -> bool:
     """Return whether the cohorts of a run count as revealed: by its directory, which has two
-    records of dropouts that the server saw, and marks of clients whose process died; or by the
-    account of its data, which no old copy of a directory reverts.
+    records of dropouts that the server observed, and the marks of clients; or by the account of its
+    data, which does not depend on the directory.
 
     Args:
-        training: whether the run is training in another process, which may be responding.
+        training: whether the run is training in another process, so that a response may be under
+            way.
     """
     outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
     recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)
@@ -76,13 +77,13 @@ def has_dropout(ready: Setup, run_dir: RunDir, name: str, training: bool = False
 
 def client_died(run_dir: RunDir) -> bool:
     """Return whether a process died while it computed a response of a client; call only while no
-    client responds. A client on a machine with another account shows it here alone."""
+    client responds. The accounts of other machines are not available; their marks are."""
     return any(map(died_while_responding, run_dir.clients.glob("*")))
 
 
 def _as_left(entry: Entry) -> Entry:
-    """Return an unfinished run as its directory shows it: with a dropout if the directory is
-    missing, or has a mark of a client whose process died and is not training."""
+    """Return an unfinished run with what its directory adds: a dropout if the directory is missing,
+    or if the run is not training and has the mark of a client that died."""
     if entry.reserve is None or entry.is_finished or entry.has_dropout:
         return entry
     folder = Path(entry.folder)
@@ -134,7 +135,8 @@ def check_budget(budget: float | None, delta: float, entry: Entry, others: Seque
         return
     if any(other.kind != entry.kind for other in others):
         problem = (
-            "other runs on these data have another unit, neighbouring relation or partition: no sum"
+            "the ε of other runs on these data cannot be added to this one: their unit, "
+            "neighbouring relation or partition differs"
         )
         raise FedgenError(key, problem, "see fedgen account spent; set it to null")
     with_it = composed_epsilon([*others, entry], delta)

@@ -13,6 +13,7 @@ from dp_accounting import NonPrivateDpEvent
 from fedgen.federation.client.context import LEDGER
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
+from fedgen.privacy import guarantee
 from fedgen.privacy.accounting import TRUSTED_AGGREGATOR_ACCOUNTANT, Epsilon, epsilons
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Bound, bound_of, release_bound, smaller_bound
@@ -297,7 +298,7 @@ class Accounts:
             "views": {
                 name: {
                     **self._view(name, bound, self._own_noise_alone(spends)),
-                    "guarantee": None if (curve := curves[name]) is None else curve.to_json(),
+                    "guarantee": guarantee.to_json(curves[name]),
                 }
                 for name, bound in views.items()
             },

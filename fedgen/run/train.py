@@ -86,7 +86,7 @@ def train(
 def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback | None) -> Path:
     new = config.resume is None
     longer = until = None  # rounds of a resumed run, above or below its own
-    if config.start is not None:
+    if config.start is not None and (Path(str(config.start)) / "checkpoints").exists():
         check_no_links(Path(str(config.start)), "start")
     if new:
         _check_masks(config, play)
@@ -265,7 +265,7 @@ class Training:
             timeout=self.config.runtime.timeout,
             on_round=self._on_round_start,
             on_failure=self._on_failure,
-            # a dropout may have left a smaller budget than was spent
+            # after a dropout, the budget may be smaller than what was spent before it
             max_samples=max(
                 self.ready.privacy.budget.samples_per_client, *state.samples.values(), 0
             ),
@@ -317,8 +317,8 @@ class Training:
             self._merge_later_charges(state, ledgers)
 
     def _merge_later_charges(self, state: RunState, ledgers: Mapping[int, Account]) -> None:
-        """Merge charges after the checkpoint from ledgers into the state; none if the plan sends
-        stored responses again."""
+        """Merge the charges that ledgers have after the checkpoint into the state, unless stored
+        responses are sent again."""
         if self.method.plan.resends_responses:
             return
         for client, account in ledgers.items():
@@ -387,7 +387,7 @@ class Training:
             once, secret = self.method.plan.one_time_queries, self.ready.privacy.noise == "secure"
             due |= state.rounds == once
             due |= state.rounds < once and self.method.plan.is_short and secret
-            # the response of an actor that died was computed anew by another
+            # of an actor that died, another one has computed the response
             died = self._reserves and has_dropout(self.ready, self.run_dir, self.name)
             if (due and not last) or died:
                 keep()

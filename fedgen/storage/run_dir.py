@@ -166,9 +166,8 @@ class RunDir:
             FedgenError: if it is invalid.
         """
         try:
-            # first: of another folder, it is not said that its links are wrong
             for name in ("config.yaml", "run.json"):
-                (path / name).lstat()
+                (path / name).lstat()  # another folder may contain links
             check_no_links(path, key)
             config = OmegaConf.create(read_yaml(path / "config.yaml"))
             identity = read_json(path / "run.json")

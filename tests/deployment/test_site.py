@@ -345,7 +345,7 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         ([*NODE, "superlink=x"], "superlink: cannot be x"),
         ([*NODE, "superlink=https://x:1"], "superlink: cannot be https://x:1"),
         ([*NODE, "data=folder", "data.path=."], "data.labels: are not set"),
-        ([*NODE, "policy=peers.yaml"], "policy.peers: list no key, or another, for node 0"),
+        ([*NODE, "policy=peers.yaml"], "policy.peers: do not list the key of this node, 0"),
         ([*NODE, "data=public_facts", "data.classes=2", "data.shape=[1,8,8]"], "has no images"),
         (["node", "log", "home=nowhere"], "no node has used"),
         (["node", "key=policy.yaml"], "key: policy.yaml is not a private key"),

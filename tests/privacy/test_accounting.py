@@ -272,8 +272,8 @@ def test_revealed_draws_against_simulation() -> None:
 
 @kills(
     "fedgen/privacy/profiles.py",
-    "gaussian_delta(mus, one) for one in eps]) + tail_mass",
-    "gaussian_delta(mus, one) for one in eps])",
+    "gaussian_delta(mus, point) for point in eps]) + tail_mass",
+    "gaussian_delta(mus, point) for point in eps])",
 )
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 def test_revealed_draws_count_all_visits(delta: float) -> None:

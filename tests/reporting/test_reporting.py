@@ -30,7 +30,7 @@ from tiny import Train
 from fedgen.errors import FedgenError
 from fedgen.privacy.events import Relation
 from fedgen.privacy.gaussian_dp import gaussian_epsilon
-from fedgen.privacy.guarantee import guarantee
+from fedgen.privacy.guarantee import guarantee, to_json
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
 from fedgen.reporting.summary import card, statement, summary
@@ -145,7 +145,7 @@ def test_the_statement_says_how_strongly(
     mu = brentq(lambda mu: gaussian_epsilon(mu, 1e-5) - epsilon, 1e-3, 10)
     curve = guarantee({GaussianDpEvent(1 / mu): 1}, 1e-5, Relation.REPLACE_ONE)
     assert curve is not None
-    release |= {"epsilon": epsilon, "guarantee": curve.to_json()}
+    release |= {"epsilon": epsilon, "guarantee": to_json(curve)}
     text = statement(record, "draws")
     assert exactly in text and "excludes little" not in text
     del release["guarantee"]

@@ -307,8 +307,14 @@ def test_of_another_folder_nothing_is_asked(tmp_path: Path, capsys: Captured) ->
     """A remedy for its links or sockets would break what belongs to other programs."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link").symlink_to(tmp_path)
-    for words in (["train", f"resume={tmp_path}/folder"], ["report", f"runs={tmp_path}/folder"]):
+    place = f"{tmp_path}/folder"
+    for words in (["train", f"resume={place}"], ["report", f"runs={place}"]):
         assert "folder is not a run directory; give a directory" in refused(capsys, *words)
+    for words in (
+        ["sample", f"run={place}", "n=1"],
+        ["report", f"runs={place}", "audience=public"],
+    ):
+        assert "link" not in refused(capsys, *words)
 
 
 def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) -> None:
