@@ -197,7 +197,7 @@ def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
     assert max(first, second) < same <= first + second
     assert other == third
     assert cli.run(["train", *clients, "privacy.budget_epsilon=1000"]) == 2
-    assert "have another unit" in capsys.readouterr().err
+    assert "cannot be added to this one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "~no-such-user/there", "/proc/nowhere"])
@@ -286,7 +286,7 @@ def test_runs_on_the_same_rows_add_up(
     # another method protects other neighbours: there is no sum
     other = ["method=gs_wgan_small", *tiny("gs_wgan_small"), *several, "privacy.noise=secure"]
     assert cli.run(["train", *other, "privacy.budget_epsilon=100", f"run_dir={home}/g"]) == 2
-    assert "have another unit" in capsys.readouterr().err
+    assert "cannot be added to this one" in capsys.readouterr().err
     assert cli.run(["train", *SECURE, "privacy.noise=seeded", budget]) == 2
     assert "a seeded run is an experiment" in capsys.readouterr().err
     (tmp_path / "photos" / "all").mkdir(parents=True)
