@@ -85,7 +85,7 @@ def _public(path: Path) -> dict[str, Any]:
     """Return the content of the published folder."""
     folder = path / "public" if (path / "public").is_dir() else path
     if not os.path.lexists(folder / "generator.json"):  # another folder may contain links
-        raise FedgenError("runs", f"{path} has no public folder", "give a finished run")
+        raise FedgenError("runs", f"{path} has no readable public folder", "give a finished run")
     check_no_links(folder, "runs")
     if (path / "results.json").exists():
         RunDir(path).check_digests("runs")
