@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=0, help="more of each part, deployed")
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Stop at once, also under xdist, which runs all other files first."""
+    if report.failed:
+        pytest.exit(f"{report.nodeid} cannot be collected", returncode=2)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow ones first: at the end no process waits for another's last."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
