@@ -9,10 +9,11 @@ domains are independent, so a client that responds more or less often does not c
 others.
 
 Mode ``seeded`` derives the three keys from a root seed: the run is reproducible and counts as an
-experiment. Mode ``secure`` obtains the secret and the noise key from the operating system whenever
-a run starts or resumes, and a salt for each response. They exist in memory only, except for the key
-of cohort sampling, which the run stores with its checkpoints: a repeated round samples the same
-cohort.
+experiment. Mode ``secure`` obtains keys from the operating system. The noise key exists in memory
+only; each response has its own. Secret keys are stored before their first use, so that a process
+that died is continued with the same samples: that of cohort sampling with the checkpoints of the
+run, where a repeated round samples the same cohort, and that of each client in its folder, where
+each charged response has its own samples (``at_release``).
 
 Each stream is AES-256 in counter mode; SHAKE-256 derives the AES key from the key and the domain.
 Both modes share this code. Every ε assumes that these streams are indistinguishable from random
@@ -80,11 +81,22 @@ class RandomStreams:
         """Return the same public streams with secret and noise streams specific to ``salt``."""
         return replace(self, salt=salt)
 
+    def at_release(self, charged: int) -> RandomStreams:
+        """Return the streams of a client after ``charged`` responses. In mode ``secure``, secret
+        samples depend on this number: every charged response has its own, and a response that died
+        before its charge is computed again with the same."""
+        if self.mode == "seeded":
+            return self
+        key = hashlib.shake_256(self.secret_key + charged.to_bytes(8, "little")).digest(32)
+        return self.with_secret_key(key)
+
     def for_release(self, query: str) -> RandomStreams:
         """Return the streams of one response. In mode ``seeded`` they are derived from the digest
-        of the query. In mode ``secure`` they use a fresh salt from the operating system, so that no
-        two responses share noise."""
-        return self.salted(secrets.token_hex(16) if self.mode == "secure" else query)
+        of the query. In mode ``secure`` the noise has a fresh key from the operating system, so
+        that no two responses share noise."""
+        if self.mode == "secure":
+            return replace(self, noise_key=secrets.token_bytes(32))
+        return self.salted(query)
 
     def with_secret_key(self, secret_key: bytes) -> RandomStreams:
         """Return the same streams with secret streams derived from a stored key."""

@@ -70,20 +70,27 @@ def test_a_stream_is_aes_in_counter_mode_and_its_bits_are_fair() -> None:
     assert all(low <= count <= high for count in ones)
 
 
-@kills(
-    "fedgen/randomness.py",
-    'return self.salted(secrets.token_hex(16) if self.mode == "secure" else query)',
-    "return self.salted(query)",
-)
-def test_answers_share_no_noise_and_no_draws() -> None:
-    """In mode ``secure``, whatever they answer; in mode ``seeded`` the same question has the same,
-    so that a run repeats."""
-    for mode, distinct in (("secure", 4), ("seeded", 2)):
-        place = RandomStreams.from_seed(0, mode).at("client", 0)  # type: ignore[arg-type]
-        streams = [place.for_release(asked) for asked in ("a", "a", "b", "b")]
-        assert len({int(each.noise_bits(1, "x")[0]) for each in streams}) == distinct
-        assert len({int(each.secret_bits(1, "x")[0]) for each in streams}) == distinct
-        assert len({each.public("x").initial_seed() for each in streams}) == 1
+@kills("fedgen/randomness.py", "noise_key=secrets.token_bytes(32)", "noise_key=self.noise_key")
+@kills("fedgen/randomness.py", "self.secret_key + charged.to_bytes", "charged.to_bytes")
+@kills("fedgen/randomness.py", "charged.to_bytes(8", "(0).to_bytes(8")
+def test_responses_share_no_noise_and_no_samples() -> None:
+    """In mode ``secure``, noise is never shared, and samples are shared by responses to any query
+    between two charges alone. In mode ``seeded`` both depend on the query, so that a run
+    repeats."""
+    noise, samples, public = {}, {}, {}
+    for mode in ("secure", "seeded"):
+        client = RandomStreams.from_seed(0, mode).at("client", 0)  # type: ignore[arg-type]
+        streams = [
+            client.at_release(charged).for_release(query) for charged in (0, 1) for query in "aab"
+        ]
+        noise[mode] = len({int(stream.noise_bits(1, "x")[0]) for stream in streams})
+        samples[mode] = len({int(stream.secret_bits(1, "x")[0]) for stream in streams})
+        public[mode] = len({stream.public("x").initial_seed() for stream in streams})
+    assert noise == {"secure": 6, "seeded": 2}
+    assert samples == {"secure": 2, "seeded": 2}
+    assert public == {"secure": 1, "seeded": 1}
+    other = RandomStreams.from_seed(0, "secure").at_release(0).secret_bits(1, "x")
+    assert other != RandomStreams.from_seed(0, "secure").at_release(0).secret_bits(1, "x")
 
 
 def test_kinds_do_not_share_a_stream(streams: RandomStreams) -> None:

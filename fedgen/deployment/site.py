@@ -72,7 +72,9 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
     try:
         _count_marks(site)
         client_setup, relation = _build_setup(site, request)
-        return ClientContexts(client_setup), relation
+        contexts = ClientContexts(client_setup)
+        contexts.get(site.number)  # an invalid ledger or key is found now
+        return contexts, relation
     except RefusedError:
         raise
     except FedgenError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +25,9 @@ from fedgen.storage.io import digest, read_json, write_atomic
 
 SCHEMA = 8
 NAME = "checkpoint.json"
-_SAMPLING_KEY = "draws.key"
+SAMPLING_KEY = "draws.key"
+"""File with the secret key of cohort sampling. It exists from before the first round: a repeated
+round samples the same cohort, regardless of earlier responses."""
 _REMEDY = "restore the run directory from a backup, or start a new run"
 
 
@@ -49,23 +50,6 @@ class Metadata:
     finished: bool
     total_rounds: int
     stopped: str | None
-
-
-def sampling_key(folder: Path) -> tuple[bytes, bool]:
-    """Return the secret key of cohort sampling, and whether it was created by this call. It exists
-    from before the first round, separate from the noise, which is never stored: a repeated round
-    samples the same cohort, regardless of earlier responses.
-
-    Raises:
-        FedgenError: if the file was truncated.
-    """
-    path = folder / _SAMPLING_KEY
-    if created := not path.exists():
-        write_atomic(path, secrets.token_bytes(32))
-    key = path.read_bytes()
-    if len(key) != 32:
-        raise FedgenError(str(path), "was truncated or altered", _REMEDY)
-    return key, created
 
 
 def save(folder: Path, state: RunState, metadata: Metadata) -> None:

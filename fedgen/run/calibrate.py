@@ -93,12 +93,19 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
         raise FedgenError(error.key, error.problem, remedy) from error
 
 
-def calibrate_after_dropout(config: DictConfig, method: Method, privacy: Privacy) -> Privacy:
-    """Return the privacy of a run after a dropout, when its method costs more than planned: with a
-    target and a noise multiplier, the run ends earlier.
+def calibrate_after_dropout(
+    config: DictConfig, method: Method, privacy: Privacy, charged: int
+) -> Privacy:
+    """Return the privacy of a run after a dropout, when its method costs more than planned. With a
+    target and a noise multiplier, the run ends earlier. If a client was charged for more before the
+    dropout, the budget remains: as the time of the dropout may depend on samples, only the ε of all
+    planned rounds covers it.
+
+    Args:
+        charged: query samples that a client was charged for, at most.
 
     Raises:
-        FedgenError: if the first round exceeds the target.
+        FedgenError: if no client was charged and the first round exceeds the target.
     """
     target = config.privacy.target_epsilon
     if target is None or config.privacy.noise_multiplier is None:
@@ -106,12 +113,14 @@ def calibrate_after_dropout(config: DictConfig, method: Method, privacy: Privacy
     try:
         budget = affordable_rounds(method, config, config.privacy.adversary == "server", target)
     except FedgenError as error:
+        if charged:
+            return privacy
         problem = (
             "a missing response may have revealed sampled cohorts: the remaining rounds "
             f"would exceed ε = {target:g}"
         )
         raise FedgenError("resume", problem, "start a new run") from error
-    return replace(privacy, budget=budget)
+    return privacy if charged > budget.samples_per_client else replace(privacy, budget=budget)
 
 
 def planned_budget(method: Method, rounds: int) -> Budget:

@@ -20,6 +20,7 @@ from fedgen.privacy.ledger import died_while_responding, elementwise_max
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
+from fedgen.run.privacy_report import open_ledgers
 from fedgen.run.setup import Setup
 from fedgen.storage.io import read_json
 from fedgen.storage.run_dir import RunDir
@@ -79,6 +80,15 @@ def client_died(run_dir: RunDir) -> bool:
     """Return whether a process died while it computed a response of a client; call only while no
     client responds. The accounts of other machines are not available; their marks are."""
     return any(map(died_while_responding, run_dir.clients.glob("*")))
+
+
+def charged_samples(ready: Setup, run_dir: RunDir, name: str) -> int:
+    """Return an upper bound on the query samples that a client was charged for."""
+    if ready.dataset.is_remote:  # no client was queried more often than rounds were started
+        return run_dir.started_rounds().total() * ready.method.plan.samples_per_round
+    seeded = ready.privacy.noise == "seeded"
+    accounts = open_ledgers(run_dir, name, len(ready.shards), seeded).values()
+    return max((account.samples for account in accounts), default=0)
 
 
 def _as_left(entry: Entry) -> Entry:

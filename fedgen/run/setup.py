@@ -99,17 +99,16 @@ class Setup(ResolvedMethod):
             )
         return ""
 
-    def counting_dropouts(self) -> Setup:
+    def counting_dropouts(self, charged: int) -> Setup:
         """Return the setup as accounted after a dropout: no sampling amplifies, and with a target
-        and a noise multiplier the run ends earlier.
+        and a noise multiplier the run ends earlier. ``charged``: see ``calibrate_after_dropout``.
 
         Raises:
             FedgenError: if no rounds remain.
         """
         method = self.with_dropouts()
-        return replace(
-            self, method=method, privacy=calibrate_after_dropout(self.config, method, self.privacy)
-        )
+        privacy = calibrate_after_dropout(self.config, method, self.privacy, charged)
+        return replace(self, method=method, privacy=privacy)
 
     def held_out(self, count: int) -> Shard | None:
         """Return the first ``count`` held-out images, if there are any."""

@@ -39,7 +39,7 @@ from fedgen.run.clients import RunClientSetup, client_setup
 from fedgen.run.judge import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics import MetricsLog, RoundCallback, is_due
-from fedgen.run.privacy_budget import finish_run, has_dropout, register_run
+from fedgen.run.privacy_budget import charged_samples, finish_run, has_dropout, register_run
 from fedgen.run.privacy_report import Accounts, count_unplanned, open_ledgers
 from fedgen.run.publish import Clock, build_results, epsilon_figure, publish
 from fedgen.run.resume import (
@@ -54,7 +54,7 @@ from fedgen.run.resume import (
 )
 from fedgen.run.setup import Setup
 from fedgen.run.signals import Interrupt
-from fedgen.storage.io import check_no_links, digest, private_umask
+from fedgen.storage.io import check_no_links, digest, private_umask, stored_key
 from fedgen.storage.run_dir import RunDir
 from fedgen.testing.faults import FaultyGrid
 
@@ -120,14 +120,14 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
                 run_dir.keep_previous(before.rounds)
                 run_dir.identify({**identity, "rounds": longer})
         if ready.privacy.noise == "secure":
-            key, created = checkpoint.sampling_key(run_dir.checkpoints)
-            ready = replace(ready, streams=ready.streams.with_secret_key(key))
+            path = run_dir.checkpoints / checkpoint.SAMPLING_KEY
             # a new key may have been resampled until all sampled clients responded
-            if created and run_dir.started_rounds():
+            if not path.exists() and run_dir.started_rounds():
                 run_dir.unanswered.touch()
+            ready = replace(ready, streams=ready.streams.with_secret_key(stored_key(path)))
         if not new and has_dropout(ready, run_dir, name):
             run_dir.unanswered.touch()
-            ready = ready.counting_dropouts()
+            ready = ready.counting_dropouts(charged_samples(ready, run_dir, name))
         training = Training(ready, run_dir, name, watch, until)
         try:
             return training.run(play or training.run_on_runtime)
@@ -265,10 +265,7 @@ class Training:
             timeout=self.config.runtime.timeout,
             on_round=self._on_round_start,
             on_failure=self._on_failure,
-            # after a dropout, the budget may be smaller than what was spent before it
-            max_samples=max(
-                self.ready.privacy.budget.samples_per_client, *state.samples.values(), 0
-            ),
+            max_samples=self.ready.privacy.budget.samples_per_client,
             causes=FailureCauses(
                 self.run_dir.clients, printed=self.ready.privacy.noise == "seeded"
             ),

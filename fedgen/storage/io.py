@@ -127,6 +127,20 @@ def write_atomic(path: Path, data: bytes, durable: bool = True, shared: bool = F
         fresh.replace(path)
 
 
+def stored_key(path: Path) -> bytes:
+    """Return the 32 secret bytes of a file; a missing one is created first, durably.
+
+    Raises:
+        FedgenError: if the file was truncated.
+    """
+    if not path.exists():
+        write_atomic(path, secrets.token_bytes(32))
+    if len(key := path.read_bytes()) != 32:
+        remedy = "restore the run directory from a backup, or start a new run"
+        raise FedgenError(str(path), "was truncated or altered", remedy)
+    return key
+
+
 def sync(file: IO[Any], path: Path) -> None:
     """Flush an open file to the disk.
 

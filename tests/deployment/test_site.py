@@ -40,6 +40,7 @@ from fedgen.federation.client.app import (
     REFUSED,
     client_app,
 )
+from fedgen.federation.client.context import SAMPLING_KEY
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.secagg.masking import KEY_BYTES, SEALED_BYTES
 from fedgen.federation.secagg.signing import CREDENTIAL_BYTES, Signer, fingerprint
@@ -696,7 +697,8 @@ def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
         return answered(served, line, messages.ASK, question(made))
 
     def streams() -> RandomStreams:
-        return served._homes[RUN].get(0).streams  # type: ignore[union-attr]
+        client = served._homes[RUN].get(0)  # type: ignore[union-attr]
+        return client.streams.at_release(client.ledger.releases)
 
     first, flipped = round_0(), streams()
     assert answered(served, line, messages.RESTORE, messages.pack_round(0)).has_content()
@@ -818,16 +820,19 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(
     second, _ = prepared(*words, method="fedavg_gan", run="fedcba9876543210")
     here = place(tmp_path, units=("client",), epsilon=100.0, budget_epsilon=6.0)
     open_run(here, first)
+    (here.folder(RUN) / "0" / "answering").touch()
     if known:  # as a process leaves it that is killed
         here.account.reserve(RUN, 0)
     else:  # of 0.1.0
         with closing(sqlite3.connect(here.account.path)) as opened, opened:
             opened.execute("DELETE FROM gaps")
-        (here.folder(RUN) / "0").mkdir()
-        (here.folder(RUN) / "0" / "answering").touch()
     with pytest.raises(RefusedError, match="above 6"):
         open_run(here, second)
     free = replace(here, policy=replace(here.policy, budget_epsilon=None))
+    (here.folder(RUN) / "0" / SAMPLING_KEY).rename(tmp_path / "key")
+    with pytest.raises(RefusedError, match=rf"{SAMPLING_KEY}: is missing"):
+        open_run(free, first)
+    (tmp_path / "key").rename(here.folder(RUN) / "0" / SAMPLING_KEY)
     served, line = _NodeServer(free), Line(first)
     assert answered(served, line, messages.HELLO, messages.pack_hello()).has_content()
     home = served._homes[RUN].get(0)  # type: ignore[union-attr]

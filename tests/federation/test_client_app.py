@@ -10,23 +10,34 @@ from pathlib import Path
 import pytest
 import torch
 from dp_accounting import NonPrivateDpEvent
-from flwr.app import Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from mutation import kills
 from tiny import SHARD, STREAMS, make
 
+from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.client import app as app_module
 from fedgen.federation.client.app import FAILED, client_app
-from fedgen.federation.client.context import ERRORS, ClientContext, RunTerms
+from fedgen.federation.client.context import (
+    ERRORS,
+    SAMPLING_KEY,
+    ClientContext,
+    ClientContexts,
+    ClientSetup,
+    RunTerms,
+)
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.runtimes.in_process import InProcessGrid
-from fedgen.privacy.aggregation import LOCAL
+from fedgen.methods.api import Query, State
+from fedgen.privacy.aggregation import LOCAL, Sent
+from fedgen.privacy.batch_sampling import Participation
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
 from fedgen.randomness import RandomStreams
 
 Ask = Callable[[int], Message]
+CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
 
 
 @pytest.fixture
@@ -266,8 +277,8 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
 
 @kills(
     "fedgen/federation/client/app.py",
-    "streams = ctx.streams.for_release(query_digest)",
-    "streams = ctx.streams",
+    "streams = ctx.streams.at_release(ctx.ledger.releases).for_release(query_digest)",
+    "streams = ctx.streams.at_release(ctx.ledger.releases)",
 )
 def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alone(
     home: ClientContext, tmp_path: Path
@@ -361,3 +372,76 @@ def test_training_carries_nothing_back(home: ClientContext) -> None:
         message = Message(content, dst_node_id=2, message_type=messages.TRAIN)
         replies.extend(grid.send_and_receive([message]))
     assert replies[0].content == replies[1].content == messages.pack_acknowledgement()
+
+
+@kills(
+    "fedgen/federation/client/app.py",
+    "ctx.streams.at_release(ctx.ledger.releases).for_release",
+    "RandomStreams.from_seed(0, 'secure').for_release",
+)
+@kills(
+    "fedgen/federation/client/context.py",
+    "streams = streams.with_secret_key(_sampling_key(folder))",
+    "pass",
+)
+@kills(
+    "fedgen/federation/client/app.py", "at_release(ctx.ledger.releases).for", "at_release(0).for"
+)
+def test_no_death_chooses_the_samples_of_a_response(tmp_path: Path) -> None:
+    """A process that dies whenever its client does not participate, and is started again, finds
+    the same sample each time. Responses that were charged have samples of their own: of 64
+    decisions at rate 1/2, between 8 and 56 are positive, except with probability 1e-10."""
+    method = make(noise=1.0)
+    whole, decisions = method.client.respond, []
+
+    def respond(
+        state: State, query: Query, shard: Shard, round_: int, streams: RandomStreams
+    ) -> Sent:
+        decisions.append(Participation(0.5).is_sampled(streams))
+        if len(decisions) < 3 and not decisions[-1]:
+            raise SystemExit
+        return whole(state, query, shard, round_, streams)
+
+    program = replace(method.client, respond=respond)
+    terms, home = RunTerms(10**6, "run", reserves=True), tmp_path / "clients"
+    setup = ClientSetup(
+        lambda: program, lambda _: SHARD, 0, "", "secure", home, terms, False, 0.0, threads=1
+    )
+    content = method.server.query(method.server.init(STREAMS), 0, STREAMS)
+    released = []
+    for server_round in range(64):
+        decisions.clear()
+        while True:
+            context = ClientContexts(setup).get(0)  # of a new process
+            query = messages.pack_query(server_round, content)
+            message = Message(query, dst_node_id=2, message_type=messages.ASK)
+            try:
+                reply = client_app(lambda _: context)(message, CONTEXT)  # noqa: B023
+            except SystemExit:
+                continue
+            assert not reply.has_error()
+            break
+        assert len(set(decisions)) == 1
+        released.append(decisions[0])
+    assert 8 <= sum(released) <= 56
+    assert (home / "0" / SAMPLING_KEY).stat().st_mode & 0o077 == 0
+
+
+@kills(
+    "fedgen/federation/client/context.py",
+    "if not path.exists() and died_while_responding(folder):",
+    "if False:",
+)
+def test_a_response_that_died_needs_the_key_of_its_samples(tmp_path: Path) -> None:
+    terms = RunTerms(18, "run", reserves=True)
+    program = make(noise=1.0).client
+    setup = ClientSetup(
+        lambda: program, lambda _: SHARD, 0, "", "secure", tmp_path, terms, False, 0.0, threads=1
+    )
+    first = ClientContexts(setup).get(0)
+    first.ledger.reserve()
+    assert ClientContexts(setup).get(0).streams.secret_key == first.streams.secret_key
+    (tmp_path / "0" / SAMPLING_KEY).unlink()
+    for _ in range(2):
+        with pytest.raises(FedgenError, match=r"sampling\.key: is missing"):
+            ClientContexts(setup).get(0)

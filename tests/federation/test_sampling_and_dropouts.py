@@ -92,7 +92,7 @@ def release_of(run: Path) -> dict:
 
 @kills(
     "fedgen/run/train.py",
-    "ready = replace(ready, streams=ready.streams.with_secret_key(key))",
+    "ready = replace(ready, streams=ready.streams.with_secret_key(stored_key(path)))",
     "pass",
 )
 def test_a_client_that_is_silent_is_asked_again_and_again(
@@ -116,7 +116,7 @@ def test_a_client_that_is_silent_is_asked_again_and_again(
     assert not (run / "unanswered").exists()
 
 
-@kills("fedgen/run/train.py", "if created and run_dir.started_rounds():", "if False:")
+@kills("fedgen/run/train.py", "if not path.exists() and run_dir.started_rounds():", "if False:")
 def test_without_the_key_of_its_draws_nothing_amplifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

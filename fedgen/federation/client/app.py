@@ -168,7 +168,8 @@ def _train(ctx: ClientContext, message: Message) -> RecordDict:
         arrays = messages.read_broadcast(message)
         state = ctx.store.state(ctx.index)
         try:
-            changed = ctx.program.train(state, arrays, ctx.shard, server_round, ctx.streams)
+            streams = ctx.streams.at_release(ctx.ledger.releases)
+            changed = ctx.program.train(state, arrays, ctx.shard, server_round, streams)
         except Exception as error:
             if ctx.terms.rehearsal is None:
                 _charge_unbounded(ctx, server_round)
@@ -346,7 +347,7 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     ctx.responded_round = server_round
     if response is None:
         state = ctx.store.state(ctx.index)
-        streams = ctx.streams.for_release(query_digest)
+        streams = ctx.streams.at_release(ctx.ledger.releases).for_release(query_digest)
         if ctx.terms.reserves:
             ctx.ledger.reserve()  # until the charge
         release = _compute_private(

@@ -16,6 +16,7 @@ from flwr.clientapp.typing import Mod
 
 from fedgen.config.extensions import extension_of
 from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.secagg.masking import (
     Masker,
@@ -26,10 +27,11 @@ from fedgen.federation.secagg.signing import (
 from fedgen.methods.api import ClientProgram
 from fedgen.privacy.aggregation import LOCAL, Aggregation
 from fedgen.privacy.events import Spend
-from fedgen.privacy.ledger import Ledger, SpendStore
+from fedgen.privacy.ledger import Ledger, SpendStore, died_while_responding
 from fedgen.randomness import Mode, RandomStreams
+from fedgen.storage.io import stored_key
 
-LEDGER, ERRORS = "ledger.jsonl", "errors.jsonl"
+LEDGER, ERRORS, SAMPLING_KEY = "ledger.jsonl", "errors.jsonl", "sampling.key"
 
 
 _TAIL = 2**20  # bytes read from the end of an error log
@@ -72,8 +74,8 @@ class ClientSetup:
 
     program: returns the client program.
     shard: client -> its records.
-    seed, noise: seed and mode of the random streams; in mode ``secure`` each process has its own
-        secret and noise streams.
+    seed, noise: seed and mode of the random streams; in mode ``secure`` each client has its own
+        secret streams, and each response its own noise.
     domain: distinguishes the streams of runs with the same seed.
     folder: folder of the clients' files, on a file system that all processes share.
     terms: limits of all clients.
@@ -151,16 +153,29 @@ class ClientContexts:
 
     def _build(self, client: int) -> ClientContext:
         setup, folder = self._setup, self._store.folder(client)
-        ledger = folder / LEDGER, setup.terms.run, client, setup.noise == "seeded", setup.spend_db
+        secure, streams = setup.noise == "secure", self._streams.at("client", client)
+        ledger = Ledger(folder / LEDGER, setup.terms.run, client, not secure, setup.spend_db)
+        if secure:
+            with ledger.locked():
+                streams = streams.with_secret_key(_sampling_key(folder))
+        shard = setup.shard(client)
         return ClientContext(
-            client,
-            self._program,
-            setup.shard(client),
-            self._streams.at("client", client),
-            self._store,
-            Ledger(*ledger),
-            setup.terms,
+            client, self._program, shard, streams, self._store, ledger, setup.terms
         )
+
+
+def _sampling_key(folder: Path) -> bytes:
+    """Return the secret key of a client's samples. It is stored before the first response, so that
+    no process that dies, whatever its samples are, leads to other samples.
+
+    Raises:
+        FedgenError: if the key of a response that died is missing.
+    """
+    path = folder / SAMPLING_KEY
+    if not path.exists() and died_while_responding(folder):
+        problem = "is missing, and a process died during a response with samples of this key"
+        raise FedgenError(str(path), problem, "restore it from a backup, or start a new run")
+    return stored_key(path)
 
 
 def partition_of(context: Context) -> int:
