@@ -40,7 +40,9 @@ from fedgen.config.compose import compose
 from fedgen.config.overrides import to_override_value
 from fedgen.data.datasets import as_images
 from fedgen.errors import FedgenError
+from fedgen.privacy.guarantee import Guarantee, of_pair
 from fedgen.randomness import RandomStreams
+from fedgen.reporting.summary import guarantee_of
 from fedgen.run import train as training
 from fedgen.run.generator import PublishedGenerator, draw_samples, labels_of, load_generator
 from fedgen.storage.run_dir import RunDir
@@ -110,9 +112,7 @@ class Generator:
         with _restored_environment():
             classify = self._loaded.method.server.classify
             if classify is None:
-                remedy = (
-                    "train one: method=mixture, with a teacher (method.private_classifier=ridge)"
-                )
+                remedy = "train one: method=mixture method.private_classifier=ridge"
                 raise FedgenError("run", "published no classifier", remedy)
             batch, shape = as_images("what was given", np.asarray(images)), self._loaded.shape
             if batch.shape[1:] != shape:
@@ -151,6 +151,24 @@ class Run(Generator):
         values = {name: view["epsilon"] for name, view in record["views"].items()}
         none = bool(record["without_bound"])  # for some client
         return {n: math.inf if none or value is None else value for n, value in values.items()}
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Trade-off curve against everyone, including the server: ``run.guarantee.tpr(0.01)`` is
+        the largest true positive rate of a membership attack on any client's data at 1 % false
+        positives. See also ``fpr``, ``advantage``, ``posterior`` and ``mu``."""
+        return self.guarantees["server"]
+
+    @property
+    def guarantees(self) -> dict[str, Guarantee]:
+        """Trade-off curves by adversary, ``server`` and ``release``."""
+        record, epsilons = self.privacy, self.epsilons
+        return {
+            name: guarantee_of(view, record["delta"])
+            if math.isfinite(epsilons[name])
+            else of_pair(math.inf, record["delta"])
+            for name, view in record["views"].items()
+        }
 
 
 def train(settings: Settings | None = None, /, **more: Any) -> Run:

@@ -60,6 +60,9 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "run" / "results.json").read_text())
     assert there.results["generator_sha256"] == told["generator_sha256"]
     assert there.epsilon == there.epsilons["server"] == there.privacy["views"]["server"]["epsilon"]
+    stated = there.privacy["views"]["server"]["guarantee"]
+    assert there.guarantee.tpr(0.01) == pytest.approx(stated["tpr"]["0.01"])
+    assert there.guarantees["release"].advantage == pytest.approx(stated["advantage"])
     out = tmp_path / "samples.npz"
     assert cli.run(["sample", f"run={tmp_path / 'run'}", "n=9", "labels=[1,2]", f"out={out}"]) == 0
     with np.load(out) as file:
@@ -100,7 +103,9 @@ def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path:
 
 def test_without_a_bound_epsilon_is_infinite(tmp_path: Path) -> None:
     known = {**TINY, "method": "dp_merf_small", "privacy": "none", "rounds": 2}
-    assert fedgen.train(known, run_dir=tmp_path / "run").epsilon == math.inf
+    run = fedgen.train(known, run_dir=tmp_path / "run")
+    assert run.epsilon == math.inf
+    assert run.guarantee.tpr(0.01) == 1.0
 
 
 def test_what_is_the_callers_stays(tmp_path: Path) -> None:

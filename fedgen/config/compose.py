@@ -31,13 +31,21 @@ from fedgen.config.overrides import (
     set_values,
 )
 from fedgen.config.parameters import check_functions
-from fedgen.config.schema import RUNTIME_INVARIANT, SCHEMAS, Run, check_resolved, check_settings
+from fedgen.config.schema import (
+    RUNTIME_INVARIANT,
+    SCHEMAS,
+    TARGETS,
+    Run,
+    check_resolved,
+    check_settings,
+)
 from fedgen.errors import FedgenError
 
 _NO_GROUPS = {"benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
 _NO_KEY = object()
+_TARGETS = [f"privacy.{name}" for name in TARGETS]
 
 
 def compose(name: str, overrides: list[str]) -> DictConfig:
@@ -56,6 +64,9 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     overrides = parse_overrides(
         [*_extension_folders(), *(word for word in overrides if word not in apart)]
     )
+    targets = [word for word in overrides if override_key(word) in _TARGETS]
+    if targets and not any(word.endswith("=null") or _TARGETS[0] in word for word in targets):
+        overrides.append(f"{_TARGETS[0]}=null")  # the default gives way
     try:
         check_groups(overrides)
         default, config, groups = _composed_config(name, overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,14 +17,23 @@ from fedgen.errors import FedgenError
 RUNTIME_INVARIANT = ("threads", "min_success", "masks", "faults")
 """Settings of the runtime group that a run's bits and its privacy depend on."""
 
+TARGETS = ("target_epsilon", "target_mu", "target_advantage", "target_tpr")
+"""Targets that the noise of a run is calibrated to, at most one of them."""
+
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 """Text without zero bytes."""
 Count = Annotated[int, Ge(1), Le(10**9)]
 Natural = Annotated[int, Ge(0), Le(10**9)]
 Positive = Annotated[float, Gt(0)]
 PrivacyLevel = Annotated[float, Ge(1e-9), Le(1e9)]
-"""ε, or a noise multiplier."""
+"""ε, μ, or a noise multiplier."""
+OpenFraction = Annotated[float, Gt(0), Lt(1)]
 Processes = Annotated[int, Ge(1), Le(1024)]
+
+
+def target_of(privacy: Mapping[str, Any]) -> str | None:
+    """Return the name of the first target that is set; None without a target."""
+    return next((name for name in TARGETS if privacy.get(name) is not None), None)
 
 
 class _Section(BaseModel):
@@ -44,8 +54,12 @@ class _Data(_FunctionGroup):
 
 class _Privacy(_Section):
     target_epsilon: PrivacyLevel | None
+    target_mu: PrivacyLevel | None = None
+    target_advantage: OpenFraction | None = None
+    target_tpr: OpenFraction | None = None
+    at_fpr: OpenFraction = 0.01
     noise_multiplier: PrivacyLevel | None
-    delta: Annotated[float, Gt(0), Lt(1)]
+    delta: OpenFraction
     adversary: Literal["server", "release"]
     unit: Literal["record", "client", "person"] | None
     images_per_person: Count | None

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedgen.config import registry
 from fedgen.config.extensions import is_extension, load_named
 from fedgen.config.parameters import check_function, check_functions, check_parameters
-from fedgen.config.schema import Run, check_resolved, check_settings
+from fedgen.config.schema import Run, check_resolved, check_settings, target_of
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
 from fedgen.privacy.events import Unit
@@ -59,8 +59,8 @@ def _conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
     elif privacy.budget_epsilon is not None:
         problem = "applies to secure runs, and a seeded run is an experiment"
         yield "privacy.budget_epsilon", problem, "take privacy.noise=secure, or set it to null"
-    if config.start is not None and privacy.target_epsilon is not None:
-        remedy = "set privacy.target_epsilon=null and privacy.noise_multiplier, "
+    if config.start is not None and (target := target_of(privacy)) is not None:
+        remedy = f"set privacy.{target}=null and privacy.noise_multiplier, "
         remedy += "or take privacy=none"
         yield "start", "a run that starts from the weights of another has no ε", remedy
     if config.method.get("strategy") is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from fedgen.config.schema import target_of
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.privacy.accounting import epsilon
@@ -123,6 +124,12 @@ def show(config: DictConfig) -> str:
     return "\n".join([*words, f"{len(lines)} lines, {format_bytes(sent)} were sent in all"])
 
 
+def _describe_target(privacy: Mapping[str, Any]) -> str:
+    if (name := target_of(privacy)) is None:
+        return f"noise multiplier {privacy['noise_multiplier']}"
+    return f"{name.replace('_', ' ').replace('epsilon', 'ε')} {privacy[name]}"
+
+
 def _format(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
     place = f"{line['time']}  {line['run'][:8]}"
     if line["what"] == "refused":
@@ -130,7 +137,7 @@ def _format(line: dict[str, Any], runs: Mapping[str, dict[str, Any]]) -> str:
     if line["what"] == "opened":
         names, privacy = line["settings"]["names"], line["settings"]["privacy"]
         return (
-            f"{place}  accepted: {names['method']}, target ε {privacy['target_epsilon']}, "
+            f"{place}  accepted: {names['method']}, {_describe_target(privacy)}, "
             f"δ {privacy['delta']:g}, noise {privacy['noise']}"
         )
     if "error" in line:

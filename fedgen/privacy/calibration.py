@@ -16,13 +16,15 @@ def min_noise_multiplier(
     target: float,
     rough_at: Callable[[float], float] | None = None,
     tolerance: float = 1e-3,
+    key: str = "privacy.target_epsilon",
 ) -> float:
     """Return the smallest noise multiplier with ε at most ``target``, up to ``tolerance`` in ε:
     never above the target.
 
     Args:
-        epsilon_at: noise multiplier -> ε, non-increasing.
+        epsilon_at: noise multiplier -> ε, or another measure, non-increasing.
         target: ε > 0.
+        key: setting of the target, for the error.
         rough_at: fast approximation of ``epsilon_at``, off by a slowly varying factor, with which a
             few calls of ``epsilon_at`` suffice.
 
@@ -62,11 +64,7 @@ def min_noise_multiplier(
     while at_high > target:
         low, at_low, high = high, at_high, factor * high
         if high > _MAX_NOISE:
-            raise FedgenError(
-                "privacy.target_epsilon",
-                f"no noise reaches {target:g}",
-                "raise it, or lower rounds",
-            )
+            raise FedgenError(key, f"no noise reaches {target:g}", "raise it, or lower rounds")
         at_high = epsilon_at(high)
     while at_low <= target:
         high, at_high, low = low, at_low, low / factor

@@ -17,7 +17,7 @@ neighbouring relation, so the curve is symmetric.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -44,14 +44,19 @@ useful bound."""
 _MAX_DISTINCT = 16  # spends of clients that are accounted one by one
 
 
+_CURVE_POINTS = np.concatenate([np.geomspace(1e-6, 0.5, 40), FALSE_POSITIVE_RATES, [SHARE_FOUND]])
+"""False positive rates at which the points of a published profile lose nothing."""
+
+
 @dataclass(frozen=True)
 class Guarantee:
     """Bounds on every test of membership against one view.
 
-    deltas: upper bounds on δ at the points of ``GRID``.
+    points, deltas: the profile, ε >= 0 in ascending order and upper bounds on δ there.
     mu: μ of Gaussian differential privacy, if the bounds are those of one Gaussian; else None.
     """
 
+    points: NDArray[np.float64]
     deltas: NDArray[np.float64]
     mu: float | None
 
@@ -59,19 +64,33 @@ class Guarantee:
         """Return the largest true positive rate at a false positive rate in [0, 1]."""
         if self.mu is not None:
             return float(ndtr(ndtri(fpr) + self.mu)) if fpr > 0 else 0.0
+        return float(np.clip(self._lines(fpr).min(), 0, 1))
+
+    def _lines(self, fpr: float) -> NDArray[np.float64]:
+        """Return the bounds on the true positive rate by each point of the profile, in both
+        directions (2, points)."""
         with np.errstate(over="ignore"):
-            first = self.deltas + np.exp(GRID) * fpr
-            second = 1 - np.exp(-GRID) * (1 - self.deltas - fpr)
-        return float(np.clip(np.minimum(first, second).min(), 0, 1))
+            first = self.deltas + np.exp(self.points) * fpr
+            second = 1 - np.exp(-self.points) * (1 - self.deltas - fpr)
+        return np.stack([first, second])
 
     def fpr(self, tpr: float) -> float:
         """Return the smallest false positive rate at a true positive rate in [0, 1]."""
         if self.mu is not None:
             return float(ndtr(ndtri(tpr) - self.mu)) if tpr < 1 else 1.0
         with np.errstate(over="ignore"):
-            first = np.exp(-GRID) * (tpr - self.deltas)
-            second = 1 - self.deltas - np.exp(GRID) * (1 - tpr)
+            first = np.exp(-self.points) * (tpr - self.deltas)
+            second = 1 - self.deltas - np.exp(self.points) * (1 - tpr)
         return float(np.clip(np.maximum(first, second).max(), 0, 1))
+
+    def thinned(self) -> Guarantee:
+        """Return the same bounds by fewer points, without loss at the rates that are published and
+        little between them."""
+        if self.mu is not None:
+            return self
+        both = [self._lines(fpr).argmin(axis=1) for fpr in _CURVE_POINTS]
+        kept = np.unique([0, *np.concatenate(both)])
+        return Guarantee(self.points[kept], self.deltas[kept], None)
 
     @property
     def advantage(self) -> float:
@@ -79,7 +98,25 @@ class Guarantee:
         ε = 0."""
         if self.mu is not None:
             return float(2 * ndtr(self.mu / 2) - 1)
-        return float(min(self.deltas[0], 1.0))
+        return float(min(self.deltas[0] if self.points[0] == 0 else 1.0, 1.0))
+
+    def dominating_mu(self, fpr: float = FALSE_POSITIVE_RATES[0]) -> float:
+        """Return μ if the bounds are those of one Gaussian, else the least μ of a Gaussian whose
+        curve is nowhere below this one at false positive rates of at least ``fpr`` and false
+        negative rates of at least ``fpr``; infinity if there is none.
+
+        Both curves are symmetric, so rates up to the point where both error rates are equal
+        suffice. Between two rates of a grid, the true positive rate is at most that at the larger
+        one, so the result is rounded up, by less than 0.004.
+        """
+        if self.mu is not None:
+            return self.mu
+        rates = np.geomspace(fpr, 0.5, 2000)
+        powers = np.array([self.tpr(rate) for rate in rates])
+        below = rates[:-1] <= 1 - powers[:-1]
+        if not below.any():
+            return math.inf
+        return float((ndtri(powers[1:]) - ndtri(rates[:-1]))[below].max())
 
     def posterior(self, prior: float) -> float:
         """Return the largest probability that an accusation is right, for an attacker who accuses
@@ -132,24 +169,51 @@ def guarantee(
         deltas = np.fmin(deltas, profile(GRID))  # a bound that cannot be computed is NaN
     if stop_probability:
         deltas = deltas + stop_probability * (1 + np.exp(GRID))
-    return Guarantee(np.clip(deltas, 0, 1), None)
+    return Guarantee(GRID, np.clip(deltas, 0, 1), None)
 
 
 def to_json(curve: Guarantee | None) -> dict[str, Any] | None:
     """Return the published figures as JSON data; None without a bound."""
     if curve is None:
         return None
+    profile = None
+    if curve.mu is None:
+        thinned = curve.thinned()
+        profile = np.stack([thinned.points, thinned.deltas], axis=1).tolist()
     return {
         "mu": curve.mu,
         "advantage": curve.advantage,
         "tpr": {f"{fpr:g}": curve.tpr(fpr) for fpr in FALSE_POSITIVE_RATES},
         "posterior": {f"{prior:g}": curve.posterior(prior) for prior in PRIORS},
+        "profile": profile,
     }
 
 
+def from_json(data: Mapping[str, Any]) -> Guarantee:
+    """Return the bounds of JSON data, which may come from others; raises ValueError, KeyError or
+    TypeError for invalid data."""
+    if data["mu"] is not None:
+        mu = float(data["mu"])
+        if not 0 <= mu < math.inf:
+            raise ValueError("not a guarantee")
+        return _gaussian(mu)
+    profile = np.array(data["profile"], dtype=float)
+    if profile.ndim != 2 or profile.shape[1] != 2 or not 0 < len(profile) <= len(GRID):
+        raise ValueError("not a guarantee")
+    points, deltas = profile.T
+    if not (points[0] >= 0 and (np.diff(points) > 0).all() and np.isfinite(points).all()):
+        raise ValueError("not a guarantee")
+    if not ((deltas >= 0) & (deltas <= 1)).all():
+        raise ValueError("not a guarantee")
+    return Guarantee(points, deltas, None)
+
+
 def of_pair(epsilon: float, delta: float) -> Guarantee:
-    """Return the bounds that follow from one (ε, δ) pair, which is all that 0.1.0 recorded."""
-    return Guarantee(np.where(epsilon <= GRID, delta, 1.0), None)
+    """Return the bounds that follow from one (ε, δ) pair, which is all that 0.1.0 recorded; none
+    for an infinite ε."""
+    if math.isinf(epsilon):
+        return Guarantee(np.zeros(1), np.ones(1), None)
+    return Guarantee(np.array([epsilon]), np.array([delta]), None)
 
 
 def round_up(value: float) -> str:
@@ -165,7 +229,7 @@ def _percent(share: float) -> str:
 
 
 def _gaussian(mu: float) -> Guarantee:
-    return Guarantee(gaussian_delta(mu, GRID) if mu > 0 else np.zeros_like(GRID), mu)
+    return Guarantee(GRID, gaussian_delta(mu, GRID) if mu > 0 else np.zeros_like(GRID), mu)
 
 
 def worst(guarantees: Iterable[Guarantee | None]) -> Guarantee | None:
@@ -177,7 +241,7 @@ def worst(guarantees: Iterable[Guarantee | None]) -> Guarantee | None:
         bounded.append(client)
     if all(client.mu is not None for client in bounded):
         return max(bounded, key=lambda client: client.mu or 0.0)
-    return Guarantee(reduce(np.maximum, [client.deltas for client in bounded]), None)
+    return Guarantee(GRID, reduce(np.maximum, [client.deltas for client in bounded]), None)
 
 
 def worst_guarantee(spends: Sequence[Spend], delta: float, relation: Relation) -> Guarantee | None:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, Guarantee
+
 
 def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes]) -> None:
     """Write images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, separated
@@ -198,6 +200,35 @@ def histograms(lanes: dict[str, NDArray[np.float64]], x: str, path: Path) -> Non
     axes.set_ylabel("share")
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def trade_off(curves: Mapping[str, Guarantee], path: Path) -> None:
+    """Write the figure of trade-off curves, an SVG that is equal for equal curves: the largest true
+    positive rate of a membership test against its false positive rate, for each adversary, with
+    marks at the rates that reports state."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    rates = np.geomspace(1e-4, 1, 200)
+    lanes = {name: [(fpr, curve.tpr(fpr)) for fpr in rates] for name, curve in curves.items()}
+    for name, points in _plot_curves(lanes).items():
+        [line] = axes.plot(*zip(*points, strict=True), label=name)
+        curve = curves[name.partition(",")[0]]
+        stated = [(fpr, curve.tpr(fpr)) for fpr in FALSE_POSITIVE_RATES]
+        axes.plot(*zip(*stated, strict=True), "o", color=line.get_color())
+    axes.plot(rates, rates, "--", color="grey", label="by chance")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate, at most")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with matplotlib.rc_context({"svg.hashsalt": "fedgen"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def histogram_of_clients(values: list[float], x: str, path: Path) -> None:

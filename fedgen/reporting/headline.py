@@ -16,7 +16,7 @@ from fedgen.privacy.budget import delta_limit
 from fedgen.privacy.events import Relation, canonical, from_json, group_event
 from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND
 from fedgen.reporting.progress import format_epsilon
-from fedgen.reporting.summary import guarantee_figures, protected
+from fedgen.reporting.summary import guarantee_of, protected
 from fedgen.storage.io import read_json
 
 ABOUT = {
@@ -57,8 +57,8 @@ def beliefs(view: Mapping[str, Any], delta: float) -> list[str]:
     """Return the posterior probability of membership after each of ``PRIORS`` as text."""
     if view["epsilon"] is None or delta >= SHARE_FOUND:
         return ["no bound"] * len(PRIORS)
-    posterior = guarantee_figures(view, delta)["posterior"]
-    return [format_belief(posterior[f"{prior:g}"]) for prior in PRIORS]
+    curve = guarantee_of(view, delta)
+    return [format_belief(curve.posterior(prior)) for prior in PRIORS]
 
 
 _NOISE = {

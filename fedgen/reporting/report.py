@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.errors import FedgenError
-from fedgen.reporting.figures import histogram_of_clients
+from fedgen.reporting.figures import histogram_of_clients, trade_off
 from fedgen.reporting.headline import (
     adversary_rows,
     audit_rows,
@@ -40,6 +40,7 @@ from fedgen.reporting.summary import (
     averages,
     exceptions,
     figures,
+    guarantee_of,
     protected,
     strength,
     unbounded_note,
@@ -108,6 +109,7 @@ def _public(path: Path) -> dict[str, Any]:
         lost = privacy.get("without_bound", {"clients": 0, "of": 0})
         but = unbounded_note(int(lost["clients"]), int(lost["of"]))
         card = headline(views, privacy, but)
+        curves = _trade_off(views, privacy["delta"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise FedgenError(
             "runs", f"{path} has no readable public folder", "give a finished run"
@@ -116,6 +118,7 @@ def _public(path: Path) -> dict[str, Any]:
         "place": str(path),
         "title": title,
         "card": {**card, **metadata, "releases": None},
+        "trade_off": curves,
         "uncovered": _section(statement, "What is not covered"),
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
@@ -175,6 +178,7 @@ def _server(path: Path) -> dict[str, Any]:
             **metadata,
             "releases": max(client["releases"] for client in clients),
         },
+        "trade_off": _trade_off(record["views"], record["delta"]),
         "uncovered": [
             line
             for line in _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered")
@@ -221,6 +225,16 @@ def _server(path: Path) -> dict[str, Any]:
             for name, seconds in results["seconds_per_round"].items()
         ],
     }
+
+
+def _trade_off(views: Mapping[str, Mapping[str, Any]], delta: float) -> str | None:
+    """Return the figure of the trade-off curves of views with a bound; None if there are none."""
+    curves = {
+        name: guarantee_of(view, delta)
+        for name, view in views.items()
+        if view["epsilon"] is not None
+    }
+    return svg(lambda out: trade_off(curves, out)) if curves else None
 
 
 def _compared(run: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedgen.evaluation.metrics import described
 from fedgen.privacy import guarantee
+from fedgen.privacy.guarantee import Guarantee
 from fedgen.reporting.progress import format_bytes, format_epsilon, format_pace
 
 NOT_IN_THE_FOLDER = (
@@ -205,16 +207,17 @@ def unbounded_note(lost: int, clients: int) -> str:
     )
 
 
-def guarantee_figures(view: Mapping[str, Any], delta: float) -> Mapping[str, Any]:
-    """Return the ``guarantee`` of a view with a bound; for a view of 0.1.0, which has none, what
-    follows from its (ε, δ)."""
-    figures: Mapping[str, Any] | None = view.get("guarantee")
-    return figures or guarantee.to_json(guarantee.of_pair(view["epsilon"], delta)) or {}
+def guarantee_of(view: Mapping[str, Any], delta: float) -> Guarantee:
+    """Return the trade-off curve of a view; for a view of 0.1.0, which has none, what follows from
+    its (ε, δ). Raises ValueError, KeyError or TypeError for an invalid one."""
+    if view.get("guarantee"):
+        return guarantee.from_json(view["guarantee"])
+    return guarantee.of_pair(math.inf if view["epsilon"] is None else view["epsilon"], delta)
 
 
 def strength(view: Mapping[str, Any], delta: float) -> str:
     """Describe a view with a bound by the power of the best test at 1 % of false positives."""
-    power = guarantee_figures(view, delta)["tpr"]["0.01"]
+    power = guarantee_of(view, delta).tpr(0.01)
     most = guarantee.round_up(100 * power)
     finds = "may find all that were"
     if float(most) < 100:
@@ -258,6 +261,15 @@ def summary(path: Path) -> str:
     ]
     if record["without_bound"]:
         lines.append(exceptions(record).strip())
+    views = record["views"]
+    described = {
+        name: guarantee_of(view, record["delta"]).describe()
+        for name, view in views.items()
+        if view["epsilon"] is not None
+    }
+    if len(set(described.values())) == 1 and len(described) == len(views):
+        described = {"server and release": described["server"]}
+    lines += [f"{name}: {text}" for name, text in described.items()]
     lines += [
         f"with {bound['colluders']} colluding client{'s' if bound['colluders'] > 1 else ''}: "
         f"ε {format_epsilon(bound['epsilon'])}"

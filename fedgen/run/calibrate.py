@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from omegaconf import DictConfig
 
+from fedgen.config.schema import TARGETS
 from fedgen.errors import FedgenError
 from fedgen.methods.api import Method
 from fedgen.privacy.accounting import Accountant, epsilon, rough_epsilon
 from fedgen.privacy.budget import TAIL, Bound, Budget, bound_of, release_bound, smaller_bound
 from fedgen.privacy.calibration import max_repetitions, min_noise_multiplier
 from fedgen.privacy.events import canonical
+from fedgen.privacy.guarantee import Guarantee
 
 UNLIMITED = 10**12  # query samples of a client, where the bound does not depend on them
 
@@ -29,14 +32,57 @@ class Privacy:
     protected: int | None = None  # public number of records, clients or persons
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Target other than ε: its setting, its value, and the measure of a bound that it limits."""
+
+    key: str
+    value: float
+    measure: Callable[[Guarantee], float]
+
+    def planned(self, method: Method, config: DictConfig, server: bool) -> float:
+        """Return the measure of the whole run against one adversary; infinity without a bound."""
+        bound = planned_bound(method, config, server)
+        curve = bound.guarantee(config.privacy.delta, method.plan.relation)
+        return math.inf if curve is None else self.measure(curve)
+
+
+def _other_target(config: DictConfig) -> _Target | None:
+    """Return the target other than ε, None if there is none.
+
+    Raises:
+        FedgenError: for several targets, or one that no run reaches.
+    """
+    privacy, fpr = config.privacy, config.privacy.get("at_fpr")
+    measures: dict[str, Callable[[Guarantee], float]] = {
+        "target_mu": lambda curve: curve.dominating_mu(),
+        "target_advantage": lambda curve: curve.advantage,
+        "target_tpr": lambda curve: curve.tpr(fpr),
+    }
+    given = [name for name in TARGETS if privacy.get(name) is not None]
+    if len(given) > 1:
+        problem = f"cannot be combined with privacy.{given[0]}"
+        raise FedgenError(f"privacy.{given[1]}", problem, "set one of them to null")
+    if not given or given == ["target_epsilon"]:
+        return None
+    [name] = given
+    if name == "target_tpr" and privacy.target_tpr <= fpr:
+        problem = f"{privacy.target_tpr:g} is not above privacy.at_fpr={fpr:g}, the rate by chance"
+        raise FedgenError("privacy.target_tpr", problem, "raise it, or lower privacy.at_fpr")
+
+    return _Target(f"privacy.{name}", privacy[name], measures[name])
+
+
 def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
     """Return the noise multiplier and the budget. A target alone determines the noise, a noise
-    multiplier alone allows all rounds, and both end the run before it exceeds the target.
+    multiplier alone allows all rounds, and a noise multiplier with a target for ε ends the run
+    before it exceeds the target.
 
     Raises:
         FedgenError: if the target cannot be reached, or neither is given.
     """
-    target, noise = config.privacy.target_epsilon, config.privacy.noise_multiplier
+    noise, other = config.privacy.noise_multiplier, _other_target(config)
+    target = config.privacy.target_epsilon if other is None else other.value
     delta, rounds = config.privacy.delta, config.rounds
     plan = method(None).plan
     trusted = method(1.0).plan.is_trusted  # without noise, trust is irrelevant
@@ -54,6 +100,9 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
         if target is not None or noise is not None:
             raise FedgenError("privacy", "none has no target and no noise", "use privacy=dp")
         return Privacy(delta, mode, None, unlimited)
+    if other is not None and noise is not None:
+        problem = f"cannot be combined with {other.key}, which determines the noise"
+        raise FedgenError("privacy.noise_multiplier", problem, "set one of them to null")
     if target is None and noise is None:
         raise FedgenError(
             "privacy",
@@ -67,6 +116,14 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
         problem = "cannot be server: clients trust it, and there is no bound against it"
         raise FedgenError("privacy.adversary", problem, "set it to release")
     try:
+        if other is not None:
+            noise = min_noise_multiplier(
+                lambda sigma: other.planned(method(sigma), config, server),
+                other.value,
+                tolerance=other.value / 500,
+                key=other.key,
+            )
+            return Privacy(delta, mode, noise, planned_budget(method(noise), rounds))
         if noise is None:
             noise = min_noise_multiplier(
                 lambda sigma: planned_epsilon(method(sigma), config, server, epsilon),
@@ -83,7 +140,7 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
             )
         return Privacy(delta, mode, noise, budget)
     except FedgenError as error:
-        if config.warm_up.method is None or error.key != "privacy.target_epsilon":
+        if config.warm_up.method is None or not error.key.startswith("privacy.target_"):
             raise
         others = "" if noise is None else "privacy.noise_multiplier, "
         remedy = (
@@ -137,11 +194,15 @@ def planned_budget(method: Method, rounds: int) -> Budget:
 
 def planned_epsilon(method: Method, config: DictConfig, server: bool, by: Accountant) -> float:
     """Return the ε of the whole run against one adversary."""
-    budget = planned_budget(method, config.rounds)
-    bound = bound_for(
-        method, budget, config.rounds, budget.samples_per_client, config.privacy.delta, server, by
-    )
-    return bound.epsilon.or_infinity
+    return planned_bound(method, config, server, by).epsilon.or_infinity
+
+
+def planned_bound(
+    method: Method, config: DictConfig, server: bool, by: Accountant = epsilon
+) -> Bound:
+    """Return the bound of the whole run against one adversary."""
+    budget, delta = planned_budget(method, config.rounds), config.privacy.delta
+    return bound_for(method, budget, config.rounds, budget.samples_per_client, delta, server, by)
 
 
 def bound_for(

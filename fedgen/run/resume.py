@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedgen.config import registry
 from fedgen.config.compose import check_restored
 from fedgen.config.device import resolve_device
-from fedgen.config.schema import RUNTIME_INVARIANT
+from fedgen.config.schema import RUNTIME_INVARIANT, target_of
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
 from fedgen.federation.client.context import LEDGER
@@ -235,8 +235,8 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
         problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
         raise FedgenError("rounds", problem, "leave it out")
     if rounded_noise(ready.privacy.noise_multiplier) != identity.get("noise_multiplier"):
-        target = ready.config.privacy.target_epsilon
-        problem = f"{rounds} need more noise than the run began with, to stay within ε = {target:g}"
+        target = target_of(ready.config.privacy)
+        problem = f"{rounds} need more noise than the run began with, to meet privacy.{target}"
         remedy = "start a new run of so many, or one with privacy.noise_multiplier"
         raise FedgenError("rounds", problem, remedy)
     if ready.privacy.budget.rounds < rounds:

@@ -442,9 +442,7 @@ def test_the_generator_follows_the_sum_alone() -> None:
     assert torch.equal(mean, (answers.double().sum(0) / 4).float())
 
 
-@kills(
-    "fedgen/federation/client/context.py", 'self._streams.at("client", client)', "self._streams"
-)
+@kills("fedgen/federation/client/context.py", 'self._streams.at("client", client)', "self._streams")
 def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked the same, four answer with independent noise: that of their sum is twice one's."""
     answers = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import mpmath
 import numpy as np
 import pytest
+import riskcal.analysis as riskcal
 from dp_accounting import (
     DpEvent,
     GaussianDpEvent,
@@ -14,6 +16,7 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
 )
+from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutation import kills
@@ -32,8 +35,11 @@ from fedgen.privacy.guarantee import (
     GRID,
     SHARE_FOUND,
     Guarantee,
+    from_json,
     guarantee,
+    of_pair,
     round_up,
+    to_json,
     worst,
     worst_guarantee,
 )
@@ -76,7 +82,7 @@ def test_a_gaussian_has_the_exact_curve(mu: float, tpr: float, posterior: float)
 @given(mu=st.floats(0.01, 8), fpr=st.floats(1e-6, 0.999))
 def test_a_profile_on_a_grid_loses_little_and_never_allows_less(mu: float, fpr: float) -> None:
     exact = bounds({GaussianDpEvent(1 / mu): 1})
-    rough = Guarantee(exact.deltas, None)
+    rough = Guarantee(GRID, exact.deltas, None)
     assert exact.tpr(fpr) * (1 - 1e-9) <= rough.tpr(fpr) <= exact.tpr(fpr) * 1.001 + 1e-5
     assert rough.fpr(fpr) <= exact.fpr(fpr) * (1 + 1e-9)
     assert rough.advantage == pytest.approx(exact.advantage, rel=1e-9)
@@ -93,13 +99,13 @@ def likelihood_ratio_tpr(rate: float, sigma: float, fpr: float) -> float:
 
 @kills(
     "fedgen/privacy/guarantee.py",
-    "second = 1 - np.exp(-GRID) * (1 - self.deltas - fpr)",
-    "second = 1 - np.exp(-GRID) * (1 + self.deltas - fpr)",
+    "second = 1 - np.exp(-self.points) * (1 - self.deltas - fpr)",
+    "second = 1 - np.exp(-self.points) * (1 + self.deltas - fpr)",
 )
 @kills(
     "fedgen/privacy/guarantee.py",
-    "first = self.deltas + np.exp(GRID) * fpr",
-    "first = np.exp(GRID) * fpr",
+    "first = self.deltas + np.exp(self.points) * fpr",
+    "first = np.exp(self.points) * fpr",
 )
 @settings(deadline=None, max_examples=15)
 @given(rate=st.floats(0.01, 0.99), sigma=st.floats(0.3, 5), fpr=st.sampled_from(RATES))
@@ -221,5 +227,115 @@ def test_no_attacker_who_finds_enough_is_right_more_often(
     precision = prior * found / (prior * found + (1 - prior) * others)
     exact = bounds({GaussianDpEvent(1 / mu): 1})
     assert precision <= exact.posterior(prior) * (1 + 1e-9)
-    assert precision <= Guarantee(exact.deltas, None).posterior(prior) * (1 + 1e-9)
+    assert precision <= Guarantee(GRID, exact.deltas, None).posterior(prior) * (1 + 1e-9)
     assert float(gaussian_delta(mu, 0.0)) == pytest.approx(exact.advantage)
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> Spend:
+    """Gaussian releases, sampled ones, or both."""
+    sigmas, counts = st.floats(0.6, 6), st.integers(1, 30)
+    spend: dict[DpEvent, int] = {}
+    for kind in draw(st.sampled_from([("gaussian",), ("sampled",), ("gaussian", "sampled")])):
+        event: DpEvent = GaussianDpEvent(draw(sigmas))
+        if kind == "sampled":
+            event = PoissonSampledDpEvent(draw(st.floats(0.001, 0.5)), event)
+        spend[event] = draw(counts)
+    return spend
+
+
+def losses(spend: Spend, pessimistic: bool) -> pld.PrivacyLossDistribution:
+    """Rounded towards larger or smaller losses."""
+    composed = None
+    for event, count in spend.items():
+        gate = event if isinstance(event, GaussianDpEvent) else event.event
+        one = pld.from_gaussian_mechanism(
+            gate.noise_multiplier,
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=1e-3,
+            sampling_prob=getattr(event, "sampling_probability", 1.0),
+        ).self_compose(count)
+        composed = one if composed is None else composed.compose(one)
+    return composed
+
+
+@kills(
+    "fedgen/privacy/guarantee.py",
+    "second = 1 - np.exp(-self.points)",
+    "second = np.exp(-self.points)",
+)
+@settings(deadline=None, max_examples=25)
+@given(spend=compositions(), fpr=st.sampled_from(RATES))
+def test_riskcal_finds_no_better_attack(spend: Spend, fpr: float) -> None:
+    """With losses rounded down, its curve is below the true one; rounded up, above it, and ours is
+    close to it."""
+    found = bounds(spend)
+    down, up = (losses(spend, pessimistic) for pessimistic in (False, True))
+    attack, bound = (1 - riskcal.get_beta_from_pld(loss, alpha=fpr) for loss in (down, up))
+    assert attack * (1 - 1e-6) - 1e-9 <= found.tpr(fpr) <= bound * 1.02 + 1e-4
+    advantage = riskcal.get_advantage_from_pld(down)
+    assert advantage * (1 - 1e-6) - 1e-9 <= found.advantage
+
+
+@settings(deadline=None, max_examples=25)
+@given(spend=compositions(), rate=st.floats(1e-7, 1))
+def test_published_points_lose_little(spend: Spend, rate: float) -> None:
+    """Nothing at the rates that are stated, and little elsewhere; never below the whole profile."""
+    whole = bounds(spend)
+    data = to_json(whole)
+    read = from_json(json.loads(json.dumps(data)))
+    assert data is not None and len(data["profile"] or ()) <= 100
+    for fpr in (0.001, 0.01):
+        assert read.tpr(fpr) == pytest.approx(whole.tpr(fpr), rel=1e-9)
+    assert read.advantage == pytest.approx(whole.advantage, rel=1e-9)
+    assert read.posterior(0.5) == pytest.approx(whole.posterior(0.5), rel=1e-3)
+    assert whole.tpr(rate) * (1 - 1e-9) <= read.tpr(rate)
+    if rate >= 1e-6:
+        assert read.tpr(rate) <= whole.tpr(rate) * 1.02
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"mu": -1.0},
+        {"mu": math.inf},
+        {"mu": None, "profile": None},
+        {"mu": None, "profile": []},
+        {"mu": None, "profile": [[0.0]]},
+        {"mu": None, "profile": [[0.0, 1.5]]},
+        {"mu": None, "profile": [[0.0, math.nan]]},
+        {"mu": None, "profile": [[math.nan, 0.5]]},
+        {"mu": None, "profile": [[1.0, 0.5], [0.0, 0.6]]},
+        {"mu": None, "profile": [[-1.0, 0.5]]},
+        {"mu": None, "profile": [[float(n), 0.5] for n in range(10_000)]},
+        {"mu": None, "profile": [[0.0, "much"]]},
+    ],
+)
+def test_a_foreign_profile_is_checked(data: dict[str, object]) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        from_json(data)
+
+
+@kills("fedgen/privacy/guarantee.py", "ndtri(powers[1:]) - ndtri", "ndtri(powers[:-1]) - ndtri")
+@settings(deadline=None, max_examples=25)
+@given(spend=compositions(), rate=st.floats(0.001, 0.5))
+def test_a_dominating_gaussian_is_nowhere_below(spend: Spend, rate: float) -> None:
+    found = bounds(spend)
+    mu = found.dominating_mu()
+    assert mu < math.inf
+    gaussian = bounds({GaussianDpEvent(1 / mu): 1})
+    if found.tpr(rate) <= 0.999:
+        assert found.tpr(rate) <= gaussian.tpr(rate) * (1 + 1e-9)
+    exact = bounds({GaussianDpEvent(1.0): 1})
+    rough = Guarantee(GRID, exact.deltas, None).dominating_mu()
+    assert 1 - 1e-9 <= rough <= 1.006
+
+
+def test_one_pair_says_what_it_implies() -> None:
+    pair = of_pair(3.0, 1e-5)
+    assert pair.tpr(0.01) == pytest.approx(1e-5 + 0.01 * math.exp(3))
+    assert pair.advantage == 1.0
+    nothing = of_pair(math.inf, 1e-5)
+    assert nothing.tpr(1e-9) == 1.0
+    assert nothing.fpr(0.5) == 0.0
