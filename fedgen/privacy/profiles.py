@@ -42,6 +42,7 @@ from fedgen.privacy.subsampling import (
 
 _MIN_SIGMA = 0.02  # with less noise, the loss of a sample exceeds the range of floating point
 _MAX_CELLS = 1e6  # grid cells of the loss of one release
+_FEW_POINTS = 64
 _MAX_RELEASES = 1e7  # composed releases; and a fifth of the cells of a composed loss
 
 Leaves = tuple[tuple[DpEvent, int], ...]
@@ -200,9 +201,11 @@ def pld_profile(leaves: Leaves, delta: float, relation: Relation) -> Profile | N
     delta_for_epsilon = composed.get_delta_for_epsilon
 
     def profile(eps: NDArray[np.float64]) -> NDArray[np.float64]:
-        deltas = np.array(delta_for_epsilon(eps))
-        overflown = np.isnan(deltas)  # exp(ε) of a sequence; not of a single point
-        deltas[overflown] = [delta_for_epsilon(float(point)) for point in eps[overflown]]
+        # a sequence takes as long as some hundred points, and exp(ε) may overflow in it
+        many = len(eps) > _FEW_POINTS
+        deltas = np.array(delta_for_epsilon(eps)) if many else np.full_like(eps, np.nan)
+        single = np.isnan(deltas)
+        deltas[single] = [delta_for_epsilon(float(point)) for point in eps[single]]
         return deltas + rounding
 
     return profile

@@ -373,3 +373,18 @@ def test_draws_cost_no_more_than_if_they_were_seen() -> None:
     assert (found.second_opinion or 0) > 5e6
     fixed = epsilon({SampledWithoutReplacementDpEvent(3400, 10, gate): 1000}, 1e-5, REPLACE)
     assert fixed.value == pytest.approx(64_764, rel=1e-4)
+
+
+@kills("fedgen/privacy/profiles.py", "many = len(eps) > _FEW_POINTS", "many = True")
+def test_one_epsilon_does_not_walk_through_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence of points costs dp_accounting a step of Python for each cell of the loss."""
+    dimensions, whole = [], pld.PrivacyLossDistribution.get_delta_for_epsilon
+
+    def counted(loss: pld.PrivacyLossDistribution, points: object) -> object:
+        dimensions.append(np.ndim(points))  # type: ignore[arg-type]
+        return whole(loss, points)
+
+    monkeypatch.setattr(pld.PrivacyLossDistribution, "get_delta_for_epsilon", counted)
+    spend = {PoissonSampledDpEvent(0.021, GaussianDpEvent(1.3)): 700}
+    assert 0 < epsilon(spend, 1e-5, ADD_OR_REMOVE).or_infinity < 10
+    assert set(dimensions) == {0}

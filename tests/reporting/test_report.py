@@ -55,7 +55,7 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     assert all(each.startswith(("data:", "#")) for each in tags(html))
     assert "http" not in re.sub(r"data:[^\"]*", "", html)
     assert html.count("data:image/svg+xml") >= 3
-    assert html.count("<figcaption>What any attacker can achieve at most") == 1
+    assert html.count("<figcaption>The most that any membership attack can achieve") == 1
     assert '"round 1"' in html
     # a run of which something failed, and that was killed while it said so
     with (run / "failures.jsonl").open("a") as file:
