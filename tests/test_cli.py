@@ -822,6 +822,8 @@ def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not amplified: the server knows the cohort" in text
     assert "amplified by the secret sample of 1 of 40 clients" in text
     assert "its formula would claim" in text
+    assert cli.run(["account", "method=dp_merf_small", "privacy.noise=secure"]) == 0
+    assert "(1 queries clients)" in capsys.readouterr().out
     assert cli.run(["account", "output=xml"]) == 2
     assert "words or json" in one_line(capsys)
 

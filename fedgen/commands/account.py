@@ -7,8 +7,9 @@ import math
 from dataclasses import replace
 from typing import Any, get_args
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from fedgen.config.overrides import config_name
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind
 from fedgen.methods.plan import Plan
@@ -31,6 +32,8 @@ def account(config: DictConfig) -> str:
     Raises:
         FedgenError: for the first invalid setting.
     """
+    if config.privacy.noise == "secure":  # as a secure run: nothing is evaluated
+        config.evaluation = OmegaConf.load(config_name("evaluation", "none"))
     ready = setup.setup(config)
     views = planned_bounds(ready.method, ready.privacy)
     return json.dumps([_row(ready, views)]) if config.output == "json" else _describe(ready, views)
@@ -145,4 +148,5 @@ def _describe_client(rows: int) -> str:
 def _describe_query_rounds(plan: Plan, rounds: int) -> str:
     """Describe which rounds query clients, if not all do."""
     asking = plan.queries_in(rounds)
-    return "" if asking == rounds else f" ({asking} query clients)"
+    verb = "queries" if asking == 1 else "query"
+    return "" if asking == rounds else f" ({asking} {verb} clients)"
