@@ -27,7 +27,13 @@ from fedgen.randomness import RandomStreams
 
 torch.set_num_threads(1)
 _PHASES = [each for each in hypothesis.Phase if each.name != os.environ.get("FEDGEN_TEST_WITHOUT")]
-hypothesis.settings.register_profile("fedgen", deadline=None, derandomize=True, phases=_PHASES)
+hypothesis.settings.register_profile(
+    "fedgen",
+    deadline=None,
+    derandomize=True,
+    phases=_PHASES,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # on a busy machine
+)
 hypothesis.settings.load_profile("fedgen")
 
 
