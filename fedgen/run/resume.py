@@ -235,8 +235,9 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
         problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
         raise FedgenError("rounds", problem, "leave it out")
     if rounded_noise(ready.privacy.noise_multiplier) != identity.get("noise_multiplier"):
-        target = target_of(ready.config.privacy)
-        problem = f"{rounds} need more noise than the run began with, to meet privacy.{target}"
+        target = target_of(privacy := ready.config.privacy)
+        target = "the target" if target is None else f"privacy.{target}={privacy[target]:g}"
+        problem = f"{rounds} need more noise than the run began with, to meet {target}"
         remedy = "start a new run of so many, or one with privacy.noise_multiplier"
         raise FedgenError("rounds", problem, remedy)
     if ready.privacy.budget.rounds < rounds:

@@ -230,7 +230,7 @@ def _name(run: Path) -> str:
 @pytest.mark.parametrize(
     "words, rounds, why",
     [
-        (["method=dpgan_small"], 9, "to stay within ε = 10"),
+        (["method=dpgan_small"], 9, "to meet privacy.target_epsilon=10"),
         (["method=dpgan_small", *BY_NOISE], 3, "is over, after 3"),
         (["method=dpgan_small", *BY_NOISE], 0, "at least 1"),
         (["method=mixture_small"], 90, "by its other settings"),
