@@ -245,20 +245,24 @@ def worst(guarantees: Iterable[Guarantee | None]) -> Guarantee | None:
 
 
 def worst_guarantee(spends: Sequence[Spend], delta: float, relation: Relation) -> Guarantee | None:
-    """Return bounds that hold for every client, given the spend of each.
+    """Return bounds that hold for every client, given the spend of each."""
+    return worst(guarantee(spend, delta, relation) for spend in largest_spends(spends))
 
-    A spend with at least the counts of another costs at least as much, so only spends that no other
-    one exceeds are accounted; if there are many of these, one spend with the largest count of each
-    event.
+
+def largest_spends(spends: Sequence[Spend]) -> list[Spend]:
+    """Return spends whose bounds hold for every client, given the spend of each.
+
+    A spend with at least the counts of another costs at least as much, so these are the spends that
+    no other one exceeds; if there are many, one spend with the largest count of each event.
     """
     distinct: dict[object, Spend] = {frozenset(spend.items()): spend for spend in spends}
     largest = _largest(list(distinct.values()))
-    if len(largest) > _MAX_DISTINCT:
-        together: Spend = {}
-        for spend in largest:
-            together = elementwise_max(together, spend)
-        largest = [together]
-    return worst(guarantee(spend, delta, relation) for spend in largest)
+    if len(largest) <= _MAX_DISTINCT:
+        return largest
+    together: Spend = {}
+    for spend in largest:
+        together = elementwise_max(together, spend)
+    return [together]
 
 
 def _largest(spends: list[Spend]) -> list[Spend]:

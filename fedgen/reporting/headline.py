@@ -8,12 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dp_accounting import DpEvent, NonPrivateDpEvent
-
 from fedgen.errors import FedgenError
-from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.events import Relation, canonical, from_json, group_event
 from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND
 from fedgen.reporting.progress import format_epsilon
 from fedgen.reporting.summary import guarantee_of, protected
@@ -30,7 +26,6 @@ ABOUT = {
 _WEAK_ABOVE = math.log(90)
 """From this ε, a test with 1 % of false alarms may find nine in ten members."""
 
-_GROUPS = (2, 5, 10)  # numbers of images of one person
 _MOST_DIGITS = 4
 
 
@@ -126,30 +121,6 @@ def adversary_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if len(epsilons) > 1:
             quantiles = (epsilons[0], epsilons[len(epsilons) // 2], epsilons[-1])
             rows.append({"who": name, "some": [None if math.isinf(e) else e for e in quantiles]})
-    return rows
-
-
-def person_rows(record: Mapping[str, Any]) -> list[tuple[int, float | None]]:
-    """Return (images of one person at a client, ε against the server for all of them together), for
-    the client with the largest bounded ε; empty if ε covers more than single images already, or if
-    no bound for several is known."""
-    if record["unit"] != "record" or record["relation"] != Relation.ADD_OR_REMOVE_ONE.value:
-        return []
-    bounded = [c for c in record["clients"].values() if c["server"] is not None]
-    if not bounded:
-        return []
-    most = max(bounded, key=lambda client: float(client["server"]))
-    rows = []
-    for images in _GROUPS:
-        spend: dict[DpEvent, int] = {}
-        try:
-            for event, count in most["events"]:
-                for leaf, times in canonical(group_event(from_json(event), images), count).items():
-                    spend[leaf] = spend.get(leaf, 0) + times
-            bound = epsilon(spend, record["delta"], Relation.ADD_OR_REMOVE_ONE).value
-        except ValueError:
-            return []
-        rows.append((images, None if NonPrivateDpEvent() in spend else bound))
     return rows
 
 

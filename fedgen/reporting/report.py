@@ -23,7 +23,6 @@ from fedgen.reporting.headline import (
     audit_rows,
     context_rows,
     headline,
-    person_rows,
 )
 from fedgen.reporting.pages import (
     curve_of,
@@ -185,7 +184,7 @@ def _server(path: Path) -> dict[str, Any]:
             if line != NOT_IN_THE_FOLDER
         ],
         "by_adversary": adversary_rows(record),
-        "of_persons": person_rows(record),
+        "of_persons": list((record["views"]["server"].get("group_epsilon") or {}).items()),
         "audited": audit_rows(path),
         "protected": protected(record) + exceptions(record),
         "strength": {

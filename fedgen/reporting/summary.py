@@ -51,7 +51,8 @@ def statement(
             "program.",
             f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
             f"{format_epsilon(release['epsilon'])} and δ = {record['delta']:g} "
-            f"({release['accountant']}). {strength(release, record['delta'])}",
+            f"({release['accountant']}). {strength(release, record['delta'])}"
+            f"{_several_records(release)}",
         ]
     parts += [
         *sums(record),
@@ -229,6 +230,15 @@ def strength(view: Mapping[str, Any], delta: float) -> str:
         "In other words: an attacker who wrongly accuses 1 in 100 of those that were not included "
         f"{finds}{rest}"
     )
+
+
+def _several_records(view: Mapping[str, Any]) -> str:
+    """State ε for several images of one person, if it is known."""
+    if not (epsilons := view.get("group_epsilon")):
+        return ""
+    sizes = ", ".join(epsilons)
+    values = ", ".join(format_epsilon(value) for value in epsilons.values())
+    return f"\n\nFor {sizes} images of one person at one client together, ε is at most {values}."
 
 
 def _amplification(view: dict[str, Any]) -> str:

@@ -121,7 +121,10 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         **began,
         **facts,
         "generator_sha256": sha256,
-        "privacy": {"epsilon": view["epsilon"], "guarantee": view["guarantee"], **privacy},
+        "privacy": {
+            **{key: view[key] for key in ("epsilon", "guarantee", "group_epsilon")},
+            **privacy,
+        },
         "fedgen": VERSION,
         "date": date.today().isoformat(),
     }

@@ -25,6 +25,7 @@ from fedgen.privacy.events import (
     scale_noise,
     to_json,
 )
+from fedgen.privacy.groups import group_epsilons
 from fedgen.privacy.guarantee import Guarantee, worst_guarantee
 from fedgen.privacy.ledger import Account, Ledger, elementwise_max, with_reported
 from fedgen.run.calibrate import Privacy
@@ -164,6 +165,26 @@ class Accounts:
             return {**curves, "release": curves["server"]}
         return {**curves, "release": release.guarantee(delta, relation)}
 
+    def group_epsilons(
+        self, state: RunState, stopped: bool
+    ) -> dict[str, dict[str, float | None] | None]:
+        """Return ε of several records of one person at a client against each adversary; None where
+        no bound is known."""
+        plan, delta = self.method.plan, self.privacy.delta
+        if plan.unit is not Unit.RECORD:
+            return dict.fromkeys(("server", "release"))
+        spends = self.effective_spends(state)
+        lost = self.without_bound(spends)
+        bounded = [spend for client, spend in spends.items() if client not in lost]
+        server = group_epsilons(bounded, delta, plan.relation)
+        release = self._release(state, stopped)
+        if release is None:
+            return {"server": server, "release": server}
+        reader = None
+        if not release.stop_probability:
+            reader = group_epsilons([release.spend], delta, plan.relation)
+        return {"server": server, "release": reader}
+
     def release(self, state: RunState, stopped: bool) -> Epsilon | None:
         """Return ε of any one of several clients against a reader of the release; None for a single
         client: see ``_release``."""
@@ -271,6 +292,7 @@ class Accounts:
         plan, claim, clients = self.method.plan, self.method.plan.claim, {}
         views = self.epsilon_by_adversary(state, stopped is not None)
         curves = self.guarantees(state, stopped is not None)
+        groups = self.group_epsilons(state, stopped is not None)
         spends = self.effective_spends(state)
         lost = self.without_bound(spends)
         bounds = epsilons(list(spends.values()), self.privacy.delta, plan.relation)
@@ -299,6 +321,7 @@ class Accounts:
                 name: {
                     **self._view(name, bound, self._own_noise_alone(spends)),
                     "guarantee": guarantee.to_json(curves[name]),
+                    "group_epsilon": groups[name],
                 }
                 for name, bound in views.items()
             },
