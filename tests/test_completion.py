@@ -32,7 +32,7 @@ def after(line: str) -> list[str]:
         ("fedgen train method=dpgan_small method.discriminator_s", ["method.discriminator_steps="]),
         ("fedgen train method=mixture_small method.discriminator_s", []),
         ("fedgen train logger=mlflow logger.u", ["logger.uri="]),
-        ("fedgen train privacy.target", ["privacy.target_epsilon="]),
+        ("fedgen train privacy.target_e", ["privacy.target_epsilon="]),
         ("fedgen train seed=x method.clus", []),
         ("fedgen sample run", ["run="]),
         ("fedgen nothing x", []),
