@@ -44,7 +44,8 @@ Mode = Literal["seeded", "secure"]
 
 @dataclass(frozen=True)
 class RandomStreams:
-    """The random streams of one domain; ``at`` returns the streams of a subdomain."""
+    """The random streams of one domain; ``at`` returns the streams of a subdomain. The domain of
+    secret streams may lack rounds (``at_round``)."""
 
     public_key: bytes
     secret_key: bytes
@@ -52,6 +53,7 @@ class RandomStreams:
     mode: Mode
     domain: tuple[DomainPart, ...] = ()
     salt: str = ""
+    secret_domain: tuple[DomainPart, ...] = ()
 
     @classmethod
     def from_seed(cls, seed: int | np.integer[Any], mode: Mode) -> RandomStreams:
@@ -75,7 +77,17 @@ class RandomStreams:
 
     def at(self, *domain: DomainPart) -> RandomStreams:
         """Return the streams of a subdomain, e.g. ``streams.at("client", 3, "round", 7)``."""
-        return replace(self, domain=(*self.domain, *domain))
+        secret_domain = (*self.secret_domain, *domain)
+        return replace(self, domain=(*self.domain, *domain), secret_domain=secret_domain)
+
+    def at_round(self, name: str, server_round: int) -> RandomStreams:
+        """Return the streams of a client's response in a round. In mode ``secure``, its secret
+        samples do not depend on the round: after a death, a run repeats earlier rounds, and the
+        next response has the samples of the one that died (``at_release``)."""
+        at_name = self.at(name, server_round)
+        if self.mode == "seeded":
+            return at_name
+        return replace(at_name, secret_domain=(*self.secret_domain, name))
 
     def salted(self, salt: str) -> RandomStreams:
         """Return the same public streams with secret and noise streams specific to ``salt``."""
@@ -109,11 +121,11 @@ class RandomStreams:
 
     def secret(self, *domain: DomainPart) -> random.Random:
         """Return a ``random.Random`` for secret sampling in a subdomain."""
-        return _StreamRandom(self.secret_key, self._salted_domain(domain))
+        return _StreamRandom(self.secret_key, self._salted(self.secret_domain, domain))
 
     def secret_bits(self, count: int, *domain: DomainPart) -> NDArray[np.uint64]:
         """Return ``count`` secret words of 64 random bits."""
-        return _words(self.secret_key, self._salted_domain(domain), count)
+        return _words(self.secret_key, self._salted(self.secret_domain, domain), count)
 
     def secret_uniforms(self, count: int, *domain: DomainPart) -> NDArray[np.float64]:
         """Return ``count`` secret uniforms in [0, 1) with 53 random bits each."""
@@ -123,10 +135,12 @@ class RandomStreams:
     def noise_bits(self, count: int, *domain: DomainPart) -> NDArray[np.uint64]:
         """Return ``count`` words of 64 random bits for noise
         (``fedgen.privacy.exact_gaussian``)."""
-        return _words(self.noise_key, self._salted_domain(domain), count)
+        return _words(self.noise_key, self._salted(self.domain, domain), count)
 
-    def _salted_domain(self, domain: tuple[DomainPart, ...]) -> tuple[DomainPart, ...]:
-        return (*self.domain, *domain, "salt", self.salt) if self.salt else (*self.domain, *domain)
+    def _salted(
+        self, domain: tuple[DomainPart, ...], within: tuple[DomainPart, ...]
+    ) -> tuple[DomainPart, ...]:
+        return (*domain, *within, "salt", self.salt) if self.salt else (*domain, *within)
 
 
 _ZEROS = bytes(2**18)  # fits the CPU cache: allocating memory costs more than AES

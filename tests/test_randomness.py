@@ -99,8 +99,8 @@ def test_kinds_do_not_share_a_stream(streams: RandomStreams) -> None:
 
 @kills(
     "fedgen/randomness.py",
-    "return _words(self.secret_key, self._salted_domain(domain), count)",
-    "return _words(self.public_key, self._salted_domain(domain), count)",
+    "return _words(self.secret_key, self._salted(self.secret_domain, domain), count)",
+    "return _words(self.public_key, self._salted(self.secret_domain, domain), count)",
 )
 def test_many_secret_uniforms_are_secret_and_uniform() -> None:
     """They follow from the secret key alone, and pass Kolmogorov and Smirnov at level 1e-6."""
@@ -125,3 +125,21 @@ def test_secret_draws_are_uniform(streams: RandomStreams) -> None:
         [member] = streams.secret("draw", place).sample(range(10), 1)
         counts[member] += 1
     assert stats.chisquare(counts).pvalue > 1e-6
+
+
+@kills("fedgen/randomness.py", "secret_domain=(*self.secret_domain, name))", "salt='')")
+def test_secret_samples_of_a_response_do_not_depend_on_its_round() -> None:
+    """In mode ``secure``: a death may take a run back to an earlier round."""
+    secret, public = {}, {}
+    for mode in ("secure", "seeded"):
+        client = RandomStreams.from_seed(0, mode).at_release(3)  # type: ignore[arg-type]
+        streams = [client.at_round("sum", round_).at("step", 1) for round_ in (4, 7)]
+        secret[mode] = len({int(stream.secret_bits(1, "x")[0]) for stream in streams})
+        public[mode] = len({stream.public("x").initial_seed() for stream in streams})
+        other = client.at_round("sum", 4).at("step", 2)
+        assert other.secret_bits(1, "x") != streams[0].secret_bits(1, "x")
+    assert secret == {"secure": 1, "seeded": 2}
+    assert public == {"secure": 2, "seeded": 2}
+    seeded = RandomStreams.from_seed(0, "seeded")
+    domains = seeded.at_round("sum", 4), seeded.at("sum", 4)
+    assert domains[0].secret_bits(1, "x") == domains[1].secret_bits(1, "x")

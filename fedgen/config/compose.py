@@ -45,7 +45,6 @@ _NO_GROUPS = {"benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
 _NO_KEY = object()
-_TARGETS = [f"privacy.{name}" for name in TARGETS]
 
 
 def compose(name: str, overrides: list[str]) -> DictConfig:
@@ -64,9 +63,6 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     overrides = parse_overrides(
         [*_extension_folders(), *(word for word in overrides if word not in apart)]
     )
-    targets = [word for word in overrides if override_key(word) in _TARGETS]
-    if targets and not any(word.endswith("=null") or _TARGETS[0] in word for word in targets):
-        overrides.append(f"{_TARGETS[0]}=null")  # the default gives way
     try:
         check_groups(overrides)
         default, config, groups = _composed_config(name, overrides)
@@ -81,6 +77,8 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if is_other and place != "warm_up.method" and type_name in registry.words(place):
             problem = f"is determined by {group}={groups.get(group)}"
             raise FedgenError(f"{place}.type", problem, f"choose {group}={type_name}")
+    if "privacy.target_epsilon" not in map(override_key, overrides):
+        _replace_default_target(config, default)
     with open_dict(config):
         for word in plain:
             config.merge_with_dotlist([word])
@@ -112,6 +110,16 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
     ):
         config.rounds = None  # unchanged
     return config
+
+
+def _replace_default_target(config: DictConfig, default: DictConfig) -> None:
+    """Remove the default target for ε if an override sets another target."""
+    now, before = (OmegaConf.select(settings, "privacy") for settings in (config, default))
+    if now is None or "target_epsilon" not in now:
+        return
+    changed = [name for name in TARGETS[1:] if now.get(name) != before.get(name)]
+    if any(now[name] is not None for name in changed):
+        now.target_epsilon = None
 
 
 def defaults(name: str) -> tuple[DictConfig, list[str]]:

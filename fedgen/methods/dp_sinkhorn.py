@@ -104,7 +104,7 @@ class Client:
         """Return the gradient for the images of the query (n, ...), or for the weights that
         generate them (1, w)."""
         del state
-        gradient_streams = streams.at("gradient", round_)
+        gradient_streams = streams.at_round("gradient", round_)
         batch = torch.from_numpy(self.mechanism.sample_batch(len(shard), gradient_streams))
         images, labels = (tensor.to(self.generator.device) for tensor in shard.rows(batch))
         records = (images, labels) if len(batch) else None

@@ -77,7 +77,7 @@ class Client:
         """Return the gradient of the mean loss over a Poisson batch (1, weights)."""
         del state
         weights = {name: value.to(self.device) for name, value in query.shared.items()}
-        sum_streams = streams.at("sum", round_)
+        sum_streams = streams.at_round("sum", round_)
         size = sum(value.numel() for value in weights.values())
         return self.mechanism.release((size,), self._sums(weights, shard, sum_streams), sum_streams)
 

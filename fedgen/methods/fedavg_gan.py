@@ -94,7 +94,7 @@ class Client:
                 discriminator = self._local_training(discriminator, generator, shard, step_streams)
             return flat(discriminator) - flat(start)
 
-        return self.mechanism.release(self.nets.size(), delta, streams.at("delta", round_))
+        return self.mechanism.release(self.nets.size(), delta, streams.at_round("delta", round_))
 
     def _local_training(
         self, discriminator: Tensors, generator: Tensors, shard: Shard, streams: RandomStreams

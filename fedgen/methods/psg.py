@@ -71,7 +71,7 @@ class Client:
     ) -> Sent:
         """Return the gradient of the mean loss over a Poisson batch (1, weights)."""
         del state
-        sum_streams, private = streams.at("sum", round_), shard.on(self.device)
+        sum_streams, private = streams.at_round("sum", round_), shard.on(self.device)
         weights = {name: value.to(self.device) for name, value in query.shared.items()}
 
         def batch(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,9 @@ useful bound."""
 _MAX_DISTINCT = 16  # spends of clients that are accounted one by one
 
 
-_CURVE_POINTS = np.concatenate([np.geomspace(1e-6, 0.5, 40), FALSE_POSITIVE_RATES, [SHARE_FOUND]])
+_CURVE_POINTS = np.concatenate(
+    [np.geomspace(1e-6, 0.1, 40), np.linspace(0.1, 1, 50), FALSE_POSITIVE_RATES]
+)
 """False positive rates at which the points of a published profile lose nothing."""
 
 
@@ -78,10 +80,15 @@ class Guarantee:
         """Return the smallest false positive rate at a true positive rate in [0, 1]."""
         if self.mu is not None:
             return float(ndtr(ndtri(tpr) - self.mu)) if tpr < 1 else 1.0
-        with np.errstate(over="ignore"):
+        return float(np.clip(self._inverse_lines(tpr).max(), 0, 1))
+
+    def _inverse_lines(self, tpr: float) -> NDArray[np.float64]:
+        """Return the bounds on the false positive rate by each point of the profile, in both
+        directions (2, points)."""
+        with np.errstate(over="ignore", invalid="ignore"):
             first = np.exp(-self.points) * (tpr - self.deltas)
             second = 1 - self.deltas - np.exp(self.points) * (1 - tpr)
-        return float(np.clip(np.maximum(first, second).max(), 0, 1))
+        return np.stack([first, second])
 
     def thinned(self) -> Guarantee:
         """Return the same bounds by fewer points, without loss at the rates that are published and
@@ -89,6 +96,7 @@ class Guarantee:
         if self.mu is not None:
             return self
         both = [self._lines(fpr).argmin(axis=1) for fpr in _CURVE_POINTS]
+        both.append(self._inverse_lines(SHARE_FOUND).argmax(axis=1))
         kept = np.unique([0, *np.concatenate(both)])
         return Guarantee(self.points[kept], self.deltas[kept], None)
 
@@ -209,9 +217,9 @@ def from_json(data: Mapping[str, Any]) -> Guarantee:
 
 
 def of_pair(epsilon: float, delta: float) -> Guarantee:
-    """Return the bounds that follow from one (ε, δ) pair, which is all that 0.1.0 recorded; none
-    for an infinite ε."""
-    if math.isinf(epsilon):
+    """Return the bounds that follow from one (ε, δ) pair, which is all that 0.1.0 recorded; no
+    bounds for ε above ``GRID``."""
+    if epsilon > GRID[-1]:  # exp(ε) may overflow
         return Guarantee(np.zeros(1), np.ones(1), None)
     return Guarantee(np.array([epsilon]), np.array([delta]), None)
 

@@ -25,9 +25,10 @@ disk before it starts, and only a charge after its end deletes it. Hence in a ru
 reservations and recorded dropouts no missing response depends on a sample, and the amplified spend
 holds, provided that the survival of all processes does not depend on samples either. The larger
 spend needs no such assumption. A stored key and the number of earlier charges determine each sample
-(``RandomStreams.at_release``), so a death does not lead to another sample, and the samples of
-charged responses are independent. Their number is that of the plan, regardless of the time of a
-death. So the number of visits is binomial even if an adversary sees all samples and causes deaths.
+(``RandomStreams.at_release``, ``at_round``), so a death does not lead to another sample, and the
+samples of charged responses are independent. Their number is that of the plan, regardless of the
+time of a death. So the number of visits is binomial even if an adversary sees all samples and
+causes deaths.
 """
 
 from __future__ import annotations

@@ -211,8 +211,9 @@ def unbounded_note(lost: int, clients: int) -> str:
 def guarantee_of(view: Mapping[str, Any], delta: float) -> Guarantee:
     """Return the trade-off curve of a view; for a view of 0.1.0, which has none, what follows from
     its (ε, δ). Raises ValueError, KeyError or TypeError for an invalid one."""
-    if view.get("guarantee"):
-        return guarantee.from_json(view["guarantee"])
+    stored = view.get("guarantee")
+    if stored and (stored["mu"] is not None or "profile" in stored):
+        return guarantee.from_json(stored)
     return guarantee.of_pair(math.inf if view["epsilon"] is None else view["epsilon"], delta)
 
 

@@ -33,7 +33,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class _Target:
+class OtherTarget:
     """Target other than ε: its setting, its value, and the measure of a bound that it limits."""
 
     key: str
@@ -47,7 +47,7 @@ class _Target:
         return math.inf if curve is None else self.measure(curve)
 
 
-def _other_target(config: DictConfig) -> _Target | None:
+def other_target(config: DictConfig) -> OtherTarget | None:
     """Return the target other than ε, None if there is none.
 
     Raises:
@@ -70,7 +70,7 @@ def _other_target(config: DictConfig) -> _Target | None:
         problem = f"{privacy.target_tpr:g} is not above privacy.at_fpr={fpr:g}, the rate by chance"
         raise FedgenError("privacy.target_tpr", problem, "raise it, or lower privacy.at_fpr")
 
-    return _Target(f"privacy.{name}", privacy[name], measures[name])
+    return OtherTarget(f"privacy.{name}", privacy[name], measures[name])
 
 
 def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
@@ -81,7 +81,7 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
     Raises:
         FedgenError: if the target cannot be reached, or neither is given.
     """
-    noise, other = config.privacy.noise_multiplier, _other_target(config)
+    noise, other = config.privacy.noise_multiplier, other_target(config)
     target = config.privacy.target_epsilon if other is None else other.value
     delta, rounds = config.privacy.delta, config.rounds
     plan = method(None).plan
@@ -150,19 +150,25 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
         raise FedgenError(error.key, error.problem, remedy) from error
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Upper bounds on the rounds that a run has started, and on the query samples that a client was
+    charged for."""
+
+    rounds: int
+    samples: int
+
+
 def calibrate_after_dropout(
-    config: DictConfig, method: Method, privacy: Privacy, charged: int
+    config: DictConfig, method: Method, privacy: Privacy, progress: Progress
 ) -> Privacy:
     """Return the privacy of a run after a dropout, when its method costs more than planned. With a
-    target and a noise multiplier, the run ends earlier. If a client was charged for more before the
-    dropout, the budget remains: as the time of the dropout may depend on samples, only the ε of all
-    planned rounds covers it.
-
-    Args:
-        charged: query samples that a client was charged for, at most.
+    target and a noise multiplier, the run ends earlier. If it had gone further before the dropout,
+    the budget remains: as the time of the dropout may depend on samples, only the ε of all planned
+    rounds covers it.
 
     Raises:
-        FedgenError: if no client was charged and the first round exceeds the target.
+        FedgenError: if no client was charged, and the first round exceeds the target.
     """
     target = config.privacy.target_epsilon
     if target is None or config.privacy.noise_multiplier is None:
@@ -170,14 +176,15 @@ def calibrate_after_dropout(
     try:
         budget = affordable_rounds(method, config, config.privacy.adversary == "server", target)
     except FedgenError as error:
-        if charged:
+        if progress.samples:
             return privacy
         problem = (
             "a missing response may have revealed sampled cohorts: the remaining rounds "
             f"would exceed ε = {target:g}"
         )
         raise FedgenError("resume", problem, "start a new run") from error
-    return privacy if charged > budget.samples_per_client else replace(privacy, budget=budget)
+    spent = progress.samples > budget.samples_per_client or progress.rounds > budget.rounds
+    return privacy if spent else replace(privacy, budget=budget)
 
 
 def planned_budget(method: Method, rounds: int) -> Budget:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen.config.device import resolve_device
 from fedgen.config.extensions import is_extension
+from fedgen.config.schema import TARGETS
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
 from fedgen.errors import FedgenError
@@ -31,8 +32,11 @@ def noise_domain(
         return ""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     settings["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
-    if settings["privacy"]["images_per_person"] is None:
-        settings["privacy"].pop("images_per_person")
+    if settings["privacy"].get("target_tpr") is None:
+        settings["privacy"].pop("at_fpr", None)
+    for name in ("images_per_person", *TARGETS[1:]):  # younger than seeds that people use
+        if settings["privacy"].get(name) is None:
+            settings["privacy"].pop(name, None)
     domain_inputs = [
         settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
     ]

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from fedgen.config import validation
 from fedgen.errors import FedgenError
+from fedgen.federation import checkpoint
 from fedgen.federation.failures import IGNORED_REPLIES
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
@@ -20,6 +21,7 @@ from fedgen.privacy.ledger import died_while_responding, elementwise_max
 from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
+from fedgen.run.calibrate import Progress
 from fedgen.run.privacy_report import open_ledgers
 from fedgen.run.setup import Setup
 from fedgen.storage.io import read_json
@@ -82,13 +84,18 @@ def client_died(run_dir: RunDir) -> bool:
     return any(map(died_while_responding, run_dir.clients.glob("*")))
 
 
-def charged_samples(ready: Setup, run_dir: RunDir, name: str) -> int:
-    """Return an upper bound on the query samples that a client was charged for."""
+def progress_of(ready: Setup, run_dir: RunDir, name: str) -> Progress:
+    """Return how far a run went before it was interrupted. The rounds of a seeded run are those of
+    its checkpoint: the others are repeated with the same responses."""
+    started = run_dir.started_rounds()
+    rounds = max(started, default=-1) + 1
+    if ready.privacy.noise == "seeded" and (saved := checkpoint.load(run_dir.checkpoints)):
+        rounds = saved[0].rounds
     if ready.dataset.is_remote:  # no client was queried more often than rounds were started
-        return run_dir.started_rounds().total() * ready.method.plan.samples_per_round
+        return Progress(rounds, started.total() * ready.method.plan.samples_per_round)
     seeded = ready.privacy.noise == "seeded"
     accounts = open_ledgers(run_dir, name, len(ready.shards), seeded).values()
-    return max((account.samples for account in accounts), default=0)
+    return Progress(rounds, max((account.samples for account in accounts), default=0))
 
 
 def _as_left(entry: Entry) -> Entry:

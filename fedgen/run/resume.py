@@ -289,11 +289,15 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
+_DEFAULT_FPR = 0.01
+
+
 def check_same_settings(config: DictConfig, place: Path) -> None:
     """Raise FedgenError if a run was trained with other settings, or was altered."""
     _, original, identity = RunDir.open(place, "run_dir")
     try:
-        was = flat_settings(OmegaConf.to_container(original, resolve=True))
+        was: dict[str, Any] = {"privacy.at_fpr": _DEFAULT_FPR}  # 0.1.0 had no such setting
+        was |= flat_settings(OmegaConf.to_container(original, resolve=True))
         was |= settings_before_derivation(place, original, identity, "run_dir")
     except (OmegaConfBaseException, AttributeError, TypeError) as error:
         raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error

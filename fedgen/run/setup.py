@@ -30,7 +30,7 @@ from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Unit, canonical
 from fedgen.randomness import RandomStreams
-from fedgen.run.calibrate import Privacy, calibrate, calibrate_after_dropout
+from fedgen.run.calibrate import Privacy, Progress, calibrate, calibrate_after_dropout
 from fedgen.run.noise_domain import noise_domain, rehearsed_domain
 from fedgen.storage.io import digest
 from fedgen.testing.fault_rates import FaultRates
@@ -62,10 +62,17 @@ class ResolvedMethod:
 
     @property
     def dropouts_reveal_cohorts(self) -> bool:
-        """Return whether a missing response may reveal a cohort that is accounted as secret."""
-        rows = self.privacy.budget.samples_per_client
-        counted = canonical(self.method.plan.server_event(rows))
-        return counted != canonical(self.with_dropouts().plan.server_event(rows))
+        """Return whether a missing response may reveal a client's sample that is accounted as
+        secret. (A cohort that the server samples does not depend on the process of a client.)"""
+        budget, plan, counted = self.privacy.budget, self.method.plan, self.with_dropouts().plan
+        rows = budget.samples_per_client
+        if canonical(plan.server_event(rows)) != canonical(counted.server_event(rows)):
+            return True
+        if plan.release_event is None or self.method.cohort.is_sampled:
+            return False
+        assert counted.release_event is not None
+        first, other = plan.release_event(budget.rounds), counted.release_event(budget.rounds)
+        return canonical(first) != canonical(other)
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,15 @@ class Setup(ResolvedMethod):
             )
         return ""
 
-    def counting_dropouts(self, charged: int) -> Setup:
+    def counting_dropouts(self, progress: Progress) -> Setup:
         """Return the setup as accounted after a dropout: no sampling amplifies, and with a target
-        and a noise multiplier the run ends earlier. ``charged``: see ``calibrate_after_dropout``.
+        and a noise multiplier the run ends earlier (``calibrate_after_dropout``).
 
         Raises:
             FedgenError: if no rounds remain.
         """
         method = self.with_dropouts()
-        privacy = calibrate_after_dropout(self.config, method, self.privacy, charged)
+        privacy = calibrate_after_dropout(self.config, method, self.privacy, progress)
         return replace(self, method=method, privacy=privacy)
 
     def held_out(self, count: int) -> Shard | None:

@@ -14,7 +14,7 @@ from fedgen.federation import checkpoint
 from fedgen.methods.api import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.run import setup
-from fedgen.run.privacy_budget import charged_samples, has_dropout
+from fedgen.run.privacy_budget import has_dropout, progress_of
 from fedgen.run.privacy_report import (
     Accounts,
     count_unplanned,
@@ -69,7 +69,7 @@ def load_snapshot(path: Path, evaluation: DictConfig | None = None) -> Snapshot:
         unanswered = has_dropout(ready, run_dir, identity["run"], training=not quiet)
     if unanswered:
         try:
-            ready = ready.counting_dropouts(charged_samples(ready, run_dir, identity["run"]))
+            ready = ready.counting_dropouts(progress_of(ready, run_dir, identity["run"]))
         except FedgenError:  # its budget is spent
             ready = replace(ready, method=ready.with_dropouts())
     saved = checkpoint.load(run_dir.checkpoints)

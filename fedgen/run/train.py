@@ -39,7 +39,7 @@ from fedgen.run.clients import RunClientSetup, client_setup
 from fedgen.run.judge import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics import MetricsLog, RoundCallback, is_due
-from fedgen.run.privacy_budget import charged_samples, finish_run, has_dropout, register_run
+from fedgen.run.privacy_budget import finish_run, has_dropout, progress_of, register_run
 from fedgen.run.privacy_report import Accounts, count_unplanned, open_ledgers
 from fedgen.run.publish import Clock, build_results, epsilon_figure, publish
 from fedgen.run.resume import (
@@ -127,7 +127,7 @@ def _train(config: DictConfig, play: RuntimeRunner | None, watch: RoundCallback 
             ready = replace(ready, streams=ready.streams.with_secret_key(stored_key(path)))
         if not new and has_dropout(ready, run_dir, name):
             run_dir.unanswered.touch()
-            ready = ready.counting_dropouts(charged_samples(ready, run_dir, name))
+            ready = ready.counting_dropouts(progress_of(ready, run_dir, name))
         training = Training(ready, run_dir, name, watch, until)
         try:
             return training.run(play or training.run_on_runtime)

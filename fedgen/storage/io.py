@@ -135,6 +135,11 @@ def stored_key(path: Path) -> bytes:
     """
     if not path.exists():
         write_atomic(path, secrets.token_bytes(32))
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # its name outlives a power cut, too
+        finally:
+            os.close(folder)
     if len(key := path.read_bytes()) != 32:
         remedy = "restore the run directory from a backup, or start a new run"
         raise FedgenError(str(path), "was truncated or altered", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, from_json
+from fedgen.randomness import RandomStreams
 from fedgen.run import train as training
 from fedgen.run.setup import setup
 
@@ -259,3 +261,55 @@ def test_a_plan_is_made_before_anything_is_written(tmp_path: Path) -> None:
     status = cli.run(["train", "privacy.delta=2", f"run_dir={place}"])
     assert status == 2
     assert not place.exists()
+
+
+SAMPLED = {
+    "fedavg_gan": [
+        *PARTITIONS["several"],
+        "privacy.aggregation=secure",
+        "method.sampled_by=clients",
+        "method.cohort_size=2",
+    ]
+}
+
+
+@kills(
+    "fedgen/methods/fedavg_gan.py",
+    'streams.at_round("delta", round_)',
+    'streams.at("delta", round_)',
+    case="fedavg_gan",
+)
+@kills(
+    "fedgen/methods/families/gan.py",
+    'streams.at_round("sum", round_)',
+    'streams.at("sum", round_)',
+    case="dpgan_small",
+)
+@pytest.mark.parametrize("method", PROGRAMS)
+def test_secret_samples_belong_to_a_charge_and_to_no_round(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death takes a run back to an earlier round, whose response has the samples of the one that
+    died. No domain of a secret stream contains a round that is no other number by chance."""
+    words = [f"method={method}", *tiny(method), *SAMPLED.get(method, []), "audit.canaries=0"]
+    ready, named = setup(compose("audit", words)), []
+    bits, generator = RandomStreams.secret_bits, RandomStreams.secret
+
+    def secret_bits(streams: RandomStreams, count: int, *domain: object) -> object:
+        named.append((*streams.secret_domain, *domain))
+        return bits(streams, count, *domain)  # type: ignore[arg-type]
+
+    def secret(streams: RandomStreams, *domain: object) -> object:
+        named.append((*streams.secret_domain, *domain))
+        return generator(streams, *domain)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RandomStreams, "secret_bits", secret_bits)
+    monkeypatch.setattr(RandomStreams, "secret", secret)
+    for worst in ready.at_noise(1.0).worst_cases():
+        state, shard = worst.first
+        number = 12_345 if worst.round == 0 else worst.round  # a sum of a sequence: its own round
+        streams = RandomStreams.from_seed(0, "secure").at("client", 99).at_release(5)
+        with contextlib.suppress(LookupError):  # a sequence has no such round
+            ready.at_noise(1.0).client.respond(state, worst.query, shard, number, streams)
+    assert not [domain for domain in named if 12_345 in domain]
+    assert method not in ("dpgan_small", "fedavg_gan") or named

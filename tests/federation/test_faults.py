@@ -541,7 +541,7 @@ def test_a_target_ends_a_run_whose_draws_were_shown(
 
 @kills(
     "fedgen/run/calibrate.py",
-    "return privacy if charged > budget.samples_per_client else replace",
+    "return privacy if spent else replace",
     "return replace",
 )
 def test_a_death_after_more_rounds_than_the_target_allows_costs_all_planned_rounds(

@@ -102,7 +102,7 @@ def test_a_row_more_moves_the_embedding_by_at_most_one_over_rows(
 
 @kills(
     "fedgen/methods/families/noisy_sums.py",
-    ("round_streams, private = streams.at(sum_query.name, round_), shard.on(self.device)"),
+    ("round_streams, private = streams.at_round(sum_query.name, round_), shard.on(self.device)"),
     "round_streams, private = streams, shard.on(self.device)",
 )
 def test_noise_has_the_promised_scale_and_is_another_in_each_round() -> None:

@@ -132,7 +132,10 @@ def test_a_row_less_moves_the_answer_by_at_most_the_sensitivity(
 
 
 @kills(
-    "fedgen/methods/dp_sinkhorn.py", 'streams.at("gradient", round_)', "streams", case="joint-1.0"
+    "fedgen/methods/dp_sinkhorn.py",
+    'streams.at_round("gradient", round_)',
+    "streams",
+    case="joint-1.0",
 )
 @pytest.mark.parametrize(("clipping", "times"), [("joint", 1.0), ("images", math.sqrt(COUNT))])
 def test_images_clipped_by_themselves_take_more_noise(clipping: str, times: float) -> None:

@@ -125,8 +125,8 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
 
 @kills(
     "fedgen/methods/families/gan.py",
-    'streams.at("steps", round_, "step", number)',
-    'streams.at("steps", round_)',
+    'streams.at_round("steps", round_).at("step", number)',
+    'streams.at_round("steps", round_)',
 )
 @pytest.mark.parametrize("noise", [0.0, 1.5])
 def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
@@ -198,8 +198,8 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
 @kills("fedgen/privacy/mechanisms.py", "repeat(mechanism.event(), len(steps))", "mechanism.event()")
 @kills(
     "fedgen/methods/families/gan.py",
-    'streams.at("steps", round_, "step", number)',
-    'streams.at("steps", round_ + number)',
+    'streams.at_round("steps", round_).at("step", number)',
+    'streams.at_round("steps", round_ + number)',
 )
 def test_steps_are_charged_one_by_one_and_share_no_noise() -> None:
     """Six steps in a message, and queries that overlap them: each has random streams of its own, or

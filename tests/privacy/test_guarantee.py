@@ -83,7 +83,7 @@ def test_a_gaussian_has_the_exact_curve(mu: float, tpr: float, posterior: float)
 def test_a_profile_on_a_grid_loses_little_and_never_allows_less(mu: float, fpr: float) -> None:
     exact = bounds({GaussianDpEvent(1 / mu): 1})
     rough = Guarantee(GRID, exact.deltas, None)
-    assert exact.tpr(fpr) * (1 - 1e-9) <= rough.tpr(fpr) <= exact.tpr(fpr) * 1.001 + 1e-5
+    assert exact.tpr(fpr) * (1 - 1e-9) <= rough.tpr(fpr) <= exact.tpr(fpr) * 1.001 + 1e-3
     assert rough.fpr(fpr) <= exact.fpr(fpr) * (1 + 1e-9)
     assert rough.advantage == pytest.approx(exact.advantage, rel=1e-9)
     assert exact.posterior(0.1) * (1 - 1e-9) <= rough.posterior(0.1)
@@ -272,7 +272,7 @@ def test_riskcal_finds_no_better_attack(spend: Spend, fpr: float) -> None:
     found = bounds(spend)
     down, up = (losses(spend, pessimistic) for pessimistic in (False, True))
     attack, bound = (1 - riskcal.get_beta_from_pld(loss, alpha=fpr) for loss in (down, up))
-    assert attack * (1 - 1e-6) - 1e-9 <= found.tpr(fpr) <= bound * 1.02 + 1e-4
+    assert attack * (1 - 1e-6) - 1e-9 <= found.tpr(fpr) <= bound * 1.02 + 1e-3
     advantage = riskcal.get_advantage_from_pld(down)
     assert advantage * (1 - 1e-6) - 1e-9 <= found.advantage
 
@@ -284,14 +284,14 @@ def test_published_points_lose_little(spend: Spend, rate: float) -> None:
     whole = bounds(spend)
     data = to_json(whole)
     read = from_json(json.loads(json.dumps(data)))
-    assert data is not None and len(data["profile"] or ()) <= 100
+    assert data is not None and len(data["profile"] or ()) <= 150
     for fpr in (0.001, 0.01):
         assert read.tpr(fpr) == pytest.approx(whole.tpr(fpr), rel=1e-9)
     assert read.advantage == pytest.approx(whole.advantage, rel=1e-9)
-    assert read.posterior(0.5) == pytest.approx(whole.posterior(0.5), rel=1e-3)
+    assert read.posterior(0.5) == pytest.approx(whole.posterior(0.5), rel=1e-9)
     assert whole.tpr(rate) * (1 - 1e-9) <= read.tpr(rate)
     if rate >= 1e-6:
-        assert read.tpr(rate) <= whole.tpr(rate) * 1.02
+        assert read.tpr(rate) <= whole.tpr(rate) * 1.05 + 0.01
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 from mutation import kills
+from omegaconf import open_dict
 
 from fedgen import account
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
+from fedgen.run.calibrate import Progress, calibrate_after_dropout
+from fedgen.run.noise_domain import noise_domain
 from fedgen.run.setup import setup
 
 METHODS = {
@@ -59,12 +62,23 @@ def refused(*words: str) -> str:
     return str(error.value)
 
 
-@kills("fedgen/config/compose.py", 'overrides.append(f"{_TARGETS[0]}=null")', "pass")
+@kills("fedgen/config/compose.py", "        now.target_epsilon = None", "        pass")
 def test_one_target_at_a_time() -> None:
     """The default for ε gives way; two that are asked for do not go together."""
     config = compose("config", ["privacy.target_mu=1"])
     assert (config.privacy.target_epsilon, config.privacy.target_mu) == (None, 1)
-    assert compose("config", ["privacy.target_mu=null"]).privacy.target_epsilon == 10
+    for words in (
+        ["privacy.target_mu=null"],
+        ["privacy.target_mu=NULL", "privacy.noise_multiplier=1"],
+        ["privacy.target_epsilon=10", "privacy.target_mu=1"],
+    ):
+        assert compose("config", words).privacy.target_epsilon == 10
+    for words in (
+        ["privacy.target_mu=1", "privacy.target_tpr=null"],
+        ["privacy={target_mu: 1}"],
+    ):
+        config = compose("config", words)
+        assert (config.privacy.target_epsilon, config.privacy.target_mu) == (None, 1)
     both = ("privacy.target_mu=1", "privacy.target_epsilon=3")
     assert refused(*both).startswith("privacy.target_mu: cannot be combined with privacy.target_ep")
     two = ("privacy.target_mu=1", "privacy.target_tpr=0.1")
@@ -74,3 +88,44 @@ def test_one_target_at_a_time() -> None:
     assert "the rate by chance" in refused("privacy.target_tpr=0.01")
     assert "must be below 1" in refused("privacy.target_advantage=1")
     assert "none has no target" in refused("privacy=none", "privacy.target_mu=1")
+
+
+@kills("fedgen/run/calibrate.py", "or progress.rounds > budget.rounds", "or False")
+@kills("fedgen/run/calibrate.py", "progress.samples > budget.samples_per_client", "False")
+@pytest.mark.parametrize("adversary", ["server", "release"])
+def test_a_dropout_ends_a_run_only_if_it_had_not_gone_further(adversary: str) -> None:
+    """Whether rounds or query samples are limited."""
+    aggregation = "secure" if adversary == "server" else "trusted"
+    words = ["method=fedavg_gan", "data=digits", "partition=iid", "partition.clients=4"]
+    words += ["method.cohort_size=2", "method.sampled_by=clients", "rounds=60"]
+    words += ["privacy.target_epsilon=12", "privacy.noise_multiplier=1.5"]
+    words += [f"privacy.adversary={adversary}", f"privacy.aggregation={aggregation}"]
+    ready = setup(compose("config", words))
+    after = ready.with_dropouts()
+
+    def rounds(progress: Progress) -> int:
+        return calibrate_after_dropout(ready.config, after, ready.privacy, progress).budget.rounds
+
+    planned, fewer = ready.privacy.budget.rounds, rounds(Progress(1, 1))
+    assert 1 < fewer < planned
+    assert rounds(Progress(fewer, fewer)) == fewer
+    further = Progress(1, fewer + 1) if adversary == "server" else Progress(fewer + 1, 1)
+    assert rounds(further) == planned
+
+
+@kills("fedgen/run/noise_domain.py", 'settings["privacy"].pop("at_fpr", None)', "pass")
+@kills(
+    "fedgen/run/noise_domain.py", '("images_per_person", *TARGETS[1:])', '("images_per_person",)'
+)
+def test_targets_that_are_not_used_change_no_noise() -> None:
+    """A seed gives the same run as before there were any."""
+    words = ["method=dp_merf_small", "data=digits", "privacy.at_fpr=0.02"]
+    ready = setup(compose("config", words))
+    config = ready.config.copy()
+    with open_dict(config):
+        for name in ("target_mu", "target_advantage", "target_tpr", "at_fpr"):
+            config.privacy.pop(name)
+    noise = ready.privacy.noise_multiplier
+    assert noise_domain(config, ready.dataset, ready.shards, noise) == ready.domain
+    other = setup(compose("config", [*words, "privacy.target_tpr=0.1"]))
+    assert other.domain != ready.domain

@@ -318,7 +318,7 @@ class Critics:
         """Return the secret routing of query samples to critics in a round. With ``on_query``,
         critics are sampled before the query is known, by the same sample as for their response."""
         routing_streams = streams.salted("") if self.on_query else streams
-        return self.routing.assign(samples, routing_streams.secret("routing", round_))
+        return self.routing.assign(samples, routing_streams.at_round("routing", round_).secret())
 
     def train(
         self,
@@ -401,7 +401,7 @@ class Critics:
                     outputs = self.outputs(one_critic, one_companion, subquery, round_)[0]
                     yield torch.tensor(routing[critic]), outputs
 
-        response_streams = streams.at("answer", round_)
+        response_streams = streams.at_round("answer", round_)
         shape = (query.count, *self.response_shape)
         return self.mechanism.release(
             shape, outputs(), response_streams, contributes=not is_removed

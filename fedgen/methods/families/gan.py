@@ -324,7 +324,7 @@ class Client:
         if self.takes_steps:
             return self._descend(start, generator, query.count, shard, round_, streams)
         # the union of Poisson batches at one rate is a Poisson batch of all records
-        streams = streams.at("sum", round_)
+        streams = streams.at_round("sum", round_)
         sums = self.steps.record_gradients(part(start, "weights"), generator, shard, streams)
         return self.steps.mechanism.release((self.nets.size(),), sums, streams)
 
@@ -347,7 +347,7 @@ class Client:
             noised = noised.to(self.nets.device)
             return self.steps.discriminator_step(dict(point), generator, noised, streams)
 
-        steps = [streams.at("steps", round_, "step", number) for number in range(count)]
+        steps = [streams.at_round("steps", round_).at("step", number) for number in range(count)]
         return descent(self.steps.mechanism, start, self.nets.size(), sums, move, steps)
 
 

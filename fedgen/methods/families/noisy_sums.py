@@ -203,7 +203,7 @@ class SumSequence:
     ) -> Sent:
         del state
         [sum_query] = [candidate for candidate in self.queries if candidate.name in query.samples]
-        round_streams, private = streams.at(sum_query.name, round_), shard.on(self.device)
+        round_streams, private = streams.at_round(sum_query.name, round_), shard.on(self.device)
         shared = {name: value.to(self.device) for name, value in query.shared.items()}
 
         def rows(index: Tensor) -> tuple[Tensor, Tensor]:
