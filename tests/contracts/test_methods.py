@@ -264,12 +264,14 @@ def test_a_plan_is_made_before_anything_is_written(tmp_path: Path) -> None:
 
 
 SAMPLED = {
+    # sums in place of steps
+    "dp_wgan_gp_small": [*PARTITIONS["several"], "privacy.aggregation=secure"],
     "fedavg_gan": [
         *PARTITIONS["several"],
         "privacy.aggregation=secure",
         "method.sampled_by=clients",
         "method.cohort_size=2",
-    ]
+    ],
 }
 
 
@@ -283,6 +285,12 @@ SAMPLED = {
     "fedgen/methods/families/gan.py",
     'streams.at_round("sum", round_)',
     'streams.at("sum", round_)',
+    case="dp_wgan_gp_small",
+)
+@kills(
+    "fedgen/methods/families/gan.py",
+    'streams.at_round("steps", round_).at(',
+    'streams.at("steps", round_).at(',
     case="dpgan_small",
 )
 @pytest.mark.parametrize("method", PROGRAMS)
