@@ -9,11 +9,10 @@ domains are independent, so a client that responds more or less often does not c
 others.
 
 Mode ``seeded`` derives the three keys from a root seed: the run is reproducible and counts as an
-experiment. Mode ``secure`` obtains keys from the operating system. The noise key exists in memory
-only; each response has its own. Secret keys are stored before their first use, so that a process
-that died is continued with the same samples: that of cohort sampling with the checkpoints of the
-run, where a repeated round samples the same cohort, and that of each client in its folder, where
-each charged response has its own samples (``at_release``).
+experiment. Mode ``secure`` obtains keys from the operating system. Each response has its own noise
+key, which exists in memory only. Secret keys are stored before their first use, so that a resumed
+run has the same samples. One key, stored with the checkpoints, samples cohorts: a repeated round
+samples the same cohort. Each client has another in its folder: see ``at_release``.
 
 Each stream is AES-256 in counter mode; SHAKE-256 derives the AES key from the key and the domain.
 Both modes share this code. Every ε assumes that these streams are indistinguishable from random

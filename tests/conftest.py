@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Stop at once, also under xdist, which runs all other files first."""
+    """Stop at once; xdist would run all other files first."""
     if report.failed:
         pytest.exit(f"{report.nodeid} cannot be collected", returncode=2)
 

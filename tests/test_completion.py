@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedgen import cli, completion
+from fedgen.config.schema import TARGETS
 
 BASH = """
 eval "$(fedgen completion)"
@@ -32,7 +33,7 @@ def after(line: str) -> list[str]:
         ("fedgen train method=dpgan_small method.discriminator_s", ["method.discriminator_steps="]),
         ("fedgen train method=mixture_small method.discriminator_s", []),
         ("fedgen train logger=mlflow logger.u", ["logger.uri="]),
-        ("fedgen train privacy.target_e", ["privacy.target_epsilon="]),
+        ("fedgen train privacy.target", [f"privacy.{name}=" for name in sorted(TARGETS)]),
         ("fedgen train seed=x method.clus", []),
         ("fedgen sample run", ["run="]),
         ("fedgen nothing x", []),

@@ -28,6 +28,8 @@ Positive = Annotated[float, Gt(0)]
 PrivacyLevel = Annotated[float, Ge(1e-9), Le(1e9)]
 """ε, μ, or a noise multiplier."""
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
+DEFAULT_FPR = 0.01
+"""``privacy.at_fpr`` of runs of 0.1.0, which had no such setting."""
 Processes = Annotated[int, Ge(1), Le(1024)]
 
 
@@ -57,7 +59,7 @@ class _Privacy(_Section):
     target_mu: PrivacyLevel | None = None
     target_advantage: OpenFraction | None = None
     target_tpr: OpenFraction | None = None
-    at_fpr: OpenFraction = 0.01
+    at_fpr: OpenFraction = DEFAULT_FPR
     noise_multiplier: PrivacyLevel | None
     delta: OpenFraction
     adversary: Literal["server", "release"]

@@ -209,9 +209,8 @@ def from_json(data: Mapping[str, Any]) -> Guarantee:
     if profile.ndim != 2 or profile.shape[1] != 2 or not 0 < len(profile) <= len(GRID):
         raise ValueError("not a guarantee")
     points, deltas = profile.T
-    if not (points[0] >= 0 and (np.diff(points) > 0).all() and np.isfinite(points).all()):
-        raise ValueError("not a guarantee")
-    if not ((deltas >= 0) & (deltas <= 1)).all():
+    is_ascending = points[0] >= 0 and (np.diff(points) > 0).all() and np.isfinite(points).all()
+    if not is_ascending or not ((deltas >= 0) & (deltas <= 1)).all():
         raise ValueError("not a guarantee")
     return Guarantee(points, deltas, None)
 

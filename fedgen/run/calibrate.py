@@ -41,10 +41,11 @@ class OtherTarget:
     measure: Callable[[Guarantee], float]
 
     def planned(self, method: Method, config: DictConfig, server: bool) -> float:
-        """Return the measure of the whole run against one adversary; infinity without a bound."""
+        """Return the measure of the whole run against one adversary, by the points that are
+        published (``Guarantee.thinned``); infinity without a bound."""
         bound = planned_bound(method, config, server)
         curve = bound.guarantee(config.privacy.delta, method.plan.relation)
-        return math.inf if curve is None else self.measure(curve)
+        return math.inf if curve is None else self.measure(curve.thinned())
 
 
 def other_target(config: DictConfig) -> OtherTarget | None:

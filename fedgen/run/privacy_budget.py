@@ -87,13 +87,12 @@ def client_died(run_dir: RunDir) -> bool:
 def progress_of(ready: Setup, run_dir: RunDir, name: str) -> Progress:
     """Return how far a run went before it was interrupted. The rounds of a seeded run are those of
     its checkpoint: the others are repeated with the same responses."""
-    started = run_dir.started_rounds()
+    started, seeded = run_dir.started_rounds(), ready.privacy.noise == "seeded"
     rounds = max(started, default=-1) + 1
-    if ready.privacy.noise == "seeded" and (saved := checkpoint.load(run_dir.checkpoints)):
+    if seeded and (saved := checkpoint.load(run_dir.checkpoints)):
         rounds = saved[0].rounds
     if ready.dataset.is_remote:  # no client was queried more often than rounds were started
         return Progress(rounds, started.total() * ready.method.plan.samples_per_round)
-    seeded = ready.privacy.noise == "seeded"
     accounts = open_ledgers(run_dir, name, len(ready.shards), seeded).values()
     return Progress(rounds, max((account.samples for account in accounts), default=0))
 

@@ -143,12 +143,16 @@ class Accounts:
             for client, spend in spends.items()
         }
 
+    def _bounded_spends(self, state: RunState) -> list[Spend]:
+        """Return the effective spends of all clients except those ``without_bound``."""
+        spends = self.effective_spends(state)
+        lost = self.without_bound(spends)
+        return [spend for client, spend in spends.items() if client not in lost]
+
     def epsilon_by_adversary(self, state: RunState, stopped: bool = False) -> dict[str, Epsilon]:
         """Return ε so far by adversary, over all clients except those ``without_bound``: the
         largest against the server, and the common bound against a reader of the release."""
-        spends = self.effective_spends(state)
-        lost = self.without_bound(spends)
-        bounded = [spend for client, spend in spends.items() if client not in lost]
+        bounded = self._bounded_spends(state)
         bounds = epsilons(bounded, self.privacy.delta, self.method.plan.relation)
         server = max(bounds, key=lambda bound: bound.or_infinity)
         return {"server": server, "release": self.release(state, stopped) or server}
@@ -156,9 +160,7 @@ class Accounts:
     def guarantees(self, state: RunState, stopped: bool) -> dict[str, Guarantee | None]:
         """Return the trade-off curve that belongs to each ε of ``epsilon_by_adversary``."""
         relation, delta = self.method.plan.relation, self.privacy.delta
-        spends = self.effective_spends(state)
-        lost = self.without_bound(spends)
-        bounded = [spend for client, spend in spends.items() if client not in lost]
+        bounded = self._bounded_spends(state)
         curves = {"server": worst_guarantee(bounded, delta, relation)}
         release = self._release(state, stopped)
         if release is None:
@@ -173,9 +175,7 @@ class Accounts:
         plan, delta = self.method.plan, self.privacy.delta
         if plan.unit is not Unit.RECORD:
             return dict.fromkeys(("server", "release"))
-        spends = self.effective_spends(state)
-        lost = self.without_bound(spends)
-        bounded = [spend for client, spend in spends.items() if client not in lost]
+        bounded = self._bounded_spends(state)
         server = group_epsilons(bounded, delta, plan.relation)
         release = self._release(state, stopped)
         if release is None:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedgen.config import registry
 from fedgen.config.compose import check_restored
 from fedgen.config.device import resolve_device
-from fedgen.config.schema import RUNTIME_INVARIANT, target_of
+from fedgen.config.schema import DEFAULT_FPR, RUNTIME_INVARIANT, target_of
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
 from fedgen.federation.client.context import LEDGER
@@ -289,14 +289,11 @@ def check_same_run(run_dir: RunDir, ready: Setup, identity: dict[str, Any]) -> N
         raise FedgenError("resume", f"{run_dir.checkpoints} is missing", "restore it")
 
 
-_DEFAULT_FPR = 0.01
-
-
 def check_same_settings(config: DictConfig, place: Path) -> None:
     """Raise FedgenError if a run was trained with other settings, or was altered."""
     _, original, identity = RunDir.open(place, "run_dir")
     try:
-        was: dict[str, Any] = {"privacy.at_fpr": _DEFAULT_FPR}  # 0.1.0 had no such setting
+        was: dict[str, Any] = {"privacy.at_fpr": DEFAULT_FPR}
         was |= flat_settings(OmegaConf.to_container(original, resolve=True))
         was |= settings_before_derivation(place, original, identity, "run_dir")
     except (OmegaConfBaseException, AttributeError, TypeError) as error:

@@ -403,9 +403,9 @@ def test_no_death_chooses_the_samples_of_a_response(tmp_path: Path) -> None:
         return whole(state, query, shard, round_, streams)
 
     program = replace(method.client, respond=respond)
-    terms, home = RunTerms(10**6, "run", reserves=True), tmp_path / "clients"
+    terms, folder = RunTerms(10**6, "run", reserves=True), tmp_path / "clients"
     setup = ClientSetup(
-        lambda: program, lambda _: SHARD, 0, "", "secure", home, terms, False, 0.0, threads=1
+        lambda: program, lambda _: SHARD, 0, "", "secure", folder, terms, False, 0.0, threads=1
     )
     content = method.server.query(method.server.init(STREAMS), 0, STREAMS)
     released = []
@@ -424,7 +424,7 @@ def test_no_death_chooses_the_samples_of_a_response(tmp_path: Path) -> None:
         assert len(set(decisions)) == 1
         released.append(decisions[0])
     assert 8 <= sum(released) <= 56
-    assert (home / "0" / SAMPLING_KEY).stat().st_mode & 0o077 == 0
+    assert (folder / "0" / SAMPLING_KEY).stat().st_mode & 0o077 == 0
 
 
 @kills(

@@ -166,7 +166,7 @@ class ClientContexts:
 
 def _sampling_key(folder: Path) -> bytes:
     """Return the secret key of a client's samples. It is stored before the first response, so that
-    no process that dies, whatever its samples are, leads to other samples.
+    the death of a process cannot lead to other samples.
 
     Raises:
         FedgenError: if the key of a response that died is missing.
