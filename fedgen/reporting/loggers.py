@@ -44,7 +44,10 @@ def tensorboard(place: Path, name: str, rounds: int) -> Logger:
     del name
     from torch.utils.tensorboard import SummaryWriter
 
-    board: Any = SummaryWriter(str(place), purge_step=rounds + 1)
+    # files are read in the order of their names, which clocks decide: a first file that is read
+    # second must not drop anything
+    resumed = any(place.glob("events.out.tfevents.*"))
+    board: Any = SummaryWriter(str(place), purge_step=rounds + 1 if resumed else None)
 
     def image(name: str, pixels: NDArray[np.uint8], round_: int) -> None:
         board.add_image(name, pixels, round_, dataformats="HWC")

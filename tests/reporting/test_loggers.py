@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Train, fingerprint, tiny
 
 from fedgen import cli
+from fedgen.reporting import loggers
 from fedgen.run.resume import _settings_digest
 
 WORDS = ["method=dpgan_small", "log_every=1", "sample_every=2", "rounds=4"]
@@ -35,7 +36,7 @@ def epsilons(run: Path) -> list[tuple[int, float]]:
 def on_the_board(run: Path) -> list[tuple[int, float]]:
     found = EventAccumulator(str(run)).Reload()
     assert found.Images("samples")
-    return [(each.step, each.value) for each in found.Scalars("epsilon/server")]
+    return sorted((each.step, each.value) for each in found.Scalars("epsilon/server"))
 
 
 def in_mlflow(run: Path) -> list[tuple[int, float]]:
@@ -68,6 +69,23 @@ def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[s
     assert log.stat().st_size > 1000 and list(log.parent.rglob("media/images/*.png"))
     assert cli.run(["train", f"resume={run}", "rounds=6", "logger=wandb"]) == 0
     assert cli.run(["evaluate", f"run={run}", "evaluation=none"]) == 0
+
+
+@kills("fedgen/reporting/loggers.py", "rounds + 1 if resumed else None", "rounds + 1")
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_resumed_run_is_whole_on_the_board(behind: bool, tmp_path: Path) -> None:
+    """Also if the clock of the second process is behind that of the first; the board then keeps
+    what the first wrote after its last checkpoint."""
+    for finished, steps in ((0, (2, 4, 5)), (4, (6,))):
+        log = loggers.tensorboard(tmp_path, "run", finished)
+        for step in steps:
+            log.scalar("loss", float(step), step)
+        log.close()
+        if finished == 0:
+            [first] = tmp_path.glob("events.out.tfevents.*")
+            first.rename(tmp_path / f"events.out.tfevents.{'9' if behind else '0'}")
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert sorted(each.step for each in found) == [2, 4] + [5] * behind + [6]
 
 
 def test_none_leaves_nothing(train: Train) -> None:
