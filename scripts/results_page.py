@@ -1,6 +1,6 @@
 """The page of measured runs, ``docs/measured.md``, of the figures kept under ``docs/results/``.
 
-    python scripts/results_page.py                                  # writes the page
+    python scripts/results_page.py                                  # writes it, and figures in text
     python scripts/results_page.py add SECTION RUN_DIR "COMMAND"    # keeps a run's figures first
     python scripts/results_page.py benchmark MATRIX DIR             # those of all of its runs
 
@@ -8,6 +8,10 @@ DIR is of ``fedgen benchmark matrix=MATRIX``, mnist or hour: its runs are compar
 of the former in a figure as well, ``docs/comparison.png``, beside what papers have. Each run
 is one line of its section's JSON Lines file: trimmed results, versions, date and command. The
 command must compose to the settings of the run.
+
+In the README and the pages, a comment after a figure names its runs, and the figure is rounded to
+the decimals that it has: ``98.2 ± 0.1<!-- FILE: WORDS: COLUMN -->``. WORDS are those of a command
+that distinguish it in the file; of several commands with them, the shortest is meant.
 """
 
 from __future__ import annotations
@@ -93,6 +97,8 @@ def main() -> None:
         case _:
             sys.exit(__doc__)
     PAGE.write_text(page())
+    for file in pages_with_figures():
+        file.write_text(with_figures(file))
     draw(compared(kept(), "mnist"))
 
 
@@ -178,6 +184,7 @@ def _figures(*keys: str, scale: float = 1) -> Callable[[list[dict[str, Any]]], l
 
 
 _cnn = _figures("gen2real", "cnn", "mean", scale=100)
+_minutes = _figures("seconds", scale=1 / 60)
 _COLUMNS = {
     "CNN": _cnn,
     "logistic regression": _figures("gen2real", "logistic_regression", "mean", scale=100),
@@ -188,6 +195,9 @@ _COLUMNS = {
     "precision": _figures("precision", scale=100),
     "recall": _figures("recall", scale=100),
 }
+
+
+_FIGURE = re.compile(r"\b\d+(?:\.(\d+))?(?: ± \d+\.(\d+))?<!-- ([\w-]+): ([^>:]*): ([\w ]+) -->")
 
 
 def _papers(matrix: str, method: str) -> dict[tuple[str, str], float]:
@@ -273,6 +283,35 @@ def page() -> str:
             parts.append(_line(f"`{own}`" if own else "as above", commands[words], columns))
         parts += ["", *_made(run for runs in commands.values() for run in runs), ""]
     return "\n".join(parts)
+
+
+def pages_with_figures() -> list[Path]:
+    """Pages whose prose has figures of runs."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [file for file in files if _FIGURE.search(file.read_text())]
+
+
+def with_figures(file: Path) -> str:
+    """The text of a page, with the figures that its comments name."""
+
+    def figure(found: re.Match[str]) -> str:
+        decimals, spread, name, words, column = found.groups()
+        settings: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for run in _lines(KEPT / f"{name}.jsonl"):
+            command = shlex.split(run["command"])
+            if set(shlex.split(words)) <= set(command):
+                own = tuple(word for word in command if not word.startswith("seed="))
+                settings.setdefault(own, []).append(run["results"])
+        shortest, *others = sorted(settings, key=len) or sys.exit(f"{file}: no run for {found[0]}")
+        if others and len(others[0]) == len(shortest):
+            sys.exit(f"{file}: several runs for {found[0]}")
+        values = (_COLUMNS | {"minutes": _minutes})[column](settings[shortest])
+        text = f"{statistics.mean(values):.{len(decimals or '')}f}"
+        if spread is not None:
+            text += f" ± {statistics.stdev(values):.{len(spread)}f}"
+        return f"{text}{found[0][found[0].index('<!--') :]}"
+
+    return _FIGURE.sub(figure, file.read_text())
 
 
 def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
