@@ -1,11 +1,11 @@
-"""Many critics in one client: fedgen's stacks beside a plain loop over modules.
+"""Many critics of one client: fedgen's stacks against a plain loop over modules.
 
     python scripts/bench_critics.py [--critics 1000] [--widths 64 16] [--rows 32] [--device cpu]
 
-Prints a table and, last, a line of JSON with the ratios. Every critic takes a step of WGAN-GP with
-Adam, so that all states are there; then ``--timed`` of them take ``--steps`` each, and these are
-timed, the best of ``--repeats``. Memory is the peak of the process, each line in a process of its
-own (CUDA: of the device's allocator). ``on disk``: states that are not in use are files.
+Print a table, and a line of JSON with the ratios. Every critic first takes a step of WGAN-GP with
+Adam, which creates all states; then ``--timed`` of them take ``--steps`` each, timed as the best of
+``--repeats``. Memory is the peak of the process, one process per line (CUDA: of the device's
+allocator). ``on disk``: states that are not in use are files.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Train = Callable[[range, int], None]
 
 
 def rows(critics: int) -> Shard:
-    """Rows for so many critics: what they show does not matter for the time."""
+    """Return images for so many critics; their content does not affect the time."""
     flips, count = torch.Generator().manual_seed(0), ROWS_EACH * critics
     images = torch.randint(0, 256, (count, *SHAPE), generator=flips, dtype=torch.uint8)
     return Shard(images, torch.randint(0, CLASSES, (count,), generator=flips))
 
 
 def plain_loop(critics: int, width: int, batch: int, device: str, folder: Path) -> Train:
-    """A module and an optimizer for each critic, one after the other."""
+    """Train a module and an optimizer per critic, one after the other."""
     shard = rows(critics)
     networks: list[nn.Module] = [Critic(CLASSES, SHAPE, width).to(device) for _ in range(critics)]
     for network in networks:  # as fedgen's: neither zero vectors, nor zero weights
@@ -98,7 +98,7 @@ def fedgen(
     stack: int | None = None,
     disk: bool = False,
 ) -> Train:
-    """The client program. ``stack``: another than the code chooses; ``disk``: states are files."""
+    """Train through the client program. ``stack``: critics per stack; ``disk``: states in files."""
     settings = ["method=gs_wgan", "method/generator=dcgan", f"method.critic.width={width}"]
     settings += [f"method.critics={critics}", f"method.critic_batch={batch}"]
     make = build(compose("config", settings).method, "method")
@@ -120,7 +120,7 @@ def fedgen(
 
 
 def chosen_stack(width: int, device: str) -> int:
-    """How many critics the code stacks."""
+    """Return the number of critics that the code stacks."""
     critic = meta_module(Critic(CLASSES, SHAPE, width))
     return min(TURN, critics_at_once(critic, device))
 
@@ -145,7 +145,7 @@ def measure(
     device: str,
     threads: int,
 ) -> tuple[float, float]:
-    """Critic steps per second, and peak bytes."""
+    """Return critic steps per second, and peak bytes."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     cuda, turns = device == "cuda", [range(at, at + TURN) for at in range(0, critics, TURN)]
@@ -167,7 +167,7 @@ def measure(
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--critics", type=int, default=1000)

@@ -1,10 +1,10 @@
-"""Milliseconds a round of the same app, by nodes of fedgen and by Flower's own SuperNodes, in one
-run on this machine: TLS, keys, a database, one process a site.
+"""Milliseconds per round of the same app with fedgen's nodes and with Flower's SuperNodes, in one
+run on this machine: TLS, keys, a database, one process per site.
 
     python scripts/bench_deployment.py [--nodes 1 10] [--rounds 20] [--stock-rounds 2]
 
-A round is one exchange: DPGAN on digits, whose clients answer noised gradient sums of 170 kB. Both
-are timed by the coordinator, from the question to the generator's step.
+A round is one exchange: DPGAN on digits, whose clients respond with noised gradient sums of 170 kB.
+The coordinator measures both, from the query to the step of the generator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METHOD = [
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that end, with all that they started, when the block does."""
+    """Stop processes and their children at the end of the block."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         yield running
@@ -68,14 +68,14 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 def started(
     command: list[str], place: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A command in a folder of its own."""
+    """Start a command in its own folder."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "out").open("w") as out:
         return subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out)
 
 
 def until_up(port: int, ca: Path) -> None:
-    """Waits for a SuperLink."""
+    """Wait for a SuperLink."""
     end = time.monotonic() + 60
     while True:
         with contextlib.suppress(OSError):
@@ -89,13 +89,13 @@ def until_up(port: int, ca: Path) -> None:
 
 
 def per_round(run: Path) -> float:
-    """Milliseconds."""
+    """Return milliseconds per round."""
     found = json.loads((run / "results.json").read_text())
     return 1000 * sum(found["seconds_per_round"].values())
 
 
 def of_fedgen(nodes: int, rounds: int, place: Path, environment: dict[str, str]) -> float:
-    """Nodes of fedgen."""
+    """Measure fedgen's nodes."""
     words = ["data=digits", "partition=iid", f"partition.clients={nodes}"]
     rows, shards = setup.partitioned_data(compose("config", words))
     port, link, fedgen = free_port(), place / "link", str(BIN / "fedgen")
@@ -135,7 +135,7 @@ def of_fedgen(nodes: int, rounds: int, place: Path, environment: dict[str, str])
 
 
 def of_flower(nodes: int, rounds: int, place: Path, environment: dict[str, str]) -> float:
-    """Flower's own SuperNodes, which start a process for each message."""
+    """Measure Flower's SuperNodes, which start a process for each message."""
     port, link = free_port(), place / "link"
     certificates(link, ["localhost", "127.0.0.1"], 1)
     ca, run = link / "ca.crt", place / "run"
@@ -177,7 +177,7 @@ def of_flower(nodes: int, rounds: int, place: Path, environment: dict[str, str])
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print the table."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--nodes", type=int, nargs="+", default=[1, 10])
     arguments.add_argument("--rounds", type=int, default=20)

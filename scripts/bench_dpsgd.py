@@ -1,20 +1,20 @@
-"""One DP-SGD step of DPGAN's discriminator: fedgen's clipped sum beside a plain step and others,
-and a whole step of a run beside a training loop by Opacus.
+"""One DP-SGD step of DPGAN's discriminator: fedgen's clipped sum against a plain step and other
+libraries, and a whole step of a run against a training loop by Opacus.
 
     python scripts/bench_dpsgd.py [--width 128] [--rows 256] [--repeats 7] [--device cpu]
 
-Prints tables and, last, a line of JSON with the ratios. In the first a step is forward, loss, and
-the gradient of all weights: summed (plain), or clipped example by example and summed. Memory is the
-peak of the process above its start (CUDA: of the device's allocator), each method in a process of
-its own. ``share_of_ceiling``: the arithmetic of a plain step over the time of ours, as a share of
-the rate that one large product of matrices reaches here.
+Print tables, and a line of JSON with the ratios. In the first table a step is forward pass, loss,
+and the gradient of all weights: summed (plain), or clipped per example and summed. Memory is the
+peak of the process above its start (CUDA: of the device's allocator), one process per method.
+``share_of_ceiling``: the arithmetic of a plain step over fedgen's time, as a share of the rate of
+one large matrix product.
 
-A whole step is what ``fedgen train experiment=dpgan_mnist_128`` takes for one on 60,000 made-up
-rows (half of ``--rows`` real in the mean, half fakes), from the query to the update of the
-generator after n_D = 50 of them, in both modes of noise: messages, ledger, noise and all. Beside it
-the same step by a plain loop over Opacus' Poisson loader, with its clipping (hooks; ghost), its
-noise and torch's Adam, and no step of a generator. ``whole_step_over_sum_*``: over the clipped sums
-within; ``..._but_fakes``: without drawing the fakes, which any such step does.
+A whole step is one step of ``fedgen train experiment=dpgan_mnist_128`` on 60,000 synthetic images
+(half of ``--rows`` real on average, half fakes), from the query to the update of the generator
+after n_D = 50 of them, in both noise modes: with messages, ledger and noise. The reference is a
+loop over Opacus' Poisson loader, with its clipping (hooks; ghost), its noise and torch's Adam,
+without generator steps. ``whole_step_over_sum_*``: relative to the clipped sums within;
+``..._but_fakes``: without drawing the fakes, which any such step needs.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ T = TypeVar("T")
 
 
 def losses(logits: Tensor) -> Tensor:
-    """-log D of each example."""
+    """Return -log D of each example."""
     return F.softplus(-logits)
 
 
 def plain(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """Not private: one backward pass."""
+    """Run one backward pass without privacy."""
 
     def step() -> None:
         module.zero_grad()
@@ -63,20 +63,20 @@ def plain(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
 
 def fedgen(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """The engine."""
+    """Run fedgen's clipped sum."""
     weights = {name: value.detach() for name, value in module.named_parameters()}
     return lambda: clipped_sum(module, weights, (images, labels), losses, 1.0)
 
 
 def fedgen_single(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """The engine, with norms and sums in single precision."""
+    """Run fedgen's clipped sum, with norms and sums in single precision."""
     weights = {name: value.detach() for name, value in module.named_parameters()}
     given = (images, labels)
     return lambda: clipped_sum(module, weights, given, losses, 1.0, precision="float32")
 
 
 def torch_func(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """vmap of grad, 64 examples at a time."""
+    """Run vmap of grad, 64 examples at a time."""
     weights = {name: value.detach() for name, value in module.named_parameters()}
 
     def loss(given: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def torch_func(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
 
 def opacus_hooks(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """GradSampleModule, then clip and sum."""
+    """Run GradSampleModule, clip and sum."""
     from opacus import GradSampleModule
 
     wrapped = GradSampleModule(module, loss_reduction="sum")
@@ -104,7 +104,7 @@ def opacus_hooks(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 
 
 def opacus_ghost(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
-    """GradSampleModuleFastGradientClipping: norms in a first backward pass, the sum in a second."""
+    """Run GradSampleModuleFastGradientClipping: norms in one backward pass, the sum in a second."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     wrapped = GradSampleModuleFastGradientClipping(
@@ -130,7 +130,7 @@ METHODS = (plain, fedgen, fedgen_single, opacus_hooks, opacus_ghost, torch_func)
 def measure(
     name: str, width: int, rows: int, repeats: int, device: str, threads: int
 ) -> tuple[float, float]:
-    """Median seconds of a step, and peak bytes above the start."""
+    """Return median seconds of a step, and peak bytes above the start."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def measure(
 
 
 def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, float]:
-    """Floating point operations of a plain step, and those of a large product in a second."""
+    """Return floating point operations of a plain step, and those of a large product per second."""
     torch.set_num_threads(threads)
     module = Discriminator(10, (1, 28, 28), width).to(device)
     images = torch.rand(rows, 1, 28, 28, device=device)
@@ -172,14 +172,14 @@ def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, fl
 
 
 def now() -> float:
-    """Seconds, once the device has done what it was given."""
+    """Return the time in seconds, after synchronising the device."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Clock:
-    """Seconds by part of a round, each without the parts inside of it."""
+    """Seconds by part of a round, each without nested parts."""
 
     def __init__(self) -> None:
         self.parts: Counter[str] = Counter()
@@ -187,7 +187,7 @@ class Clock:
         self._inside = [0.0]
 
     def timed(self, part: str, owner: Any, name: str) -> None:
-        """Has the time of a function go to a part from now on; of ``round``, that of all parts."""
+        """Attribute the time of a function to a part; ``round``: to all parts."""
         function = getattr(owner, name)
 
         def run(*given: Any, **named: Any) -> Any:
@@ -209,7 +209,7 @@ class Clock:
 
 
 def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> dict[str, float]:
-    """Seconds of a step of a run, by part: those of the second of two messages of 50 steps."""
+    """Return seconds of a step of a run by part, from the second of two messages of 50 steps."""
     from fedgen.config.compose import compose
     from fedgen.federation import messages, rounds
     from fedgen.federation.client.state_store import ClientStore
@@ -247,7 +247,7 @@ def whole_step(noise: str, width: int, rows: int, device: str, threads: int) -> 
 
 
 def opacus_step(mode: str, width: int, rows: int, repeats: int, device: str, threads: int) -> float:
-    """Median seconds of a step by Opacus' PrivacyEngine."""
+    """Return median seconds of a step by Opacus' PrivacyEngine."""
     from opacus import PrivacyEngine
 
     warnings.simplefilter("ignore")
@@ -279,9 +279,9 @@ def opacus_step(mode: str, width: int, rows: int, repeats: int, device: str, thr
             fakes = generator(torch.randn(count, 128, device=device), given)
         both = torch.cat([real.to(device).float() / 255, fakes])
         logits = module(both, torch.cat([labels.to(device), given]))
-        told = torch.cat([torch.ones(len(real)), torch.zeros(count)]).to(device)
+        targets = torch.cat([torch.ones(len(real)), torch.zeros(count)]).to(device)
         optimizer.zero_grad()
-        loss(logits, told).backward()
+        loss(logits, targets).backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -290,17 +290,17 @@ def opacus_step(mode: str, width: int, rows: int, repeats: int, device: str, thr
 
 
 def alone(function: Callable[..., T], *given: Any) -> T:
-    """What a function returns in a process of its own."""
+    """Call a function in its own process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, given)
 
 
 def whole_steps(width: int, rows: int, repeats: int, device: str, threads: int) -> dict[str, float]:
-    """Prints the second table; the ratios for JSON."""
+    """Print the second table; return the ratios for JSON."""
     ours = {n: alone(whole_step, n, width, rows, device, threads) for n in ("seeded", "secure")}
     for name, parts in ours.items():
-        told = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
-        print(f"whole step, {name:6} {sum(parts.values()) * 1e3:9.1f} ms ({told})")
+        shares = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
+        print(f"whole step, {name:6} {sum(parts.values()) * 1e3:9.1f} ms ({shares})")
     whole = {name: sum(parts.values()) for name, parts in ours.items()}
     found = {f"whole_step_over_sum_{n}": whole[n] / ours[n]["sum"] for n in ours}
     for n, parts in ours.items():
@@ -313,7 +313,7 @@ def whole_steps(width: int, rows: int, repeats: int, device: str, threads: int) 
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rows", type=int, default=256)

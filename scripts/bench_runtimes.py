@@ -1,12 +1,12 @@
-"""What the runtimes cost, next to plain calls and to Flower's own simulation engine.
+"""Cost of the runtimes, against plain calls and Flower's own simulation engine.
 
-First, a round of trivial clients: each gets 100 KB and answers with 100 KB. Plain calls, clients in
-this process, fedgen's Ray actors, and Flower's engine, for 1, 10 and 100 clients and for 10 of
-3,400; medians, with start-up, shut-down, and the memory of all processes. Then what messages, grid,
-store and ledger add to GS-WGAN's own work: narrow networks (width 4), 28x28 images, 32 samples a
-query, every client answering each of them, as plain calls and in process.
+First, a round of trivial clients, which receive and return 100 KB: plain calls, clients in this
+process, fedgen's Ray actors, and Flower's engine, for 1, 10 and 100 clients and for 10 of 3,400;
+medians, with start-up, shut-down, and the memory of all processes. Then the overhead of messages,
+grid, store and ledger for GS-WGAN: narrow networks (width 4), 28x28 images, 32 query samples, with
+responses of every client to each, as plain calls and in process.
 
-Prints tables, and last a line of JSON.
+Print tables, and a line of JSON.
 
     python scripts/bench_runtimes.py [--rounds 20] [--clients N ...]
 """
@@ -58,12 +58,12 @@ FLOATS = 25_000  # 100 KB
 
 
 def trivial(array: torch.Tensor) -> torch.Tensor:
-    """The client's work."""
+    """Do the work of a client."""
     return array + 1
 
 
 def trivial_app() -> ClientApp:
-    """A client that reads 100 KB and answers with 100 KB."""
+    """Create a client that reads 100 KB and responds with 100 KB."""
     app = ClientApp()
 
     @app.query("add")
@@ -75,12 +75,12 @@ def trivial_app() -> ClientApp:
 
 
 def content() -> ArrayRecord:
-    """100 KB of its own."""
+    """Return 100 KB."""
     return pack_arrays({"x": np.zeros(FLOATS, np.float32)})
 
 
 def grid_round(grid: Grid, nodes: list[int]) -> None:
-    """One round over a grid; every reply is read."""
+    """Run one round over a grid, and read every reply."""
     sent = [
         Message(RecordDict({"a": content()}), dst_node_id=node, message_type="query.add")
         for node in nodes
@@ -97,7 +97,7 @@ def grid_round(grid: Grid, nodes: list[int]) -> None:
 
 
 def median_ms(work: Callable[[], None], rounds: int) -> float:
-    """Median time of a round, after two to warm up."""
+    """Return the median time of a round, after two for warm-up."""
     times = []
     for _ in range(rounds + 2):
         begin = time.perf_counter()
@@ -107,7 +107,7 @@ def median_ms(work: Callable[[], None], rounds: int) -> float:
 
 
 class Cost:
-    """A runtime's figures for one case."""
+    """Figures of a runtime for one case."""
 
     def __init__(self) -> None:
         self.ms = self.up = self.down = 0.0
@@ -126,7 +126,7 @@ class Cost:
 
 
 def on_ray(clients: int, of: int, rounds: int) -> Cost:
-    """fedgen's actors, one per core."""
+    """Measure fedgen's actors, one per core."""
     cost, begin = Cost(), time.perf_counter()
     with cluster(None):
         cost.measure(RayGrid.start(trivial_app, of, 60.0, 1, 1.0, 0.0, of), clients, rounds, begin)
@@ -136,7 +136,7 @@ def on_ray(clients: int, of: int, rounds: int) -> Cost:
 
 
 def on_flower(clients: int, of: int, rounds: int) -> Cost:
-    """Flower's engine, one actor per core."""
+    """Measure Flower's engine, one actor per core."""
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
@@ -158,7 +158,7 @@ def on_flower(clients: int, of: int, rounds: int) -> Cost:
 
 
 def compare_runtimes(rounds: int, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """The first table."""
+    """Print the first table."""
     figures: dict[str, float] = {}
     print(f"trivial clients, 100 KB each way, median of {rounds} rounds")
     print(f"{'':14}{'':22}{'ms a round':>12}{'start s':>9}{'stop s':>8}{'memory':>10}")
@@ -188,7 +188,7 @@ def compare_runtimes(rounds: int, cases: Sequence[tuple[int, int]]) -> dict[str,
 
 
 def method(clients: int) -> Method:
-    """GS-WGAN with narrow networks."""
+    """Create GS-WGAN with narrow networks."""
     words = ["method=gs_wgan_small", "method.generator.width=4", "method.critic.width=4"]
     words += ["method.batch=32", "method.fakes_per_label=4", "method.critics=1"]
     words += ["method.critics_per_step=1", "method.critic_steps=1", "method.critic_batch=8"]
@@ -199,7 +199,7 @@ def method(clients: int) -> Method:
 
 
 class Bare:
-    """The loop without anything around it."""
+    """The loop alone."""
 
     def __init__(self, made: Method, shards: list[Shard], streams: RandomStreams) -> None:
         self.method, self.shards, self.streams = made, shards, streams
@@ -258,12 +258,12 @@ class InProcess:
 
 
 def program_of(clients: int) -> ClientProgram:
-    """The client of the method."""
+    """Return the client program of the method."""
     return method(clients).client
 
 
 def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
-    """The second table."""
+    """Print the second table."""
     streams = RandomStreams.from_seed(0, "seeded")
     shards = [
         Shard(torch.randint(0, 256, (50, 1, 28, 28), dtype=torch.uint8), torch.arange(50) % 10)
@@ -313,7 +313,7 @@ def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", type=int, nargs="*", help="of a round, in place of all cases")

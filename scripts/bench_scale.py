@@ -1,12 +1,12 @@
-"""What a round costs as the number of clients grows, on Ray, on this machine.
+"""Cost of a round by number of clients, on Ray, on this machine.
 
     python scripts/bench_scale.py [--clients 100 400 1600 3400] [--rounds 50] [KEY=VALUE ...]
 
-``fedgen train experiment=scale_3400`` for each number of clients: GS-WGAN, every client with a
-critic and an optimizer of its own, 32 rows a round, answered by as many clients (less those that
-are drawn twice), who train before they answer. What a round costs must not grow with those who are
-not in it. Start-up is all that is not a round: the cluster, the data, the ε, the results. Memory is
-that of all processes. Prints a table and, last, a line of JSON.
+``fedgen train experiment=scale_3400`` for each number of clients: GS-WGAN, where every client has a
+critic and an optimizer, and 32 query samples a round go to as many clients (fewer if some are
+sampled twice), which train before they respond. The cost of a round must not grow with the clients
+outside of it. Start-up is everything except rounds: cluster, data, ε, results. Memory is that of
+all processes. Print a table, and a line of JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EVERY_SECONDS = 3.0
 
 
 def bytes_under(place: Path) -> int:
-    """Of all files that are there now."""
+    """Return the size of all files in a folder."""
     found = 0
     for file in place.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -35,7 +35,7 @@ def bytes_under(place: Path) -> int:
 
 
 def measured(clients: int, rounds: int, settings: list[str]) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Run one experiment in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "run")
         words = ["experiment=scale_3400", f"partition.clients={clients}", f"rounds={rounds}"]

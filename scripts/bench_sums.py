@@ -1,15 +1,15 @@
-"""What secure sums cost: a round under masks beside the ideal sum, and sums in Ray's actors.
+"""Cost of secure sums: a masked round against the ideal sum, and sums in Ray's actors.
 
     python scripts/bench_sums.py                       # masks: 10 and 100 clients, 1e5 numbers each
     python scripts/bench_sums.py --clients 10 100 1000
     FEDGEN_DATA=... python scripts/bench_sums.py --ray 3400
 
-All clients of a round are in this process, on one core, and so is the server. The reference is what
-a simulation does: each client's share of the noise, and the sum of their words. ``--ray`` runs one
-round of DP-MERF with answers of 1e5 numbers (10,000 features, 10 labels) on as many clients,
-in this machine's actors, and once more with every answer sent by itself.
+All clients of a round and the server are in this process, on one core. The reference is a
+simulation: each client's share of the noise, and the sum of their words. ``--ray`` runs one round
+of DP-MERF with responses of 1e5 numbers (10,000 features, 10 labels) on as many clients, in this
+machine's actors, and once more with each response sent separately.
 
-Prints a line of JSON for each case: milliseconds, bytes a client, and the ratio to the reference.
+Print a line of JSON for each case: milliseconds, bytes per client, and the ratio to the reference.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ CONTEXT = b"bench/0"
 def masked_round(
     sums: Secure, words: dict[int, np.ndarray], gone: tuple[set[int], set[int], set[int]]
 ) -> tuple[np.ndarray | None, list[int], int]:
-    """A whole round; ``gone``: who is silent after keys, shares and words. Returns the sum (None: a
-    void round), who answered, and the bytes that a client sends and receives, but for the words."""
+    """Run a round. ``gone``: clients that drop out after keys, shares and words. Return the sum
+    (None if refused), the responders, and the bytes that a client sends and receives besides the
+    words."""
     maskers = {client: Masker(client, sums, CONTEXT) for client in words}
     keys = {client: each.announce() for client, each in maskers.items()}
     dealt = {c: each.seal_shares(keys) for c, each in maskers.items() if c not in gone[0]}
@@ -60,12 +61,12 @@ def masked_round(
                 total += maskers[client].mask(words[client])
                 answered.add(client)
         silent = set(dealt) - answered
-        told = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
-        moved += sum(len(share) for each in told.values() for share in each.values())
-        found, _ = unmask(total, keys, answered, silent, told, sums, CONTEXT)
+        revealed = {c: maskers[c].reveal(answered, silent) for c in answered - gone[2]}
+        moved += sum(len(share) for each in revealed.values() for share in each.values())
+        result, _ = unmask(total, keys, answered, silent, revealed, sums, CONTEXT)
     except MaskingError:
         return None, sorted(answered), moved // len(words)
-    return found, sorted(answered), moved // len(words)
+    return result, sorted(answered), moved // len(words)
 
 
 def masks(clients: int, numbers: int, rates: Iterable[float], repeats: int) -> None:
@@ -85,13 +86,13 @@ def masks(clients: int, numbers: int, rates: Iterable[float], repeats: int) -> N
         for _ in range(repeats):
             stages = [set(np.flatnonzero(rng.random(clients) < rate).tolist()) for _ in range(3)]
             begin = time.perf_counter()
-            found, answered, sent = masked_round(sums, words, (stages[0], stages[1], stages[2]))
+            result, answered, sent = masked_round(sums, words, (stages[0], stages[1], stages[2]))
             times.append(time.perf_counter() - begin)
-            if found is None:
+            if result is None:
                 void += 1
                 continue
             right = np.sum([words[client] for client in answered], axis=0, dtype=np.uint32)
-            exact += int(np.array_equal(found, right))
+            exact += int(np.array_equal(result, right))
         assert exact + void == repeats, "a sum that is neither exact nor void"
         found_ms = 1000 * float(np.median(times))
         line = {
@@ -114,7 +115,7 @@ def on_ray(clients: int) -> None:
     words += ["method.features=10000", "method.fakes_per_label=1", "rounds=1", "evaluation=none"]
     words += ["privacy.aggregation=secure", "runtime=ray", "runtime.num_cpus=1"]
     words += ["runtime.threads=1", "method.rows=60000"]
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     whole, arrived, count = RayGrid.start, Counter[str](), messages.count_bytes
 
     def counting(message: Message) -> int:  # a run counts what each client would have sent
@@ -130,15 +131,15 @@ def on_ray(clients: int) -> None:
         with tempfile.TemporaryDirectory() as place:
             run = train.train(compose("config", [*words, f"run_dir={place}/run"]))
             results = json.loads((Path(run) / "results.json").read_text())
-        found[name] = {
+        result[name] = {
             "clients": clients,
             "sums": name,
             "round_seconds": round(results["seconds_per_round"]["routing"], 1),
             "arrived_bytes": arrived[name],
             "generator": results["generator_sha256"][:16],
         }
-        print(json.dumps(found[name]), flush=True)
-    first, second = found.values()
+        print(json.dumps(result[name]), flush=True)
+    first, second = result.values()
     assert first["generator"] == second["generator"]
     ratio = second["arrived_bytes"] / first["arrived_bytes"]
     print(json.dumps({"bytes_by_itself_over_added_up": ratio}))

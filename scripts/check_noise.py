@@ -1,10 +1,10 @@
-"""The noise of mechanisms against a Gaussian's moments and tails, over very many numbers.
+"""The noise of mechanisms against moments and tails of a Gaussian, over very many numbers.
 
     python scripts/check_noise.py [--numbers 1e9] [--seed 0]
 
-Prints each moment's distance from what it should be in standard errors, and how many numbers lie
-beyond each whole number of standard deviations beside how many should. Exits with 1 if anything is
-further off than chance allows at level 1e-6 in all.
+Print the deviation of each moment in standard errors, and the number of values beyond each integer
+number of standard deviations next to its expectation. Exit with 1 if a deviation has a probability
+below 1e-6 in total.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TAILS = range(1, 7)
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numbers", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=0)

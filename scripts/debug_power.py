@@ -1,14 +1,13 @@
-"""How often ``fedgen debug`` is right, and at what ε it still is.
+"""Error rates of ``fedgen debug`` by ε.
 
     python scripts/debug_power.py [--experiment femnist_debug_small] [--repetitions 20]
                                   [--epsilons 10 5 2] [KEY=VALUE ...]
 
-Runs an experiment (or what the settings make of it) with the bug and without it, with a seed of
-its own each time: other clients have the bug, others are in a generator's part, and all streams
-differ; the classifier is the same. Prints a line for each ε: misses (a bug, and another verdict
-than "bug"), false alarms (no bug, and the verdict "bug"), how many were "inconclusive", the
-seconds of one, and the largest ε against both adversaries. ``--epsilons`` are those of the
-adversary that ``privacy.adversary`` names.
+Run an experiment (with other settings) with the bug and without it, with a new seed each time:
+other clients have the bug, groups have other clients, and all random streams differ; the classifier
+is the same. Print a line for each ε: misses (the bug, and another verdict than "bug"), false alarms
+(no bug, and the verdict "bug"), the number of "inconclusive" verdicts, the seconds of one run, and
+the largest ε against both adversaries. ``--epsilons`` are those against ``privacy.adversary``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fedgen.config.compose import compose
 
 @dataclass(frozen=True)
 class Found:
-    """What one call said. ``verdict``: true for a bug, None for "inconclusive"."""
+    """Result of one call. ``verdict``: True for a bug, None for "inconclusive"."""
 
     verdict: bool | None
     epsilon: dict[str, float | None]
@@ -38,7 +37,7 @@ class Found:
 
 
 def once(experiment: str, settings: list[str], fraction: float, seed: int) -> Found:
-    """``fedgen debug`` in a folder of its own."""
+    """Run ``fedgen debug`` in its own folder."""
     words = [*([f"experiment={experiment}"] if experiment else []), *settings]
     words.append(f"corruption.fraction={fraction:g}")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -51,7 +50,7 @@ def once(experiment: str, settings: list[str], fraction: float, seed: int) -> Fo
 
 
 def largest(found: list[Found], view: str) -> str:
-    """The largest epsilon of some calls, in words."""
+    """Return the largest ε of some calls as text."""
     values = [each.epsilon[view] for each in found]
     known = [value for value in values if value is not None]
     return f"{max(known):.2f}" if len(known) == len(values) else "no bound"

@@ -1,5 +1,5 @@
-"""Pages of the documentation site that are made of what the project has elsewhere: README,
-settings, the command line and docstrings. A hook of mkdocs (``mkdocs.yml``)."""
+"""Generated pages of the documentation site: README, settings, command line and docstrings. A hook
+of mkdocs (``mkdocs.yml``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRIVACY = [
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds them."""
+    """Add the generated pages."""
     pages = {
         "index.md": _moved((ROOT / "README.md").read_text()),
         "changelog.md": _moved((ROOT / "CHANGELOG.md").read_text()),
@@ -44,7 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _moved(text: str) -> str:
-    """A page of the top folder, with links as they are inside of ``docs/``."""
+    """Return a page of the top folder with links relative to ``docs/``."""
     text = text.replace("](docs/", "](").replace("](SECURITY.md)", "](security.md)")
     for name in ("CHANGELOG", "CONTRIBUTING"):
         text = text.replace(f"]({name}.md)", f"]({name.lower()}.md)")
@@ -52,7 +52,7 @@ def _moved(text: str) -> str:
 
 
 def settings(configs: Path) -> str:
-    """Each group of settings as its file has it: the defaults, with what they mean."""
+    """Return all groups of settings with their comments."""
     parts = [
         "# Settings\n\n`fedgen train --cfg ...` prints those of a run. `group=NAME` chooses a file "
         "of a group, `group.key=VALUE` sets one of its settings."
@@ -66,8 +66,8 @@ def settings(configs: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Keeps a figure and its spread on one line; adds to a method's page what its file says, and
-    its settings."""
+    """Keep a figure and its spread on one line; append to a method's page its algorithm and its
+    settings."""
     markdown = markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     place = Path(page.file.src_uri)
     if place.parent.name != "methods":

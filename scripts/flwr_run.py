@@ -1,8 +1,8 @@
-"""``flwr run . local`` on a SuperLink of its own, which ends with the run: no process is left.
+"""``flwr run . local`` on its own SuperLink, which ends with the run: no process is left.
 
     python scripts/flwr_run.py [options of flwr run]
 
-Exits with 0 if the run completed, with 1 if it failed, with 130 after Ctrl-C.
+Exit with 0 if the run completed, with 1 if it failed, with 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUIET = {
 
 @contextlib.contextmanager
 def superlink(home: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A SuperLink that Flower knows as ``local``."""
+    """Start a SuperLink that Flower knows as ``local``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,14 +64,14 @@ def superlink(home: Path, environment: dict[str, str]) -> Iterator[None]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             link.wait(5)
         _, alive = psutil.wait_procs(family, timeout=2)
-        for process in alive:  # of a run that was cut off
+        for process in alive:  # of an interrupted run
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         link.kill()
 
 
 def main() -> int:
-    """Runs the app; returns the exit status."""
+    """Run the app; return the exit status."""
     with tempfile.TemporaryDirectory() as home:
         path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
         environment = {**os.environ, **QUIET, "FLWR_HOME": home, "PATH": path}

@@ -1,15 +1,15 @@
-"""How long gradients are before they are clipped, along a run ("GS-WGAN", figure 2).
+"""Norms of gradients before clipping, during a run ("GS-WGAN", figure 2).
 
     python scripts/gradient_norms.py --out norms.png method=dpgan rounds=200 [KEY=VALUE ...]
 
-Trains in this process as ``fedgen train`` does with the same settings, and looks over the shoulder
-of everything that clips. Prints quantiles of the norms before clipping and the share that is cut,
-first, middle and last tenth of the run; draws them before and after. A gradient penalty holds the
-gradients of a critic with respect to its images near one, so that a clip norm of one cuts little;
-the gradients of a discriminator's weights have no such scale. For methods that clip all along a run
-(DP-MERF clips once); FedAvg-GAN's aggregator clips again what a client has clipped: both count.
+Train in this process like ``fedgen train`` with the same settings, and record the input of every
+clipping call. Print quantiles of the norms and the clipped share for the first, middle and last
+tenth of the run; plot them before and after. A gradient penalty keeps the gradients of a critic
+with respect to images near norm one, so that a clip norm of one changes little; weight gradients of
+a discriminator have no such scale. For methods that clip throughout a run (DP-MERF clips once);
+FedAvg-GAN's aggregator clips again what clients have clipped: both count.
 
-The norms are private: no ε covers what is printed and drawn here.
+The norms are private: no ε covers this output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TENTHS = 10
 
 
 def observed(settings: list[str]) -> tuple[Path, list[NDArray[np.float64]], float]:
-    """Trains; returns the run directory, the norms of each call that clipped, and the clip norm."""
+    """Train; return the run directory, the norms of each clipping call, and the clip norm."""
     norms: list[NDArray[np.float64]] = []
     clips: list[float] = []
     factors = clipping.clipping_factors
@@ -55,7 +55,7 @@ def observed(settings: list[str]) -> tuple[Path, list[NDArray[np.float64]], floa
 
 
 def draw(tenths: list[NDArray[np.float64]], clip: float, title: str, path: Path) -> None:
-    """Writes the figure: median, quartiles and 90 % of the norms before and after."""
+    """Plot median, quartiles and 90 % of the norms before and after clipping."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
     share = (np.arange(TENTHS) + 0.5) / TENTHS

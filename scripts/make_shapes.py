@@ -1,12 +1,12 @@
-"""Makes a data set of coloured shapes for ``data=folder``: five labels, any size, nobody's.
+"""Make a data set of coloured shapes for ``data=folder``: five labels, any size, no persons.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
     python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4] [--stripes] [...]
 
-Discs, squares, triangles, rings and crosses of any colour, place and size on any other colour,
-striped or not, with soft edges and a little noise. A tenth of a file's rows is the test split. With
-clients they become images, ``FOLDER/CLIENT/LABEL/NUMBER.png``. Persons who each have so many
-images of one colour on one ground are told by ``FOLDER/images.csv``.
+Discs, squares, triangles, rings and crosses of any colour, position and size on any other colour,
+striped or not, with soft edges and a little noise. A tenth of a file's images is the test split.
+With ``--clients``, the output is images, ``FOLDER/CLIENT/LABEL/NUMBER.png``; with several images
+per person, ``FOLDER/images.csv`` groups images of one colour on one background.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Plane = NDArray[np.float64]
 
 
 def disc(x: Plane, y: Plane) -> Plane:
-    """How far inside a place is: positive within."""
+    """Return the signed distance to the boundary, positive inside."""
     return 1 - np.hypot(x, y)
 
 
@@ -52,7 +52,7 @@ SHAPES: tuple[Callable[[Plane, Plane], Plane], ...] = (disc, square, triangle, r
 
 
 def look(random: np.random.Generator) -> tuple[Plane, Plane]:
-    """Colours of a shape and of its ground."""
+    """Return colours of a shape and of its background."""
     return random.uniform(0.55, 1, 3), random.uniform(0, 0.35, 3)
 
 
@@ -63,7 +63,7 @@ def drawn(
     colours: tuple[Plane, Plane],
     striped: bool,
 ) -> NDArray[np.uint8]:
-    """One image (side, side, 3)."""
+    """Return one image (side, side, 3)."""
     middle, size = random.uniform(0.42, 0.58, 2), random.uniform(0.26, 0.36)
     down, right = (np.mgrid[:side, :side] + 0.5) / side
     inside = SHAPES[label]((right - middle[0]) / size, (down - middle[1]) / size)
@@ -80,7 +80,7 @@ def drawn(
 def write_folders(
     place: Path, images: NDArray[np.uint8], labels: NDArray[np.int64], clients: int, each: int
 ) -> None:
-    """The folders, and the table of whom images show where persons have more than one."""
+    """Write the folders, and the table of persons if a person has several images."""
     lines = []
     for number, (label, image) in enumerate(zip(labels, images, strict=True)):
         person = number // each
@@ -94,7 +94,7 @@ def write_folders(
 
 
 def main() -> None:
-    """Writes the file, or the folders."""
+    """Write the file, or the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file")
     parser.add_argument("--side", type=int, default=64)

@@ -1,13 +1,13 @@
-"""The page of measured runs, ``docs/measured.md``, of the figures kept under ``docs/results/``.
+"""Write ``docs/measured.md``, the page of measured runs, from the records in ``docs/results/``.
 
-    python scripts/results_page.py                                  # writes it, and figures in text
-    python scripts/results_page.py add SECTION RUN_DIR "COMMAND"    # keeps a run's figures first
-    python scripts/results_page.py benchmark MATRIX DIR             # those of all of its runs
+    python scripts/results_page.py                                # the page, and figures in text
+    python scripts/results_page.py add SECTION RUN_DIR "COMMAND"  # first store the figures of a run
+    python scripts/results_page.py benchmark MATRIX DIR           # those of all runs of a benchmark
 
-DIR is of ``fedgen benchmark matrix=MATRIX``, mnist or hour: its runs are compared in a table, those
-of the former in a figure as well, ``docs/comparison.png``, beside what papers have. Each run
-is one line of its section's JSON Lines file: trimmed results, versions, date and command. The
-command must compose to the settings of the run.
+DIR is the output of ``fedgen benchmark matrix=MATRIX``, mnist or hour: a table compares its runs,
+and for mnist a figure, ``docs/comparison.png``, next to figures of papers. Each run is one line of
+its section's JSON Lines file: trimmed results, versions, date and command. The command must compose
+to the settings of the run.
 
 In the README and the pages, a comment after a figure names its runs, and the figure is rounded to
 the decimals that it has: ``98.2 ± 0.1<!-- FILE: WORDS: COLUMN -->``. WORDS are those of a command
@@ -81,7 +81,7 @@ were paused for 27 of their minutes.
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command of the module's docstring."""
     match sys.argv[1:]:
         case []:
             pass
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
-    """Keeps the figures of a finished run. ``method``: as its benchmark's matrix calls it."""
+    """Store the figures of a finished run. ``method``: its name in the matrix of its benchmark."""
     run_dir, made, identity = open_run(run, "run")
     asked = compose("config", shlex.split(command)[2:])
     for key, value in identity["left_open"].items():  # what the method settled for itself
@@ -140,7 +140,7 @@ def _small(value: Any) -> Any:
 
 
 def kept() -> list[dict[str, Any]]:
-    """All runs that are kept."""
+    """Return all stored runs."""
     return [run for file in sorted(KEPT.glob("*.jsonl")) for run in _lines(file)]
 
 
@@ -152,7 +152,7 @@ Cells = dict[tuple[str, str], list[dict[str, Any]]]  # (data, ε) -> runs that d
 
 
 def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
-    """method -> its runs of a matrix; the best on MNIST at ε = 10 first."""
+    """Return method -> its runs of a matrix, the best on MNIST at ε = 10 first."""
     found: dict[str, Cells] = {}
     for run in runs:
         if run["section"] == COMPARED[matrix]:
@@ -168,7 +168,7 @@ def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
 
 
 def _figures(*keys: str, scale: float = 1) -> Callable[[list[dict[str, Any]]], list[float]]:
-    """Reads one figure of each run's results, of those that have it."""
+    """Create a function that returns one figure of each run that has it."""
 
     def read(results: list[dict[str, Any]]) -> list[float]:
         found = []
@@ -201,9 +201,9 @@ _FIGURE = re.compile(r"\b\d+(?:\.(\d+))?(?: ± \d+\.(\d+))?<!-- ([\w-]+): ([^>:]
 
 
 def _papers(matrix: str, method: str) -> dict[tuple[str, str], float]:
-    """(data, ε) -> a paper's figure, in percent."""
-    told = OmegaConf.to_container(read_matrix(matrix).methods[method]).get("paper", {})
-    return {(data, e): 100 * value for data, by in told.items() for e, value in by.items()}
+    """Return (data, ε) -> the figure of a paper, in percent."""
+    published = OmegaConf.to_container(read_matrix(matrix).methods[method]).get("paper", {})
+    return {(data, e): 100 * value for data, by in published.items() for e, value in by.items()}
 
 
 def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
@@ -228,7 +228,7 @@ def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
 
 
 def draw(methods: dict[str, Cells]) -> None:
-    """The figure: a panel for each data set, a line for each method."""
+    """Plot a panel for each data set, with a line for each method."""
     figure = Figure(figsize=(9, 0.3 * len(methods) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     first = None
@@ -258,7 +258,7 @@ def draw(methods: dict[str, Cells]) -> None:
 
 
 def page() -> str:
-    """The page, of all that is kept."""
+    """Return the page of all stored runs."""
     runs = kept()
     parts = [_HEAD]
     for matrix, head in _TABLES.items():
@@ -286,13 +286,13 @@ def page() -> str:
 
 
 def pages_with_figures() -> list[Path]:
-    """Pages whose prose has figures of runs."""
+    """Return the pages with figures of runs."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [file for file in files if _FIGURE.search(file.read_text())]
 
 
 def with_figures(file: Path) -> str:
-    """The text of a page, with the figures that its comments name."""
+    """Return the text of a page, with its marked figures filled in."""
 
     def figure(found: re.Match[str]) -> str:
         decimals, spread, name, words, column = found.groups()
@@ -315,7 +315,7 @@ def with_figures(file: Path) -> str:
 
 
 def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """On which days, by which versions, on what."""
+    """Return dates, versions and systems of runs."""
     days: dict[str, list[str]] = {}
     for run in runs:
         environment = dict(run["environment"])
@@ -329,7 +329,7 @@ def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _told(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> bool:
-    """A column is shown if half of the commands have its figure, or more."""
+    """Return whether at least half of the commands have a figure for the column."""
     has = [bool(_COLUMNS[name]([run["results"] for run in runs])) for runs in commands.values()]
     return 2 * sum(has) >= len(has)
 

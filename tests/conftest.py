@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray's own choice, 15, lets actors starve beside the other test processes, who wait for nobody
+# Ray's own choice, 15, lets actors starve next to other test processes, which do not yield
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import hypothesis
@@ -38,25 +38,25 @@ hypothesis.settings.load_profile("fedgen")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long to look for what falls over."""
+    """Add ``--fuzz`` and ``--kills``: how many random cases to try."""
     parser.addoption("--fuzz", type=int, default=8, help="cases of each kind in test_fuzz.py")
     parser.addoption("--kills", type=int, default=0, help="more of each part, deployed")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Stop at once; xdist would run all other files first."""
+    """Stop at a file that cannot be collected; xdist would run all other files first."""
     if report.failed:
         pytest.exit(f"{report.nodeid} cannot be collected", returncode=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow ones first: at the end no process waits for another's last."""
+    """Run slow tests first, so that no worker waits for another's last test."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> int:
-    """How many random cases of a kind to try."""
+    """Return the number of random cases of each kind."""
     return int(request.config.getoption("--fuzz"))
 
 
@@ -67,7 +67,7 @@ def streams() -> RandomStreams:
 
 @pytest.fixture
 def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Trains with tiny settings through the command line; returns the run directory."""
+    """Train with tiny settings through the command line; return the run directory."""
 
     def run(*overrides: str, name: str = "run") -> Path:
         place = tmp_path / name
@@ -82,22 +82,22 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Whatever the test before had: threads of small networks wait for each other, most of all
-    where other tests run beside them."""
+    """Restore one thread: threads of small networks wait for each other, most of all next to other
+    tests."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests keep is of this session."""
+    """Keep caches of tests within the session."""
     os.environ["FEDGEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["FEDGEN_HOME"] = str(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture
 def data_root(tmp_path: Path) -> Path:
-    """mnist.npz, fashion_mnist.npz, femnist.npz in the layout of the real files: 60 rows and
-    6 writers."""
+    """Write mnist.npz, fashion_mnist.npz and femnist.npz in the layout of the real files: 60 images
+    and 6 writers."""
     rng = np.random.default_rng(0)
     rows = 60
     images = rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8)
@@ -115,8 +115,8 @@ def data_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that leaves no process behind, wherever it moved to: each inherits a mark. The server
-    of ``forked`` commands stays for all tests, and so begins without one."""
+    """Fail a test that leaves a process behind, whatever its parent: processes inherit a mark. The
+    server of ``forked`` commands serves all tests, and starts without one."""
     importlib.import_module("forked")  # it says what the server imports
     forkserver.ensure_running()  # type: ignore[attr-defined]
     mark = uuid.uuid4().hex
@@ -129,9 +129,9 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _marked(mark: str) -> list[str]:
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("FEDGEN_TEST") == mark:
-                found.append(" ".join(process.cmdline()))
-    return found
+                result.append(" ".join(process.cmdline()))
+    return result

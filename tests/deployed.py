@@ -1,5 +1,5 @@
-"""A federation on this machine as it is between sites: a link, and nodes with rows, keys and
-folders of their own, each a process."""
+"""A deployment on this machine: a link, and nodes with their own images, keys and folders, each a
+process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICY = {
 
 
 class Deployment:
-    """See the module."""
+    """A link and its nodes."""
 
     def __init__(self, place: Path, nodes: int) -> None:
         self.place, self.count = place, nodes
@@ -54,7 +54,7 @@ class Deployment:
             )
 
     def start_link(self, *more: str) -> None:
-        """Starts the link, and waits until it answers."""
+        """Start the link, and wait until it responds."""
         words = [f"home={self.place / 'link'}", f"port={self.port}", "host=0.0.0.0", *more]
         self.link = Command(["link", *words])
         end = time.monotonic() + 180
@@ -68,7 +68,7 @@ class Deployment:
             time.sleep(0.05)
 
     def words(self, node: int) -> list[str]:
-        """What a node is started with."""
+        """Return the settings with which a node is started."""
         port, ca = self.doors[node]
         return [
             f"number={node}",
@@ -83,29 +83,29 @@ class Deployment:
         ]
 
     def key(self, node: int) -> Path:
-        """A node's private key."""
+        """Return the private key file of a node."""
         return self.place / f"node{node}.key"
 
     def home(self, node: int) -> Path:
-        """A node's folder."""
+        """Return the folder of a node."""
         return self.place / f"home{node}"
 
     def allow(self, node: int, **policy: Any) -> None:
-        """Writes a node's policy."""
+        """Write the policy of a node."""
         (self.place / f"policy{node}.yaml").write_text(yaml.safe_dump({**POLICY, **policy}))
 
     def start_node(self, node: int) -> None:
-        """Starts a node; it connects when it can."""
+        """Start a node, which connects when it can."""
         self.nodes[node] = Command(["node", *self.words(node)])
 
     def accept(self, node: int) -> None:
-        """Makes a node's key, and lets it in."""
+        """Create the key of a node, and accept it at the link."""
         assert cli.run(["node", f"key={self.key(node)}", f"home={self.home(node)}"]) == 0
         here = f"home={self.place / 'link'}", f"port={self.port}"
         assert cli.run(["link", *here, f"accept={self.key(node)}.pub"]) == 0
 
     def asked(self, *words: str) -> list[str]:
-        """A command of the coordinator's."""
+        """Run a command of the coordinator."""
         return [
             "train",
             "data=public_facts",
@@ -122,11 +122,11 @@ class Deployment:
         ]
 
     def log(self, node: int) -> list[dict[str, Any]]:
-        """What a node has written down."""
+        """Return the log of a node."""
         return [json.loads(each) for each in (self.home(node) / "log.jsonl").open()]
 
     def end(self) -> None:
-        """Ends all of it."""
+        """Stop all processes."""
         for process in (*self.nodes, self.link):
             if process is not None:
                 process.send_signal(9)
@@ -141,8 +141,8 @@ def deployment(
     later: Collection[int] = (),
     link: Collection[str] = (),
 ) -> Iterator[Deployment]:
-    """A deployment for as long as the block. ``later``: nodes that are not started yet; ``link``:
-    settings of the link."""
+    """Run a deployment for the duration of the block. ``later``: nodes that are not started yet;
+    ``link``: settings of the link."""
     here = Deployment(place, nodes)
     try:
         here.start_link(*link)

@@ -1,5 +1,5 @@
-"""Commands in processes of their own that begin at once: forks of a process that has imported all
-that a run needs, and computed nothing."""
+"""Commands in their own processes that start at once: forks of a process that has imported all that
+a run needs, and computed nothing."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _server.set_forkserver_preload(["fedgen.run.train", "matplotlib.figure", "sklear
 
 
 class Command:
-    """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; what it says goes to files."""
+    """``fedgen COMMAND ...``, as ``subprocess.Popen`` would run it; its output goes to files."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory()  # as long as this object
-        said = [str(Path(self._folder.name) / name) for name in ("output", "errors")]
-        for place in said:  # there before anybody looks
+        result = [str(Path(self._folder.name) / name) for name in ("output", "errors")]
+        for place in result:  # there before anybody looks
             Path(place).touch()
-        given = tuple(words), said, dict(os.environ)
+        given = tuple(words), result, dict(os.environ)
         self._process = _server.Process(target=_run, args=given, daemon=False)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Return the exit status, None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """As ``kill`` does."""
+        """Send a signal to the process."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = 300) -> int:
-        """The exit status, once it has ended."""
+        """Return the exit status, once it has ended."""
         self._process.join(seconds)
         status = self.poll()
         assert status is not None, f"it runs for more than {seconds:g} s"
@@ -49,19 +49,19 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it printed."""
+        """Return its standard output."""
         return (Path(self._folder.name) / "output").read_text()
 
     @property
     def errors(self) -> str:
-        """What it said of errors."""
+        """Return its standard error."""
         return (Path(self._folder.name) / "errors").read_text()
 
 
-def _run(words: tuple[str, ...], said: list[str], environ: dict[str, str]) -> None:
+def _run(words: tuple[str, ...], message: list[str], environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    for number, place in enumerate(said, 1):
+    for number, place in enumerate(message, 1):
         with Path(place).open("wb") as file:
             os.dup2(file.fileno(), number)
     sys.argv = ["fedgen", *words]
@@ -69,7 +69,7 @@ def _run(words: tuple[str, ...], said: list[str], environ: dict[str, str]) -> No
 
 
 def until(command: Command, path: Path, seconds: float = 300) -> None:
-    """Waits for a file of a command that runs."""
+    """Wait for a file of a running command."""
     end = time.monotonic() + seconds
     while not path.exists():
         assert command.poll() is None, command.errors

@@ -1,4 +1,4 @@
-"""What the tests of files and messages from strangers share."""
+"""Functions shared by the tests of files and messages from strangers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lie = Callable[[RecordDict], None]
 
 
 def content(place: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Return every file of a folder."""
     return {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))
@@ -28,26 +28,26 @@ def content(place: Path) -> dict[str, bytes]:
 
 
 def lying(monkeypatch: pytest.MonkeyPatch, kind: str, lie: Lie, liar: int = 0) -> None:
-    """A client's replies of a kind, after its lie."""
+    """Change a client's replies of one kind."""
     honest = app._HANDLERS[kind]
 
     def answered(home: ClientContext, message: Message) -> RecordDict:
-        told = honest(home, message)
+        result = honest(home, message)
         if home.index == liar:
-            told = RecordDict(dict(told))
-            lie(told)
-        return told
+            result = RecordDict(dict(result))
+            lie(result)
+        return result
 
     monkeypatch.setitem(app._HANDLERS, kind, answered)
 
 
 class Hang(BaseException):
-    """Something took too long."""
+    """Raised when a call takes too long."""
 
 
 @contextmanager
 def no_longer_than(seconds: float) -> Iterator[None]:
-    """Raises Hang after so many seconds."""
+    """Raise Hang after so many seconds."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Hang
@@ -62,6 +62,6 @@ def no_longer_than(seconds: float) -> Iterator[None]:
 
 
 def copied(place: Path, to: Path) -> Path:
-    """A copy in the place of the one before."""
+    """Replace the copy of before by a new one."""
     shutil.rmtree(to, ignore_errors=True)
     return Path(shutil.copytree(place, to))

@@ -1,8 +1,8 @@
-"""Mutants: faults that the decorated test must notice, and their search in the tests.
+"""Mutants: faults that the decorated test must detect, and how to find them in the tests.
 
 ``@kills(path, old, new)`` states that replacing ``old``, which occurs once in the file, by ``new``
-makes the test fail. ``scripts/mutants.py`` applies each to a copy of the package and runs the test.
-"""
+makes the test fail. ``scripts/mutants.py`` applies each to a copy of the package and runs the
+test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is freed stays, and is not paid for again."""
+"""Freed memory is kept, so that its pages are not faulted in again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_pages_are_faulted_in_once() -> None:
-    found = [
+    output = [
         int(subprocess.run([sys.executable, "-c", FAULTS.format(call)], capture_output=True).stdout)
         for call in ("", "keep_freed_memory()")
     ]
     pages = 20_000_000 * 4 / resource.getpagesize()
-    assert found[0] - found[1] > 15 * pages
+    assert output[0] - output[1] > 15 * pages

@@ -1,4 +1,5 @@
-"""fedgen from Python: the same runs, the same words, and nothing of the caller's changes."""
+"""The Python API: the same runs and messages as on the command line, without side effects for the
+caller."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TINY = {
 }
 
 
-def test_the_lines_of_the_readme_in_a_fresh_interpreter(tmp_path: Path) -> None:
+def test_the_readme_example_in_a_fresh_interpreter(tmp_path: Path) -> None:
     """``import fedgen`` alone loads neither torch nor Flower."""
     code = f"""
 import sys, fedgen
@@ -44,7 +45,7 @@ assert fedgen.load(run.path / "public").samples(4).images.shape == (4, 1, 8, 8)
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Its cells, one after the other; the training at a few rounds' cost."""
+    """All cells in order, with training of a few rounds."""
     file = Path(__file__).parents[1] / "examples" / "first_run.ipynb"
     cells = [each for each in json.loads(file.read_text())["cells"] if each["cell_type"] == "code"]
     code = "\n".join("".join(each["source"]) for each in cells)
@@ -52,13 +53,13 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
+def test_a_run_equals_that_of_the_command_line(tmp_path: Path) -> None:
     rounds, place = np.int64(3), tmp_path / "it's, here"
     there = fedgen.train(TINY, method="dp_merf_small", rounds=rounds, run_dir=place)
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", "rounds=3"]
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
-    told = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert there.results["generator_sha256"] == told["generator_sha256"]
+    record = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert there.results["generator_sha256"] == record["generator_sha256"]
     assert there.epsilon == there.epsilons["server"] == there.privacy["views"]["server"]["epsilon"]
     stated = there.privacy["views"]["server"]["guarantee"]
     assert there.guarantee.tpr(0.01) == pytest.approx(stated["tpr"]["0.01"])
@@ -77,8 +78,8 @@ def test_a_run_is_the_command_lines(tmp_path: Path) -> None:
         there.samples(1, seed="a")  # type: ignore[arg-type]
 
 
-def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path: Path) -> None:
-    """With or without a channel, and none at all; what it cannot take is said."""
+def test_a_published_classifier_accepts_common_layouts(tmp_path: Path) -> None:
+    """With or without a channel, and no images at all; other input is one line."""
     known = {
         "evaluation": "none",
         "run_dir": tmp_path / "run",
@@ -86,16 +87,16 @@ def test_a_classifier_that_is_published_takes_images_as_they_lie_about(tmp_path:
     }
     run = fedgen.train(known, method="mixture_small", data="digits", epsilon=10)
     images, labels = run.samples(60)
-    found = run.classify(images)
-    assert (found == labels).mean() > 0.8
-    assert (run.classify(images[:, 0]) == found).all()
+    outcome = run.classify(images)
+    assert (outcome == labels).mean() > 0.8
+    assert (run.classify(images[:, 0]) == outcome).all()
     assert run.classify(images[:0]).shape == (0,)
-    for wrong, said in [
+    for wrong, result in [
         (images[:, :, 1:], r"images: are of shape \[1, 7, 8\], and it knows \[1, 8, 8\]"),
         (images / 255, "type float64"),
         ("a.png", "of type"),
     ]:
-        with pytest.raises(fedgen.FedgenError, match=said):
+        with pytest.raises(fedgen.FedgenError, match=result):
             run.classify(wrong)  # type: ignore[arg-type]
     with pytest.raises(fedgen.FedgenError, match="published no classifier"):
         fedgen.train(TINY, method="dp_merf_small", run_dir=tmp_path / "none").classify(images)
@@ -108,11 +109,11 @@ def test_without_a_bound_epsilon_is_infinite(tmp_path: Path) -> None:
     assert run.guarantee.tpr(0.01) == 1.0
 
 
-def test_what_is_the_callers_stays(tmp_path: Path) -> None:
+def test_the_state_of_the_caller_is_unchanged(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     state, before = torch.get_rng_state(), signal.getsignal(signal.SIGINT)
     known = {"evaluation": "none", "runtime.threads": 1, "method": "central_images_small"}
-    found = []
+    result = []
     for call in (
         lambda: None,
         lambda: fedgen.train(known, run_dir=tmp_path / "run").samples(3),
@@ -122,9 +123,9 @@ def test_what_is_the_callers_stays(tmp_path: Path) -> None:
         torch.manual_seed(5)
         state = torch.get_rng_state()
         call()
-        found.append(torch.rand(3).tolist())
+        result.append(torch.rand(3).tolist())
         torch.set_rng_state(state)
-    assert found == found[:1] * 4
+    assert result == result[:1] * 4
     try:
         assert torch.get_num_threads() == 2
         assert (torch.get_rng_state() == state).all()
@@ -134,14 +135,14 @@ def test_what_is_the_callers_stays(tmp_path: Path) -> None:
         torch.set_num_threads(1)
 
 
-def test_mistakes_are_errors_in_the_same_words(tmp_path: Path) -> None:
-    for settings, said in [
+def test_errors_have_the_messages_of_the_command_line(tmp_path: Path) -> None:
+    for settings, result in [
         ({"method": "dp_murf"}, "did you mean dp_merf"),
         ({"privacy.delta": 2}, "privacy.delta: must be below 1"),
         ({"epsilon": "much"}, "privacy.target_epsilon: must be a number"),
         ({"no.such": 1}, "no.such: is not a setting"),
     ]:
-        with pytest.raises(fedgen.FedgenError, match=said):
+        with pytest.raises(fedgen.FedgenError, match=result):
             fedgen.train(settings, run_dir=tmp_path / "run")
     for place in (tmp_path / "nothing", None, 3, "a\0b"):
         with pytest.raises(fedgen.FedgenError):
@@ -151,40 +152,40 @@ def test_mistakes_are_errors_in_the_same_words(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_it_would_cost() -> None:
+def test_accounting_before_a_run() -> None:
     row = fedgen.account(method="dpgan_small", epsilon=2, rounds=50)
     assert 1.9 < row["server_epsilon"] <= 2
     assert row["noise_multiplier"] > 0
 
 
-def test_samples_of_anybody_are_judged() -> None:
+def test_samples_from_elsewhere_are_evaluated() -> None:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (100, 8, 8), dtype=np.uint8)
     known = {"evaluation.classifiers.cnn.epochs": 1}
-    found = fedgen.evaluate(images, np.arange(100) % 10, known, data="digits")
-    assert found["judged"] == 100
-    assert 0 <= found["gen2real"]["logistic_regression"]["mean"] <= 1
+    result = fedgen.evaluate(images, np.arange(100) % 10, known, data="digits")
+    assert result["judged"] == 100
+    assert 0 <= result["gen2real"]["logistic_regression"]["mean"] <= 1
     with pytest.raises(fedgen.FedgenError, match=r"^samples: what was given has images float32"):
         fedgen.evaluate(images.astype(np.float32), np.arange(100) % 10, known, data="digits")
     with pytest.raises(fedgen.FedgenError, match=r"^labels: is no array of numbers"):
         fedgen.evaluate(images, np.array([None] * 100), known, data="digits")
 
 
-def test_a_program_is_attacked(tmp_path: Path) -> None:
+def test_a_method_is_audited(tmp_path: Path) -> None:
     known = {**TINY, "method": "dp_merf_small", "audit.releases": 200, "audit.canaries": 0}
-    found = fedgen.audit(known, rounds=2, run_dir=tmp_path / "run")
-    assert found.program and not found.run
-    assert not any(point.broken for point in found.program)
+    result = fedgen.audit(known, rounds=2, run_dir=tmp_path / "run")
+    assert result.program and not result.run
+    assert not any(point.broken for point in result.program)
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\x00\n\r"), max_size=20))
-def test_any_text_arrives_as_it_is(text: str) -> None:
-    [found] = OverridesParser.create().parse_overrides([f"run_dir={to_override_value(text)}"])
-    value = found.value()
+def test_any_text_is_passed_unchanged(text: str) -> None:
+    [result] = OverridesParser.create().parse_overrides([f"run_dir={to_override_value(text)}"])
+    value = result.value()
     assert (value if isinstance(value, str) else value.text) == text
 
 
-def test_values_arrive_as_they_are() -> None:
+def test_values_are_passed_unchanged() -> None:
     for value in (None, True, 3, 2.5, 1e-5, [1, 2], {"a": 1, "b": [2.5]}, float("inf")):
-        [found] = OverridesParser.create().parse_overrides([f"x={to_override_value(value)}"])
-        assert found.value() == value
+        [result] = OverridesParser.create().parse_overrides([f"x={to_override_value(value)}"])
+        assert result.value() == value

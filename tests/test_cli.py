@@ -195,7 +195,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["account", "spend"], "account spend: is not a command; did you mean spent?"),
         (["node", "lo"], "node lo: is not a command; did you mean log?"),
@@ -207,11 +207,11 @@ def test_a_mistake_is_one_line(
     ],
     ids=" ".join,
 )
-def test_what_is_near_is_named(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_similar_names_are_suggested(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert cli.run(words) == 2
-    assert said in one_line(capsys)
+    assert message in one_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_is_near_is_named(
     ],
     ids=" ".join,
 )
-def test_other_kinds_of_values_are_one_line(
+def test_values_of_the_wrong_type_are_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], key: str
 ) -> None:
     assert cli.run(words) == 2
@@ -242,8 +242,8 @@ def test_other_kinds_of_values_are_one_line(
 
 
 @given(st.text(st.characters(exclude_characters="\0[]{},'\"$\\", exclude_categories=["C", "Z"])))
-def test_a_name_is_read_as_it_is_typed(name: str) -> None:
-    """But for what has a meaning in Hydra's grammar, and what is a number or a switch."""
+def test_names_are_read_as_typed(name: str) -> None:
+    """Except for Hydra's grammar, numbers and booleans."""
     name = f"a/{name}"
     assert compose("config", ["data=folder", f"data.path={name}"]).data.path == name
     both = compose("config", ["data=folder", f"data.path=[{name.replace(':', '')},b]"]).data.path
@@ -251,20 +251,20 @@ def test_a_name_is_read_as_it_is_typed(name: str) -> None:
 
 
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"))))
-def test_words_that_are_shown_are_words_of_a_shell(words: list[str]) -> None:
+def test_printed_commands_are_quoted_for_a_shell(words: list[str]) -> None:
     assert shlex.split(shell_quote(words)) == words
     assert shell_quote(["a='b c,ö'"]) == """ "a='b c,ö'" """.strip()
 
 
-def test_what_is_quoted_in_a_list_stays_as_it_is() -> None:
+def test_quoted_items_of_a_list_are_unchanged() -> None:
     words = ["data=folder", """data.labels=[Übung,日本,"a b",'k=v',"p,q","br[1]","Größe"]"""]
-    found = compose("config", words).data.labels
-    assert list(found) == ["Übung", "日本", "a b", "k=v", "p,q", "br[1]", "Größe"]
+    result = compose("config", words).data.labels
+    assert list(result) == ["Übung", "日本", "a b", "k=v", "p,q", "br[1]", "Größe"]
 
 
 @pytest.mark.parametrize("change", ["is left out", "???"])
 @pytest.mark.parametrize("key", ["runtime.timeout", "runtime.type", "privacy.delta", "rounds"])
-def test_settings_of_a_run_are_whole(
+def test_the_settings_of_a_run_are_complete(
     train: Train, capsys: pytest.CaptureFixture[str], key: str, change: str
 ) -> None:
     run = train()
@@ -280,7 +280,9 @@ def test_settings_of_a_run_are_whole(
     assert one_line(capsys).startswith("fedgen: resume: ")
 
 
-def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_missing_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["train", f"resume={tmp_path}"]) == 2
     assert "not a run directory" in one_line(capsys)
 
@@ -295,7 +297,7 @@ def test_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("runtime={min_success:0.5}", "keeps its settings"),
     ],
 )
-def test_what_a_resumed_run_keeps(
+def test_a_resumed_run_keeps_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, words: str
 ) -> None:
     assert cli.run(["train", f"resume={tmp_path}", word]) == 2
@@ -356,7 +358,9 @@ def test_an_existing_run_directory_is_left_alone(
 
 
 @pytest.mark.parametrize("harm", ["cut", "alter", "cut server", "alter server", "lose server"])
-def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+def test_a_damaged_checkpoint_is_refused(
+    train: Train, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
     run = train()
     folder = run / "checkpoints"
     file = next(folder.glob("server_*")) if "server" in harm else folder / "checkpoint.json"
@@ -391,7 +395,7 @@ def test_a_harmed_checkpoint(train: Train, capsys: pytest.CaptureFixture[str], h
         ("checkpoints/checkpoint.json", lambda text: None, "is missing"),
     ],
 )
-def test_a_harmed_run(
+def test_a_damaged_run_is_refused(
     train: Train, capsys: pytest.CaptureFixture[str], file: str, change: object, words: str
 ) -> None:
     assert callable(change)
@@ -418,7 +422,7 @@ def test_a_harmed_run(
         ("rounds_begun.txt", "1e999\n"),
     ],
 )
-def test_a_log_that_holds_something_else(
+def test_a_log_with_other_content_is_refused(
     train: Train, capsys: pytest.CaptureFixture[str], file: str, text: str
 ) -> None:
     run = train()
@@ -429,7 +433,7 @@ def test_a_log_that_holds_something_else(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients/0/manifest.json"])
-def test_a_folder_in_a_files_place(
+def test_a_folder_in_place_of_a_file_is_refused(
     train: Train, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run = train()
@@ -440,22 +444,22 @@ def test_a_folder_in_a_files_place(
     assert name.split("/")[-1] in one_line(capsys)
 
 
-def test_a_bound_that_one_accountant_cannot_give(train: Train) -> None:
-    """At a delta near its rounding the second opinion is infinite, and JSON knows no infinity."""
+def test_an_infinite_second_bound_is_null_in_json(train: Train) -> None:
+    """At a delta near its rounding the second bound is infinite, which JSON cannot represent."""
     run = train("method=dpgan_small", "privacy.delta=1e-12", "rounds=2")
     view = json.loads((run / "privacy.json").read_text())["views"]["server"]
     assert 0 < view["epsilon"] <= 10
 
 
 def invert(file: Path) -> None:
-    """Other data of the same shape."""
+    """Write other data of the same shape."""
     with np.load(file) as archive:
         arrays = dict(archive)
     arrays["train_images"] = 255 - arrays["train_images"]
     np.savez(file, **arrays)
 
 
-def test_a_mistyped_command_is_told_which_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["trian"]) == 2
     assert one_line(capsys).startswith("fedgen: trian: is not a command; did you mean train?")
 
@@ -470,10 +474,10 @@ def test_other_data_does_not_resume(
     assert "different data" in one_line(capsys)
 
 
-def test_two_processes_do_not_go_on_with_one_run(
+def test_two_processes_cannot_resume_one_run(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both would spend the budget that is left."""
+    """Both would spend the remaining budget."""
     run = train()
     code = (
         "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX);"
@@ -501,22 +505,22 @@ def test_an_altered_ledger(train: Train, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
-    told = capsys.readouterr().out
-    assert re.fullmatch(r"fedgen \d+\.\d+\.\d+\n", told)
+    output = capsys.readouterr().out
+    assert re.fullmatch(r"fedgen \d+\.\d+\.\d+\n", output)
     as_module = [sys.executable, "-m", "fedgen", "--version"]
-    assert subprocess.run(as_module, capture_output=True, text=True, check=True).stdout == told
+    assert subprocess.run(as_module, capture_output=True, text=True, check=True).stdout == output
 
 
 def test_samples_as_a_grid_and_as_a_folder(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder is what ``data=folder`` reads; the same seed draws the same images."""
+    """``data=folder`` reads the folder; the same seed draws the same images."""
     run, file, folder = train(), tmp_path / "s.npz", tmp_path / "drawn"
     words = ["sample", f"run={run}", "n=30", "labels=[3,5]"]
     for out in (file, folder, tmp_path / "grid.png"):
         assert cli.run([*words, f"out={out}"]) == 0
-    with np.load(file) as found:
-        images, labels = found["images"], found["labels"]
+    with np.load(file) as result:
+        images, labels = result["images"], result["labels"]
     assert set(labels) == {3, 5} == {int(place.name) for place in folder.iterdir()}
     for path in folder.rglob("*.png"):
         assert (np.asarray(Image.open(path)) == images[int(path.stem)][0]).all()
@@ -535,7 +539,7 @@ def test_samples_as_a_grid_and_as_a_folder(
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
 
 
-def test_names_of_labels_are_published_unless_a_setting_hides_them(
+def test_label_names_are_published_unless_hidden(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for label in ("well", "Ill"):
@@ -544,22 +548,22 @@ def test_names_of_labels_are_published_unless_a_setting_hides_them(
             Image.new("L", (8, 8), i).save(tmp_path / "in" / label / f"{label}{i}.png")
     words = ["method=dpgan_small", "data=folder", f"data.path={tmp_path / 'in'}"]
     words += ["data.public_rows=40"]
-    told = train(*words, "data.labels=[well,Ill]", name="told")
+    result = train(*words, "data.labels=[well,Ill]", name="named")
     untold = train(*words, "data.names=false", name="untold")
-    assert fedgen.load(told).labels == ["well", "Ill"]
+    assert fedgen.load(result).labels == ["well", "Ill"]
     assert fedgen.load(train(*words, name="own")).labels == ["Ill", "well"]
     assert fedgen.load(untold / "public").labels is None
-    assert "2 labels (well, Ill)" in (told / "public" / "README.md").read_text()
+    assert "2 labels (well, Ill)" in (result / "public" / "README.md").read_text()
     for place in (untold / "public").iterdir():
         assert b"Ill" not in place.read_bytes()
-    assert set(fedgen.load(told).samples(9, ["Ill"]).labels) == {1}
-    draw = ["sample", f"run={told}", "n=30"]
+    assert set(fedgen.load(result).samples(9, ["Ill"]).labels) == {1}
+    draw = ["sample", f"run={result}", "n=30"]
     assert cli.run([*draw, "labels=[Ill,0]", f"out={tmp_path / 'out'}"]) == 0
     assert {place.name for place in (tmp_path / "out").iterdir()} == {"well", "Ill"}
     capsys.readouterr()
     assert cli.run([*draw, "labels=[ill]", f"out={tmp_path / 'other'}"]) == 2
     assert "0 to 1, or well, Ill; got ill" in one_line(capsys)
-    path = told / "public" / "generator.json"
+    path = result / "public" / "generator.json"
     whole = path.read_text()
     for bad in (
         '["well"]',
@@ -576,7 +580,7 @@ def test_names_of_labels_are_published_unless_a_setting_hides_them(
         assert not (tmp_path / "other").exists()
 
 
-def test_a_name_goes_before_a_number() -> None:
+def test_label_names_take_precedence_over_numbers() -> None:
     assert [_number(each, 3, ["1", "2", "3"]) for each in (1, "2", 3, 0)] == [0, 1, 2, 0]
 
 
@@ -588,7 +592,7 @@ def test_a_method_without_a_function(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "labels", ["[a/b,c]", "[a,A]", "['',b]", "[.,b]", "3", "true", "ab", "[1,null]"]
 )
-def test_names_that_are_none(
+def test_unknown_names_are_refused(
     labels: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.savez(
@@ -641,20 +645,20 @@ QUICK = ["evaluation=quick", "evaluation.samples=200", "evaluation.classifiers.c
 
 
 def everything(run: Path) -> tuple[str, set[str]]:
-    """What a run's evaluation has left."""
+    """Return all files of a run's evaluation."""
     return (run / "results.json").read_text(), {p.name for p in (run / "evaluation").iterdir()}
 
 
-def test_an_evaluation_outlives_what_comes_after(
+def test_an_evaluation_survives_later_commands(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A resume of the finished run, and an evaluation that fails."""
     run = train("partition=iid", "partition.clients=10", "group=[0,3]")
     assert cli.run(["evaluate", f"run={run}", *QUICK, *LEAKS]) == 0
-    found, pictures = everything(run)
+    result, pictures = everything(run)
     config = OmegaConf.load(run / "config.yaml")
     rows = sum(len(shard) for shard in setup(config).shards)
-    judged = json.loads(found)
+    judged = json.loads(result)
     assert judged["memorization"]["train"] == rows  # of the two clients that took part
     assert judged["membership"]["members"] <= rows
     assert pictures == {"nearest.png", "distances.png"}
@@ -663,15 +667,15 @@ def test_an_evaluation_outlives_what_comes_after(
     assert {n: after[n] for n in JUDGED if n in after} == {
         n: judged[n] for n in JUDGED if n in judged
     }
-    found = everything(run)[0]
+    result = everything(run)[0]
     capsys.readouterr()
     few = ["evaluation=full", "evaluation.samples=4", "evaluation.judge=false"]
     assert cli.run(["evaluate", f"run={run}", *few, "evaluation.fid=false"]) == 2
     assert "cannot learn from 4" in capsys.readouterr().err
-    assert everything(run) == (found, pictures)
+    assert everything(run) == (result, pictures)
 
 
-def test_a_run_is_not_judged_on_other_data(
+def test_a_run_is_not_evaluated_on_other_data(
     train: Train, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train("data=mnist", f"data.root={data_root}")
@@ -701,7 +705,7 @@ ONE_POINT = ["matrix=digits", "methods=[dp_merf]", "epsilons=[10]", "seeds=[0]"]
         (["benchmark", *ONE_POINT, "run_dir=/proc/no"], "run_dir"),
     ],
 )
-def test_other_commands_mistakes_are_one_line(
+def test_mistakes_of_other_commands_are_one_line(
     command: list[str],
     key: str,
     tmp_path: Path,
@@ -717,7 +721,7 @@ def test_other_commands_mistakes_are_one_line(
 def test_the_public_folder_alone_draws_the_same_samples(
     train: Train, tmp_path: Path, data_root: Path
 ) -> None:
-    """Whoever is handed the generator needs no data and nothing else of the run."""
+    """``public/`` needs neither data nor other files of the run."""
     run = train("data=mnist", f"data.root={data_root}", "partition=by_writer")
     handed = tmp_path / "handed"
     shutil.copytree(run / "public", handed)
@@ -788,7 +792,7 @@ def test_sweeps_run_every_combination(tmp_path: Path) -> None:
         (["experiment=femnist_debug_small", "runtime=ray"], "ray"),
     ],
 )
-def test_where_clients_run(words: list[str], runtime: str) -> None:
+def test_the_runtimes_of_clients(words: list[str], runtime: str) -> None:
     assert compose("config", [*words, "run_dir=x"]).names.runtime == runtime
 
 
@@ -800,10 +804,10 @@ def test_cfg_prints_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("words", [[], ["partition=iid", "partition.clients=5"]])
-def test_account_says_before_a_run_what_it_will_cost(
+def test_account_predicts_the_cost_of_a_run(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    """Where everybody answers every sample, a run spends all that it may."""
+    """If every client responds to every query sample, a run spends its whole budget."""
     before = list(tmp_path.iterdir())
     assert cli.run(["account", *TINY, *words, "output=json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
@@ -815,7 +819,7 @@ def test_account_says_before_a_run_what_it_will_cost(
     assert row["steps"] == privacy["rounds"]
 
 
-def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_account_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition=iid", "partition.clients=40", "method.routing=per_sample"]
     assert cli.run(["account", *TINY, *words]) == 0
     text = capsys.readouterr().out
@@ -835,7 +839,7 @@ def test_account_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["audit", "evaluation=none", "audit.canaries=10"], "audit.canaries"),
     ],
 )
-def test_a_run_for_release_looks_at_nothing_private(
+def test_a_run_for_release_evaluates_nothing_on_private_data(
     words: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *rest = words
@@ -847,7 +851,7 @@ def test_a_run_for_release_looks_at_nothing_private(
     assert not place.exists()
 
 
-def test_a_run_for_release_is_not_judged_later_either(
+def test_a_run_for_release_is_not_evaluated_later_either(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train("privacy.noise=secure", "rounds=1")
@@ -860,30 +864,28 @@ def test_a_run_for_release_is_not_judged_later_either(
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_each_command_has_a_help_of_its_own(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_command_has_its_own_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([command, "--help"]) == 0
-    said = capsys.readouterr().out
-    lines = [line for line in said.splitlines() if line.startswith("  fedgen ")]
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if line.startswith("  fedgen ")]
     assert len(lines) >= 2 and all(line.startswith(f"  fedgen {command} ") for line in lines)
     assert "--cfg" in lines[-1]
     trains = command in ("train", "account", "audit", "check", "data", "debug")
-    assert ("privacy.target_epsilon" in said) == trains
+    assert ("privacy.target_epsilon" in output) == trains
 
 
-def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Shells leave the sign as it is within a word, or within quotes."""
+def test_paths_may_start_with_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shells do not expand it within a word, or within quotes."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = compose("config", ["run_dir=~/runs/1", "data=folder", "data.path=[~/a,b]"])
-    assert found.run_dir == f"{tmp_path}/runs/1"
-    assert list(found.data.path) == [f"{tmp_path}/a", "b"]
+    result = compose("config", ["run_dir=~/runs/1", "data=folder", "data.path=[~/a,b]"])
+    assert result.run_dir == f"{tmp_path}/runs/1"
+    assert list(result.data.path) == [f"{tmp_path}/a", "b"]
     assert compose("config", ["run_dir='~/runs'"]).run_dir == "~/runs"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "method.clp=1"], ["train", "data=x"]])
 def test_help_and_mistakes_load_nothing_slow(arguments: list[str]) -> None:
-    """Fast because torch stays out; what is loaded is tested, the time is printed."""
+    """Fast because torch is not loaded; the loaded modules are tested, the time is printed."""
     code = (
         "import sys; from fedgen import cli; cli.run(sys.argv[1:]);"
         "sys.exit(3 if {'torch', 'flwr', 'ray', 'scipy', 'matplotlib'} & set(sys.modules) else 0)"
@@ -917,14 +919,14 @@ def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
     "words",
     ["sample run=x method=dpgan", "release run=x evaluation=none", "benchmark method=dpgan"],
 )
-def test_a_group_of_other_commands_is_no_setting(
+def test_groups_of_other_commands_are_refused(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     assert cli.run(words.split()) == 2
     assert "is not a setting" in one_line(capsys)
 
 
-def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hints_refer_to_the_chosen_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", "method=mixture_small", "method.private_clasifier=none"]) == 2
     assert (
         "method.private_clasifier: is not a setting; did you mean method.private_classifier?"
@@ -932,7 +934,7 @@ def test_a_hint_knows_the_method_that_is_chosen(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_where_ledgers_cannot_be_locked_nothing_runs(
+def test_nothing_runs_without_locks_for_ledgers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The TAB key: in a real bash, and of one's own methods too."""
+"""Completion in a real bash, also of own methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def after(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "line, found",
+    "line, result",
     [
         ("fedgen tr", ["train"]),
         ("fedgen train meth", ["method.", "method="]),
@@ -39,8 +39,8 @@ def after(line: str) -> list[str]:
         ("fedgen nothing x", []),
     ],
 )
-def test_what_may_come_next(line: str, found: list[str]) -> None:
-    assert after(line) == found
+def test_completions(line: str, result: list[str]) -> None:
+    assert after(line) == result
 
 
 def test_all_commands_and_all_keys_compose() -> None:
@@ -55,19 +55,19 @@ def test_all_commands_and_all_keys_compose() -> None:
 
 
 def test_in_bash(tmp_path: Path) -> None:
-    """It takes what is behind an = for a word of its own."""
+    """Bash splits words at an equals sign."""
     place = str(Path(sys.executable).parent)
-    for line, found in (
+    for line, result in (
         ("fedgen train method=gs_w", ["gs_wgan", "gs_wgan_small"]),
         ("fedgen rel", ["release"]),
     ):
         environment = {"PATH": f"{place}:/usr/bin:/bin", "HOME": str(tmp_path)}
         command = ["bash", "-c", BASH, "bash", line]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == found, done.stderr
+        assert done.stdout.split() == result, done.stderr
 
 
-def test_a_method_of_ones_own(tmp_path: Path) -> None:
+def test_own_methods_are_completed(tmp_path: Path) -> None:
     assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
     command = [sys.executable, "-m", "fedgen.cli", "--complete", "fedgen train method=bl"]
     environment = {"FEDGEN_EXTENSIONS": "blur", "HOME": str(tmp_path)}

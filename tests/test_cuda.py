@@ -1,4 +1,4 @@
-"""What holds on a CPU holds on a GPU: the same noise, the same bound, every method."""
+"""CPU laws on a GPU: the same noise, the same bound, every method."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 STREAMS = RandomStreams.from_seed(3, "seeded")
 
 
-def test_the_noise_is_the_same_as_on_a_cpu() -> None:
+def test_noise_equals_that_of_a_cpu() -> None:
     mean = torch.linspace(-5, 5, 3_000_000, dtype=torch.float64)
-    found = [
+    result = [
         rounded_gaussian(mean.to(where), 1500.0, STREAMS, "noise") for where in ("cpu", "cuda")
     ]
-    assert torch.equal(found[0], found[1].cpu())
+    assert torch.equal(result[0], result[1].cpu())
 
 
-def test_the_inverse_normal_is_as_good_as_is_relied_on() -> None:
+def test_the_inverse_normal_has_the_required_precision() -> None:
     rng = np.random.default_rng(0)
     u = np.concatenate([2.0 ** -rng.uniform(1, 29, 2000), rng.uniform(0.3, 0.5, 500), [2.0**-29]])
     z = torch.special.ndtri(torch.from_numpy(u).cuda()).cpu().numpy()
@@ -51,13 +51,13 @@ def logistic(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
-def test_the_clipped_sum_is_that_of_a_cpu(precision: Precision) -> None:
+def test_the_clipped_sum_equals_that_of_a_cpu(precision: Precision) -> None:
     torch.manual_seed(0)
     module = Discriminator(10, (1, 28, 28), 32)
     weights = {name: value.detach() for name, value in module.named_parameters()}
     inputs = torch.rand(70, 1, 28, 28), torch.randint(0, 10, (70,))
     expected = clipped_sum(module, weights, inputs, logistic, 0.5)
-    found = clipped_sum(
+    result = clipped_sum(
         module.cuda(),
         {name: value.cuda() for name, value in weights.items()},
         tuple(each.cuda() for each in inputs),
@@ -65,16 +65,16 @@ def test_the_clipped_sum_is_that_of_a_cpu(precision: Precision) -> None:
         0.5,
         precision=precision,
     )
-    off = float((found.flat().cpu() - expected.flat()).norm() / expected.flat().norm())
+    off = float((result.flat().cpu() - expected.flat()).norm() / expected.flat().norm())
     print("CUDA", precision, off)
     assert off < (1e-5 if precision == "float32" else 0.05)
-    assert float(found.norms.min()) > 0 and not torch.backends.cudnn.allow_tf32
+    assert float(result.norms.min()) > 0 and not torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("rows", [64, 512])
-def test_one_example_more_moves_the_sum_by_at_most_the_clip(rows: int) -> None:
-    """Examples that all agree, on the paper's network: what single precision adds is below what is
-    kept free for it."""
+def test_one_example_moves_the_sum_by_at_most_the_clip_norm(rows: int) -> None:
+    """Examples with equal gradients, on the paper's network: rounding in single precision is below
+    its allowance."""
     torch.manual_seed(0)
     module = Discriminator(10, (1, 28, 28), 128).cuda()
     weights = {name: value.detach() for name, value in module.named_parameters()}
@@ -86,7 +86,7 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(rows: int) -> None:
         )
         for n in (1, rows - 1, rows)
     ]
-    one, less, more = (found.flat() for found in sums)
+    one, less, more = (result.flat() for result in sums)
     assert float((more - less).norm()) <= clip
     print("CUDA beside", rows, float((more - less - one).norm()) / clip)
     assert float((more - less - one).norm()) <= clip * 2**-11
@@ -94,7 +94,7 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(rows: int) -> None:
 
 @pytest.mark.parametrize(("method", "clients"), CASES)
 def test_every_method_runs_and_repeats(train: Train, method: str, clients: str) -> None:
-    """At the epsilon of a CPU, and to the same bit."""
+    """At the ε of a CPU, and to the same bit."""
     words = [f"method={method}", *PARTITIONS[clients], "rounds=4"]
     runs = [
         train(*words, f"device={d}", name=n)
@@ -107,7 +107,7 @@ def test_every_method_runs_and_repeats(train: Train, method: str, clients: str) 
     assert first == again
 
 
-def test_a_run_goes_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
+def test_a_run_resumes_to_the_same_bit(train: Train, tmp_path: Path) -> None:
     small = [word for word in tiny("dpgan") if not word.startswith("rounds")]
     words = ["method=dpgan", "rounds=12", "device=cuda", "runtime.checkpoint_every=4"]
     whole = fingerprint(train(*words, name="whole"))

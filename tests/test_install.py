@@ -18,7 +18,7 @@ PACKAGES = ("fedgen", "fedgen/strategies", "fedgen/configs")
 
 
 def imports_from(place: Path) -> None:
-    """In a fresh process with ``place`` first on the path: all from there, and they work."""
+    """Import all modules in a fresh process with ``place`` first on the path."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "import fedgen, fedgen.strategies.sample_gradients, fedgen.configs, fedgen.flower_app;"
@@ -92,8 +92,8 @@ def test_from_a_flower_app_bundle(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_flwr_run_on_a_fresh_clone(tmp_path: Path, nothing_left: None) -> None:
-    """It ends with the bits of any other runtime, and leaves no process; a run that fails says so
-    by its exit status."""
+    """It ends with the bits of any other runtime, and leaves no process; a failed run has a
+    non-zero exit status."""
     copy_checkout(tmp_path)
     settings = [*TINY, "partition=iid", "partition.clients=3", "rounds=3"]
     settings = [word for word in settings if not word.startswith("runtime=")]

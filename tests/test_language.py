@@ -1,9 +1,11 @@
-"""No banned word occurs in docstrings, messages, documentation or comments of settings."""
+"""No banned word occurs in docstrings, messages, identifiers, documentation or comments."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,16 +40,33 @@ _PATTERNS = {
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of docstrings and messages, pages, and comments in settings."""
-    for file in sorted((ROOT / "fedgen").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-                yield f"{file.relative_to(ROOT)}:{node.lineno}", node.value
+    """Yield (place, text) of docstrings, messages, comments, identifiers and pages."""
+    for folder in ("fedgen", "tests", "scripts"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if file != Path(__file__):
+                yield from code(file)
     for file in [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]:
         yield str(file.relative_to(ROOT)), re.sub(r"`[^`]*`", "", file.read_text())
     for file in sorted((ROOT / "fedgen" / "configs").rglob("*.yaml")):
         for number, line in enumerate(file.read_text().splitlines(), 1):
             yield f"{file.relative_to(ROOT)}:{number}", line.partition("#")[2]
+
+
+def code(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the same of a Python file; of tests, whose texts are data, no messages."""
+    place, text = file.relative_to(ROOT), file.read_text()
+    for node in ast.walk(ast.parse(text)):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if docstring or (place.parts[0] != "tests" and isinstance(node, ast.Constant)):
+            value = node.value if isinstance(node, ast.Constant) else node.value.value
+            if isinstance(value, str) and " " in value:
+                yield f"{place}:{node.lineno}", value
+        name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", "")
+        if isinstance(name, str) and "lineno" in dir(node):
+            yield f"{place}:{node.lineno}", name.replace("_", " ")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield f"{place}:{token.start[0]}", token.string
 
 
 def test_prose_uses_the_terms_of_the_field() -> None:

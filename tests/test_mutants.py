@@ -18,9 +18,9 @@ def test_every_mutant_has_its_line_and_its_test(request: pytest.FixtureRequest) 
     collected = set[str]() if some else {item.nodeid for item in request.session.items}
     tests = collected | {name.partition("[")[0] for name in collected}
     files = {name.partition("::")[0] for name in collected}
-    found = mutants()
-    assert len(found) > 280
-    for mutant in found:
+    result = mutants()
+    assert len(result) > 280
+    for mutant in result:
         assert (ROOT / mutant.path).read_text().count(mutant.old) == 1, mutant
         if mutant.test.partition("::")[0] in files:
             assert mutant.test in tests, mutant

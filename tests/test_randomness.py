@@ -1,4 +1,4 @@
-"""Coins: the law of each kind, and that places and modes are kept apart."""
+"""Random streams: the distribution of each kind, and the separation of domains and modes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ places = st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=3)), max_size=4
 
 
 @given(places, places)
-def test_places_have_coins_of_their_own(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+def test_domains_have_different_streams(first: tuple[int, ...], second: tuple[int, ...]) -> None:
     streams = RandomStreams.from_seed(0, "seeded")
     same = np.array_equal(streams.noise_bits(8, *first), streams.noise_bits(8, *second))
     assert same == (first == second and [type(x) for x in first] == [type(x) for x in second])
 
 
 @given(places, places)
-def test_walking_to_a_place_is_naming_it(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+def test_nested_domains_equal_joined_ones(first: tuple[int, ...], second: tuple[int, ...]) -> None:
     streams = RandomStreams.from_seed(3, "seeded")
     walked = streams.at(*first).at(*second).secret("x").random()
     assert walked == streams.secret(*first, *second, "x").random()
@@ -33,7 +33,7 @@ def test_walking_to_a_place_is_naming_it(first: tuple[int, ...], second: tuple[i
     "secrets.token_bytes(32), secrets.token_bytes(32), mode)",
     'derived(b"secret"), derived(b"noise"), mode)',
 )
-def test_seeded_repeats_and_secure_does_not() -> None:
+def test_seeded_streams_repeat_and_secure_ones_do_not() -> None:
     def draws(streams: RandomStreams) -> tuple[float, float, int]:
         public = int(torch.randint(2**60, (), generator=streams.public("a")))
         return streams.secret("a").random(), int(streams.noise_bits(1, "a")[0]), public
@@ -50,8 +50,8 @@ def test_seeded_repeats_and_secure_does_not() -> None:
     assert first[1] != second[1]
 
 
-def test_draws_by_a_key_that_was_kept_are_the_same_again() -> None:
-    """And neither noise nor public streams follow from it."""
+def test_a_stored_key_repeats_samples() -> None:
+    """Neither noise nor public streams depend on it."""
     key = bytes(range(32))
     first, second = (RandomStreams.from_seed(5, "secure").with_secret_key(key) for _ in range(2))
     assert first.secret("cohort", 3).random() == second.secret("cohort", 3).random()
@@ -60,8 +60,7 @@ def test_draws_by_a_key_that_was_kept_are_the_same_again() -> None:
 
 
 def test_a_stream_is_aes_in_counter_mode_and_its_bits_are_fair() -> None:
-    """By two blocks at a time; and each of 64 bits of 100,000 words is as often one as zero, at
-    level 1e-6 in all."""
+    """Across block boundaries; each of 64 bits of 100,000 words is fair, at level 1e-6 in total."""
     words = RandomStreams.from_seed(0, "seeded").noise_bits(100_000, "x")
     assert np.array_equal(words[:4], RandomStreams.from_seed(0, "seeded").noise_bits(4, "x"))
     assert len(np.unique(words)) == len(words)
@@ -74,9 +73,8 @@ def test_a_stream_is_aes_in_counter_mode_and_its_bits_are_fair() -> None:
 @kills("fedgen/randomness.py", "self.secret_key + charged.to_bytes", "charged.to_bytes")
 @kills("fedgen/randomness.py", "charged.to_bytes(8", "(0).to_bytes(8")
 def test_responses_share_no_noise_and_no_samples() -> None:
-    """In mode ``secure``, noise is never shared, and samples are shared by responses to any query
-    between two charges alone. In mode ``seeded`` both depend on the query, so that a run
-    repeats."""
+    """In mode ``secure``, noise is never shared, and only responses to queries between the same two
+    charges share samples. In mode ``seeded`` both depend on the query, so that a run repeats."""
     noise, samples, public = {}, {}, {}
     for mode in ("secure", "seeded"):
         client = RandomStreams.from_seed(0, mode).at("client", 0)  # type: ignore[arg-type]
@@ -103,7 +101,7 @@ def test_kinds_do_not_share_a_stream(streams: RandomStreams) -> None:
     "return _words(self.public_key, self._salted(self.secret_domain, domain), count)",
 )
 def test_many_secret_uniforms_are_secret_and_uniform() -> None:
-    """They follow from the secret key alone, and pass Kolmogorov and Smirnov at level 1e-6."""
+    """They follow from the secret key alone, and pass Kolmogorov-Smirnov at level 1e-6."""
     seeded, secure = RandomStreams.from_seed(0, "seeded"), RandomStreams.from_seed(0, "secure")
     first = seeded.at("a").secret_uniforms(20_000, "batch")
     assert np.array_equal(
@@ -118,8 +116,8 @@ def test_many_secret_uniforms_are_secret_and_uniform() -> None:
         assert stats.kstest(other, "uniform").pvalue > 1e-6
 
 
-def test_secret_draws_are_uniform(streams: RandomStreams) -> None:
-    """Chi-square at level 1e-6 over single draws at 20,000 places."""
+def test_secret_integers_are_uniform(streams: RandomStreams) -> None:
+    """Chi-square at level 1e-6 over single values in 20,000 domains."""
     counts = [0] * 10
     for place in range(20_000):
         [member] = streams.secret("draw", place).sample(range(10), 1)

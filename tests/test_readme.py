@@ -1,5 +1,5 @@
-"""The commands of the README and of docs/ work: CI runs the set-up, this runs the recipes at two
-rounds."""
+"""The commands of the README and of docs/ work: CI runs the set-up, this file runs the recipes at
+two rounds."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ RECIPES = sorted(
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()])
-def test_the_pages_python_runs(page: Path, tmp_path: Path) -> None:
-    """All blocks of a page, one after the other, where nothing is."""
+def test_python_examples_of_the_pages_run(page: Path, tmp_path: Path) -> None:
+    """All blocks of a page in order, in an empty folder."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-def test_the_readme_is_for_strangers() -> None:
-    """Short, and in short sentences: at most 30 words."""
+def test_the_readme_is_short() -> None:
+    """At most 150 lines, and 30 words per sentence."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -51,14 +51,14 @@ def test_the_readme_is_for_strangers() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_links_to_is_there(page: Path) -> None:
+def test_links_of_pages_exist(page: Path) -> None:
     assert not re.search(r"@[A-Z]|TODO", page.read_text()), "a figure is missing"
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     for link in links:
         assert (page.parent / link).exists(), link
 
 
-def test_ci_runs_the_set_up_commands() -> None:
+def test_ci_runs_the_setup_commands() -> None:
     commands = [line for line in BLOCKS[0].splitlines() if line]
     assert commands == ["make demo", "make test"]
     script = (ROOT / ".ci" / "run").read_text().splitlines()
@@ -81,7 +81,7 @@ def test_there_are_recipes() -> None:
     "recipe",
     [pytest.param(r, marks=pytest.mark.slow if "runtime=ray" in r else ()) for r in RECIPES],
 )
-def test_recipe_at_two_rounds(
+def test_a_recipe_at_two_rounds(
     recipe: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDGEN_DATA", str(data_root))
@@ -144,7 +144,7 @@ def test_the_transcript_of_the_demo_has_the_recorded_figure() -> None:
 
 
 def test_every_experiment_is_complete() -> None:
-    """Each composes, and each is named in the README or the pages."""
+    """Each composes, and is named in the README or the pages."""
     for file in (ROOT / "fedgen" / "configs" / "experiment").glob("*.yaml"):
         compose("config", [f"experiment={file.stem}"])
         assert re.search(rf"\b{file.stem}\b", TEXT), file.stem

@@ -1,4 +1,4 @@
-"""Every script in ``scripts/`` runs, at its smallest size."""
+"""Every script in ``scripts/`` runs at its smallest size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_script_is_run() -> None:
 
 
 def script(name: str, words: list[str], where: Path, root: Path = ROOT) -> str:
-    """What a script prints."""
+    """Return the output of a script."""
     own = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(root / "scripts" / name), *words],
@@ -86,15 +86,15 @@ def test_the_control_of_the_mixture(train: Train, tmp_path: Path, data_root: Pat
     other = train(*data, "method=mixture_small", "method.private_classifier=ridge", name="other")
     os.environ["FEDGEN_DATA"], before = str(data_root), os.environ.get("FEDGEN_DATA")
     try:
-        said = script("mixture_control.py", [str(one), str(other), "--samples", "40"], tmp_path)
+        result = script("mixture_control.py", [str(one), str(other), "--samples", "40"], tmp_path)
     finally:
         os.environ.pop("FEDGEN_DATA") if before is None else os.environ.update(FEDGEN_DATA=before)
-    assert "both: " in said
+    assert "both: " in result
 
 
 def test_the_figures_of_all_pages_are_those_of_the_records(tmp_path: Path) -> None:
-    """Written again from the records in ``docs/results``, the page of measured runs and the
-    figures in prose are those that are there; a wrong one is replaced."""
+    """Regenerated from ``docs/results``, the page of measured runs and the figures in prose are the
+    present ones; a wrong figure is replaced."""
     for name in ("scripts", "docs", "fedgen"):
         shutil.copytree(ROOT / name, tmp_path / name)
     readme = (ROOT / "README.md").read_text()

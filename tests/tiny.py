@@ -1,4 +1,4 @@
-"""The smallest settings that still do everything, and what two runs must share."""
+"""The smallest settings that still run everything, and the fingerprint that equal runs share."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ METHODS = sorted(p.stem for p in _FOLDER.glob("*.yaml"))
 
 @cache
 def _chosen(method: str) -> DictConfig:
-    """The settings of a method, under ``method``: a tenth of the work of composing all settings."""
+    """Return the settings of a method, under ``method``: a tenth of the work of composing all
+    settings."""
     with initialize_config_module("fedgen.configs", version_base="1.3"):
         return hydra.compose(f"method/{method}")
 
 
 @cache
 def _program(method: str) -> tuple[str, str | None]:
-    """Its function and its companion's, read without Hydra: of all methods, in each process."""
+    """Return a method's function and its companion's, read without Hydra: for all methods, in each
+    process."""
     own = yaml.load((_FOLDER / f"{method}.yaml").read_bytes(), yaml.CSafeLoader)
     above = [each for each in own.get("defaults", []) if f"{each}" in METHODS]
     target, companion = _program(above[0]) if above else ("", None)
@@ -70,7 +72,8 @@ PARTITIONS = {"one": ["partition=single"], "several": ["partition=iid", "partiti
 
 
 def trusting(method: str) -> bool:
-    """Whether clients trust the server: there is no bound against it, and one is no federation."""
+    """Return whether clients trust the server: then there is no bound against it, and no run with
+    one client."""
     return _program(method)[0] == "fedavg_gan"
 
 
@@ -84,7 +87,7 @@ CASES = [
 
 
 def adversary(method: str) -> str:
-    """Whom a method's budget is meant for."""
+    """Return the adversary of a method's budget."""
     return "release" if trusting(method) else "server"
 
 
@@ -131,7 +134,7 @@ RATES = {
 
 
 def tiny(method: str, *more: str) -> list[str]:
-    """``TINY`` and more for any method: what it has no setting for is left out."""
+    """Return ``TINY`` and more for any method, without settings that it lacks."""
     config = _chosen(method)
     own = _TRUSTING if trusting(method) else []
     if method in RATES:
@@ -190,13 +193,13 @@ def make(
 
 
 def noised(exact: torch.Tensor, std: float, streams: RandomStreams) -> torch.Tensor:
-    """As a mechanism noises what it releases."""
+    """Add noise as a mechanism does."""
     grid = 2.0 ** (math.floor(math.log2(std)) - 10)
     return (rounded_gaussian(exact.double() / grid, std / grid, streams, "release") * grid).float()
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """All that two runs must share: weights, spend, metrics."""
+    """Return what two equal runs must share: weights, spend, metrics."""
     ledgers = {
         p.parent.name: [line.split(', "seal"')[0] for line in p.read_text().splitlines()[1:]]
         for p in sorted(run.glob("clients/*/ledger.jsonl"))  # names of runs are in head and seals

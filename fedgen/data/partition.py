@@ -147,8 +147,8 @@ def shards(
     place = example_uniforms(images, labels, streams, "partition", "shards", "rows")
     owner = np.array(
         [
-            clients_of[label][int(coin * len(clients_of[label]))]
-            for label, coin in zip(labels, place, strict=True)
+            clients_of[label][int(uniform * len(clients_of[label]))]
+            for label, uniform in zip(labels, place, strict=True)
         ]
     )
     return _group_by_owner(owner, clients)

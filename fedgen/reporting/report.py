@@ -78,7 +78,7 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
             "curve": figure_along({run["name"]: run["accuracies"] for run in contents}, ACCURACY),
         }
     page = template("report.html")
-    return page.render(runs=contents, audience=audience, compared=compared, told=context)
+    return page.render(runs=contents, audience=audience, compared=compared, context=context)
 
 
 def _public(path: Path) -> dict[str, Any]:

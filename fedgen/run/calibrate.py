@@ -250,13 +250,13 @@ def affordable_rounds(method: Method, config: DictConfig, server: bool, target: 
             ).or_infinity
 
         # if all clients respond to everything, only whole rounds are spent
-        everybody = not method.cohort.is_sampled
-        unit = per_round if everybody else 1
+        all_clients = not method.cohort.is_sampled
+        unit = per_round if all_clients else 1
         rows = unit * max_repetitions(lambda count: spent(unit * count), target, all_rows // unit)
         stop = method.cohort.stop_probability(per_round, queries, rows)
-        enough = rows == all_rows or not everybody
+        enough = rows == all_rows or not all_clients
         rounds = config.rounds if enough else method.plan.rounds_for(rows // per_round)
-        stop = 0.0 if everybody else stop
+        stop = 0.0 if all_clients else stop
         if rows == 0:
             raise _unreachable(target)
         return Budget(rounds, rows, stop)

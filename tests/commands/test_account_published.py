@@ -1,4 +1,4 @@
-"""Published recipes: what is claimed and what is proven, to known figures."""
+"""Published recipes: claimed and proven ε, against known figures."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ def test_every_recipe_is_complete(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_them_are_a_table_with_the_known_figures() -> None:
+def test_the_table_of_all_recipes_has_the_known_figures() -> None:
     rows = table("all")
-    assert [found["name"] for found in rows] == names()
+    assert [result["name"] for result in rows] == names()
     text = describe(rows)
     assert len(text.splitlines()) == len(rows) + 2
     assert text in (Path(__file__).parents[2] / "docs" / "published.md").read_text()
-    for found in (each for each in rows if each["accountant"]):
-        proven = found["server_epsilon"] or found["release_epsilon"]
-        if found["noise_multiplier_for_claim"] > found["noise_multiplier"]:
-            assert proven > found["target_epsilon"]
+    for result in (each for each in rows if each["accountant"]):
+        proven = result["server_epsilon"] or result["release_epsilon"]
+        if result["noise_multiplier_for_claim"] > result["noise_multiplier"]:
+            assert proven > result["target_epsilon"]
         else:
-            assert proven <= found["target_epsilon"]
-    by_name = {found["name"]: found for found in rows}
+            assert proven <= result["target_epsilon"]
+    by_name = {result["name"]: result for result in rows}
     for name, (formula, server, release) in KNOWN.items():
-        found = by_name[name]
-        assert found["formula_epsilon"] == pytest.approx(formula, rel=1e-2)
-        assert found["server_epsilon"] == (server and pytest.approx(server, rel=1e-2))
-        assert found["release_epsilon"] == pytest.approx(release, rel=1e-2)
+        result = by_name[name]
+        assert result["formula_epsilon"] == pytest.approx(formula, rel=1e-2)
+        assert result["server_epsilon"] == (server and pytest.approx(server, rel=1e-2))
+        assert result["release_epsilon"] == pytest.approx(release, rel=1e-2)
         if name.startswith(GOLDEN):
-            assert found["release_epsilon"] == pytest.approx(release, rel=5e-3)
+            assert result["release_epsilon"] == pytest.approx(release, rel=5e-3)
     # FedAvg-GAN: a real epsilon of 10 takes noise 0.42 instead of 0.01; a draw per sample at
     # GS-WGAN's settings takes 0.74 instead of 1.07
     for name, noise in (("fedavg_gan", 0.42), ("gs_wgan_mnist_per_sample", 0.739)):
@@ -87,12 +87,12 @@ def test_all_of_them_are_a_table_with_the_known_figures() -> None:
         assert 10 - 1e-3 <= max(view.value or 0.0 for view in views) <= 10
 
 
-def test_one_recipe_by_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_recipe_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", "published=dp_merf", "output=json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
-    assert found["recipe"] == "DP-MERF"
+    [output] = json.loads(capsys.readouterr().out)
+    assert output["recipe"] == "DP-MERF"
     assert cli.run(["account", "published=dp_merf"]) == 0
     assert capsys.readouterr().out.startswith("| recipe")
     assert cli.run(["account", "published=dp_murf"]) == 2
-    said = capsys.readouterr().err
-    assert "there is no 'dp_murf'; did you mean dp_merf?" in said
+    error = capsys.readouterr().err
+    assert "there is no 'dp_murf'; did you mean dp_merf?" in error

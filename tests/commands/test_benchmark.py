@@ -1,4 +1,4 @@
-"""A matrix of runs comes to one table, whenever it was cut off."""
+"""A matrix of runs ends with the same table, however often it is interrupted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def table(place: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in row.items() if k not in OF_THE_CLOCK} for row in rows]
 
 
-def test_a_place_may_have_any_name(tmp_path: Path) -> None:
+def test_output_folders_may_have_any_name(tmp_path: Path) -> None:
     place = tmp_path / "of mine (1), {2}"
     point = next(expand(read_matrix("digits"), place))
     assert point.config.run_dir == str(place / point.name)
@@ -75,16 +75,16 @@ def test_a_place_may_have_any_name(tmp_path: Path) -> None:
 def test_every_matrix_composes(name: str, tmp_path: Path) -> None:
     matrix = read_matrix(name)
     matrix.seeds = matrix.seeds[:1]  # others differ in nothing else
-    found = list(expand(matrix, tmp_path))
-    assert len({point.name for point in found}) == len(found)
-    for point in found:
+    result = list(expand(matrix, tmp_path))
+    assert len({point.name for point in result}) == len(result)
+    for point in result:
         check(point.config)
         assert point.config.privacy.target_epsilon == point.epsilon
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path: Path) -> None:
-    # the second takes longer than whoever waits for the first to be done
+def test_a_killed_benchmark_resumes_to_the_same_table(matrix: Path, tmp_path: Path) -> None:
+    # the second takes longer than the process that waits for the first
     slow = {"settings": [*MATRIX["methods"]["DP-Sinkhorn"]["settings"], "rounds=60"]}
     slow["settings"] += ["evaluate_every=30"]
     methods = {**MATRIX["methods"], "DP-Sinkhorn": slow}
@@ -126,25 +126,26 @@ def test_killed_in_the_middle_it_ends_with_the_same_table(matrix: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGKILL])
-def test_when_it_ends_its_runs_end_with_a_checkpoint(
-    told: signal.Signals, matrix: Path, tmp_path: Path
+@pytest.mark.parametrize("value", [signal.SIGTERM, signal.SIGKILL])
+def test_runs_of_a_stopped_benchmark_stop_with_a_checkpoint(
+    value: signal.Signals, matrix: Path, tmp_path: Path
 ) -> None:
-    """It alone is told; of SIGKILL its runs learn because it is gone."""
+    """Signals reach only the benchmark's process; its runs notice that it is gone, also after
+    SIGKILL."""
     longer = {"settings": ["runtime.threads=1", "rounds=100000"], "seeds": [0]}
     matrix.write_text(yaml.safe_dump(MATRIX | longer))
     words = ["-m", "fedgen.cli", "benchmark", f"matrix={matrix}", "jobs=2", f"run_dir={tmp_path}/b"]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, *words], stderr=said)
+    with (tmp_path / "output").open("w") as result:
+        process = subprocess.Popen([sys.executable, *words], stderr=result)
         until = time.monotonic() + 300
         while not any((path / "metrics.jsonl").exists() for path in tmp_path.glob("b/D*")):
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(told)
-        assert process.wait(300) == (-9 if told == signal.SIGKILL else 130)
-    said = (tmp_path / "said").read_text().partition("continue with: ")[2]
-    assert shlex.split(said) == ([] if told == signal.SIGKILL else ["fedgen", *words[2:]])
+        process.send_signal(value)
+        assert process.wait(300) == (-9 if value == signal.SIGKILL else 130)
+    result = (tmp_path / "output").read_text().partition("continue with: ")[2]
+    assert shlex.split(result) == ([] if value == signal.SIGKILL else ["fedgen", *words[2:]])
     until = time.monotonic() + 300
     while not any((path / "checkpoints").exists() for path in tmp_path.glob("b/D*")):
         assert time.monotonic() < until
@@ -152,7 +153,7 @@ def test_when_it_ends_its_runs_end_with_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_its_runs_are_of_the_same_code_wherever_it_is_called(matrix: Path, tmp_path: Path) -> None:
+def test_runs_use_the_same_code_from_any_working_directory(matrix: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "numpy.py").write_text("raise SystemExit('not this one')")
@@ -166,7 +167,7 @@ def test_its_runs_are_of_the_same_code_wherever_it_is_called(matrix: Path, tmp_p
 @pytest.mark.parametrize(
     ("method", "settles"), [("dp_sinkhorn_small", False), ("mixture_small", True)]
 )
-def test_it_shows_how_far_its_runs_are_with_their_epsilon(
+def test_progress_of_runs_is_shown_with_their_epsilon(
     method: str,
     settles: bool,
     matrix: Path,
@@ -189,7 +190,7 @@ def test_it_shows_how_far_its_runs_are_with_their_epsilon(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_fails_the_benchmark_and_no_other(
+def test_a_failed_run_fails_the_benchmark_and_no_other_run(
     matrix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "out"
@@ -202,9 +203,9 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
     assert "1 of 2 runs failed" in capsys.readouterr().err
     assert "held_out" in (place / "logs" / "DP-Sinkhorn-digits-10-0.log").read_text()
     assert [row["method"] for row in table(place)] == ["DP-MERF"]
-    said = (place / "benchmark.md").read_text()
-    assert "DP-Sinkhorn-digits-10-0: not finished" in said
-    assert "DP-MERF-digits-10-1" not in said, "nobody asked for it"
+    result = (place / "benchmark.md").read_text()
+    assert "DP-Sinkhorn-digits-10-0: not finished" in result
+    assert "DP-MERF-digits-10-1" not in result, "not requested"
     # a run that is evaluated in another way is not taken for one of the others
     words.append("methods=[DP-MERF]")
     assert cli.run(words) == 0
@@ -235,7 +236,7 @@ def test_a_run_that_fails_fails_the_benchmark_and_no_other(
         (["data=[mnits]"], "data", "did you mean mnist"),
     ],
 )
-def test_mistakes(
+def test_invalid_settings_are_refused(
     words: list[str], key: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["benchmark", *words, f"run_dir={tmp_path / 'out'}"]) == 2
@@ -246,7 +247,7 @@ def test_mistakes(
     assert not (tmp_path / "out").exists()
 
 
-def test_another_matrix_in_the_same_place_is_refused(
+def test_another_matrix_in_the_same_folder_is_refused(
     matrix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "out"
@@ -273,7 +274,7 @@ def test_another_matrix_in_the_same_place_is_refused(
         ({"methods": {"a": {"settings": [], "papr": {}}}}, "matrix.methods.a"),
     ],
 )
-def test_a_matrix_that_is_none(
+def test_an_invalid_matrix_is_refused(
     change: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "broken.yaml"
@@ -284,7 +285,7 @@ def test_a_matrix_that_is_none(
     assert error.count("\n") == 1
 
 
-def test_without_privacy_there_is_a_reference(tmp_path: Path) -> None:
+def test_the_table_has_a_reference_without_privacy(tmp_path: Path) -> None:
     path = tmp_path / "reference.yaml"
     path.write_text(yaml.safe_dump({**MATRIX, "epsilons": [None, 0.1234567]}))
     names = [point.name for point in expand(read_matrix(str(path)), tmp_path)]
@@ -295,7 +296,7 @@ def test_without_privacy_there_is_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_clients_the_table_says_more(matrix: Path, tmp_path: Path) -> None:
+def test_the_table_has_columns_for_several_clients(matrix: Path, tmp_path: Path) -> None:
     words = ["method=fedavg_gan", *tiny("fedavg_gan")]
     methods = {"FedAvg-GAN": {"settings": words}}
     matrix.write_text(yaml.safe_dump({**MATRIX, "seeds": [0], "settings": [], "methods": methods}))

@@ -1,4 +1,4 @@
-"""``fedgen check``: what a method promises, and methods that break it."""
+"""``fedgen check``: methods that satisfy the contract, and methods that break it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("method", ["gs_wgan_small", "mixture_small", "fedavg_gan"])
-def test_methods_keep_what_they_promise(method: str, capsys: Captured) -> None:
+def test_methods_pass_all_checks(method: str, capsys: Captured) -> None:
     words = [] if method == "fedavg_gan" else PARTITIONS["one"]
     assert cli.run(["check", f"method={method}", *tiny(method), *words, "audit.releases=200"]) == 0
-    said = capsys.readouterr().out
-    assert "FAIL" not in said
+    output = capsys.readouterr().out
+    assert "FAIL" not in output
     for promise in (
         "a run stays within its budget: ε",
         "ledgers add up to the printed ε",
@@ -35,19 +35,19 @@ def test_methods_keep_what_they_promise(method: str, capsys: Captured) -> None:
             else ()
         ),
     ):
-        assert f"pass      {promise}" in said, promise
-    assert "half of the noise is noticed" in said
-    assert "not checked, known only to the author" in said
+        assert f"pass      {promise}" in output, promise
+    assert "half of the noise is noticed" in output
+    assert "not checked, known only to the author" in output
 
 
-def test_what_cannot_be_found_out_is_left_open(capsys: Captured) -> None:
-    """Nothing is said of a run that was not cut off, nor of a budget that there is not."""
+def test_checks_that_cannot_decide_are_untested(capsys: Captured) -> None:
+    """A run too short to interrupt, or without a budget, neither passes nor fails."""
     words = [*tiny("dp_hp_small"), "rounds=1", "audit.releases=200", "privacy.target_epsilon=null"]
     words += ["privacy.noise_multiplier=2"]
     assert cli.run(["check", "method=dp_hp_small", *words]) == 0
-    said = capsys.readouterr().out
-    assert "untested  an interrupted run resumes: too short" in said
-    assert "untested  a run stays within its budget" in said
+    output = capsys.readouterr().out
+    assert "untested  an interrupted run resumes: too short" in output
+    assert "untested  a run stays within its budget" in output
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_cannot_be_found_out_is_left_open(capsys: Captured) -> None:
         ),
     ],
 )
-def test_what_is_broken_is_found(
+def test_a_broken_method_fails_its_check(
     right: str, wrong: str, promise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
@@ -103,13 +103,15 @@ def test_what_is_broken_is_found(
         ("method=none", "method"),
     ],
 )
-def test_mistakes_are_said(word: str, key: str, capsys: Captured) -> None:
+def test_invalid_settings_are_refused(word: str, key: str, capsys: Captured) -> None:
     assert cli.run(["check", *tiny("gs_wgan_small"), word]) == 2
     assert key in capsys.readouterr().err
 
 
-def test_a_program_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the folder of its run is gone."""
+def test_the_traceback_of_a_failing_program_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the temporary folder of its run is deleted."""
     assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
     program = tmp_path / "blur" / "blur.py"
     program.write_text(program.read_text().replace("clip, labels, facts", "labels, clip, facts"))

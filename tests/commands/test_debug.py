@@ -1,4 +1,4 @@
-"""``fedgen debug`` from end to end: the bug is found where it was planted."""
+"""``fedgen debug`` from end to end: it finds a planted bug."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SMALL = [
 
 
 def results(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "results.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((place / "results.json").read_text())
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def bugged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_planted_bug_is_found(bugged: Path) -> None:
-    found = results(bugged)
-    assert found["verdict"]["bug"] is True
-    assert found["verdict"]["p_value"] < 0.01
-    assert found["verdict"]["effect"] > 0.3
-    groups = found["groups"]
+    result = results(bugged)
+    assert result["verdict"]["bug"] is True
+    assert result["verdict"]["p_value"] < 0.01
+    assert result["verdict"]["effect"] > 0.3
+    groups = result["groups"]
     assert groups["suspect"]["bugged"] >= 0.9 * groups["suspect"]["clients"]
     assert groups["normal"]["bugged"] == 0
-    assert 0 < found["epsilon"]["server"] <= 10.001
+    assert 0 < result["epsilon"]["server"] <= 10.001
 
 
 def test_the_picture_shows_both_groups(bugged: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_picture_shows_both_groups(bugged: Path) -> None:
     assert left > right + 5, "negatives on dark ground are brighter"
 
 
-def test_no_client_is_in_two_parts(bugged: Path) -> None:
+def test_groups_share_no_client(bugged: Path) -> None:
     parts = [OmegaConf.load(path).group for path in bugged.glob("*-*/config.yaml")]
     assert len(parts) == 10
     assert len({len(part) for part in parts}) == 1  # and all are under the same noise
@@ -80,7 +80,7 @@ def test_no_client_is_in_two_parts(bugged: Path) -> None:
 
 
 def test_two_generators_share_no_noise(bugged: Path) -> None:
-    """Parts of the same size have the same noise multiplier, and other weights from the start."""
+    """Groups of the same size have the same noise multiplier, and different initial weights."""
     hashes = {
         json.loads((path / "results.json").read_text())["generator_sha256"]
         for path in bugged.glob("*-*")
@@ -93,11 +93,11 @@ def test_two_generators_share_no_noise(bugged: Path) -> None:
     assert first != second
 
 
-def test_what_is_published_says_that_the_clients_were_picked(bugged: Path) -> None:
+def test_the_publication_states_that_clients_were_selected(bugged: Path) -> None:
     assert "a selected group" in (bugged / "suspect-0" / "public" / "PRIVACY.md").read_text()
 
 
-def test_called_again_it_goes_on(
+def test_a_repeated_command_resumes(
     bugged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = results(bugged)
@@ -119,20 +119,20 @@ def test_called_again_it_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", ["results.json", "clients/0/ledger.jsonl"])
-def test_told_to_end_it_says_how_to_go_on(sign: str, tmp_path: Path) -> None:
-    """Wherever it is: between two generators, or in the only round of one. It begins no other."""
+def test_an_interrupted_experiment_prints_how_to_resume(sign: str, tmp_path: Path) -> None:
+    """Between two generators, or in the only round of one; no other generator is started."""
     place = tmp_path / "run"
     process = Command(["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"])
     until(process, place / "suspect-0" / sign)
     begun = len(list(place.glob("*-*/config.yaml")))
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 130
-    said = process.errors.partition("continue with: fedgen ")[2]
-    assert shlex.split(said) == ["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
+    result = process.errors.partition("continue with: fedgen ")[2]
+    assert shlex.split(result) == ["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
     assert len(list(place.glob("*-*/config.yaml"))) <= begun + 1
 
 
-def test_a_folder_of_something_else_stays_as_it_is(
+def test_a_foreign_folder_is_left_unchanged(
     bugged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -142,7 +142,7 @@ def test_a_folder_of_something_else_stays_as_it_is(
         assert "contains other files" in capsys.readouterr().err
 
 
-def test_a_run_does_not_go_on_with_other_clients(
+def test_a_run_does_not_resume_with_other_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -157,7 +157,7 @@ def test_a_run_does_not_go_on_with_other_clients(
 
 
 @pytest.mark.slow
-def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
+def test_no_bug_is_reported_without_one(tmp_path: Path) -> None:
     (tmp_path / f"{TEMPORARY}1.json").touch()  # one before it was killed as it began
     assert cli.run(["debug", *SMALL, f"run_dir={tmp_path}"]) == 0
     assert results(tmp_path)["verdict"]["bug"] is False
@@ -180,7 +180,7 @@ def test_without_a_bug_there_is_none(tmp_path: Path) -> None:
         ("resume=x", "resume"),
     ],
 )
-def test_mistakes_are_said(
+def test_invalid_settings_are_refused(
     word: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of_method = ("method", "privacy") if word.startswith("method=") else ("no such",)
@@ -192,19 +192,19 @@ def test_mistakes_are_said(
 
 
 @pytest.mark.parametrize("group", ["[]", "[1,1]", "[0,99]", "[-1]", "x.txt", "[a]"])
-def test_a_group_that_is_none_is_refused(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_group_is_refused(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition=iid", "partition.clients=4", "runtime=in_process", f"group={group}"]
     assert cli.run(["account", *words]) == 2
     assert "group" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("experiment", ["femnist_debug_small", "femnist_debug_sums"])
-def test_generators_of_an_experiment_can_be_opened_again(experiment: str, tmp_path: Path) -> None:
+def test_generators_of_an_experiment_can_be_loaded(experiment: str, tmp_path: Path) -> None:
     config = compose("debug", [f"experiment={experiment}"])
     check_restored(_part_config(config, np.arange(3), tmp_path))
 
 
-def test_train_leaves_debugging_to_debug(
+def test_train_refuses_settings_of_debug(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["experiment=femnist_debug_small", f"run_dir={tmp_path / 'run'}"]
@@ -214,8 +214,8 @@ def test_train_leaves_debugging_to_debug(
 
 @pytest.mark.slow
 def test_a_recipe_on_real_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fifth of the recipe's writers, and so at a larger epsilon; by a classifier that learnt
-    for a third of the time."""
+    """On a fifth of the recipe's writers, at a larger ε, with a classifier trained for a third of
+    the time."""
     monkeypatch.setattr("fedgen.evaluation.judge._EPOCHS", 5)
     if not (Path(os.environ.get("FEDGEN_DATA", "")) / "femnist.npz").exists():
         pytest.skip("there is no femnist.npz in FEDGEN_DATA")

@@ -1,4 +1,4 @@
-"""A method of one's own, outside of the package: written, run, attacked, and said to be one."""
+"""A user's method outside of the package: created, trained, attacked, and named as external."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FEDGEN = [sys.executable, "-m", "fedgen.cli"]
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A folder with a package ``blur`` in it."""
+    """Create a folder with the package ``blur``."""
     assert cli.run(["new", "method", "name=blur", f"out={tmp_path}"]) == 0
     return tmp_path
 
 
 @pytest.fixture
 def networks(tmp_path: Path) -> Path:
-    """A folder with a package ``vae`` in it, whose networks learn by noised gradients."""
+    """Create a folder with the package ``vae``, whose networks train on noised gradients."""
     assert cli.run(["new", "method", "name=vae", "kind=dp_sgd", f"out={tmp_path}"]) == 0
     return tmp_path
 
@@ -41,8 +41,8 @@ def fedgen(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_help_lists_it(own: Path) -> None:
-    """Beside fedgen's own, without another edit."""
+def test_the_help_lists_own_methods(own: Path) -> None:
+    """Next to fedgen's own, without another edit."""
     methods = fedgen(own, "--help").stdout.partition("\n  method=")[2].partition("[")[0]
     assert {"blur", "mixture"} <= set(methods.replace("\n", "").replace(" ", "").split("|"))
 
@@ -70,7 +70,7 @@ def nearest(images, labels, classes, seed):
 
 
 def parts(place: Path, package: str, text: str) -> list[str]:
-    """Data and a partition of one's own in a package, and the words that choose them."""
+    """Create a package with a data set and a partition, and return the words that select them."""
     for group, name, settings in (
         ("data", "stripes", "root: null\npublic_rows: 60"),
         ("partition", "halves", "clients: 2"),
@@ -84,7 +84,7 @@ def parts(place: Path, package: str, text: str) -> list[str]:
     return ["method=dp_merf_small", *words, "runtime=in_process", "evaluation.samples=200"]
 
 
-def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
+def test_own_data_partitions_and_classifiers(own: Path) -> None:
     words = parts(own, "blur", PARTS)
     nearest = "+evaluation.classifiers.nearest={type:blur.parts.nearest}"
     done = fedgen(own, "train", *words, nearest, "rounds=30", "run_dir=run")
@@ -93,7 +93,7 @@ def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "other", "said"),
+    ("package", "result", "other", "message"),
     [
         ("twice", "rows[: len(rows) // 2]", "rows[: len(rows) // 2 + 1]", "assigns a record twice"),
         ("no_list", "return [rows", "return rows\n    [rows", "return a list of arrays"),
@@ -106,19 +106,19 @@ def test_data_clients_and_classifiers_of_ones_own(own: Path) -> None:
         ("labels", "np.arange(90) % 2", "np.arange(90) % 3", "labels from 0 to 2, outside 0..1"),
     ],
 )
-def test_what_would_spoil_an_epsilon_or_be_something_else_is_refused(
-    package: str, found: str, other: str, said: str, tmp_path: Path,
+def test_extensions_that_would_invalidate_epsilon_are_refused(
+    package: str, result: str, other: str, message: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("FEDGEN_EXTENSIONS", f"own_{package}")
     monkeypatch.syspath_prepend(tmp_path)
-    words = parts(tmp_path, f"own_{package}", PARTS.replace(found, other))
+    words = parts(tmp_path, f"own_{package}", PARTS.replace(result, other))
     assert cli.run(["train", *words, f"run_dir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
-def test_other_rows_are_another_run_and_no_way_to_go_on(
+def test_changed_records_cannot_resume_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FEDGEN_EXTENSIONS", "own_rows")
@@ -129,8 +129,8 @@ def test_other_rows_are_another_run_and_no_way_to_go_on(
     module = importlib.import_module("own_rows.parts")
     whole = module.halves
 
-    def fewer(**told: Any) -> list[Any]:
-        return [rows[1:] for rows in whole(**told)]
+    def fewer(**settings: Any) -> list[Any]:
+        return [rows[1:] for rows in whole(**settings)]
 
     fewer.__module__ = module.__name__
     monkeypatch.setattr(module, "halves", fewer)
@@ -141,8 +141,8 @@ def test_other_rows_are_another_run_and_no_way_to_go_on(
     assert "used a different partition of the data" in capsys.readouterr().err
 
 
-def test_a_mistake_in_it_is_told(own: Path) -> None:
-    """And not only in the client's own file."""
+def test_an_error_in_an_extension_is_printed(own: Path) -> None:
+    """Also outside of the client's own error file."""
     file = own / "blur" / "blur.py"
     text = file.read_text()
     [line] = [each for each in text.splitlines() if "return sum_of_rows(" in each]
@@ -156,24 +156,22 @@ def test_a_mistake_in_it_is_told(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("def (", "SyntaxError: invalid syntax (blur.py, line 1)"),
         ("import torchh", "ModuleNotFoundError: No module named 'torchh' ("),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_in_one_line(
-    line: str, said: str, own: Path
-) -> None:
+def test_an_import_error_of_an_extension_is_one_line(line: str, message: str, own: Path) -> None:
     (own / "blur" / "blur.py").write_text(f"{line}\n")
     done = fedgen(own, "train", "method=blur", "rounds=2", "run_dir=run")
     assert done.returncode == 2
     assert done.stderr.startswith("fedgen: method.type: blur.blur.blur cannot be imported: ")
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass(own: Path) -> None:
+def test_the_generated_tests_pass(own: Path) -> None:
     environment = {**os.environ, "FEDGEN_EXTENSIONS": "blur"}
     command = [sys.executable, "-m", "pytest", "-q", "-k", "not 10.0", str(own)]
     done = subprocess.run(command, cwd=own, env=environment, capture_output=True, check=False)
@@ -181,10 +179,10 @@ def test_its_own_tests_pass(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_learns_the_digits_and_keeps_what_it_promises(
+def test_a_network_learns_the_digits_and_passes_all_checks(
     networks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also from several clients, under secure sums."""
+    """Also with several clients under secure sums."""
     monkeypatch.chdir(networks)
     monkeypatch.setenv("FEDGEN_EXTENSIONS", "vae")
     shared = ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
@@ -193,15 +191,15 @@ def test_a_network_learns_the_digits_and_keeps_what_it_promises(
     assert train.wait() == 0, train.errors
     judged = Command(["evaluate", "run=shared"])
     assert judged.wait() == 0, judged.errors
-    found = json.loads((networks / "shared" / "results.json").read_text())
-    assert found["gen2real"]["logistic_regression"]["mean"] > 0.7, "0.88 of one client"
+    record = json.loads((networks / "shared" / "results.json").read_text())
+    assert record["gen2real"]["logistic_regression"]["mean"] > 0.7, "0.88 of one client"
     assert "its paper" not in train.output
     check = Command(["check", "method=vae", "rounds=4"])
     assert check.wait() == 0, check.output + check.errors
 
 
 @pytest.mark.slow
-def test_it_runs_on_ray_and_says_that_it_is_from_outside(
+def test_an_extension_runs_on_ray_and_is_named_as_external(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(own)
@@ -209,21 +207,21 @@ def test_it_runs_on_ray_and_says_that_it_is_from_outside(
     words = ["method=blur", "partition=iid", "partition.clients=2", "privacy.aggregation=secure"]
     train = Command(["train", *words, "runtime=ray", "evaluation=none", "run_dir=run"])
     assert train.wait() == 0, train.errors
-    said = (own / "run" / "public" / "PRIVACY.md").read_text()
-    assert "With code from outside fedgen** (blur.blur.blur)" in said
+    result = (own / "run" / "public" / "PRIVACY.md").read_text()
+    assert "With code from outside fedgen** (blur.blur.blur)" in result
     sample = Command(["sample", "run=run/public", "n=5", "out=samples.npz"])
     assert sample.wait() == 0, sample.errors
-    # without the environment's word it is somebody's file
+    # a file that the environment does not declare
     monkeypatch.delenv("FEDGEN_EXTENSIONS")
     sample = Command(["sample", "run=run/public", "n=5", "out=again.npz"])
     assert sample.wait() == 2
     assert "declare its package" in sample.errors
 
 
-def test_settings_that_are_edited_in_a_notebook_are_read_again(
+def test_edited_settings_of_an_extension_are_read_again(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process composes those of an extension once, until somebody edits them."""
+    """A process caches the composed settings of an extension until a file changes."""
     monkeypatch.syspath_prepend(own)
     monkeypatch.setenv("FEDGEN_EXTENSIONS", "blur")
     before = compose("config", ["method=blur"]).method.pixel_std
@@ -233,7 +231,7 @@ def test_settings_that_are_edited_in_a_notebook_are_read_again(
     assert compose("config", ["method=blur"]).method.pixel_std == 0.125 != before
 
 
-def test_mistakes_are_said_in_a_line(own: Path) -> None:
+def test_invalid_settings_are_one_line(own: Path) -> None:
     for words, why in (
         (["train", "method=blur", "method.sprad=1"], "sprad"),
         (["train", "method=blurr"], "did you mean blur?"),
@@ -257,7 +255,7 @@ def test_mistakes_are_said_in_a_line(own: Path) -> None:
         (["new", "method", "name=blur"], "exists"),
     ],
 )
-def test_a_name_that_cannot_be_is_one_line(
+def test_an_invalid_name_is_one_line(
     own: Path,
     words: list[str],
     why: str,
@@ -271,7 +269,7 @@ def test_a_name_that_cannot_be_is_one_line(
     assert why in line
 
 
-def test_a_package_that_is_not_there(
+def test_a_missing_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""From a rehearsal to what is handed out."""
+"""From a rehearsal to a published package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
 def test_a_large_delta_is_refused_for_a_release(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With δ = 0.9 a mechanism may publish nine records of ten whole."""
+    """With δ = 0.9 a mechanism may publish nine records of ten in full."""
     words = ["method=dp_merf_small", "rounds=4", "privacy.target_epsilon=1"]
     rehearsal = train(*words, "privacy.delta=1e-3")
     assert "warning: privacy.delta: 0.001 is above 1 / 1,437 records" in capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_a_large_delta_is_refused_for_a_release(
 
 
 def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) -> None:
-    """When and by whom files were written is no part of what is handed out."""
+    """File times and owners are not part of a release."""
     run = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure")
     packed = []
     for name in ("a.zip", "b.zip"):
@@ -89,7 +89,7 @@ def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) ->
     assert packed[0] == packed[1]
 
 
-def test_a_budget_refuses_it(
+def test_a_release_beyond_the_budget_is_refused(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rehearsal = train("method=dp_merf_small", "rounds=4", "privacy.target_epsilon=2")
@@ -103,7 +103,7 @@ def test_a_budget_refuses_it(
 
 @kills("fedgen/commands/release.py", ("    _check_place(out)\n    run_dir,"), "    run_dir,")
 @pytest.mark.parametrize(
-    ("made", "words", "said"),
+    ("made", "words", "message"),
     [
         (["privacy=none"], [], "run: has no noise"),
         ([], ["out=a.tar"], "out: a.tar is not a .zip"),
@@ -112,8 +112,8 @@ def test_a_budget_refuses_it(
         ([], ["budget_epsilon=-1"], "budget_epsilon: must be at least"),
     ],
 )
-def test_mistakes(
-    made: list[str], words: list[str], said: str, train: Train, tmp_path: Path,
+def test_invalid_settings_are_refused(
+    made: list[str], words: list[str], message: str, train: Train, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run = train("method=dp_merf_small", "rounds=2", *made)
@@ -121,11 +121,11 @@ def test_mistakes(
     capsys.readouterr()
     assert cli.run(["release", f"run={run}", f"out={tmp_path / 'o.zip'}", *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"fedgen: {said}") and error.count("\n") == 1
+    assert error.startswith(f"fedgen: {message}") and error.count("\n") == 1
     assert not (tmp_path / "o.zip").exists() and not (tmp_path / "released").exists()
 
 
-def test_one_that_is_cut_off_says_how_it_is_packed(train: Train, tmp_path: Path) -> None:
+def test_an_interrupted_release_prints_how_to_pack_it(train: Train, tmp_path: Path) -> None:
     run, out = train("method=dp_merf_small", "rounds=3"), tmp_path / "o.zip"
     words = [f"run={run}", f"out={out}", f"run_dir={tmp_path / 'released'}"]
     code = (

@@ -1,4 +1,4 @@
-"""Sweeps: the axes of a file, what is missing, what was cut off, and the table."""
+"""Sweeps: axes from a file, resumption, and the table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWEEPS = sorted(p.stem for p in (Path(configs.__path__[0]) / "sweep").glob("*.ya
 
 
 def chosen(name: str) -> str:
-    """The method or the recipe of a sweep's first run."""
+    """Return the method or the recipe of a sweep's first run."""
     words = combinations([f"sweep={name}"])[0]
     return next(word for word in words if word.startswith(("method=", "experiment=")))
 
@@ -50,7 +50,7 @@ def test_every_sweep_composes(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_the_first_of_every_sweep_runs_two_rounds(
+def test_the_first_run_of_every_sweep_runs_two_rounds(
     name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDGEN_DATA", str(data_root))
@@ -69,7 +69,9 @@ def test_the_first_of_every_sweep_runs_two_rounds(
     assert json.loads((place / "results.json").read_text())["rounds"] == 2
 
 
-def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_resumes_and_compares_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "sweep"
     small = [w for w in tiny("dp_wgan_gp_small") if not w.startswith(("evaluation", "rounds"))]
     judge = ["evaluation.samples=260", "evaluation.classifiers.cnn.epochs=1"]
@@ -80,8 +82,8 @@ def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     (place / "0" / "results.json").unlink()
     capsys.readouterr()
     assert cli.run(command) == 0
-    said = capsys.readouterr().out
-    assert "1: clip=0.1\n" in said and f"{place}/sweep.csv" in said
+    output = capsys.readouterr().out
+    assert "1: clip=0.1\n" in output and f"{place}/sweep.csv" in output
     assert (place / "1" / "results.json").stat().st_mtime_ns == before
     with (place / "sweep.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -93,7 +95,7 @@ def test_a_sweep_goes_on_and_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"run_dir: {place}/0 has a different seed" in capsys.readouterr().err
 
 
-def test_told_to_end_it_says_how_all_of_it_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_prints_how_to_resume(tmp_path: Path) -> None:
     place = tmp_path / "sweep"
     command = ["train", "-m", *tiny("dp_merf_small"), "method=dp_merf_small", "seed=0,1", "jobs=1"]
     process = Command([*command, "rounds=100000", "runtime.threads=1", f"run_dir={place}"])
@@ -105,19 +107,19 @@ def test_told_to_end_it_says_how_all_of_it_goes_on(tmp_path: Path) -> None:
     assert not (place / "1").exists()
 
 
-def test_runs_are_told_by_what_differs() -> None:
+def test_rows_of_the_table_are_labelled_by_differing_settings() -> None:
     def configs(*words: str) -> list[DictConfig]:
         return [compose("config", batch) for batch in combinations(list(words))]
 
-    found = sweep.varied_settings(configs("method=dp_merf_small,mixture_small", "seed=0,1"))
-    assert sweep.labels(found)[1:3] == [
+    result = sweep.varied_settings(configs("method=dp_merf_small,mixture_small", "seed=0,1"))
+    assert sweep.labels(result)[1:3] == [
         "seed=1 method=dp_merf_small",
         "seed=0 method=mixture_small",
     ]
     assert sweep.labels(sweep.varied_settings(configs("method=dp_merf_small"))) == ["run 0"]
 
 
-def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
+def test_runs_with_different_evaluations_share_one_table(tmp_path: Path) -> None:
     """Settings and figures that the first run lacks are columns as well."""
     small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]
     command = ["train", "-m", *small, "method=dp_merf_small", "evaluation=none,quick", "rounds=2"]
@@ -130,7 +132,7 @@ def test_runs_that_are_judged_otherwise_are_one_table(tmp_path: Path) -> None:
     assert [line["evaluation.classifiers.cnn.epochs"] for line in lines] == ["", "10"]
 
 
-def test_gradients_of_critics_and_of_discriminators_are_looked_at(
+def test_gradient_norms_of_critics_and_discriminators(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By scripts/gradient_norms.py."""
@@ -142,6 +144,6 @@ def test_gradients_of_critics_and_of_discriminators_are_looked_at(
         assert len(norms) >= 12 and clip == 1
 
 
-def test_a_sweep_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_sweep_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "-m", "sweep=dpgan_figure_11"]) == 2
     assert "did you mean dpgan_figure_1" in capsys.readouterr().err

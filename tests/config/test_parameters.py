@@ -1,4 +1,4 @@
-"""A method's settings are held against the types that its function declares."""
+"""Settings of a method are checked against the types that its function declares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(method: str) -> dict[str, Any]:
-    """Return the settings of a method and its network as they come with fedgen."""
+    """Return the shipped settings of a method and its network."""
     return to_plain(compose("config", [f"method={method}"]).method)
 
 
@@ -116,8 +116,8 @@ def test_a_list_has_as_many_entries_as_declared() -> None:
 
 @kills("fedgen/config/parameters.py", "if missing and arguments is not None", "if False")
 @pytest.mark.parametrize("name", ["batch", "generator", "generator.width", "betas"])
-def test_nothing_may_be_missing(name: str) -> None:
-    """Also not in a group inside: the method would be called without it."""
+def test_a_missing_setting_is_refused(name: str) -> None:
+    """Also in a nested group, whose function would be called without it."""
     settings = settings_of("dpgan")
     inside, _, last = name.rpartition(".")
     del (settings[inside] if inside else settings)[last]
@@ -146,6 +146,8 @@ def test_nothing_may_be_missing(name: str) -> None:
         ("dp_merf_ae", {"type": "dcgan", "width": 4}, CODE),
     ],
 )
-def test_a_network_fits_its_method(method: str, word: dict[str, Any], problem: str) -> None:
+def test_networks_are_checked_against_their_method(
+    method: str, word: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(FedgenError, match=rf"^method\.generator\.type: .* {problem}"):
         check_parameters({**settings_of(method), "generator": word}, "method")

@@ -1,4 +1,4 @@
-"""Settings name registered words, and settings use every word."""
+"""Settings name registered words, and each registered word is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = [(place, word) for place, known in REGISTRY.items() for word in known]
 
 @pytest.mark.parametrize(("place", "word"), WORDS)
 def test_registered_functions_are_typed(place: str, word: str) -> None:
-    """Each of its settings has a type, against which they are checked."""
+    """Each parameter has a type, against which settings are checked."""
     function = load(word, place.replace("*", "x"))
     assert callable(function)
     assert [name for name, hint in parameters(function).hints.items() if hint is Any] == []
@@ -49,24 +49,24 @@ def of_settings() -> Iterator[tuple[str, str, str]]:
             yield from walk(yaml.safe_load(file.read_text()), place)
 
 
-def test_settings_use_each_word_at_its_place() -> None:
-    """One table may serve several places: a student can have the network of a critic."""
-    found = set(of_settings())
-    assert {value for _, key, value in found if key == "model"} == MODELS
-    types = {(place, value) for place, key, value in found if key == "type"}
+def test_settings_use_each_word_in_its_group() -> None:
+    """One table may serve several groups: a student can have the network of a critic."""
+    result = set(of_settings())
+    assert {value for _, key, value in result if key == "model"} == MODELS
+    types = {(place, value) for place, key, value in result if key == "type"}
     assert [each for each in types if each[1] not in words(each[0])] == []
     used = {REGISTRY.get(place, REGISTRY["evaluation.classifiers.*"])[w] for place, w in types}
     assert {target for known in REGISTRY.values() for target in known.values()} == used
 
 
 @pytest.mark.parametrize("former", ["_target_", "_partial_"])
-def test_former_keys_answer_with_the_present_one(former: str) -> None:
+def test_former_keys_name_the_present_key(former: str) -> None:
     with pytest.raises(FedgenError, match=rf"^data\.{former}: is not a setting; write type: WORD"):
         check({former: "package.module.function"}, "data")
 
 
 def test_a_word_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even a module that lies in the working directory, unless the environment declares it."""
+    """Not even a module in the working directory, unless the environment declares it."""
     (tmp_path / "digits.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -77,7 +77,7 @@ def test_a_word_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def own_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declare a package, whose module imports others as most do."""
+    """Declare a package whose module imports others, as most do."""
     (folder / "ext").mkdir()
     (folder / "ext" / "__init__.py").touch()
     (folder / "ext" / "parts.py").write_text(
@@ -90,10 +90,10 @@ def own_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kills("fedgen/config/extensions.py", 'defined != name.partition(".")[0]', "False")
-def test_a_declared_package_gives_its_own_functions_alone(
+def test_a_declared_package_provides_only_its_own_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file from elsewhere does not reach what a declared package imports."""
+    """A file from elsewhere cannot name what a declared package imports."""
     own_package(tmp_path, monkeypatch)
     nested = {"type": "ext.parts.halves", "many": [{"type": "ext.parts.halves", "k": 2}]}
     made = build(nested, "partition")()
@@ -125,7 +125,7 @@ def test_a_package_has_one_name(declared: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("data.type=femnist", "data.type: is determined by data=digits; choose data=femnist"),
         ("method.type=dpgan", "choose method=dpgan"),
@@ -138,14 +138,14 @@ def test_a_package_has_one_name(declared: str, monkeypatch: pytest.MonkeyPatch) 
         ("method.type=fedgen.methods.mixture.mixture", "choose one of central_images"),
     ],
 )
-def test_a_type_that_does_not_fit_is_one_line(word: str, said: str) -> None:
+def test_a_type_of_another_group_is_one_line(word: str, message: str) -> None:
     with pytest.raises(FedgenError) as error:
         validation.check(compose("config", [word]))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_declared_package_trains_classes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function of it is not called with what a file says."""
+def test_only_classes_of_a_declared_package_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of it is not called with values from a file."""
     monkeypatch.setenv("FEDGEN_EXTENSIONS", "sklearn")
     rows = np.zeros((2, 1, 8, 8), np.uint8), np.arange(2)
     with pytest.raises(FedgenError, match="has not scikit-learn's interface"):

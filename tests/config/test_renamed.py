@@ -1,4 +1,4 @@
-"""Former names of settings answer with the present name."""
+"""Former names of settings name the present one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def default(choice: str) -> DictConfig:
 
 
 def having(key: str) -> str:
-    """Return a choice that has the setting."""
+    """Return a choice of the group that has the setting."""
     choices = ["debug"] if key.startswith("debug.") else METHODS
     return next(
         each for each in choices if OmegaConf.select(default(each), key, default=_NONE) is not _NONE
@@ -50,14 +50,14 @@ _NONE = object()
 
 
 @pytest.mark.parametrize("former", RENAMED)
-def test_a_former_name_answers_with_the_present_one(former: str) -> None:
+def test_a_former_name_names_the_present_one(former: str) -> None:
     choice, present = having(RENAMED[former]), RENAMED[former]
     name, words = ("debug", []) if choice == "debug" else ("config", [f"method={choice}"])
     with pytest.raises(FedgenError, match=rf"^{former}: was renamed; use {present}$"):
         compose(name, [*words, f"{former}=1"])
 
 
-def test_a_former_name_within_a_warm_up_answers_too() -> None:
+def test_a_former_name_within_a_warm_up_names_the_present_one() -> None:
     present = "warm_up.method.private_classifier"
     with pytest.raises(FedgenError, match=rf"^warm_up.method.teacher: was renamed; use {present}$"):
         compose("config", ["warm_up=mixture", "warm_up.method.teacher=none"])
@@ -100,7 +100,9 @@ def test_a_generator_published_with_former_names_gives_the_same_samples(
 
 
 @pytest.mark.parametrize("name", [[], {}, 1, None])
-def test_a_former_description_may_be_damaged(name: object, train: Train, tmp_path: Path) -> None:
+def test_a_damaged_former_description_is_refused(
+    name: object, train: Train, tmp_path: Path
+) -> None:
     run = train("method=dp_merf_small", "evaluation=none", "rounds=1")
     file = run / "public" / "generator.json"
     description = json.loads(file.read_text())

@@ -1,4 +1,5 @@
-"""Every method's client program under attack: as private as it says, and caught if it is not."""
+"""Attacks on the client program of each method: none beats its proof, and each detects too little
+noise."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from fedgen.run import attacks
 from fedgen.run.attacks import LowerBound, adversaries, attack
 from fedgen.run.setup import Setup, setup
 
-# one critic that everybody asks, every row in every batch: nothing amplifies
+# one critic for all query samples, every record in every batch: nothing amplifies
 WITHOUT_DRAWS = [
     "method.critics=1",
     "method.critics_per_step=1",
@@ -44,7 +45,7 @@ def prepared(method: str, words: list[str]) -> Setup:
 
 
 def questions(method: str) -> range:
-    """Of the kinds of question that a method asks."""
+    """Return the range of the kinds of query of a method."""
     return range(len(prepared(method, []).at_noise(1.0).worst_cases()))
 
 
@@ -57,8 +58,8 @@ def attacked(
     sight: int = 0,
     kind: int = 0,
 ) -> list[LowerBound]:
-    """An audit at 99 % confidence of a program that says ``noise`` and has ``really``. ``sight``:
-    the number of what it sees; ``kind``: that of the question."""
+    """Audit a program that claims ``noise`` and uses ``really``, at 99 % confidence. ``sight``:
+    index of the adversary; ``kind``: that of the query."""
     ready = prepared(method, words)
     event = ready.at_noise(1.0).worst_cases()[kind].event
     if event is not None:  # each of a sequence has noise of its own
@@ -79,8 +80,9 @@ def attacked(
 
 
 def distance(method: str, words: list[str], kind: int) -> float:
-    """How far two neighbours' releases are apart, in standard deviations of their noise, over what
-    is proven: at hardly any noise under the same streams, and by what more noise adds to them."""
+    """Return the distance between the releases of two neighbours in noise standard deviations, over
+    the proven one: measured with almost no noise under equal streams, and scaled by the noise that
+    is added at noise multiplier 1."""
     ready = prepared(method, words)
     loud, quiet = ready.at_noise(1.0), ready.at_noise(1e-4)
     spend = attacks._cost(loud.plan, loud.worst_cases()[kind], adversaries(loud)[0], 1)
@@ -105,8 +107,8 @@ def distance(method: str, words: list[str], kind: int) -> float:
 
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
 @pytest.mark.parametrize("method", ["dpgan_small", "dp_wgan_gp_small", "psg_small", "dpdm_small"])
-def test_clients_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:
-    """With all of their rows, or without any; also where a step takes each row by a coin."""
+def test_the_distance_of_whole_clients_is_the_proven_one(method: str, aggregation: str) -> None:
+    """With all of their records or none, also where steps sample records."""
     words = [*(shares(method) if aggregation == "secure" else SHARES[:3]), "privacy.unit=client"]
     assert distance(method, words, 0) == pytest.approx(1, abs=0.1)
 
@@ -125,9 +127,9 @@ def test_clients_are_as_far_apart_as_is_proven(method: str, aggregation: str) ->
 )
 @pytest.mark.parametrize("method", PROGRAMS)
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
-def test_neighbours_are_as_far_apart_as_is_proven(method: str, aggregation: str) -> None:
-    """To a tenth, by hundreds of numbers of noise; of secure sums, of those shares that are counted
-    on. Half the noise would be twice as far."""
+def test_the_distance_of_neighbours_is_the_proven_one(method: str, aggregation: str) -> None:
+    """To a tenth, by hundreds of noise values; for secure sums, with the counted shares. Half of
+    the noise would double the distance."""
     words = shares(method) if aggregation == "secure" else []
     for kind in questions(method):
         assert distance(method, words, kind) == pytest.approx(1, abs=0.1)
@@ -138,7 +140,7 @@ WITH_NOISE_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "fedavg_gan", "mixtur
 
 
 @pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
-def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
+def test_attacks_come_close_to_the_proof_and_not_above(method: str) -> None:
     for kind in questions(method):
         points = attacked(method, [], 1.0, 1.0, 400, kind=kind)
         assert [point.releases for point in points] == [1, 2, 4]
@@ -147,13 +149,13 @@ def test_an_attack_comes_near_and_not_above_what_is_proven(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
-def test_half_the_noise_is_caught(method: str) -> None:
+def test_half_of_the_noise_is_detected(method: str) -> None:
     for kind in questions(method):
         assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 400, kind=kind))
 
 
-def test_bytes_of_replies_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a value that rounds to zero keeps its sign, its bytes are found out."""
+def test_bytes_of_responses_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a value that rounds to zero keeps its sign, the attack on bytes detects it."""
     ready = prepared("dp_hp_small", [])
     honest = attacks.attack_bytes(ready, 600, 0.99, 1e-5)
     assert not honest.broken and honest.lower_bound == 0.0
@@ -172,9 +174,9 @@ SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "meth
 SUM, DRAWN_SUM = 1, 2  # of what there is to attack
 
 
-def test_sums_of_clients_are_attacked_too() -> None:
-    """What is published follows from the sum of three of six: the attack comes near what is proven
-    for it, with the draw and without, and finds noise out that is counted more than once."""
+def test_sums_of_clients_are_attacked() -> None:
+    """The release depends on the sum of three clients of six: the attack comes close to the proof,
+    with and without secret sampling, and detects noise that is counted more than once."""
     for sight, noise, really in ((SUM, 0.4, 0.4 / 3**0.5), (DRAWN_SUM, 1.6, 0.1)):
         points = attacked("gs_wgan_small", SUMS, noise, noise, 200, sight)
         assert points[0].of.startswith("sum of 3 clients")
@@ -190,9 +192,9 @@ def test_sums_of_clients_are_attacked_too() -> None:
     "math.sqrt(self.responses_per_sample) * noise_multiplier, hidden",
     "10 * self.responses_per_sample * noise_multiplier, hidden",
 )
-def test_an_attack_on_sums_finds_noise_counted_twice() -> None:
-    """What is said of the sum of three is what three noises make, neither with the draw nor
-    without it more: the attack would see."""
+def test_an_attack_on_sums_detects_noise_counted_twice() -> None:
+    """The claim for the sum of three is that of three noises, with or without sampling; the attack
+    would detect a stronger claim."""
     points = attacked("gs_wgan_small", SUMS, 0.4, 0.4, 200, SUM)
     assert not any(point.broken for point in points)
 
@@ -205,14 +207,14 @@ SHARES = [
 
 
 def shares(method: str) -> list[str]:
-    """Words for secure sums of four clients, one of whom may collude."""
+    """Return words for secure sums of four clients, one of which may collude."""
     return [*SHARES, *([] if method == "fedavg_gan" else ["method.sampled_by=server"])]
 
 
 @pytest.mark.parametrize("method", ["gs_wgan_small", "dp_merf_small"])
 def test_secure_sums_without_the_colluders_shares_are_attacked(method: str) -> None:
-    """Three honest shares of four: near what is proven, and not above; with half the noise, above.
-    GS-WGAN's clients answer by one critic each, all of them."""
+    """Three honest shares of four: close to the proof and not above; above with half of the noise.
+    Clients of GS-WGAN respond with one critic each, all of them."""
     words = shares(method)
     for kind in questions(method):
         points = attacked(method, words, 1.0, 1.0, 400, kind=kind)
@@ -222,16 +224,16 @@ def test_secure_sums_without_the_colluders_shares_are_attacked(method: str) -> N
         assert any(point.broken for point in attacked(method, words, 1.0, 0.5, 400, kind=kind))
 
 
-def test_a_run_of_several_clients_is_held_against_what_is_published(
+def test_an_audit_of_several_clients_compares_with_the_published_epsilon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     words = ["method=gs_wgan_small", *tiny("gs_wgan_small"), *SUMS, "privacy.adversary=release"]
     own = ["audit.releases=200", "audit.canaries=4", "sample_every=1", f"run_dir={run}"]
     assert cli.run(["audit", *words, *own]) == 0
-    said = capsys.readouterr().out
-    assert "sum of 3 clients, 200 releases" in said
-    assert "sum of 3 clients, secretly sampled, 200 releases" in said
+    output = capsys.readouterr().out
+    assert "sum of 3 clients, 200 releases" in output
+    assert "sum of 3 clients, secretly sampled, 200 releases" in output
     points = json.loads((run / "audit.json").read_text())["run"]["points"]
     release = json.loads((run / "privacy.json").read_text())["views"]["release"]["epsilon"]
     assert points[-1]["proven"] == release
@@ -243,8 +245,8 @@ WITH_DRAWS_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "dp_sinkhorn_small", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", WITH_DRAWS_OF_THEIR_OWN)
-def test_draws_only_hide(method: str) -> None:
-    """With the secret draws of the method, the bound of any mechanism, and below what is proven."""
+def test_secret_sampling_only_helps(method: str) -> None:
+    """With secret sampling, attacks stay below the proof."""
     drawn = ["method.sampling_rate=0.3", "method.routing=per_sample", "method.critics=4"]
     drawn += ["method.cohort_size=2"]
     for point in attacked(method, drawn, 1.0, 1.0, 200):
@@ -262,7 +264,8 @@ def test_draws_only_hide(method: str) -> None:
     [("psg_small", "server"), ("dpdm_small", "server"), ("psg_small", "release")],
 )
 def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> None:
-    """The first at its own noise, whatever the run's; each by the round that it is of."""
+    """The first at its own noise, whatever the noise of the run; each with the round it belongs
+    to."""
     warm = ["warm_up=central_images", "warm_up.method.images=1", "warm_up.method.sampling_rate=1"]
     warm += ["warm_up.noise_multiplier=0.8", "warm_up.rounds=2", "method.sampling_rate=1.0"]
     noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
@@ -270,12 +273,12 @@ def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> Non
     if whom == "release":
         own += ["privacy.aggregation=trusted", "privacy.adversary=release"]
     words = [f"method={method}", *tiny(method), *warm, *noise, *own]
-    found = audit.audit(compose("audit", words))
-    assert "central, 400 releases of each of two neighbours at the warm-up's noise" in found.text
-    first, *_, last = found.text.splitlines()
+    result = audit.audit(compose("audit", words))
+    assert "central, 400 releases of each of two neighbours at the warm-up's noise" in result.text
+    first, *_, last = result.text.splitlines()
     assert "one release costs ε = 4" in first and last == "no attack refutes the proven ε"
     for phase in ("client program, central", "client program, step"):
-        points = [point for point in found.program if point.of == phase]
+        points = [point for point in result.program if point.of == phase]
         assert [point.releases for point in points] == [1, 2, 4]
         assert not any(point.broken for point in points)
         assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
@@ -292,8 +295,8 @@ def test_an_audit_of_a_run(method: str, tmp_path: Path, capsys: pytest.CaptureFi
     releases = 200 if method == "gs_wgan_small" else 0
     own = ["runtime=in_process", f"audit.releases={releases}", f"audit.canaries={canaries}"]
     assert cli.run(["audit", *words, *own, f"run_dir={run}"]) == 0
-    said = capsys.readouterr().out
-    assert "with confidence 0.95, proven ε" in said
+    output = capsys.readouterr().out
+    assert "with confidence 0.95, proven ε" in output
     record = json.loads((run / "audit.json").read_text())
     after = [point["releases"] for point in record["run"]["points"]]
     rounds = json.loads((run / "privacy.json").read_text())["rounds"]
@@ -315,7 +318,7 @@ def test_an_audit_of_a_run(method: str, tmp_path: Path, capsys: pytest.CaptureFi
         ("audit.noise_multiplier=1e200", "audit.noise_multiplier"),
     ],
 )
-def test_mistakes_are_said(
+def test_invalid_settings_are_refused(
     word: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -324,7 +327,7 @@ def test_mistakes_are_said(
     assert not run.exists()
 
 
-def test_an_audit_begins_anew(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_cannot_be_resumed(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run = train("rounds=1")
     assert cli.run(["audit", f"resume={run}"]) == 2
     assert "cannot be resumed" in capsys.readouterr().err

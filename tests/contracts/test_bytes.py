@@ -1,9 +1,8 @@
 """Bytes that reach an adversary: what private records change besides the noised numbers.
 
-Noise so loud that one record moves no released integer leaves neighbours with the same numbers. All
-that is sent and published must then be the same to the byte: signs of zeros, types, shapes, texts,
-names of records and the order of each.
-"""
+With noise so large that one record changes no released integer, neighbours release the same
+numbers. All that is sent and published must then be the same to the byte: signs of zeros, types,
+shapes, texts, names of arrays and their order."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ SECURE = [
 
 @pytest.fixture(autouse=True)
 def _same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours meet the same noise: elsewhere it follows from a run's data, and that of a trusted
-    aggregator from what arrived."""
+    """Give neighbours the same noise: otherwise it depends on the data of a run, and that of a
+    trusted aggregator on the responses."""
     monkeypatch.setattr(releases, "_GRID_BITS", 0)  # many zeros, whose sign would tell
     monkeypatch.setattr(RandomStreams, "salted", lambda streams, salt: streams)
     monkeypatch.setattr(settings, "noise_domain", lambda *_: "")
@@ -61,7 +60,7 @@ def at_high_noise(method: str, words: list[str]) -> Setup:
 
 
 def replies(ready: Setup) -> Iterator[tuple[bytes, bytes]]:
-    """What two neighbours send, or what is made of it by an aggregator that clients trust."""
+    """Return the responses of two neighbours, or the sum of an aggregator that clients trust."""
     method = ready.at_noise(HIGH_NOISE)
     for worst in method.worst_cases():
         for trial in range(TRIALS):
@@ -105,7 +104,7 @@ def test_whole_clients_send_the_same_bytes(method: str) -> None:
 
 @pytest.fixture
 def neighbours(tmp_path: Path) -> list[Path]:
-    """Two folders, each with a ``digits.npz``: one image and its label differ."""
+    """Write two folders with a ``digits.npz`` each, which differ in one image and its label."""
     images, labels = load_digits(return_X_y=True)
     images = (images[:60].reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
     labels = labels[:60].astype(np.uint8)

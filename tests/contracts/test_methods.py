@@ -1,4 +1,4 @@
-"""What every method must do, whatever it is. Methods are found by their yaml."""
+"""The contract of all methods, which are found by their settings files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def record(run: Path, name: str) -> dict:
 
 
 def rounds_of(method: str) -> int:
-    """Of a run that is to have two: some have a number of their own."""
+    """Return the rounds of a run of two; some methods have a fixed number."""
     config = compose("config", [f"method={method}", *tiny(method), "rounds=2"])
     return setup(config).privacy.budget.rounds
 
 
 @pytest.fixture(scope="session")
 def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """A run of a method on a partition, two rounds at ε 3: one for all tests that only read it."""
+    """Train a method on a partition, two rounds at ε = 3; shared by all tests that only read it."""
     place = tmp_path_factory.mktemp("ordinary")
 
     @cache
@@ -69,11 +69,11 @@ class TestEveryMethod:
             assert 0 < privacy["views"]["server"]["epsilon"] <= 3
         assert privacy["rounds"] == rounds_of(method)
 
-    def test_the_ledgers_add_up_to_what_is_printed(
+    def test_the_printed_epsilon_is_that_of_the_ledgers(
         self, ordinary: Callable[[str, str], Path], method: str, clients: str
     ) -> None:
-        """Recomputed from the ledgers' lines alone, with nothing of the run's own sums. Where
-        releases differ in cost, what is printed may count some that were never made."""
+        """Recomputed from the lines of the ledgers alone. If releases differ in cost, the printed ε
+        may count releases that were not made."""
         run = ordinary(method, clients)
         printed = record(run, "privacy")
         for client, page in printed["clients"].items():
@@ -85,21 +85,21 @@ class TestEveryMethod:
                     event, count = event.event, count * event.count
                 spend[event] = spend.get(event, 0) + count
             assert len(lines) == page["releases"]
-            found = epsilon(spend, printed["delta"], Relation(printed["relation"])).or_infinity
+            result = epsilon(spend, printed["delta"], Relation(printed["relation"])).or_infinity
             server = math.inf if page["server"] is None else page["server"]
-            assert server >= found * (1 - 1e-9)
-            assert len(spend) > 1 or server == pytest.approx(found, rel=1e-9) or not spend
+            assert server >= result * (1 - 1e-9)
+            assert len(spend) > 1 or server == pytest.approx(result, rel=1e-9) or not spend
 
-    def test_its_generator_is_handed_out(
+    def test_the_generator_is_published(
         self, ordinary: Callable[[str, str], Path], method: str, clients: str, tmp_path: Path
     ) -> None:
-        """Whoever has ``public`` alone draws samples."""
+        """``public/`` is sufficient to draw samples."""
         out, public = tmp_path / "samples.npz", ordinary(method, clients) / "public"
         assert cli.run(["sample", f"run={public}", "n=20", f"out={out}"]) == 0
-        with np.load(out) as found:
-            assert found["images"].shape == (20, 1, 8, 8)
+        with np.load(out) as result:
+            assert result["images"].shape == (20, 1, 8, 8)
 
-    def test_it_leaves_what_a_run_leaves(
+    def test_a_run_directory_is_complete(
         self, ordinary: Callable[[str, str], Path], method: str, clients: str
     ) -> None:
         run = ordinary(method, clients)
@@ -129,10 +129,10 @@ class TestEveryMethod:
 
 
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_it_stops_before_it_would_overspend(
+def test_a_run_stops_before_it_would_overspend(
     train: Train, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With noise that is enough for 6 rounds. Who asks once can go on and spends no more."""
+    """With noise for 6 rounds. A method with a single query continues and spends no more."""
     settings = [f"method={method}", *PARTITIONS["several"], "privacy.target_epsilon=2"]
     assert cli.run(["account", *tiny(method), *settings, "rounds=6", "output=json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
@@ -158,16 +158,16 @@ def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
     "others_bounded = len(unbounded) < len(spends) and NonPrivateDpEvent() not in self.planned(1)",
     "others_bounded = len(unbounded) < len(spends)",
 )
-def test_without_privacy_there_is_none_while_clients_were_not_asked(train: Train) -> None:
-    """Neither for those, whom the next round may ask."""
+def test_without_privacy_clients_without_queries_have_no_epsilon(train: Train) -> None:
+    """The next round may query them."""
     words = ["method=fedavg_gan", *PARTITIONS["several"], "rounds=1", "method.cohort_size=1"]
     for seed in range(20):  # until the draw has some of the clients, and not all
         run = train(*words, "privacy=none", f"seed={seed}", name=str(seed))
         privacy = record(run, "privacy")
-        found = [client["server"] for client in privacy["clients"].values()]
-        if None in found and 0.0 in found:
+        result = [client["server"] for client in privacy["clients"].values()]
+        if None in result and 0.0 in result:
             break
-    assert None in found and 0.0 in found
+    assert None in result and 0.0 in result
     assert [view["epsilon"] for view in privacy["views"].values()] == [None, None]
     assert not privacy["without_bound"], "no client failed"
 
@@ -181,8 +181,8 @@ def test_without_privacy_there_is_none_while_clients_were_not_asked(train: Train
         if kind != ("trusted" if trusting(method) else "local")  # as in all runs above
     ],
 )
-def test_whoever_makes_the_noise_of_a_sum(train: Train, method: str, kind: str) -> None:
-    """Each method under each aggregation: within its budget, against the adversary that it has."""
+def test_every_aggregation_stays_within_the_budget(train: Train, method: str, kind: str) -> None:
+    """Each method under each aggregation, against its adversary."""
     own = ["method.sampled_by=clients"] if trusting(method) else []
     who = "release" if kind == "trusted" else "server"
     settings = [f"privacy.aggregation={kind}", f"privacy.adversary={who}", "rounds=2"]
@@ -198,15 +198,15 @@ def test_whoever_makes_the_noise_of_a_sum(train: Train, method: str, kind: str) 
         assert "trust" in privacy["views"]["server"]["reason"]
     else:
         assert 0 < privacy["views"]["server"]["epsilon"] <= 3
-    said = (run / "public" / "PRIVACY.md").read_text()
-    assert ("Who added the noise" in said) == (kind != "local")
+    result = (run / "public" / "PRIVACY.md").read_text()
+    assert ("Who added the noise" in result) == (kind != "local")
     more = privacy["aggregation"].get("if_more_collude", [])
     assert [each["epsilon"] > 3 * 0.99 for each in more] == [True] * len(more)
     assert len(more) == (2 if kind == "secure" else 0)
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in PROGRAMS])
-def test_every_setting_of_a_program_runs(train: Train, method: str) -> None:
+def test_every_settings_file_runs(train: Train, method: str) -> None:
     noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=5"]
     privacy = record(train(f"method={method}", "rounds=2", *noise), "privacy")
     assert 0 < privacy["views"]["server"]["epsilon"] <= 10
@@ -217,8 +217,8 @@ def test_every_setting_of_a_program_runs(train: Train, method: str) -> None:
     "self.state.samples[client] + len(indices) > budget.samples_per_client",
     "self.state.samples[client] > budget.samples_per_client",
 )
-def test_a_client_drawn_often_ends_the_run_before_it_overspends(train: Train) -> None:
-    """Each row is some drawn client's: who is drawn most ends the run, by its rows."""
+def test_a_client_sampled_often_ends_the_run_before_it_overspends(train: Train) -> None:
+    """Each query sample goes to a sampled client; the most sampled client ends the run."""
     settings = ["method.routing=per_sample", "privacy.adversary=server", "rounds=40"]
     noise = ["privacy.target_epsilon=2", "privacy.noise_multiplier=10"]
     run = train(*PARTITIONS["several"], *settings, *noise)
@@ -228,7 +228,7 @@ def test_a_client_drawn_often_ends_the_run_before_it_overspends(train: Train) ->
 
 
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_public_holds_nothing_of_single_clients(
+def test_public_contains_nothing_about_single_clients(
     ordinary: Callable[[str, str], Path], method: str
 ) -> None:
     run = ordinary(method, "several")
@@ -242,8 +242,8 @@ def test_public_holds_nothing_of_single_clients(
 
 
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_what_is_published_does_not_depend_on_secret_draws(train: Train, method: str) -> None:
-    """Two runs of the same settings that drew other clients publish the same epsilon and words."""
+def test_the_publication_does_not_depend_on_secret_samples(train: Train, method: str) -> None:
+    """Two runs of the same settings with different cohorts publish the same ε and statement."""
     drawn = [word for word in ["method.routing=per_sample"] if word in tiny(method, word)]
     settings = [*drawn, "rounds=2", "privacy.noise=secure"]
     texts = set()
@@ -255,7 +255,7 @@ def test_what_is_published_does_not_depend_on_secret_draws(train: Train, method:
     assert len(texts) == 1
 
 
-def test_a_plan_is_made_before_anything_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_plan_is_valid(tmp_path: Path) -> None:
     place = tmp_path / "run"
     status = cli.run(["train", "privacy.delta=2", f"run_dir={place}"])
     assert status == 2
@@ -297,11 +297,11 @@ class Round(int):
     case="dpgan_small",
 )
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_secret_samples_belong_to_a_charge_and_to_no_round(
+def test_secret_samples_belong_to_a_charge_and_not_to_a_round(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A death takes a run back to an earlier round, and the response there has the samples of the
-    one that died: no domain of a secret stream contains the round."""
+    """After a death a run returns to an earlier round, whose response has the samples of the one
+    that died: no domain of a secret stream contains the round."""
     words = [f"method={method}", *tiny(method), *SAMPLED.get(method, []), "audit.canaries=0"]
     ready, named = setup(compose("audit", words)), []
     bits, generator = RandomStreams.secret_bits, RandomStreams.secret

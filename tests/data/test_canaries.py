@@ -1,4 +1,4 @@
-"""Canaries: flipping one coin makes a neighbour, and nothing else moves."""
+"""Canaries: each inclusion is a fair random bit, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARDS = [np.arange(0, 100), np.arange(100, 300), np.arange(300, 420)]
         (Unit.CLIENT, Relation.REPLACE_ONE, 3),
     ],
 )
-def test_what_is_there_follows_from_the_coins(unit: Unit, relation: Relation, count: int) -> None:
+def test_inclusions_follow_from_the_random_bits(unit: Unit, relation: Relation, count: int) -> None:
     planted, shards, canaries = add_canaries(DIGITS, SHARDS, unit, relation, count, STREAMS)
     assert len(canaries.present) == len(canaries.included) == count
     changed = (planted.images != DIGITS.images).any(axis=(1, 2, 3)).sum()
@@ -38,7 +38,7 @@ def test_what_is_there_follows_from_the_coins(unit: Unit, relation: Relation, co
         assert not (look.images.numpy() == DIGITS.images[:1]).all()
 
 
-def test_coins_are_fair_and_repeat() -> None:
+def test_inclusions_are_fair_and_repeat() -> None:
     """400 streams within the binomial interval of level 1e-6."""
     first, again = (
         add_canaries(DIGITS, SHARDS, Unit.RECORD, Relation.REPLACE_ONE, 400, STREAMS)[2].present
@@ -48,14 +48,14 @@ def test_coins_are_fair_and_repeat() -> None:
     assert 151 < first.sum() < 249
 
 
-def test_too_many_are_refused() -> None:
+def test_too_many_canaries_are_refused() -> None:
     with pytest.raises(FedgenError, match=r"audit\.canaries"):
         add_canaries(DIGITS, SHARDS, Unit.CLIENT, Relation.REPLACE_ONE, 4, STREAMS)
 
 
-def test_a_client_without_its_canary_has_no_rows() -> None:
-    _, shards, found = add_canaries(
+def test_a_client_without_its_canary_has_no_records() -> None:
+    _, shards, result = add_canaries(
         DIGITS, SHARDS, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE, 3, STREAMS
     )
-    assert sum(len(shard) > 0 for shard in shards) == found.present.sum()
-    assert found.excluded is None
+    assert sum(len(shard) > 0 for shard in shards) == result.present.sum()
+    assert result.excluded is None

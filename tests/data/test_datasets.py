@@ -1,4 +1,4 @@
-"""Data sets: layouts, shapes, labels, and one line for what cannot be read."""
+"""Data sets: layouts, shapes, labels, and one line for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_mnist_from_npz(data_root: Path) -> None:
     assert len(set(data.writers)) == 6
 
 
-def test_mnist_from_torchvisions_files(tmp_path: Path) -> None:
+def test_mnist_from_the_files_of_torchvision(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for part, rows in (("train", 6), ("t10k", 4)):
@@ -69,11 +69,11 @@ def test_mnist_from_torchvisions_files(tmp_path: Path) -> None:
     "    if held.example_keys.moves and by_place:",
     "    if held.example_keys.moves and not by_place:",
 )
-def test_methods_that_count_on_places_refuse_rows_without_one(
+def test_methods_that_need_fixed_positions_refuse_femnist(
     data_root: Path, streams: RandomStreams, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which of femnist's rows train depends on image content: an image that another replaces
-    may leave fewer, and then all critics have other rows. Writers stay where they are."""
+    """Which images of femnist train depends on their content: replacing one may leave fewer, and
+    changes the subsets of all critics. Writers keep their positions."""
     with np.load(data_root / "femnist.npz") as file:
         arrays = dict(file)
     counts = set()
@@ -130,10 +130,10 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
         ("list_eval_partition.txt", None),
     ],
 )
-def test_lists_of_celeba_that_are_none_are_one_line(
+def test_invalid_lists_of_celeba_are_one_line(
     name: str, content: str | None, tmp_path: Path
 ) -> None:
-    """Among them one that names a file elsewhere, and a pipe, which nobody writes to."""
+    """Among them one that names a file elsewhere, and a pipe without a writer."""
     test_celeba_in_its_layout(tmp_path)
     file = tmp_path / "celeba" / name
     file.unlink()
@@ -145,7 +145,7 @@ def test_lists_of_celeba_that_are_none_are_one_line(
         celeba(str(tmp_path))
 
 
-def test_the_number_of_labels_is_not_read_off_private_rows(
+def test_the_number_of_labels_does_not_follow_from_private_images(
     tmp_path: Path, streams: RandomStreams
 ) -> None:
     with pytest.raises(FedgenError, match=r"data\.classes"):
@@ -153,10 +153,10 @@ def test_the_number_of_labels_is_not_read_off_private_rows(
 
 
 @pytest.mark.parametrize("classes", [10, 62])
-def test_another_writers_rows_move_none_of_mine(
+def test_images_of_one_writer_do_not_move_those_of_others(
     data_root: Path, streams: RandomStreams, classes: int
 ) -> None:
-    """A writer with more rows, and other ones: the shards of all others stay."""
+    """Shards of all others stay the same if a writer has more or other images."""
 
     def shards() -> dict[int, bytes]:
         data = femnist(streams, str(data_root), classes)
@@ -195,11 +195,11 @@ def npz(path: Path, **changed: np.ndarray) -> str:
 def test_a_users_npz_with_channels(
     channels: int, last: bool, tmp_path: Path, streams: RandomStreams
 ) -> None:
-    """As libraries of images have them, or as torch and ``fedgen sample`` do."""
+    """In the layouts of image libraries, of torch and of ``fedgen sample``."""
     images = np.random.default_rng(0).integers(0, 256, (6, channels, 8, 8), dtype=np.uint8)
     given = images.transpose(0, 2, 3, 1) if last else images
-    found = {"train_images": given[:4], "test_images": given[4:]}
-    data = folder(streams, None, npz(tmp_path / "a.npz", **found), classes=4)
+    result = {"train_images": given[:4], "test_images": given[4:]}
+    data = folder(streams, None, npz(tmp_path / "a.npz", **result), classes=4)
     assert data.shape == (channels, 8, 8)
     assert data.classes == 4
     assert (np.concatenate([data.images, data.test_images]) == images).all()
@@ -238,7 +238,7 @@ def test_a_users_npz_with_channels(
         ({"test_images": np.zeros((2, 12, 12), np.uint8)}, "same in both"),
     ],
 )
-def test_a_users_npz_that_does_not_fit(
+def test_an_invalid_npz_is_refused(
     tmp_path: Path, streams: RandomStreams, changed: dict, words: str
 ) -> None:
     with pytest.raises(FedgenError, match=words):
@@ -250,7 +250,7 @@ def test_a_users_npz_that_does_not_fit(
 def test_labels_of_every_type_mean_the_same(
     tmp_path: Path, streams: RandomStreams, kind: type, shape: tuple[int, ...]
 ) -> None:
-    """MedMNIST stores (n, 1); others floats or booleans."""
+    """MedMNIST stores (n, 1); others store floats or booleans."""
     train = np.array([1, 0, 1, 0]).astype(kind).reshape(shape)
     data = folder(streams, None, npz(tmp_path / "a.npz", train_labels=train), classes=4)
     assert data.labels.dtype == np.int64
@@ -258,7 +258,7 @@ def test_labels_of_every_type_mean_the_same(
 
 
 @pytest.mark.parametrize("values", [[5, 0, 10, 5], [5.0, 0.0, 10.0, 5.0], ["5", "0", "10", "5"]])
-def test_labels_that_are_names_are_numbered_in_their_order(
+def test_label_names_are_numbered_in_their_order(
     tmp_path: Path, streams: RandomStreams, values: list
 ) -> None:
     arrays = {"train_labels": np.array(values), "test_labels": np.array(values[:2])}
@@ -276,8 +276,8 @@ def test_writers_may_be_names(tmp_path: Path, streams: RandomStreams) -> None:
     assert data.writers is not None and data.writers.tolist() == [1, 0, 1, 2]
 
 
-def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path, streams: RandomStreams) -> None:
-    """Such a file, written anew after one record changed its label, moves those between."""
+def test_positions_in_a_sorted_file_are_not_fixed(tmp_path: Path, streams: RandomStreams) -> None:
+    """If one record of such a file changes its label, those between move."""
     images = np.zeros((6, 8, 8), np.uint8)
     for labels, moves in (([0, 0, 1, 1, 2, 2], True), ([0, 1, 0, 1, 2, 2], False)):
         train = {"train_images": images, "train_labels": np.array(labels)}
@@ -292,7 +292,7 @@ def test_pickled_data_is_never_loaded(tmp_path: Path, streams: RandomStreams) ->
 
 
 @pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")
-def test_the_real_files(streams: RandomStreams) -> None:
+def test_the_real_data_sets(streams: RandomStreams) -> None:
     mnist = torchvision_set("mnist", None, "MNIST")
     assert mnist.images.shape == (60000, 1, 28, 28)
     assert mnist.writers is not None
@@ -306,23 +306,25 @@ def test_the_real_files(streams: RandomStreams) -> None:
     assert written.images.mean() < 127
 
 
-def test_writers_with_few_rows_take_no_part(data_root: Path, streams: RandomStreams) -> None:
+def test_writers_with_few_images_do_not_participate(
+    data_root: Path, streams: RandomStreams
+) -> None:
     whole = femnist(streams, str(data_root), 62)
     assert whole.writers is not None
     names, rows = np.unique(whole.writers, return_counts=True)
     least = int(rows.max())
-    found = femnist(streams, str(data_root), 62, least_rows=least)
-    assert found.writers is not None
-    assert set(found.writers) == set(names[rows >= least])
-    for name in set(found.writers):  # who is left has what it had, to train on and to test
-        kept = found.images[found.writers == name]
+    result = femnist(streams, str(data_root), 62, least_rows=least)
+    assert result.writers is not None
+    assert set(result.writers) == set(names[rows >= least])
+    for name in set(result.writers):  # who is left has what it had, to train on and to test
+        kept = result.images[result.writers == name]
         assert np.array_equal(kept, whole.images[whole.writers == name])
     with pytest.raises(FedgenError, match="leaves no writer"):
         femnist(streams, str(data_root), 62, least_rows=1000)
 
 
-def test_writers_of_mnist_take_no_part(data_root: Path, streams: RandomStreams) -> None:
-    """MNIST's are numbered 0 to 5 here, femnist's 3 to 8."""
+def test_writers_of_mnist_do_not_participate(data_root: Path, streams: RandomStreams) -> None:
+    """Those of MNIST are numbered 0 to 5 here, those of femnist 3 to 8."""
     with pytest.raises(FedgenError, match="writer_nist_id"):
         femnist(streams, str(data_root), 62, disjoint_from_mnist=True)
     with np.load(data_root / "femnist.npz") as file:
@@ -332,12 +334,12 @@ def test_writers_of_mnist_take_no_part(data_root: Path, streams: RandomStreams) 
     with np.load(data_root / "mnist.npz") as file:
         digits = dict(file)
     np.savez(data_root / "mnist.npz", **digits, test_writer=np.full(20, 8, dtype=np.int16))
-    found = femnist(streams, str(data_root), 62, disjoint_from_mnist=True)
-    assert found.writers is not None
-    assert set(found.writers) == {3, 4}  # NIST's 6 and 7: 3, 4, 5 train MNIST and 8 tests it
+    result = femnist(streams, str(data_root), 62, disjoint_from_mnist=True)
+    assert result.writers is not None
+    assert set(result.writers) == {3, 4}  # NIST's 6 and 7: 3, 4, 5 train MNIST and 8 tests it
 
 
-def test_rows_of_the_hub_become_the_file(tmp_path: Path, streams: RandomStreams) -> None:
+def test_images_of_the_hub_become_the_file(tmp_path: Path, streams: RandomStreams) -> None:
     rng = np.random.default_rng(0)
     rows = [
         {
@@ -356,7 +358,7 @@ def test_rows_of_the_hub_become_the_file(tmp_path: Path, streams: RandomStreams)
     assert len(data.labels) + len(data.test_labels) == 90
 
 
-def test_without_the_file_or_a_network_it_says_what_to_do(
+def test_a_missing_file_without_a_network_has_a_remedy(
     tmp_path: Path, streams: RandomStreams
 ) -> None:
     with pytest.raises(FedgenError, match="nor could it be downloaded"):
@@ -364,7 +366,7 @@ def test_without_the_file_or_a_network_it_says_what_to_do(
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_that_went_to_a_device_stay_there() -> None:
+def test_images_on_a_device_stay_there() -> None:
     shard = Shard(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([3, 4]))
     assert shard.on("cpu") is shard
     there = shard.on("meta")

@@ -1,4 +1,4 @@
-"""Folders of images as people have them: read, or refused in one line that names all of it."""
+"""Folders of images: read, or refused in one line that names all files concerned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedgen.randomness import RandomStreams
 
 
 def draw(place: Path, count: int, mode: str = "L", size: int = 8, name: str = "{}.png") -> None:
-    """Images of single values from 1 on."""
+    """Write images of constant values from 1 on."""
     place.mkdir(parents=True, exist_ok=True)
     for i in range(count):
         value = (i + 1) % 256
@@ -54,9 +54,9 @@ def test_a_folder_of_images(tmp_path: Path, streams: RandomStreams) -> None:
     with pytest.raises(FedgenError, match="1 of 41 files cannot be read as images"):
         folder(streams, None, str(tmp_path), size=16)
     draw(tmp_path / "dog", 1)
-    with pytest.raises(FedgenError) as found:
+    with pytest.raises(FedgenError) as result:
         folder(streams, None, str(tmp_path))
-    line = str(found.value)  # all that is wrong with images, and what to do about each, at once
+    line = str(result.value)  # all that is wrong with images, and what to do about each, at once
     for word in ("torn.png", "grey images: 1, in colour: 40", "8x8, 40x50", "remove them"):
         assert word in line
     assert "data.channels=" in line and "data.size=" in line
@@ -69,7 +69,7 @@ def test_a_folder_of_images(tmp_path: Path, streams: RandomStreams) -> None:
 def test_images_of_more_than_eight_bits_are_refused(
     mode: str, value: float, suffix: str, channels: int | None, tmp_path: Path
 ) -> None:
-    """Cut off at 255 they would be white."""
+    """Clamped at 255, they would be white."""
     draw(tmp_path / "a", 30)
     draw(tmp_path / "b", 30)
     Image.new(mode, (8, 8), value).save(tmp_path / "a" / f"deep.{suffix}")
@@ -78,7 +78,7 @@ def test_images_of_more_than_eight_bits_are_refused(
 
 
 def png_of_16_bits(pixels: np.ndarray) -> bytes:
-    """RGB (h, w, 3), which Pillow reads as 8 bits."""
+    """Return an RGB image of 16 bits (h, w, 3), which Pillow reads as 8 bits."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc32(kind + data))
@@ -91,15 +91,15 @@ def png_of_16_bits(pixels: np.ndarray) -> bytes:
 
 
 def test_colours_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
-    """Of 12 bits in 16 their upper halves would be nearly black."""
+    """The upper bytes of 12 bits in 16 would be nearly black."""
     draw(tmp_path / "a", 30)
     (tmp_path / "a" / "deep.png").write_bytes(png_of_16_bits(np.full((8, 8, 3), 4000)))
     with pytest.raises(FedgenError, match=r"more than 8 bits a pixel: .*deep"):
         read(str(tmp_path), channels=3)
 
 
-def test_images_are_as_viewers_show_them(tmp_path: Path) -> None:
-    """Turned as the camera was held, and white where they are transparent."""
+def test_images_are_read_as_viewers_show_them(tmp_path: Path) -> None:
+    """Rotated as the camera recorded, and white where they are transparent."""
     red, blue = (255, 0, 0), (0, 0, 255)
     photo = Image.new("RGB", (8, 8), red)
     photo.paste(blue, (0, 4, 8, 8))
@@ -117,7 +117,7 @@ def test_images_are_as_viewers_show_them(tmp_path: Path) -> None:
     assert tuple(glass_[:, 0, 7]) == (255, 255, 255)
 
 
-def test_pages_of_a_file_are_not_lost(tmp_path: Path) -> None:
+def test_files_of_several_pages_are_refused(tmp_path: Path) -> None:
     draw(tmp_path / "a", 30)
     pages = [Image.new("L", (8, 8), grey) for grey in (1, 2, 3)]
     pages[0].save(tmp_path / "a" / "stack.tif", save_all=True, append_images=pages[1:])
@@ -125,7 +125,7 @@ def test_pages_of_a_file_are_not_lost(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-def test_many_sizes_are_told_by_the_least_and_the_largest(tmp_path: Path) -> None:
+def test_many_sizes_are_summarised_by_the_smallest_and_the_largest(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for side in range(10, 50):
         Image.new("L", (side, 2 * side)).save(tmp_path / "a" / f"{side}.png")
@@ -133,7 +133,7 @@ def test_many_sizes_are_told_by_the_least_and_the_largest(tmp_path: Path) -> Non
         read(str(tmp_path))
 
 
-def test_images_that_lie_too_deep_are_not_lost(tmp_path: Path) -> None:
+def test_images_in_nested_folders_are_refused(tmp_path: Path) -> None:
     draw(tmp_path / "a", 30)
     draw(tmp_path / "b", 30)
     (tmp_path / "b" / "empty").mkdir()
@@ -143,7 +143,7 @@ def test_images_that_lie_too_deep_are_not_lost(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-def test_images_beside_the_labels_are_not_lost(tmp_path: Path) -> None:
+def test_images_next_to_label_folders_are_refused(tmp_path: Path) -> None:
     for label in ("a", "b"):
         draw(tmp_path / label, 30)
     (tmp_path / "metadata.csv").write_text("what is beside them and no image stays")
@@ -156,7 +156,7 @@ def test_images_beside_the_labels_are_not_lost(tmp_path: Path) -> None:
 def test_an_image_that_changes_its_label_moves_no_other(
     tmp_path: Path, streams: RandomStreams
 ) -> None:
-    """A record is its file name; whose subset a record is in follows from its position."""
+    """A record is its file name; its subset follows from its position."""
     for label in ("a", "b", "c"):
         (tmp_path / label).mkdir()
     for i in range(30):
@@ -181,10 +181,11 @@ def test_an_image_that_changes_its_label_moves_no_other(
 )
 @given(st.data())
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_image_more_moves_no_other(
+def test_an_additional_image_moves_no_other(
     tmp_path: Path, streams: RandomStreams, data: st.DataObject
 ) -> None:
-    """Whatever its name, also one that another label has already: the split of all others stays."""
+    """Whatever its name, also that of an image of another label: the split of all others stays the
+    same."""
     place = Path(tempfile.mkdtemp(dir=tmp_path))
     for label in "ab":
         (place / label).mkdir()
@@ -209,15 +210,15 @@ def test_a_folder_with_its_own_split(tmp_path: Path, streams: RandomStreams) -> 
 
 @pytest.fixture
 def hospitals(tmp_path: Path) -> Path:
-    """Two clients, two labels, the same file names everywhere."""
+    """Write two clients with two labels and the same file names."""
     for client, rows in (("north", 20), ("south", 30)):
         for label in ("ill", "well"):
             draw(tmp_path / "images" / client / label, rows)
     return tmp_path / "images"
 
 
-def test_a_folder_is_named_once(hospitals: Path) -> None:
-    """Each of its images would be two records, of which a noise hides one."""
+def test_a_folder_named_twice_is_refused(hospitals: Path) -> None:
+    """Each of its images would be two records, and the noise hides one."""
     place = hospitals / "north"
     with pytest.raises(FedgenError, match="one folder as two clients"):
         read([str(place), str(place / ".." / "north")])
@@ -228,7 +229,7 @@ def test_a_folder_is_named_once(hospitals: Path) -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_clients_are_folders(hospitals: Path, several: bool) -> None:
-    """In one, or as several paths, also of one name."""
+    """In one parent folder, or as several paths, also of equal names."""
     paths = [str(hospitals / name) for name in ("north", "south")]
     data = read(paths if several else str(hospitals))
     assert data.classes == 2
@@ -238,7 +239,7 @@ def test_clients_are_folders(hospitals: Path, several: bool) -> None:
     assert [len(shard) for shard in shards] == [sum(data.writers == c) for c in (0, 1)]
 
 
-def test_another_clients_images_move_none_of_mine(hospitals: Path) -> None:
+def test_images_of_one_client_do_not_move_those_of_others(hospitals: Path) -> None:
     def mine() -> bytes:
         data = read(str(hospitals))
         return data.images[data.writers == 0].tobytes() + data.labels[data.writers == 0].tobytes()
@@ -251,8 +252,8 @@ def test_another_clients_images_move_none_of_mine(hospitals: Path) -> None:
 def test_one_name_under_several_labels_is_two_records(
     hospitals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Methods of sums take them. One that protects replaced records by their place says no: another
-    label would be another place."""
+    """Methods of sums accept them. A method with replace-one neighbours refuses them: another label
+    would be another position."""
     assert read(str(hospitals)).example_keys.moves
     words = ["data=folder", f"data.path={hospitals}", "data.public_rows=100", "rounds=2"]
     words.append("runtime=in_process")
@@ -268,7 +269,7 @@ def test_one_name_under_several_labels_is_two_records(
     }
 
 
-def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     draw(tmp_path / "a", 12, name="ä{}.png")
     draw(tmp_path / ".thumbnails", 3)
     (tmp_path / "a" / ".DS_Store").write_bytes(b"x")
@@ -278,7 +279,7 @@ def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
     assert data.classes == 1 and len(data.labels) + len(data.test_labels) == 12
 
 
-def test_grey_and_colour(tmp_path: Path) -> None:
+def test_grey_and_colour_images(tmp_path: Path) -> None:
     draw(tmp_path / "a", 20)
     draw(tmp_path / "b", 10, "RGB", name="b{}.png")
     draw(tmp_path / "b", 10, "RGBA", name="c{}.png")
@@ -288,7 +289,7 @@ def test_grey_and_colour(tmp_path: Path) -> None:
     assert read(str(tmp_path), channels=3).shape == (3, 8, 8)
 
 
-def test_all_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_all_unreadable_files_are_named(tmp_path: Path) -> None:
     draw(tmp_path / "a", 5)
     for name in ("torn.png", "notes.txt"):
         (tmp_path / "a" / name).write_bytes(b"\x89PNG")
@@ -296,7 +297,7 @@ def test_all_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-def test_sizes_are_named_with_the_remedy(tmp_path: Path) -> None:
+def test_different_sizes_are_named_with_the_remedy(tmp_path: Path) -> None:
     draw(tmp_path / "a", 20)
     draw(tmp_path / "a", 20, size=9, name="b{}.png")
     with pytest.raises(FedgenError, match=r"8x8, 9x9.*data\.size"):
@@ -305,7 +306,7 @@ def test_sizes_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_a_label_without_images_stays_a_label(tmp_path: Path) -> None:
-    """Which labels there are is public, and follows from folders, never from a record."""
+    """Labels are public and follow from folders, never from a record."""
     draw(tmp_path / "a", 20)
     draw(tmp_path / "b", 1)
     assert read(str(tmp_path)).classes == 2
@@ -313,8 +314,8 @@ def test_a_label_without_images_stays_a_label(tmp_path: Path) -> None:
     assert read(str(tmp_path)).classes == 2
 
 
-def test_folders_named_by_numbers_are_in_their_order(tmp_path: Path) -> None:
-    """Labels and clients; and samples are written to folders of the same names."""
+def test_numbered_folders_are_in_numerical_order(tmp_path: Path) -> None:
+    """Labels and clients; samples are written to folders of the same names."""
     for client in ("9", "10"):
         for label in range(12):
             draw(tmp_path / client / str(label), 3, name=f"{client}-{label}-{{}}.png")
@@ -325,8 +326,8 @@ def test_folders_named_by_numbers_are_in_their_order(tmp_path: Path) -> None:
     assert read(str(tmp_path / "9"), names=False).names is None
 
 
-def test_names_that_are_no_unicode(tmp_path: Path) -> None:
-    """A name in Latin-1 is bytes: of an image fine, of a label nothing that can be published."""
+def test_names_that_are_not_unicode(tmp_path: Path) -> None:
+    """A Latin-1 name is accepted for an image, and refused for a label, which is published."""
     draw(tmp_path / "a", 20)
     odd = os.fsdecode(b"caf\xe9")
     (tmp_path / "a" / "0.png").rename(tmp_path / "a" / f"{odd}.png")
@@ -339,7 +340,7 @@ def test_names_that_are_no_unicode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "warned"), [(1, True), (15, True), (200, False), (0, True)])
-def test_pixels_in_a_small_range_are_warned_of(
+def test_a_small_range_of_pixels_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], most: int, warned: bool
 ) -> None:
     images = np.random.default_rng(0).integers(0, most + 1, (60, 8, 8), dtype=np.uint8)
@@ -352,8 +353,8 @@ def test_pixels_in_a_small_range_are_warned_of(
         )
         == 0
     )
-    said = capsys.readouterr().out
-    assert ("no pixel is above" in said or "all pixels are 0" in said) == warned
+    output = capsys.readouterr().out
+    assert ("no pixel is above" in output or "all pixels are 0" in output) == warned
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_pixels_in_a_small_range_are_warned_of(
         ["privacy.unit=person"],
     ],
 )
-def test_a_check_refuses_what_training_refuses(
+def test_data_check_refuses_what_training_refuses(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["data", "check", "data=digits", *words]) == 2
@@ -377,7 +378,7 @@ def test_a_check_refuses_what_training_refuses(
     assert capsys.readouterr().err == checked
 
 
-def test_splits_of_some_clients_alone_are_refused(tmp_path: Path) -> None:
+def test_a_test_split_of_only_some_clients_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         draw(tmp_path / "north" / part / "a", 5)
     draw(tmp_path / "south" / "a", 5)
@@ -392,13 +393,15 @@ def test_splits_of_some_clients_alone_are_refused(tmp_path: Path) -> None:
     assert (len(data.labels), len(data.test_labels)) == (9, 9)
 
 
-def test_a_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw(tmp_path / "mine" / "a", 20)
     monkeypatch.chdir(tmp_path)
     assert np.unique(read("mine").labels).tolist() == [0]
 
 
-def test_no_number_of_rows_is_taken_from_another_data_set(
+def test_public_counts_of_another_data_set_are_not_used(
     hospitals: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["account", "data=folder", f"data.path={hospitals}", "method.private_classifier=none"]
@@ -410,21 +413,21 @@ def test_no_number_of_rows_is_taken_from_another_data_set(
     assert cli.run([*words, "method=mixture", "data.public_rows=100"]) == 0
 
 
-def test_a_number_of_rows_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_public_count_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("abc", "0", "1.5"):
         assert cli.run(["account", "method=dp_merf_small", f"data.public_rows={value}"]) == 2
         assert "fedgen: data.public_rows: must be" in capsys.readouterr().err
 
 
-def test_a_number_that_is_taken_from_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """From a word: it is held against its default as a word that is given is."""
+def test_an_interpolated_number_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the default, like a number that is typed."""
     for key in ("rounds", "privacy.delta", "method.latent", "runtime.threads"):
         assert cli.run(["account", "method=dp_merf_small", f"{key}=${{names.method}}"]) == 2
-        said = capsys.readouterr().err
-        assert key in said and len(said.splitlines()) == 1
+        error = capsys.readouterr().err
+        assert key in error and len(error.splitlines()) == 1
 
 
-def test_what_fits_can_be_pasted(
+def test_suggested_settings_can_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw(tmp_path / "my photos, (2)" / "a b", 80)
@@ -442,16 +445,16 @@ def test_what_fits_can_be_pasted(
     assert "dpgan_small has the digits' settings" in capsys.readouterr().out
 
 
-def test_what_fits_known_data_tells_no_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own is exact, and public."""
+def test_suggestions_for_known_data_contain_no_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own count is exact and public."""
     assert cli.run(["data", "check", "data=digits"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     fits = "suggested: fedgen train data=digits method=mixture method.private_classifier=none "
     fits += "privacy.target_epsilon="
-    assert fits in said
+    assert fits in output
 
 
-def test_by_folder_needs_folders_of_clients(
+def test_partition_by_folder_needs_folders_of_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw(tmp_path / "a", 20)
@@ -460,19 +463,19 @@ def test_by_folder_needs_folders_of_clients(
     assert "by_folder needs clients' folders" in capsys.readouterr().err
 
 
-def test_a_check_says_what_there_is_and_what_fits(
+def test_data_check_describes_the_data_and_suggests_settings(
     hospitals: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "8x8 grey" in said
-        and "data.public_rows=" in said
-        and "2 clients" in said
-        and "partition=by_folder" in said
+        "8x8 grey" in output
+        and "data.public_rows=" in output
+        and "2 clients" in output
+        and "partition=by_folder" in output
     )
-    assert f"suggested: fedgen train data=folder data.path={hospitals} method=mixture " in said
-    assert "under several labels" in said and "private" in said
+    assert f"suggested: fedgen train data=folder data.path={hospitals} method=mixture " in output
+    assert "under several labels" in output and "private" in output
     assert cli.run(["data", "check", "data=folder", f"data.path={hospitals}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err
     words = ["data=folder", f"data.path={hospitals}", "partition=iid", "partition.clients=-1"]
@@ -482,8 +485,8 @@ def test_a_check_says_what_there_is_and_what_fits(
     assert "fedgen data check" in capsys.readouterr().err
 
 
-def test_labels_that_others_have_too_keep_their_numbers(hospitals: Path) -> None:
-    """One of several sites lacks a label: its images are numbered as everybody's."""
+def test_labels_keep_their_numbers_at_all_sites(hospitals: Path) -> None:
+    """If a site lacks a label, the numbers of its other labels stay the same."""
     north = str(hospitals / "north")
     data = read(north, labels=["healthy", "ill", "well"])
     assert data.classes == 3
@@ -492,8 +495,8 @@ def test_labels_that_others_have_too_keep_their_numbers(hospitals: Path) -> None
         read(north, labels=["ill"])
 
 
-def test_a_file_that_is_no_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Named by the setting that names it, with what there could be."""
+def test_a_file_that_is_not_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named by its setting, with the accepted formats."""
     draw(tmp_path, 1)
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK")
@@ -506,14 +509,14 @@ def test_a_file_that_is_no_data_set(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         words = ["data=folder", f"data.path={file}", "data.classes=2"]
         assert cli.run(["data", "check", *words]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("fedgen: data.path: ") and why in said
+        error = capsys.readouterr().err
+        assert error.startswith("fedgen: data.path: ") and why in error
 
 
-def test_a_rehearsal_warns_of_what_will_be_of_little_use(
+def test_a_rehearsal_warns_of_low_utility(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a run for release says nothing that follows from private rows."""
+    """A run for release prints nothing that follows from private images."""
     for label, count in (("a", 80), ("b", 12)):
         draw(tmp_path / "images" / label, count)
     data = ["data=folder", f"data.path={tmp_path / 'images'}", "method=mixture_small"]
@@ -522,8 +525,8 @@ def test_a_rehearsal_warns_of_what_will_be_of_little_use(
         "fewer than 50 images of label b: mostly noise",
     )
     train(*data, "data.public_rows=1400", name="seeded")
-    said = capsys.readouterr().out
-    assert all(each in said for each in warnings)
+    output = capsys.readouterr().out
+    assert all(each in output for each in warnings)
     train(*data, "data.public_rows=1400", "privacy.noise=secure", name="secure")
     assert "warning" not in capsys.readouterr().out
     for label in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Data sets as the ``datasets`` library has them: what is read is what was written."""
+"""Data sets of the ``datasets`` library: images and labels are read as they were written."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ def made(rows: int = ROWS, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
 
 
 def written(place: Path, **more: list[Any]) -> Path:
-    """Parquet files of two splits, with more columns."""
+    """Write Parquet files of two splits, with additional columns."""
     place.mkdir()
     images, labels = made()
     for split in ("train", "test"):
         file = place / f"{split}-00000-of-00001.parquet"
         write_parquet(images, labels.tolist(), NAMES, file)
         if split == "train" and more:
-            found = datasets.Dataset.from_parquet(str(file), cache_dir=str(place.parent / "made"))
+            result = datasets.Dataset.from_parquet(str(file), cache_dir=str(place.parent / "made"))
             for name, values in more.items():
-                found = found.add_column(name, values)
-            found.to_parquet(str(file))
+                result = result.add_column(name, values)
+            result.to_parquet(str(file))
     return place
 
 
-def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
     persons = [f"p{n // 3}" for n in range(ROWS)]
     place = written(tmp_path / "set", hospital=["south", "north"] * (ROWS // 2), who=persons)
-    found = hugging_face(str(place), client="hospital", person="who")
+    result = hugging_face(str(place), client="hospital", person="who")
     images, labels = made()
-    assert (found.images == images).all() and (found.labels == labels).all()
-    assert (found.test_images == images).all() and (found.test_labels == labels).all()
-    assert found.classes == 2
-    assert found.writers is not None and found.writers.tolist() == [1, 0] * (ROWS // 2)
-    assert found.persons is not None and len(set(found.persons.tolist())) == ROWS // 3
-    assert all(len(set(found.persons[n : n + 3].tolist())) == 1 for n in range(0, ROWS, 3))
+    assert (result.images == images).all() and (result.labels == labels).all()
+    assert (result.test_images == images).all() and (result.test_labels == labels).all()
+    assert result.classes == 2
+    assert result.writers is not None and result.writers.tolist() == [1, 0] * (ROWS // 2)
+    assert result.persons is not None and len(set(result.persons.tolist())) == ROWS // 3
+    assert all(len(set(result.persons[n : n + 3].tolist())) == 1 for n in range(0, ROWS, 3))
     copied = [each for each in (tmp_path / "cache").rglob("*") if each.stat().st_size]
     assert not copied, "private rows stay where they are"
 
 
-def test_no_test_split_is_drawn(tmp_path: Path) -> None:
-    """By rows' places, one row less would move others between the splits."""
+def test_no_test_split_is_sampled(tmp_path: Path) -> None:
+    """By position, one record less would move others between the splits."""
     place = written(tmp_path / "set")
     (place / "test-00000-of-00001.parquet").unlink()
     with pytest.raises(FedgenError, match="needs splits train and test, but has train; split it"):
@@ -78,31 +78,31 @@ def test_no_test_split_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["validation.parquet", "data/test/0.parquet"])
-def test_splits_as_the_hub_names_them(name: str, tmp_path: Path) -> None:
+def test_splits_are_named_as_on_the_hub(name: str, tmp_path: Path) -> None:
     place = written(tmp_path / "set")
     (place / name).parent.mkdir(parents=True, exist_ok=True)
     (place / "test-00000-of-00001.parquet").rename(place / name)
-    found = hugging_face(str(place))
-    assert len(found.labels) == len(found.test_labels) == ROWS
+    result = hugging_face(str(place))
+    assert len(result.labels) == len(result.test_labels) == ROWS
 
 
 def test_folders_of_labels_with_a_table(tmp_path: Path) -> None:
-    """``imagefolder``: the same rows as ``data=folder`` has, sizes made one."""
+    """``imagefolder`` has the same images as ``data=folder``, resized to one size."""
     images, labels = made()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         for split in ("train", "test"):
             file = tmp_path / "set" / split / NAMES[label] / f"{number}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image.transpose(1, 2, 0)).resize((16 + number, 16 + number)).save(file)
-    found = hugging_face(str(tmp_path / "set"), size=8, channels=1)
-    assert found.shape == (1, 8, 8) and found.classes == 2
+    result = hugging_face(str(tmp_path / "set"), size=8, channels=1)
+    assert result.shape == (1, 8, 8) and result.classes == 2
     with pytest.raises(FedgenError, match="square and of one size"):
         hugging_face(str(tmp_path / "set"))
 
 
 def pictures(place: Path, rows: int, changed: int | None = None) -> Path:
-    """An ``imagefolder`` of 3 labels, in which one image may have moved from the first to the
-    last."""
+    """Write an ``imagefolder`` of 3 labels, in which one image may have moved from the first label
+    to the last."""
     images, _ = made(rows)
     for number, image in enumerate(images):
         label = "abc"[number * 3 // rows] if number != changed else "c"
@@ -114,7 +114,7 @@ def pictures(place: Path, rows: int, changed: int | None = None) -> Path:
 
 
 def test_a_changed_label_moves_no_other_image(tmp_path: Path) -> None:
-    """The library orders an image folder by label."""
+    """The library sorts an image folder by label."""
     before = hugging_face(str(pictures(tmp_path / "before", 30)))
     after = hugging_face(str(pictures(tmp_path / "after", 30, changed=3)))
     assert not before.example_keys.moves
@@ -140,7 +140,7 @@ def test_names_that_cannot_name_folders_are_not_published(tmp_path: Path) -> Non
     assert hugging_face(str(tmp_path / "set"), names=False).names is None
 
 
-def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path) -> None:
+def test_positions_in_a_sorted_data_set_are_not_fixed(tmp_path: Path) -> None:
     images, _ = made()
     for split in ("train", "test"):
         (tmp_path / "set").mkdir(exist_ok=True)
@@ -151,15 +151,15 @@ def test_rows_sorted_by_label_have_places_that_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [[0, 5, 10], [10, 5, 0]])
-def test_whole_numbers_are_labels_by_name(labels: list[int], tmp_path: Path) -> None:
+def test_integer_labels_are_sorted_as_numbers(labels: list[int], tmp_path: Path) -> None:
     place = written(tmp_path / "set", code=[[0, 5, 10][n % 3] for n in range(ROWS)])
     shutil.copy(place / "train-00000-of-00001.parquet", place / "test-00000-of-00001.parquet")
-    found = hugging_face(str(place), label="code", labels=labels)  # type: ignore[arg-type]
-    assert found.labels.tolist() == [labels.index([0, 5, 10][n % 3]) for n in range(ROWS)]
+    result = hugging_face(str(place), label="code", labels=labels)  # type: ignore[arg-type]
+    assert result.labels.tolist() == [labels.index([0, 5, 10][n % 3]) for n in range(ROWS)]
 
 
 @pytest.mark.parametrize("kind", ["struct", "bytes alone", "column"])
-def test_images_without_the_librarys_own_schema(kind: str, tmp_path: Path) -> None:
+def test_images_without_the_schema_of_the_library(kind: str, tmp_path: Path) -> None:
     images, labels = made()
     files = []
     for image in images:
@@ -175,13 +175,13 @@ def test_images_without_the_librarys_own_schema(kind: str, tmp_path: Path) -> No
     (tmp_path / "set").mkdir()
     for split in ("train", "test"):
         pyarrow.parquet.write_table(table, tmp_path / "set" / f"{split}.parquet")
-    found = hugging_face(str(tmp_path / "set"), labels=NAMES)
-    assert (found.images == images).all()
+    result = hugging_face(str(tmp_path / "set"), labels=NAMES)
+    assert (result.images == images).all()
     with pytest.raises(FedgenError, match=r"data\.image: .* contains no images; name one of image"):
         hugging_face(str(tmp_path / "set"), image="label", label="label", labels=NAMES)
 
 
-def test_labels_in_an_order_of_ones_own(tmp_path: Path) -> None:
+def test_labels_in_a_given_order(tmp_path: Path) -> None:
     place = written(tmp_path / "set")
     assert (hugging_face(str(place), labels=["dog", "cat"]).labels == 1 - made()[1]).all()
     more = hugging_face(str(place), labels=["bird", "cat", "dog"])
@@ -192,7 +192,7 @@ def test_labels_in_an_order_of_ones_own(tmp_path: Path) -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"path": None}, r"data\.path: is not set"),
-    ({"path": "nobody/nothing"}, r"data\.path: .*cannot be read"),
+    ({"path": "missing/nothing"}, r"data\.path: .*cannot be read"),
     ({"image": "picture"}, r"data\.image: .*no column 'picture'; name one of image, label"),
     ({"image": "label"}, r"data\.image: the column 'label' .*no images"),
     ({"client": "site"}, r"data\.client: .*no column 'site'"),
@@ -201,15 +201,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("changed, said", MISTAKES, ids=lambda v: str(v)[:40])
-def test_a_mistake_is_one_line(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed, message", MISTAKES, ids=lambda v: str(v)[:40])
+def test_invalid_settings_are_one_line(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     place = written(tmp_path / "set", note=["hm"] * ROWS)
-    with pytest.raises(FedgenError, match=said) as raised:
+    with pytest.raises(FedgenError, match=message) as raised:
         hugging_face(**({"path": str(place)} | changed))
     assert "\n" not in str(raised.value)
 
 
-def test_no_code_comes_with_a_data_set(tmp_path: Path) -> None:
+def test_code_in_a_data_set_is_not_run(tmp_path: Path) -> None:
     place = tmp_path / "set"
     place.mkdir()
     (place / "set.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
@@ -219,8 +221,8 @@ def test_no_code_comes_with_a_data_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["image", "card", "address"])
-def test_nothing_in_a_folder_leads_out_of_it(named: str, tmp_path: Path) -> None:
-    """Neither an image's path, nor a card that names other files, or a server's."""
+def test_paths_out_of_the_folder_are_refused(named: str, tmp_path: Path) -> None:
+    """Neither the path of an image, nor a card that names other files or a server's."""
     elsewhere = written(tmp_path / "elsewhere")
     Image.fromarray(made()[0][0].transpose(1, 2, 0)).save(tmp_path / "secret.png")
     place = written(tmp_path / "set")
@@ -244,14 +246,14 @@ def test_nothing_in_a_folder_leads_out_of_it(named: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("key", ["client", "person"])
 @pytest.mark.parametrize("value", [None, float("nan"), 0.5, ["a"]], ids=repr)
-def test_who_is_not_named_is_one_line(key: str, value: object, tmp_path: Path) -> None:
+def test_a_missing_client_or_person_is_one_line(key: str, value: object, tmp_path: Path) -> None:
     values = [value] * ROWS if not isinstance(value, type(None)) else [None, *["a"] * (ROWS - 1)]
     place = written(tmp_path / "set", who=values)
     with pytest.raises(FedgenError, match=f"data.{key}: .*neither text nor integers"):
         hugging_face(str(place), **{key: "who"})
 
 
-def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
+def test_an_invalid_image_is_named_by_its_row(tmp_path: Path) -> None:
     place = tmp_path / "set"
     place.mkdir()
     rows = {"image": [{"bytes": b"no image", "path": None}, None], "label": ["cat", "dog"]}
@@ -262,7 +264,7 @@ def test_what_is_no_image_is_told_by_its_row(tmp_path: Path) -> None:
         hugging_face(str(place), labels=NAMES)
 
 
-def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> None:
+def test_training_on_exported_samples(train: Train, tmp_path: Path) -> None:
     place = written(tmp_path / "set", site=["a", "b"] * (ROWS // 2))
     words = [
         *tiny("dp_merf_small"),
@@ -276,12 +278,12 @@ def test_a_run_its_samples_and_a_run_on_these(train: Train, tmp_path: Path) -> N
     again.mkdir()
     for split, n in (("train", 50), ("test", 20)):
         assert cli.run(["sample", f"run={run}", f"n={n}", f"out={again}/{split}.parquet"]) == 0
-    found = hugging_face(str(again))
-    assert (len(found.labels), len(found.test_labels)) == (50, 20) and found.shape == (3, 16, 16)
+    result = hugging_face(str(again))
+    assert (len(result.labels), len(result.test_labels)) == (50, 20) and result.shape == (3, 16, 16)
     assert cli.run(["data", "check", "data=hugging_face", f"data.path={again}"]) == 0
 
 
-def test_a_table_as_parquet_is_the_one_as_csv(tmp_path: Path) -> None:
+def test_a_table_is_the_same_as_parquet_and_as_csv(tmp_path: Path) -> None:
     images, labels = made()
     lines = []
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):

@@ -1,4 +1,5 @@
-"""Partitions: complete, disjoint, of the promised law, stable if a row comes, goes or changes."""
+"""Partitions: complete, disjoint, of the stated distribution, and stable if a record is added,
+removed or changed."""
 
 from __future__ import annotations
 
@@ -39,23 +40,23 @@ def owners(
     given_images: np.ndarray = images,
 ) -> np.ndarray:
     rows = {"images": given_images, "labels": given_labels, "writers": given_writers}
-    found = KINDS[kind](**rows, classes=10, streams=STREAMS)
+    result = KINDS[kind](**rows, classes=10, streams=STREAMS)
     owner = np.full(len(given_labels), -1)
-    for client, rows in enumerate(found):
+    for client, rows in enumerate(result):
         assert (owner[rows] == -1).all(), "a row with two owners"
         owner[rows] = client
     return owner
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_has_one_owner(kind: str) -> None:
+def test_every_record_belongs_to_one_client(kind: str) -> None:
     owner = owners(kind)
     assert (owner >= 0).all() or (kind == "some writers" and len(set(owner)) == 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(row=st.integers(0, ROWS - 1), label=st.integers(0, 9), writer=st.integers(0, 11))
-def test_replacing_a_row_moves_no_other(kind: str, row: int, label: int, writer: int) -> None:
+def test_replacing_a_record_moves_no_other(kind: str, row: int, label: int, writer: int) -> None:
     changed_labels, changed_writers = labels.copy(), writers.copy()
     changed_labels[row], changed_writers[row] = label, writer
     before, after = owners(kind), owners(kind, changed_labels, changed_writers)
@@ -70,8 +71,8 @@ def test_replacing_a_row_moves_no_other(kind: str, row: int, label: int, writer:
 )
 @pytest.mark.parametrize("kind", KINDS)
 @given(row=st.integers(0, ROWS - 1))
-def test_without_a_row_all_others_stay(kind: str, row: int) -> None:
-    """Who has how many of each kind of row: which of equal ones is which makes no difference."""
+def test_removing_a_record_moves_no_other(kind: str, row: int) -> None:
+    """By the number of records of each kind per client: equal records are interchangeable."""
     rest = np.arange(ROWS) != row
     fewer = owners(kind, labels[rest], writers[rest], images[rest])
     whole = Counter(zip(owners(kind), labels, map(bytes, images), strict=True))
@@ -79,14 +80,15 @@ def test_without_a_row_all_others_stay(kind: str, row: int) -> None:
     assert (whole - without).total() == 1 and without <= whole
 
 
-def test_iid_shards_are_of_about_one_size() -> None:
-    """Each a binomial of mean 57: outside of ± 36, 5 deviations, with probability below 1e-6."""
+def test_iid_shards_have_similar_sizes() -> None:
+    """Binomial with mean 57: outside of ± 36, 5 standard deviations, with probability below
+    1e-6."""
     distinct = np.arange(ROWS, dtype=np.uint32).view(np.uint8).reshape(ROWS, 1, 2, 2)
     sizes = np.bincount(owners("iid", given_images=distinct), minlength=7)
     assert (abs(sizes - ROWS / 7) < 36).all()
 
 
-def test_by_writer_is_one_client_a_writer() -> None:
+def test_partition_by_writer_has_one_client_per_writer() -> None:
     owner = owners("by_writer", labels, writers)
     assert all(len(set(writers[owner == client])) == 1 for client in set(owner))
     some = partition.by_writer(labels, writers, 5, STREAMS)
@@ -102,8 +104,8 @@ def test_small_alpha_skews_more() -> None:
     def largest_share(alpha: float) -> float:
         many = np.tile(np.arange(10), 300)
         pixels = np.arange(len(many), dtype=np.uint32).view(np.uint8).reshape(-1, 1, 2, 2)
-        found = partition.dirichlet(pixels, many, 10, 5, alpha, STREAMS)
-        return float(np.mean([np.bincount(many[rows]).max() / len(rows) for rows in found]))
+        result = partition.dirichlet(pixels, many, 10, 5, alpha, STREAMS)
+        return float(np.mean([np.bincount(many[rows]).max() / len(rows) for rows in result]))
 
     assert largest_share(0.1) > largest_share(100.0) + 0.1
 
@@ -141,7 +143,7 @@ def checking(shards: object, clients: int | None = None) -> Callable[[], None]:
         ("partition.clients", lambda: partition.shards(images, labels, 10, 2, 1, STREAMS)),
     ],
 )
-def test_what_cannot_be_is_refused(key: str, run: object) -> None:
+def test_impossible_partitions_are_refused(key: str, run: object) -> None:
     assert callable(run)
     with pytest.raises(FedgenError) as error:
         run()

@@ -1,4 +1,4 @@
-"""A list of images: read whole, or refused in one line."""
+"""Tables of images: read completely, or refused in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAMS = RandomStreams.from_seed(0, "seeded")
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    """24 images of six patients at two clinics."""
+    """Write 24 images of six patients at two clinics."""
     (tmp_path / "scans").mkdir()
     lines = ["path,label,client,person,split"]
     for number in range(24):
@@ -53,7 +53,7 @@ def test_a_table_of_images(scans: Path) -> None:
         assert (label, clinic, person) == (image % 2, image % 6 // 3, image % 6)
 
 
-def test_its_order_says_nothing(scans: Path) -> None:
+def test_the_order_of_a_table_has_no_effect(scans: Path) -> None:
     before = read(scans)
     head, *lines = scans.read_text("utf-8-sig").splitlines()
     scans.write_text("\n".join([head, *reversed(lines)]))
@@ -62,7 +62,7 @@ def test_its_order_says_nothing(scans: Path) -> None:
     assert np.array_equal(before.images, after.images)
 
 
-def test_what_is_not_told_is_not_known(scans: Path) -> None:
+def test_columns_that_are_not_named_are_not_read(scans: Path) -> None:
     lines = [",".join(line.split(",")[:2]) for line in scans.read_text("utf-8-sig").splitlines()]
     scans.write_text("\n".join(lines))
     data = read(scans)
@@ -82,31 +82,31 @@ def test_a_run_per_person_from_a_table(scans: Path, tmp_path: Path) -> None:
     assert "all images of one person at one client together" in statement
 
 
-def test_data_check_says_whom_images_show(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_check_counts_the_persons(scans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         cli.run(["data", "check", "data=folder", f"data.path={scans}", "data.labels=[ill,well]"])
         == 0
     )
-    said = capsys.readouterr().out
-    assert "6 persons, with 3 images each" in said
-    assert "privacy.unit=person privacy.images_per_person=2" in said
+    output = capsys.readouterr().out
+    assert "6 persons, with 3 images each" in output
+    assert "privacy.unit=person privacy.images_per_person=2" in output
 
 
-def test_a_column_of_another_name_is_said_not_to_be_read(
+def test_a_possible_person_column_is_warned_of(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who is told of as patient is not protected as a person."""
+    """A patient in a column that is not named is not protected as a person."""
     scans.write_text(scans.read_text("utf-8-sig").replace("client,person", "client,patient"))
     words = ["data=folder", f"data.path={scans}", "data.labels=[ill,well]"]
-    said = "columns that are not read: 'patient' (see client, person, split)"
+    result = "columns that are not read: 'patient' (see client, person, split)"
     assert cli.run(["data", "check", *words]) == 0
-    assert f"warning: {said}" in capsys.readouterr().out
+    assert f"warning: {result}" in capsys.readouterr().out
     words += ["method=dp_merf_small", "data.public_rows=18", "rounds=2", "evaluation=none"]
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
-    assert f"warning: {said}" in capsys.readouterr().out
+    assert f"warning: {result}" in capsys.readouterr().out
 
 
-def test_images_of_people_are_said_to_be_single_ones(
+def test_images_without_persons_are_warned_of(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
@@ -117,7 +117,7 @@ def test_images_of_people_are_said_to_be_single_ones(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "lists no image"),
         ("path,label\n", "lists no image"),
@@ -135,12 +135,12 @@ def test_images_of_people_are_said_to_be_single_ones(
         (f"path,label\n{'a' * 5000}.png,x\n", "is not a file|leads out"),
     ],
 )
-def test_mistakes(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_tables_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(text)
     Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
-    with pytest.raises(FedgenError, match=said) as found:
+    with pytest.raises(FedgenError, match=message) as result:
         folder(STREAMS, None, str(tmp_path / "list.csv"), labels=["x", "y"])
-    assert len(str(found.value)) < 1000
+    assert len(str(result.value)) < 1000
 
 
 def test_labels_are_a_setting(scans: Path) -> None:
@@ -148,22 +148,22 @@ def test_labels_are_a_setting(scans: Path) -> None:
         folder(STREAMS, None, str(scans))
 
 
-def test_no_image_has_two_lines(tmp_path: Path) -> None:
-    """Whatever they call it; nor is anything read that is no file."""
+def test_an_image_listed_twice_is_refused(tmp_path: Path) -> None:
+    """Under any spelling of its path; and files that are not regular are not read."""
     Image.new("L", (8, 8), 3).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
     (tmp_path / "c.png").symlink_to(tmp_path / "c.png")
     os.mkfifo(tmp_path / "d.png")
     table = tmp_path / "list.csv"
-    for other, said in (("a.png", "more than once"), ("./a.png", "more than once"),
+    for other, result in (("a.png", "more than once"), ("./a.png", "more than once"),
                         ("b.png", "more than once"), ("c.png", "leads out|is not a file"),
                         ("d.png", "is not a file")):  # fmt: skip
         table.write_text(f"path,label\na.png,x\n{other},x\n")
-        with pytest.raises(FedgenError, match=said):
+        with pytest.raises(FedgenError, match=result):
             folder(STREAMS, None, str(table), labels=["x"])
 
 
-def test_a_name_is_one_name_however_it_is_spelled(scans: Path) -> None:
+def test_names_are_normalised(scans: Path) -> None:
     text = scans.read_text("utf-8-sig")
     scans.write_text(text.replace("süd,patient 3", "su\u0308d , patient 3 ", 1))
     data = read(scans)
@@ -171,7 +171,7 @@ def test_a_name_is_one_name_however_it_is_spelled(scans: Path) -> None:
     assert (data.persons.max(), data.writers.max()) == (5, 1)
 
 
-def test_whom_images_show_is_another_run_and_the_same_account(scans: Path) -> None:
+def test_naming_persons_changes_the_run_and_not_the_account(scans: Path) -> None:
     before = read(scans)
     scans.write_text(scans.read_text("utf-8-sig").replace("patient 5", "patient 4"))
     after = read(scans)
@@ -192,9 +192,9 @@ def test_links_out_of_the_folder_are_not_followed(scans: Path, tmp_path: Path) -
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_table_or_a_line(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> (
-    None
-):  # fmt: skip
+def test_any_bytes_are_a_table_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
+) -> None:
     table = tmp_path_factory.mktemp("any") / "list.csv"
     table.write_bytes(raw)
     with pytest.raises(FedgenError):

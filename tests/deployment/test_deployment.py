@@ -1,4 +1,4 @@
-"""Between sites: a link, nodes and a coordinator, each a process with a folder of its own."""
+"""A deployment: a link, nodes and a coordinator, each a process with its own folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bits(run: Path) -> str:
     ("method", "how"),
     [("dp_merf_small", SECURE), ("dpgan_small", SECURE), ("gs_wgan_small", SECURE[2:])],
 )
-def test_a_rehearsal_comes_to_the_bits_of_the_simulation(
+def test_a_rehearsal_has_the_bits_of_the_simulation(
     sites: Deployment, method: str, how: list[str], tmp_path: Path
 ) -> None:
     alike = [*tiny(method), f"method={method}", *how, "rounds=3"]
@@ -64,8 +64,10 @@ def test_a_rehearsal_comes_to_the_bits_of_the_simulation(
         assert any(each["kind"] == messages.AGREE for each in left) == (how is SECURE)
 
 
-def test_what_clients_are_charged_is_what_is_printed(sites: Deployment, tmp_path: Path) -> None:
-    """In mode secure: noise of each site's own, and an account of what its rows have cost."""
+def test_the_printed_epsilon_is_what_clients_were_charged(
+    sites: Deployment, tmp_path: Path
+) -> None:
+    """In mode secure: noise of each site, and an account of its images."""
     run = tmp_path / "run"
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", *SECURE, "privacy.noise=secure"]
     assert cli.run(sites.asked(*words, "rounds=3", f"run_dir={run}")) == 0
@@ -76,17 +78,19 @@ def test_what_clients_are_charged_is_what_is_printed(sites: Deployment, tmp_path
     assert (sites.home(0) / "spent.sqlite").exists()
 
 
-def test_the_log_is_said_in_words(sites: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_node_is_printed_as_text(
+    sites: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["node", "log", f"home={sites.home(0)}", "lines=1000"]) == 0
-    said = capsys.readouterr().out
-    assert "accepted: dp_merf_small" in said
-    assert "sent a noised response" in said and "ε so far 5.00" in said
+    output = capsys.readouterr().out
+    assert "accepted: dp_merf_small" in output
+    assert "sent a noised response" in output and "ε so far 5.00" in output
 
 
-def test_what_a_policy_does_not_allow_is_refused(
+def test_runs_beyond_a_policy_are_refused(
     sites: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By each site, before anything of a row leaves; why is the site's own."""
+    """By each site, before anything about a record leaves it; the reason stays at the site."""
     for number, (words, why) in enumerate(
         [
             ([*SECURE[:2], "privacy.target_epsilon=6"], "the run would cost ε = 6.00"),
@@ -100,15 +104,15 @@ def test_what_a_policy_does_not_allow_is_refused(
         run = tmp_path / str(number)
         alike = ["method=dp_merf_small", *tiny("dp_merf_small"), "rounds=2", *words]
         assert cli.run(sites.asked(*alike, f"run_dir={run}")) == 2
-        said = capsys.readouterr().err
-        assert "3 of 3 clients did not respond to the greeting (refused: clients 0, 1, 2)" in said
-        assert why not in said
+        error = capsys.readouterr().err
+        assert "3 of 3 clients did not respond to the greeting (refused: clients 0, 1, 2)" in error
+        assert why not in error
         for node in range(sites.count):
             last = [each for each in sites.log(node) if each["what"] == "refused"][-1]
             assert why in last["why"]
 
 
-def test_who_is_outside_reaches_nodes_doors_alone(sites: Deployment) -> None:
+def test_strangers_reach_only_the_interface_of_nodes(sites: Deployment) -> None:
     """From another address than the link's own machine."""
     context = ssl.create_default_context(cafile=str(sites.ca))
 
@@ -130,7 +134,7 @@ def test_who_is_outside_reaches_nodes_doors_alone(sites: Deployment) -> None:
         plain.getresponse()
 
 
-def test_another_authority_is_not_believed(sites: Deployment, tmp_path: Path) -> None:
+def test_another_certificate_authority_is_refused(sites: Deployment, tmp_path: Path) -> None:
     from fedgen.deployment.link import certificates
 
     certificates(tmp_path / "other", ["localhost"], 1)
@@ -141,7 +145,7 @@ def test_another_authority_is_not_believed(sites: Deployment, tmp_path: Path) ->
 
 
 def waits(sites: Deployment, key: Path, home: Path) -> None:
-    """A node with this key is not let in, and says so."""
+    """Return whether a node with this key is not accepted, and says so."""
     words = [w for w in sites.words(0) if not w.startswith(("key=", "home="))]
     node = Command(["node", *words, f"key={key}", f"home={home}"])
     until = time.monotonic() + 180
@@ -153,49 +157,47 @@ def waits(sites: Deployment, key: Path, home: Path) -> None:
     assert not (home / "log.jsonl").exists()
 
 
-def test_a_key_that_nobody_accepted_waits(sites: Deployment, tmp_path: Path) -> None:
+def test_a_node_with_an_unaccepted_key_waits(sites: Deployment, tmp_path: Path) -> None:
     waits(sites, tmp_path / "new.key", tmp_path / "home")
 
 
-def test_a_key_is_one_node(sites: Deployment, tmp_path: Path) -> None:
-    """With the first still connected, whoever copied its key waits."""
+def test_a_key_admits_one_node(sites: Deployment, tmp_path: Path) -> None:
+    """While the first is connected, a node with a copy of its key waits."""
     waits(sites, sites.key(0), tmp_path / "home")
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", *SECURE, "rounds=2"]
     assert cli.run(sites.asked(*words, f"run_dir={tmp_path / 'run'}")) == 0
 
 
 def replies(sites: Deployment, version: str, request: str) -> list[Message]:
-    """What nodes answer to the greeting of a run."""
+    """Return the replies of nodes to the greeting of a run."""
     link = parse_address(f"127.0.0.1:{sites.port}", str(sites.ca))
     with serve_request(link, version, request) as grid:
         asked = [
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
             for node in grid.get_node_ids()
         ]
-        waiting, found = set(grid.push_messages(asked)), []
-        while len(found) < len(waiting):
-            found += grid.pull_messages(waiting - {r.metadata.reply_to_message_id for r in found})
-    return found
+        waiting, result = set(grid.push_messages(asked)), []
+        while len(result) < len(waiting):
+            result += grid.pull_messages(waiting - {r.metadata.reply_to_message_id for r in result})
+    return result
 
 
 @pytest.mark.parametrize("what", ["other code", "no request"])
-def test_a_bundle_of_other_code_and_what_is_no_run_are_refused(
-    sites: Deployment, what: str
-) -> None:
+def test_other_code_and_invalid_runs_are_refused(sites: Deployment, what: str) -> None:
     version = "9.9.9" if what == "other code" else metadata.version("fedgen")
-    found = replies(sites, version, "{}")
-    assert [reply.error.code for reply in found] == [REFUSED] * sites.count
+    result = replies(sites, version, "{}")
+    assert [reply.error.code for reply in result] == [REFUSED] * sites.count
     why = "other code" if what == "other code" else "not a fedgen run"
     assert why in [each for each in sites.log(0) if each["what"] == "refused"][-1]["why"]
 
 
-def test_two_are_not_at_home_in_one_folder(sites: Deployment) -> None:
+def test_two_nodes_do_not_share_a_folder(sites: Deployment) -> None:
     node = Command(["node", *sites.words(0)])
     assert node.wait(60) == 2
     assert "another node is using" in node.errors
 
 
-def test_messages_that_do_not_fit_the_link_are_named_before_anybody_is_charged(
+def test_messages_beyond_the_links_limit_are_refused_before_a_charge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with deployment(tmp_path, 1, link=["largest=1"]) as sites:

@@ -1,4 +1,4 @@
-"""The link's guard and certificates, and what of Flower they stand on."""
+"""The guard and the certificates of the link, and the private parts of Flower that it uses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.secagg.signing import fingerprint
 
 
-def test_version() -> None:
-    """The private corners of Flower that the files ``flower_*`` stand on are this version's."""
+def test_the_version_of_flower() -> None:
+    """The files ``flower_*`` use private parts of this version."""
     assert flwr.__version__.startswith("1.41.")
     assert extensions.get_middleware() is not None
 
@@ -53,7 +53,7 @@ def test_version() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_who_is_elsewhere_is_a_node_or_nobody(
+def test_requests_from_elsewhere_are_limited_to_nodes(
     path: str, caller: str | None, passes: bool, kind: str
 ) -> None:
     reached: list[str] = []
@@ -72,7 +72,7 @@ def test_who_is_elsewhere_is_a_node_or_nobody(
         assert sent[0]["status"] == 403
 
 
-def test_certificates_are_for_the_names_that_nodes_use(tmp_path: Path) -> None:
+def test_certificates_are_for_the_names_that_nodes_connect_to(tmp_path: Path) -> None:
     certificates(tmp_path, ["link.example.org", "10.1.2.3"], 30)
     ca = x509.load_pem_x509_certificate((tmp_path / "ca.crt").read_bytes())
     server = x509.load_pem_x509_certificate((tmp_path / "server.crt").read_bytes())
@@ -88,7 +88,7 @@ def test_certificates_are_for_the_names_that_nodes_use(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
-def test_a_nodes_key_is_made_once_and_is_its_own(tmp_path: Path) -> None:
+def test_the_key_of_a_node_is_created_once_for_its_owner(tmp_path: Path) -> None:
     key = load_or_create_key(tmp_path / "n.key")
     assert fingerprint(load_or_create_key(tmp_path / "n.key").public_key()) == fingerprint(
         key.public_key()
@@ -109,7 +109,7 @@ def test_a_bundle_is_the_same_for_the_same_version() -> None:
     assert bundle_hash("1.0") != bundle_hash("1.1")
 
 
-def test_a_message_in_one_piece_is_the_message() -> None:
+def test_an_unsplit_message_is_received_unchanged() -> None:
     identify_process(1)
     content = RecordDict({"a": ConfigRecord({"x": 1, "y": b"2"})})
     message = Message(content, dst_node_id=2, message_type="query.hello")

@@ -1,5 +1,5 @@
-"""Any part of a deployment is killed, and starts again: runs end, and spend is never less than what
-left."""
+"""Any part of a deployment is killed and restarted: runs end, and the account is never below the
+releases that left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def answers(sites: Deployment, node: int, name: str) -> int:
-    """How many left a node, in a run."""
+    """Return the number of responses that left a node in a run."""
     log = sites.home(node) / "log.jsonl"
     lines = sites.log(node) if log.exists() else []
     left = [each for each in lines if each["run"] == name and each["what"] == "left"]
@@ -45,12 +45,12 @@ def answers(sites: Deployment, node: int, name: str) -> int:
 
 
 def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed: int) -> None:
-    """A run in which parts are killed at random moments, one after the other, until it ends."""
+    """Kill parts at random moments, one after the other, until the run ends."""
     draw = random.Random(seed)
     words = sites.asked(*DPGAN, f"seed={seed}", f"run_dir={run}")
 
     def again() -> Command:
-        """It goes on; a run that ended before anybody was told of it left nothing, and begins."""
+        """Resume the run; one that ended before it was announced left nothing, and starts."""
         return Command(["train", f"resume={run}"] if (run / "run.json").exists() else words)
 
     coordinator = Command(words)
@@ -84,10 +84,10 @@ def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed:
         assert spent >= answers(sites, node, name) > 0
 
 
-def test_a_run_outlives_its_parts(
+def test_a_run_survives_the_death_of_its_parts(
     sites: Deployment, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """All three in one run; with ``--kills N`` each in N runs more."""
+    """All three in one run; with ``--kills N`` each in N more runs."""
     killed_and_ended(sites, tmp_path / "all", ["link", "coordinator", "node"], 0)
     for seed in range(1, pytestconfig.getoption("--kills") + 1):
         for victim in ("node", "coordinator", "link"):

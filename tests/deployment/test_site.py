@@ -1,4 +1,5 @@
-"""What a site makes of what it is asked: data, held against its policy, before any row is read."""
+"""What a site does with a request: checked as data, against its policy, before it reads a
+record."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def place(home: Path, **policy: Any) -> SiteFolder:
 
 
 def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tuple[Request, Method]:
-    """A request that arrived, and the method of it."""
+    """Return a request that arrived, and its method."""
     own = [word for word in tiny(method) if not word.startswith("runtime=")]
     config = compose("config", [f"method={method}", *own, "rounds=3", *PUBLIC, *words])
     ready = setup.setup(config)
@@ -87,8 +88,8 @@ def asked(*words: str, run: str = RUN, method: str = "dp_merf_small") -> Request
     return prepared(*words, run=run, method=method)[0]
 
 
-def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
-    """Its noise is solved for here, and what it may cost is on the site's account."""
+def test_an_allowed_run_is_prepared_by_the_site(tmp_path: Path) -> None:
+    """The site solves for its noise, and reserves the cost in its account."""
     here, wanted = place(tmp_path), request.read(asked().text())
     homes, _ = open_run(here, wanted)
     site = homes._setup
@@ -99,8 +100,8 @@ def test_a_run_that_is_allowed_is_the_sites_own(tmp_path: Path) -> None:
     assert entry.run == RUN and not entry.is_finished
 
 
-def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> None:
-    """As in a simulation: the coordinator does not know how many rows there are."""
+def test_teachers_without_records_are_refused_by_the_only_site(tmp_path: Path) -> None:
+    """As in a simulation: the coordinator does not know the number of records."""
     words = ["partition.clients=1", "privacy.aggregation=local"]
     here = place(tmp_path, aggregations=("local",))
     for critics, refused in ((1437, False), (1438, True)):
@@ -133,7 +134,7 @@ def test_teachers_without_rows_are_refused_by_the_only_site(tmp_path: Path) -> N
         (["partition.clients=2", "privacy.threshold=2"], {"threshold": 3}, "need only 2 responses"),
     ],
 )
-def test_what_is_not_allowed_is_refused(
+def test_runs_beyond_the_policy_are_refused(
     tmp_path: Path, words: list[str], allowed: dict[str, Any], why: str
 ) -> None:
     here = place(tmp_path, **allowed)
@@ -142,7 +143,7 @@ def test_what_is_not_allowed_is_refused(
     assert not (tmp_path / "spent.sqlite").exists()
 
 
-def test_a_node_that_sent_nothing_has_a_log(tmp_path: Path) -> None:
+def test_a_node_without_releases_has_a_log(tmp_path: Path) -> None:
     config = OmegaConf.create({"home": str(tmp_path), "lines": 10})
     with pytest.raises(FedgenError, match="no node has used"):
         log.show(config)
@@ -151,7 +152,7 @@ def test_a_node_that_sent_nothing_has_a_log(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
-    """Where a site has names: a site that has none is asked about their number."""
+    """If the site has names; a site without names is asked about their number."""
     names = [f"digit {n}" for n in range(10)]
     there = asked(f"data.labels=[{','.join(names)}]")
     swapped = replace(place(tmp_path), labels=[*names[1::-1], *names[2:]])
@@ -167,7 +168,7 @@ def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
     "if rounded_noise(resolved.noise) != request.noise_multiplier:",
     "if False:",
 )
-def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> None:
+def test_the_noise_of_the_coordinator_is_not_trusted(tmp_path: Path) -> None:
     wanted = asked()
     less = replace(wanted, noise_multiplier="0.1")
     with pytest.raises(RefusedError, match=r"is calibrated on this site, 0\.1 by fedgen"):
@@ -191,8 +192,9 @@ def test_the_coordinators_word_for_the_noise_is_not_taken(tmp_path: Path) -> Non
     ),
     "if False:",
 )
-def test_a_run_stays_what_it_was(tmp_path: Path) -> None:
-    """Under its name nothing else is answered: the same streams, or what is left of its rows."""
+def test_a_run_cannot_change(tmp_path: Path) -> None:
+    """Another request under its name is refused: it would have the same streams, or the rest of its
+    budget."""
     here, other = place(tmp_path), asked("privacy.target_epsilon=4")
     open_run(here, asked())
     open_run(here, asked())  # after a restart
@@ -259,9 +261,9 @@ LEAVES = st.none() | st.integers() | st.text()
 
 
 @given(st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_what_is_no_request_is_noticed(found: Any) -> None:
+def test_invalid_requests_are_detected(result: Any) -> None:
     with pytest.raises(ValueError, match="not a request"):
-        request.read(json.dumps(found))
+        request.read(json.dumps(result))
 
 
 @kills(
@@ -270,8 +272,8 @@ def test_what_is_no_request_is_noticed(found: Any) -> None:
     "return {word: name for each in REGISTRY.values() for word, name in each.items()}",
 )
 @kills("fedgen/deployment/request.py", "if local_type != requested_type:", "if False:")
-def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
-    """A policy allows names: what is made is what they stand for, and of parts of methods."""
+def test_a_method_is_that_of_its_name(tmp_path: Path) -> None:
+    """Policies allow names: methods and their parts are built from registered names alone."""
     wanted = asked()
     own = [word for word in tiny("dp_hp_small") if not word.startswith("runtime=")]
     other = compose("config", ["method=dp_hp_small", *own, "rounds=3", *PUBLIC]).method
@@ -286,7 +288,7 @@ def test_a_method_is_what_it_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["../../x", "", "A" * 16, "0" * 65, "01234567/"])
-def test_a_runs_name_is_no_path(run: str) -> None:
+def test_the_name_of_a_run_is_not_a_path(run: str) -> None:
     wanted = asked()
     other = replace(wanted, run=run)
     with pytest.raises(ValueError, match="not a request"):
@@ -317,13 +319,13 @@ def test_a_runs_name_is_no_path(run: str) -> None:
         ("epsilon: [", "is no YAML"),
     ],
 )
-def test_a_policy_that_says_nothing_is_no_policy(tmp_path: Path, text: str, why: str) -> None:
+def test_an_empty_policy_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(FedgenError, match=why):
         policy.read(tmp_path / "policy.yaml")
 
 
-def test_a_policy_is_read_as_people_write_it(tmp_path: Path) -> None:
+def test_policies_accept_usual_notations(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(
         "epsilon: 5\ndelta: 1e-5\nunits: [record]\nmethods: [mixture]\npeers: {0: SHA256:x}\n"
     )
@@ -371,7 +373,7 @@ NODE = ["node", "superlink=127.0.0.1:1", "data=digits"]
         (["train", *PUBLIC, "runtime.rehearses=none"], "runtime.rehearses: is for seeded"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_invalid_policies_are_one_line(
     words: list[str],
     why: str,
     tmp_path: Path,
@@ -387,7 +389,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_cost_is_known_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """By what everybody knows alone."""
+    """From public settings alone."""
     words = [word for word in PUBLIC if not word.startswith("runtime=")]
     assert cli.run(["account", "method=dp_merf_small", "rounds=3", *words, "output=json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
@@ -432,21 +434,21 @@ def three(tmp_path: Path, *words: str, method: str = "dp_merf_small") -> tuple[l
 def dealt(
     sites: Sequence[Site], questions: Sequence[RecordDict], server_round: int = 0
 ) -> dict[int, dict[int, bytes]]:
-    """Keys and shares, asked for a question each."""
+    """Request keys and shares for one query each."""
     book: dict[int, bytes] = {}
     for site, question in zip(sites, questions, strict=True):
         asked = messages.pack_keys_for(server_round, messages.framed_digest(question))
         book |= messages.read_texts(site(messages.KEYS, asked), LONG)
-    found = {}
+    result = {}
     for site in sites:
         reply = site(messages.SHARES, messages.pack_texts(server_round, book))
         if not reply.has_error() and not messages.read_rejected(reply):
-            found[site.number] = messages.read_texts(reply, SEALED_BYTES)
-    return found
+            result[site.number] = messages.read_texts(reply, SEALED_BYTES)
+    return result
 
 
 def opened(site: Site, sealed: dict[int, bytes], server_round: int = 0) -> bool:
-    """Whether a site opened all shares that were dealt to it."""
+    """Return whether a site opened all shares that it received."""
     reply = site(messages.OPEN, messages.pack_texts(server_round, sealed))
     return not reply.has_error() and not messages.read_rejected(reply)
 
@@ -474,8 +476,8 @@ def inbox(
     ("if not responders & set(self._graph.neighbours(self.client)) <= set(self._shares):"),
     "if False:",
 )
-def test_no_share_stands_by_itself(tmp_path: Path) -> None:
-    """The coordinator keeps one neighbour's seal from a client, and has it answer all the same: the
+def test_no_share_is_sent_without_its_masks(tmp_path: Path) -> None:
+    """The coordinator withholds one neighbour's seal from a client and queries it all the same: the
     mask between them would be missing on one side."""
     sites, method = three(tmp_path)
     asked = question(method)
@@ -490,8 +492,8 @@ def test_no_share_stands_by_itself(tmp_path: Path) -> None:
             reply = sites[client](messages.AGREE, lists)
             if not reply.has_error():
                 signed |= messages.read_texts(reply, CREDENTIAL_BYTES)
-        told = sites[0](messages.REVEAL, messages.with_texts(lists, signed))
-        assert told.has_error()
+        result = sites[0](messages.REVEAL, messages.with_texts(lists, signed))
+        assert result.has_error()
 
 
 @kills(
@@ -499,7 +501,7 @@ def test_no_share_stands_by_itself(tmp_path: Path) -> None:
     'return f"{run}/{server_round}/{query}".encode()',
     'return f"{run}/{server_round}".encode()',
 )
-def test_sites_that_are_asked_different_things_share_no_masks(tmp_path: Path) -> None:
+def test_sites_with_different_queries_share_no_masks(tmp_path: Path) -> None:
     sites, method = three(tmp_path)
     asked = question(method)
     facts = asked.config_records["facts"]
@@ -508,8 +510,8 @@ def test_sites_that_are_asked_different_things_share_no_masks(tmp_path: Path) ->
 
 
 @kills("fedgen/deployment/site.py", "accepted_request=request.text().encode(),", "")
-def test_sites_that_are_told_of_different_runs_share_no_masks(tmp_path: Path) -> None:
-    """Under one name: other numbers of rows, other scales of noise."""
+def test_sites_with_different_runs_share_no_masks(tmp_path: Path) -> None:
+    """Under one name: other numbers of records, other noise."""
     sites, method = three(tmp_path)
     others, _ = three(tmp_path / "b", "data.public_rows=2000")
     asked = question(method)
@@ -517,7 +519,7 @@ def test_sites_that_are_told_of_different_runs_share_no_masks(tmp_path: Path) ->
 
 
 @kills("fedgen/federation/client/app.py", "if masker.context != context:", "if False:")
-def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
+def test_another_query_than_keys_were_announced_for_is_refused(tmp_path: Path) -> None:
     sites, method = three(tmp_path)
     asked = question(method)
     shares = dealt(sites, [asked] * 3)
@@ -529,8 +531,8 @@ def test_another_question_than_keys_were_announced_for(tmp_path: Path) -> None:
 
 
 @kills("fedgen/federation/client/app.py", "if not masker.is_ready:", "if masker is None:")
-def test_no_answer_before_the_shares_are_opened(tmp_path: Path) -> None:
-    """None is charged either, nor after a broken seal."""
+def test_no_response_before_the_shares_are_opened(tmp_path: Path) -> None:
+    """Nor is there a charge, also after an invalid seal."""
     sites, method = three(tmp_path)
     asked = question(method)
     shares = dealt(sites, [asked] * 3)
@@ -543,7 +545,7 @@ def test_no_answer_before_the_shares_are_opened(tmp_path: Path) -> None:
     assert sites[0].spend.releases == 0
 
 
-def test_the_log_says_what_a_site_rejected(
+def test_the_log_names_what_a_site_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Log(tmp_path).response_sent("run", messages.OPEN, 40, {}, None, {2, 1})
@@ -554,10 +556,8 @@ def test_the_log_says_what_a_site_rejected(
 @kills("fedgen/deployment/site.py", "limits=most,", "limits=None,")
 @kills("fedgen/federation/client/app.py", "or query.count < 1", "or False")
 @pytest.mark.parametrize("count", [0, 1])
-def test_what_is_charged_is_bounded_and_not_what_the_coordinator_counts(
-    tmp_path: Path, count: int
-) -> None:
-    """Rounds beyond the plan; and questions that claim no rows."""
+def test_charges_do_not_depend_on_the_coordinators_count(tmp_path: Path, count: int) -> None:
+    """Rounds beyond the plan, and queries that claim no records."""
     sites, made = three(tmp_path, method="dpgan_small")
     home = sites[0].homes.get(0)
     home.terms = replace(
@@ -579,8 +579,8 @@ WITH_SUMS = [each for each in PROGRAMS if not trusting(each)]
 
 
 @pytest.mark.parametrize("method", WITH_SUMS)
-def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
-    """By each method: trying it on rows that are no secret refuses none."""
+def test_honest_queries_are_answered(tmp_path: Path, method: str) -> None:
+    """For each method: the trial on public records refuses none."""
     try:
         sites, made = three(tmp_path, method=method)
     except FedgenError as error:
@@ -603,8 +603,9 @@ def test_an_honest_question_is_answered(tmp_path: Path, method: str) -> None:
 
 
 @kills("fedgen/deployment/site.py", "rehearsal=_rehearsal_shard(public),", "")
-def test_a_question_that_fails_on_some_labels_meets_no_private_row(tmp_path: Path) -> None:
-    """Weights that lack a label would fail where there is a row of it, which is an exact answer."""
+def test_a_query_that_fails_on_some_labels_reads_no_private_record(tmp_path: Path) -> None:
+    """Weights that lack a label would fail only on its records, which would reveal that there are
+    some."""
     sites, method = three(tmp_path, method="dp_wgan_gp_small")
     asked = question(method)
     shared = messages.unpack_arrays(asked.array_records["shared"])
@@ -625,8 +626,9 @@ def test_a_question_that_fails_on_some_labels_meets_no_private_row(tmp_path: Pat
         assert sites[0].spend.spend == {}
 
 
-def test_after_a_failure_over_private_rows_nothing_is_answered(tmp_path: Path) -> None:
-    """In no run on these rows: that it failed may tell of them, and may do so once."""
+def test_a_failure_over_private_records_ends_all_responses(tmp_path: Path) -> None:
+    """In every run on these records: a failure may reveal something about them, and may do so
+    once."""
     here = place(tmp_path)
     homes, _ = open_run(here, asked())
     homes.get(0).ledger.charge(0, "failed", 0, NonPrivateDpEvent())
@@ -639,7 +641,7 @@ def test_after_a_failure_over_private_rows_nothing_is_answered(tmp_path: Path) -
     "Entry(request.run, _ROWS, _ROWS,",
     "Entry(request.run, rows.digest, _ROWS,",
 )
-def test_rows_that_change_keep_their_account(tmp_path: Path) -> None:
+def test_changed_records_keep_their_account(tmp_path: Path) -> None:
     here = place(tmp_path, budget_epsilon=6.0)
     open_run(here, asked())
     rows = here.dataset
@@ -649,7 +651,7 @@ def test_rows_that_change_keep_their_account(tmp_path: Path) -> None:
 
 
 class Line:
-    """A connection that knows of one run."""
+    """A connection that knows one run."""
 
     node = 1
 
@@ -666,8 +668,8 @@ def answered(served: _NodeServer, line: Line, kind: str, content: RecordDict) ->
     return served._respond(message, line)  # type: ignore[arg-type]
 
 
-def test_no_message_ends_a_node(tmp_path: Path) -> None:
-    """Kinds that there are not, and contents that are none: a code, and the node goes on."""
+def test_no_message_stops_a_node(tmp_path: Path) -> None:
+    """Unknown kinds and invalid contents: the reply is a code, and the node continues."""
     served, line = _NodeServer(place(tmp_path)), Line(asked())
     for kind in ("query.nonsense", messages.ASK, messages.SHARES, messages.RESTORE):
         reply = answered(served, line, kind, messages.pack_hello())
@@ -683,9 +685,9 @@ def test_no_message_ends_a_node(tmp_path: Path) -> None:
     "            if name not in self._homes or self._homes[name] is not None:",
     "            if name not in self._homes:",
 )
-def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
-    """After the coordinator died: a new run of Flower's, with the same name. It meets other noise
-    and other draws: what two answers have in common would be known twice, and charged once."""
+def test_a_repeated_round_is_charged_again(tmp_path: Path) -> None:
+    """After the coordinator died, a new Flower run has the same name. Its noise and samples are
+    new: what two responses have in common would be known twice, and charged once."""
     served = _NodeServer(place(tmp_path, aggregations=("local",)))
     words = ["privacy.aggregation=local", "rounds=12"]
     wanted, made = prepared(*words, method="dpgan_small")
@@ -713,10 +715,10 @@ def test_a_round_that_is_done_again_is_charged_again(tmp_path: Path) -> None:
     assert places[0] != places[1]
 
 
-def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
+def test_a_failure_over_private_records_is_the_last_message_of_a_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was tried on rows that are no secret, and did not fail there."""
+    """The trial on public records did not fail."""
     served, wanted = _NodeServer(place(tmp_path)), asked("privacy.aggregation=local")
     served._place = place(tmp_path, aggregations=("local",))
     line = Line(wanted)
@@ -743,9 +745,9 @@ def test_a_failure_over_private_rows_is_the_last_thing_that_a_site_says(
 @kills(
     "fedgen/deployment/site.py", "        reserves=privacy", "        reserves=False and privacy"
 )
-def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
-    """Where each site flips a coin of its own: that its answer is missing may show how it fell, in
-    this site's account as in the coordinator's. A process that dies between answers shows
+def test_a_death_during_a_response_voids_amplification(tmp_path: Path) -> None:
+    """If each site samples its own participation, a missing response may reveal the sample, to the
+    account of the site and to that of the coordinator. A death between responses reveals
     nothing."""
     words = [
         "method.sampled_by=clients",
@@ -763,14 +765,14 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
         return entry.spend
 
     def ask(server_round: int, dies: bool = False) -> None:
-        """Of a new process."""
+        """Query a new process."""
         homes, _ = open_run(roomy, wanted)
         home = homes.get(0)
         home.terms, whole = replace(home.terms, masked_sums=False), home.program.respond
 
         def killed(state: object, query: object, shard: object, *rest: object) -> object:
             if shard is home.shard and dies:
-                raise SystemExit  # which nobody on the way sees to, as with a kill
+                raise SystemExit  # not handled anywhere, like a kill
             return whole(state, query, shard, *rest)  # type: ignore[arg-type]
 
         home.program = replace(home.program, respond=killed)  # type: ignore[arg-type]
@@ -805,10 +807,8 @@ def test_a_process_that_died_over_an_answer_hid_no_draw(tmp_path: Path) -> None:
 )
 @kills("fedgen/deployment/site.py", "        _count_marks(site)", "        pass")
 @pytest.mark.parametrize("known", [True, False], ids=["by its account", "by a mark"])
-def test_what_a_death_showed_counts_before_another_run_is_let_in(
-    known: bool, tmp_path: Path
-) -> None:
-    """Also if nobody ever asks for the first one again, and in the log if somebody does."""
+def test_a_death_counts_before_another_run_is_accepted(known: bool, tmp_path: Path) -> None:
+    """Also if the first run is never resumed, and in the log if it is."""
     words = [
         "method.sampled_by=clients",
         "method.cohort_size=2",
@@ -844,9 +844,9 @@ def test_what_a_death_showed_counts_before_another_run_is_let_in(
 
 
 @kills("fedgen/federation/client/app.py", "if ctx.terms.rehearsal is None:", "if True:")
-def test_training_fails_in_silence(tmp_path: Path) -> None:
-    """Labels that one site's rows need and the broadcast lacks: that a site has such rows would
-    show, for nothing."""
+def test_training_failures_are_not_sent(tmp_path: Path) -> None:
+    """If the broadcast lacks labels that one site needs, a failure would reveal that the site has
+    them, without a charge."""
     served = _NodeServer(place(tmp_path, aggregations=("local",), units=("client", "record")))
     words = ["privacy.aggregation=local", "privacy.adversary=server", "rounds=2"]
     wanted, made = prepared(*words, method="gs_wgan_small")

@@ -1,4 +1,4 @@
-"""A stranger at the link's port: large bodies, half-open connections, slow requests."""
+"""A stranger at the port of the link: large bodies, half-open connections, slow requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def link(tmp_path: Path) -> Iterator[Deployment]:
 
 @contextmanager
 def training(place: Deployment) -> Iterator[Callable[[], int]]:
-    """A run of one node for as long as the block; yields the number of its responses so far."""
+    """Train with one node for the duration of the block; yield the number of its responses so
+    far."""
     place.allow(0)
     place.accept(0)
     place.start_node(0)
@@ -77,7 +78,7 @@ def connect(port: int, tls: bool = True) -> socket.socket:
 
 
 def post(port: int, path: str, length: int, more: str = "", body: int = 0) -> bytes:
-    """The link's status line for a body of this length, ``body`` bytes of which are sent."""
+    """Return the status line for a body of this length, of which ``body`` bytes are sent."""
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/protobuf\r\n"
     size = f"Content-Length: {length}\r\n" if length >= 0 else "Transfer-Encoding: chunked\r\n"
     with connect(port) as connection:
@@ -92,13 +93,13 @@ def post(port: int, path: str, length: int, more: str = "", body: int = 0) -> by
 
 
 def resident(place: Deployment) -> float:
-    """Megabytes of the link's memory."""
+    """Return the memory of the link in megabytes."""
     assert place.link is not None
     return psutil.Process(place.link.pid).memory_info().rss / MEGABYTE
 
 
 def healthy(place: Deployment) -> float:
-    """Seconds until the link answers a caller of its own machine."""
+    """Return the seconds until the link responds to its own machine."""
     context, begin = ssl.create_default_context(cafile=str(place.ca)), time.monotonic()
     url = f"https://127.0.0.1:{place.port}/health"
     urllib.request.urlopen(url, timeout=20, context=context).close()
@@ -106,9 +107,9 @@ def healthy(place: Deployment) -> float:
 
 
 @pytest.mark.slow
-def test_a_stranger_stops_nobody(link: Deployment, nothing_left: None) -> None:
-    """For ``FEDGEN_STRANGER_SECONDS``: a node's run continues, the link answers others, and keeps
-    its memory."""
+def test_a_stranger_does_not_stop_a_run(link: Deployment, nothing_left: None) -> None:
+    """For ``FEDGEN_STRANGER_SECONDS``: the run of a node continues, and the link responds to others
+    within its memory."""
     with training(link) as responses:
         _attack(link, responses)
 
@@ -152,9 +153,9 @@ def _attack(link: Deployment, responses: Callable[[], int]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: None) -> None:
-    """Of one address at most so many connections, and each for as long as it takes to send what it
-    began."""
+def test_unfinished_requests_are_closed_in_time(link: Deployment, nothing_left: None) -> None:
+    """Each address has a limited number of connections, each for the time that its request
+    takes."""
     port, halves = link.port, []
     body = b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n"
     kinds = [b"", b"POST /v1/fleet/pull-messages HT", body]
@@ -190,7 +191,7 @@ def test_what_is_half_sent_is_closed_in_time(link: Deployment, nothing_left: Non
 def test_pipelined_requests_and_unread_responses_are_closed(
     link: Deployment, nothing_left: None
 ) -> None:
-    """Each of them would be queued, and its response kept until it is read."""
+    """Each would be queued, and its response kept until it is read."""
     first = resident(link)
     request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
     held = []

@@ -28,7 +28,7 @@ LINES = [
 
 
 def images(place: Path, seed: int) -> None:
-    """Two labels of small pictures in colour."""
+    """Write small colour images under two labels."""
     rng = np.random.default_rng(seed)
     for label, level in (("ill", 60), ("well", 160)):
         (place / label).mkdir(parents=True)
@@ -69,9 +69,9 @@ def test_three_parties_follow_the_page(
         running.append(Command([*words(link), f"port={port}"]))
         prints = {}
         for number, name in enumerate(("north", "south")):
-            found = re.search(r"SHA256:\S+", here(name, key))
-            assert found
-            prints[number] = found[0]
+            match = re.search(r"SHA256:\S+", here(name, key))
+            assert match
+            prints[number] = match[0]
             shutil.copy(places[name] / f"{name}.key.pub", places["coordinator"])
         policy = re.sub(r"\d: SHA256:\S+", lambda m: f"{m[0][0]}: {prints[int(m[0][0])]}", POLICY)
         certificate = places["coordinator"] / "fedgen-link" / "ca.crt"

@@ -1,4 +1,4 @@
-"""What left a site, as somebody between it and the link saw it, is what its own log says."""
+"""The log of a site lists what a proxy between it and the link saw."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 
 class Proxy:
-    """Somebody whom a node takes for the link: hands on what it is sent, and remembers it."""
+    """A proxy that a node takes for the link: forwards messages and records them."""
 
     def __init__(self, place: Path, link_port: int, link_ca: Path) -> None:
         self.seen: list[tuple[str, bytes]] = []
@@ -59,10 +59,10 @@ class Proxy:
                 seen.append((self.path, body))
                 link = http.client.HTTPSConnection("127.0.0.1", link_port, context=beyond)
                 link.request("POST", self.path, body, dict(self.headers))
-                told = link.getresponse()
-                text = told.read()
-                self.send_response(told.status)
-                self.send_header("Content-Type", told.headers["Content-Type"])
+                result = link.getresponse()
+                text = result.read()
+                self.send_response(result.status)
+                self.send_header("Content-Type", result.headers["Content-Type"])
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
@@ -79,7 +79,7 @@ class Proxy:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """For as long as the block."""
+        """Serve for the duration of the block."""
         thread = threading.Thread(target=self.server.serve_forever)
         thread.start()
         try:
@@ -90,15 +90,14 @@ class Proxy:
             self.server.server_close()
 
     def left(self) -> list[tuple[str, int | None, int | None]]:
-        """The messages that went through: of which kind, the bytes of their content, or a code. No
-        bytes: its content did not travel, as the link had the same from elsewhere, or the run was
-        over."""
+        """Return the messages that passed: kind, and bytes of content or a code. No bytes: the link
+        had the same content already, or the run was over."""
         objects = {}
         for path, body in self.seen:
             if path == PUT:
                 put = PushObjectRequest.FromString(body)
                 objects[put.object_id] = put.object_content
-        found: list[tuple[str, int | None, int | None]] = []
+        result: list[tuple[str, int | None, int | None]] = []
         used: set[str] = set()
         for path, body in self.seen:
             if path == PUSHED:
@@ -111,19 +110,19 @@ class Proxy:
                 what = head.metadata.message_type
                 if head.has_error():
                     assert not head.error.reason
-                    found.append((what, 0, head.error.code))
+                    result.append((what, 0, head.error.code))
                 elif not ids <= set(objects):
-                    found.append((what, None, None))
+                    result.append((what, None, None))
                 else:
                     message = inflate_object_from_contents(tree.object_id, dict(objects))
                     assert isinstance(message, Message)
-                    found.append((what, content_bytes(message), None))
+                    result.append((what, content_bytes(message), None))
         assert used >= set(objects)  # nothing was put there beside messages
-        return found
+        return result
 
 
 def content_bytes(message: Message) -> int:
-    """As Flower counts the content that was packed into one piece."""
+    """Count the content of a message in one piece as Flower does."""
     [(_, record)] = message.content.items()
     assert isinstance(record, ConfigRecord)
     [(_, whole)] = record.items()
@@ -143,8 +142,8 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
             yield here, proxy
 
 
-def test_it_is_what_the_log_says(sites: tuple[Deployment, Proxy], tmp_path: Path) -> None:
-    """A sequence of sums under masks, and a run that its policy refuses."""
+def test_the_log_lists_what_left(sites: tuple[Deployment, Proxy], tmp_path: Path) -> None:
+    """A sequence of masked sums, and a run that the policy refuses."""
     here, proxy = sites
     words = ["method=mixture_small", *tiny("mixture_small"), "privacy.aggregation=secure"]
     secret = ["privacy.noise=secure", "privacy.threshold=all"]
@@ -153,14 +152,14 @@ def test_it_is_what_the_log_says(sites: tuple[Deployment, Proxy], tmp_path: Path
     assert cli.run(here.asked(*allowed)) == 0
     assert cli.run(here.asked(*refused)) == 2
     lines = [line for line in here.log(0) if line["what"] == "left"]
-    told = [(line["kind"], line["bytes"], line.get("error")) for line in lines]
+    result = [(line["kind"], line["bytes"], line.get("error")) for line in lines]
     left = proxy.left()
-    assert len(left) == len(told)
+    assert len(left) == len(result)
     for number, (kind, size, _) in enumerate(left):
         if size is None:  # an acknowledgement, an account: what tells of rows is like nothing else
             assert kind not in (messages.ASK, messages.SHARES, messages.KEYS, messages.REVEAL)
-            left[number] = told[number]
-    assert left == told
+            left[number] = result[number]
+    assert left == result
     assert len(lines) > 20 and any("error" in line for line in lines)
     others = [(path, len(body)) for path, body in proxy.seen if path not in (PUSHED, PUT)]
     assert {path for path, _ in others} <= BARE

@@ -1,4 +1,5 @@
-"""Samples that are noise are told by themselves."""
+"""Collapsed generators, diverged ones, and samples that are noise are recognised without real
+images."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ def test_noise_images_and_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(("method", "noise", "said"), [("dpgan_small", 1e2, True),
+@pytest.mark.parametrize(("method", "noise", "message"), [("dpgan_small", 1e2, True),
                                                        ("mixture_small", 1.0, False)])  # fmt: skip
-def test_a_run_says_so(
-    method: str, noise: float, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_reports_a_failed_generator(
+    method: str, noise: float, message: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"method={method}", "rounds=20", "evaluation=none", "privacy.target_epsilon=null"]
     words += [f"privacy.noise_multiplier={noise}", f"run_dir={tmp_path / 'run'}"]
     assert cli.run(["train", *words]) == 0
-    assert ("look like noise" in capsys.readouterr().out) == said
+    assert ("look like noise" in capsys.readouterr().out) == message
     assert NOISE == 0.1
 
 
-def test_collapse_divergence_and_noise_are_told_apart() -> None:
+def test_collapse_divergence_and_noise_are_distinguished() -> None:
     data = digits(RandomStreams.from_seed(0, "seeded"))
     images, labels = data.images, data.labels
     assert verdict(images, labels) is None
@@ -58,18 +59,18 @@ def test_collapse_divergence_and_noise_are_told_apart() -> None:
     assert verdict(binary, labels) is None, "black and white pictures are no divergence"
 
 
-def test_one_label_that_collapsed_is_seen_among_others() -> None:
+def test_one_collapsed_label_is_found_among_others() -> None:
     data = digits(RandomStreams.from_seed(0, "seeded"))
     images, labels = data.images.copy(), data.labels
     images[labels == 3] = images[labels == 3][0]
     assert verdict(images, labels) == "collapsed"
 
 
-def test_a_diverged_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["method=gs_wgan_small", "method.generator_learning_rate=100", "rounds=6"]
     words += ["method.critics=4", "method.critics_per_step=1", "method.warm_start=1"]
     quick = ["evaluation.samples=60", "evaluation.classifiers.cnn.epochs=1"]
     assert cli.run(["train", *words, *quick, f"run_dir={tmp_path / 'run'}"]) == 0
-    said = capsys.readouterr().out
-    assert "training diverged" in said and "look like noise" not in said
-    assert "diversity within labels: " in said and "(real images: " in said
+    output = capsys.readouterr().out
+    assert "training diverged" in output and "look like noise" not in output
+    assert "diversity within labels: " in output and "(real images: " in output

@@ -33,8 +33,8 @@ def normal(seed: int, rows: int, size: int) -> NDArray[np.float32]:
 
 
 @given(st.integers(0, 10_000), st.integers(2, 40), st.integers(1, 12))
-def test_none_to_itself(seed: int, rows: int, size: int) -> None:
-    """Also where there are fewer rows than features."""
+def test_the_distance_to_itself_is_zero(seed: int, rows: int, size: int) -> None:
+    """Also with fewer images than features."""
     same = statistics(normal(seed, rows, size))
     assert frechet_distance(same, same) <= 1e-5 * (1 + np.trace(same[1]))
 
@@ -65,18 +65,18 @@ def test_torchmetrics_agrees() -> None:
     theirs.set_dtype(torch.float64)
     for rows, is_real in ((real, True), (made, False)):
         theirs.update(torch.from_numpy(rows).double(), real=is_real)
-    found = frechet_distance(statistics(made), statistics(real))
-    assert found == pytest.approx(float(theirs.compute()), rel=1e-4)
+    result = frechet_distance(statistics(made), statistics(real))
+    assert result == pytest.approx(float(theirs.compute()), rel=1e-4)
 
 
-def test_one_row_has_no_covariance() -> None:
+def test_one_image_has_no_covariance() -> None:
     with pytest.raises(ValueError, match="two"):
         statistics(np.zeros((1, 3), np.float32))
 
 
 @pytest.fixture(scope="module")
 def random_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of Inception's weights, all of them random: the architecture is the real one."""
+    """Write random Inception weights in the real architecture."""
     from torchvision.models import inception_v3
 
     with torch.random.fork_rng():
@@ -88,7 +88,7 @@ def random_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_pytorch_fid_reads_files_as_we_read_arrays(random_weights: Path, tmp_path: Path) -> None:
+def test_pytorch_fid_agrees_on_files_and_arrays(random_weights: Path, tmp_path: Path) -> None:
     from pytorch_fid.fid_score import calculate_activation_statistics
     from pytorch_fid.inception import InceptionV3
 
@@ -99,9 +99,9 @@ def test_pytorch_fid_reads_files_as_we_read_arrays(random_weights: Path, tmp_pat
     net = network(str(random_weights))
     assert isinstance(net, InceptionV3)
     theirs = calculate_activation_statistics(files, net, 7, 2048, "cpu", 0)
-    told: list[int] = []
-    ours = statistics(inception_features(net, images, told.append))
-    assert told == [8]
+    result: list[int] = []
+    ours = statistics(inception_features(net, images, result.append))
+    assert result == [8]
     assert np.allclose(ours[0], theirs[0], rtol=1e-4)
     assert np.allclose(ours[1], theirs[1], rtol=1e-3, atol=1e-6 * np.abs(theirs[1]).max())
 
@@ -112,8 +112,10 @@ def test_other_weights_are_refused(random_weights: Path, tmp_path: Path) -> None
             check_weights(path)
 
 
-def test_without_a_network_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Torch's cache is empty, and its download is refused: a proxy that nobody answers at."""
+def test_fid_without_network_access_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch's cache is empty, and the proxy for its download does not respond."""
     before = torch.hub.get_dir()
     torch.hub.set_dir(str(tmp_path))
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):

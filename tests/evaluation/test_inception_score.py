@@ -1,4 +1,4 @@
-"""Inception score: known values, and a second library's."""
+"""Inception score: known values, and those of a second library."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fedgen.evaluation.inception_score import inception_score
 
 
 @pytest.mark.parametrize("classes", [2, 10])
-def test_sure_of_all_classes_alike_scores_their_number(classes: int) -> None:
+def test_confident_uniform_predictions_score_the_number_of_classes(classes: int) -> None:
     mean, std = inception_score(np.eye(classes)[np.arange(100 * classes) % classes])
     assert mean == pytest.approx(classes)
     assert std == pytest.approx(0, abs=1e-9)
 
 
-def test_unsure_or_of_one_class_scores_one() -> None:
+def test_uncertain_or_constant_predictions_score_one() -> None:
     assert inception_score(np.full((50, 10), 0.1))[0] == pytest.approx(1)
     assert inception_score(np.eye(10)[np.full(50, 3)])[0] == pytest.approx(1)
 
 
 def test_a_closed_form() -> None:
-    """Two classes, each told with 0.9: log 2 minus the entropy of 0.9."""
+    """Two classes, each predicted with 0.9: log 2 minus the entropy of 0.9."""
     rows = np.array([[0.9, 0.1], [0.1, 0.9]] * 50)
     entropy = -(0.9 * np.log(0.9) + 0.1 * np.log(0.1))
     assert inception_score(rows)[0] == pytest.approx(np.exp(np.log(2) - entropy))
@@ -37,7 +37,7 @@ def test_too_few_images() -> None:
 
 
 class Handed(nn.Module):
-    """Takes rows of numbers for images, and hands them on as features."""
+    """A network that returns its input as features."""
 
     num_features = 12
 
@@ -46,7 +46,7 @@ class Handed(nn.Module):
 
 
 def test_torchmetrics_agrees() -> None:
-    """It shuffles the rows, by torch's own streams, before it parts them."""
+    """It shuffles images by torch's global generator before it splits them."""
     from torchmetrics.image.inception import InceptionScore
 
     logits = 3 * torch.randn(500, 12, generator=torch.Generator().manual_seed(0))
@@ -58,5 +58,5 @@ def test_torchmetrics_agrees() -> None:
         mean, _ = theirs.compute()
     torch.manual_seed(3)
     shuffled = logits[torch.randperm(500)]
-    found, _ = inception_score(shuffled.double().softmax(1).numpy())
-    assert found == pytest.approx(float(mean), abs=1e-4)
+    result, _ = inception_score(shuffled.double().softmax(1).numpy())
+    assert result == pytest.approx(float(mean), abs=1e-4)

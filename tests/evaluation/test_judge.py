@@ -1,4 +1,4 @@
-"""The data set's own classifier, and what a run gets from it."""
+"""The classifier of a data set, and the figures that a run gets from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedgen.randomness import RandomStreams
 from fedgen.run import setup
 
 
-def test_the_judge_is_trained_once(tmp_path: Path) -> None:
+def test_the_classifier_is_trained_once(tmp_path: Path) -> None:
     data = digits(STREAMS)
     net = evaluation_net(data.images, data.labels, 10, tmp_path)
     whole, parts = (
@@ -25,39 +25,37 @@ def test_the_judge_is_trained_once(tmp_path: Path) -> None:
         [features_and_probabilities(net, row[None]) for row in data.test_images],
     )
     assert np.allclose(whole[0], np.concatenate([part[0] for part in parts]), atol=1e-5), (
-        "it sees every image by itself: it normalizes by what it learnt"
+        "each image by itself: normalisation uses training statistics"
     )
     [kept] = tmp_path.iterdir()
     before = kept.stat().st_mtime_ns
     again = evaluation_net(data.images, data.labels, 10, tmp_path)
     assert kept.stat().st_mtime_ns == before
-    features, said = features_and_probabilities(net, data.test_images)
+    features, result = features_and_probabilities(net, data.test_images)
     assert features.shape == (360, 128)
-    assert np.allclose(said, features_and_probabilities(again, data.test_images)[1], atol=1e-5)
-    assert np.allclose(said.sum(1), 1)
-    assert (said.argmax(1) == data.test_labels).mean() > 0.95
+    assert np.allclose(result, features_and_probabilities(again, data.test_images)[1], atol=1e-5)
+    assert np.allclose(result.sum(1), 1)
+    assert (result.argmax(1) == data.test_labels).mean() > 0.95
     evaluation_net(data.images[:30], data.labels[:30], 10, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.slow
-def test_a_run_has_its_scores(
+def test_a_run_has_the_figures_of_the_classifier(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
     words = ["evaluation=quick", "evaluation.samples=300", "evaluation.classifiers.cnn.epochs=1"]
     run = train("rounds=1", *words, "evaluation.judge=true", "evaluation.leakage=true")
-    found = json.loads((run / "results.json").read_text())
-    scores = found["inception_score"]
+    record = json.loads((run / "results.json").read_text())
+    scores = record["inception_score"]
     assert scores["test"]["mean"] > 3 > scores["generated"]["mean"] >= 1
     assert scores["judge_accuracy"] > 0.95
-    assert (
-        found["fcd"]["train"] < found["fcd"]["generated"] / 10
-    )  # the generator has learnt nothing
-    assert 0 <= found["precision"] <= 1
-    assert found["recall"] < 0.5
-    assert found["memorization"]["n"] == 300
-    assert found["membership"]["members"] == found["membership"]["others"] == 360
+    assert record["fcd"]["train"] < record["fcd"]["generated"] / 10  # the generator is untrained
+    assert 0 <= record["precision"] <= 1
+    assert record["recall"] < 0.5
+    assert record["memorization"]["n"] == 300
+    assert record["membership"]["members"] == record["membership"]["others"] == 360
     assert sorted(p.name for p in (run / "evaluation").iterdir()) == [
         "distances.png",
         "nearest.png",
@@ -71,22 +69,22 @@ def test_a_run_has_its_scores(
     assert not (run / "evaluation").exists()
 
 
-def test_samples_that_fedgen_did_not_make(
+def test_samples_of_other_software_are_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here real training rows: a copy attack, which is caught."""
+    """Here real training images: a copy attack, which is detected."""
     data, path = digits(RandomStreams.from_seed(0, "seeded").at("data")), tmp_path / "copies.npz"
     np.savez(path, images=data.images[:300, 0], labels=data.labels[:300])
     words = ["evaluate", f"samples={path}", "data=digits", "evaluation.leakage=true"]
     assert cli.run([*words, "evaluation.classifiers.cnn.epochs=2"]) == 0
-    said = capsys.readouterr().out
-    assert "copies of training images" in said
-    found = json.loads((tmp_path / "copies_evaluation" / "evaluation.json").read_text())
-    assert found["gen2real"]["logistic_regression"]["mean"] > 0.85
-    assert found["gen2real"]["cnn"]["n"] == 300
-    assert found["memorization"]["copied"] > 0.99
-    assert found["memorization"]["p_value"] < 1e-10
-    assert found["membership"]["auc"] > 0.55
+    output = capsys.readouterr().out
+    assert "copies of training images" in output
+    record = json.loads((tmp_path / "copies_evaluation" / "evaluation.json").read_text())
+    assert record["gen2real"]["logistic_regression"]["mean"] > 0.85
+    assert record["gen2real"]["cnn"]["n"] == 300
+    assert record["memorization"]["copied"] > 0.99
+    assert record["memorization"]["p_value"] < 1e-10
+    assert record["membership"]["auc"] > 0.55
     assert (tmp_path / "copies_evaluation" / "nearest.png").exists()
 
 
@@ -111,7 +109,7 @@ FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
         ([*RIGHT, *FID], "evaluation.inception_weights", "cannot be read"),
     ],
 )
-def test_mistakes(
+def test_invalid_settings_are_refused(
     words: list[str],
     key: str,
     problem: str,
@@ -139,7 +137,8 @@ def test_mistakes(
 
 
 def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
-    """Up to the streams: an inception score is of parts, some classifiers learn the first rows."""
+    """Up to random streams: an inception score is a mean over splits, and some classifiers see the
+    first images first."""
     data = digits(RandomStreams.from_seed(0, "seeded").at("data"))
     path, words = tmp_path / "sorted.npz", ["data=digits", "evaluation.judge=true"]
     order = np.argsort(data.labels, kind="stable")
@@ -147,15 +146,15 @@ def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
     assert (
         cli.run(["evaluate", f"samples={path}", *words, "evaluation.classifiers.cnn.epochs=1"]) == 0
     )
-    found = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
-    assert found["inception_score"]["generated"]["mean"] > 4  # in the order of labels: below 2
-    assert found["precision"] > 0.7
+    record = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
+    assert record["inception_score"]["generated"]["mean"] > 4  # in the order of labels: below 2
+    assert record["precision"] > 0.7
 
 
-def test_no_more_samples_of_a_file_are_judged_than_asked_for(
+def test_the_requested_number_of_samples_of_a_file_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Drawn from all of it, wherever a label stands."""
+    """Sampled from the whole file, in whatever order its labels are."""
     data = digits(RandomStreams.from_seed(0, "seeded").at("data"))
     order = np.argsort(data.labels, kind="stable")
     path = tmp_path / "sorted.npz"
@@ -163,11 +162,11 @@ def test_no_more_samples_of_a_file_are_judged_than_asked_for(
     words = ["evaluation.samples=200", "evaluation.classifiers.cnn.epochs=1"]
     assert cli.run(["evaluate", f"samples={path}", "data=digits", *words]) == 0
     assert f"200 of {len(order):,} samples" in capsys.readouterr().out
-    found = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
-    assert (found["judged"], found["of"]) == (200, len(order))
-    learnt = found["gen2real"]["logistic_regression"]
-    assert learnt["n"] == 200
-    assert min(learnt["per_class"]) > 0.4
+    record = json.loads((tmp_path / "sorted_evaluation" / "evaluation.json").read_text())
+    assert (record["judged"], record["of"]) == (200, len(order))
+    logistic = record["gen2real"]["logistic_regression"]
+    assert logistic["n"] == 200
+    assert min(logistic["per_class"]) > 0.4
 
 
 def test_all_seeds_have_the_same_test_split() -> None:

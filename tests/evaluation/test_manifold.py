@@ -1,4 +1,4 @@
-"""Precision and recall: by hand, and what they are for."""
+"""Precision and recall: values by hand, and what each detects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RNG = np.random.default_rng(0)
 
 
 def test_by_hand() -> None:
-    """On a line, one neighbour: 0, 1 and 4 reach 1, 1 and 3."""
+    """On a line, with one neighbour: 0, 1 and 4 have radii 1, 1 and 3."""
     real = np.array([[0.0], [1.0], [4.0]], np.float32)
     made = np.array([[-0.9], [0.05], [0.2], [6.9], [7.5]], np.float32)
     precision, recall = precision_and_recall(real, made, neighbours=1)
@@ -19,7 +19,7 @@ def test_by_hand() -> None:
     assert recall == pytest.approx(1 / 3)  # they reach 0.95, 0.15, 0.15, 0.6 and 0.6: 0 alone
 
 
-def test_the_same_law_has_both_and_a_missing_mode_costs_recall() -> None:
+def test_a_missing_mode_lowers_recall_alone() -> None:
     def normal(rows: int, at: float) -> np.ndarray:  # type: ignore[type-arg]
         return (RNG.standard_normal((rows, 4)) + at).astype(np.float32)
 
@@ -33,6 +33,6 @@ def test_the_same_law_has_both_and_a_missing_mode_costs_recall() -> None:
     assert elsewhere == (0, 0)
 
 
-def test_too_few_rows() -> None:
+def test_too_few_images_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 3"):
         precision_and_recall(np.zeros((3, 2), np.float32), np.zeros((9, 2), np.float32))

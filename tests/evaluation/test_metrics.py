@@ -27,15 +27,15 @@ METRIC = Metric(
 """
 
 
-def test_no_two_metrics_have_the_same_figure() -> None:
+def test_metrics_have_distinct_names() -> None:
     keys = [key for each in metrics() for key in each.keys]
     names = [name for each in metrics() for name in each.columns]
     assert len(set(keys)) == len(keys) >= 8 and len(set(names)) == len(names)
 
 
 @pytest.mark.slow
-def test_a_new_one_is_a_file(tmp_path: Path) -> None:
-    """It is computed, kept, printed and reported, and a column of the table of a sweep."""
+def test_adding_a_metric_takes_one_file(tmp_path: Path) -> None:
+    """It is computed, stored, printed, reported, and a column of the table of a sweep."""
     shutil.copytree(ROOT / "fedgen", tmp_path / "fedgen")
     (tmp_path / "fedgen" / "evaluation" / "brightness.py").write_text(BRIGHTNESS)
 
@@ -54,9 +54,9 @@ def test_a_new_one_is_a_file(tmp_path: Path) -> None:
     words = [*tiny("mixture_small"), "method=mixture_small", "evaluation=quick"]
     words += ["evaluation.samples=60", "evaluation.real2gen=[]", "run_dir=runs"]
     words += ["evaluation.classifiers.cnn.epochs=1"]
-    said = fedgen("train", "-m", *words, "seed=0,1")
-    found = json.loads((tmp_path / "runs" / "0" / "results.json").read_text())["brightness"]
-    assert f"mean brightness: {found:.1f} of 255" in said
+    result = fedgen("train", "-m", *words, "seed=0,1")
+    record = json.loads((tmp_path / "runs" / "0" / "results.json").read_text())["brightness"]
+    assert f"mean brightness: {record:.1f} of 255" in result
     assert "brightness" in (tmp_path / "runs" / "sweep.csv").read_text().partition("\n")[0]
     fedgen("report", "runs=runs/0", "out=page.html")
     assert "mean brightness" in (tmp_path / "page.html").read_text()

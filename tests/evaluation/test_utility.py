@@ -1,4 +1,4 @@
-"""Classifiers that judge samples: they learn from real rows, and repeat bit for bit."""
+"""Classifiers that evaluate samples: they learn real images, and repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_cnn_learns_real_digits() -> None:
     assert right(cnn(*REAL, 10, 0, epochs=10)) > 0.9
 
 
-def test_shuffled_labels_teach_nothing() -> None:
+def test_shuffled_labels_give_chance_accuracy() -> None:
     order = torch.randperm(len(DATA.labels), generator=STREAMS.public("shuffle")).numpy()
     assert right(cnn(DATA.images, DATA.labels[order], 10, 0, epochs=2)) < 0.4
 
@@ -49,13 +49,13 @@ def test_every_classifier_learns_real_digits_and_repeats(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_few_hundred_rows_are_learnt(seed: int) -> None:
-    """What samples teach is held against what as many real rows teach: 92 to 97 % here by 500;
-    ten passes alone come to 37 to 89 %."""
+def test_a_few_hundred_images_are_learned(seed: int) -> None:
+    """The reference for samples is the same number of real images: 500 reach 92 to 97 % here; ten
+    epochs alone reach 37 to 89 %."""
     assert right(cnn(DATA.images[:500], DATA.labels[:500], 10, seed, epochs=10)) > 0.85
 
 
-def test_labels_that_are_missing_are_never_said() -> None:
+def test_missing_labels_are_never_predicted() -> None:
     some = DATA.labels % 3 != 0
     predict = scikit(
         DATA.images[some], DATA.labels[some], 10, 0, model="sklearn.naive_bayes.GaussianNB"
@@ -63,7 +63,7 @@ def test_labels_that_are_missing_are_never_said() -> None:
     assert set(predict(DATA.test_images)) <= {1, 2, 4, 5, 7, 8}
 
 
-def test_a_seed_repeats_and_leaves_torchs_own_alone() -> None:
+def test_a_seed_repeats_and_leaves_the_global_generator_unchanged() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     first, again = (cnn(DATA.images[:200], DATA.labels[:200], 10, 1, epochs=1) for _ in range(2))
@@ -77,63 +77,63 @@ def fits(seeds: int) -> list[Fit]:
     return [Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, seed) for seed in range(seeds)]
 
 
-def test_figures_carry_n_std_and_each_class() -> None:
-    scores = [found["test"] for _, found in all_scores(fits(3), jobs=1)]
-    found = summary(scores, 200, len(TEST[1]))
-    assert (found["n"], found["seeds"], found["tested"]) == (200, 3, len(TEST[1]))
-    assert found["std"] == pytest.approx(np.std([each[0] for each in scores], ddof=1))
+def test_figures_have_n_std_and_per_class_accuracy() -> None:
+    scores = [result["test"] for _, result in all_scores(fits(3), jobs=1)]
+    result = summary(scores, 200, len(TEST[1]))
+    assert (result["n"], result["seeds"], result["tested"]) == (200, 3, len(TEST[1]))
+    assert result["std"] == pytest.approx(np.std([each[0] for each in scores], ddof=1))
     shares = np.bincount(DATA.test_labels, minlength=10) / len(DATA.test_labels)
-    assert found["mean"] == pytest.approx(float(shares @ found["per_class"]))
+    assert result["mean"] == pytest.approx(float(shares @ result["per_class"]))
     nothing = summary([], 7, 9)
     assert nothing["interval"] is None
     assert (nothing["mean"], nothing["std"], nothing["n"], nothing["seeds"]) == (None, None, 7, 0)
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.9, 0.99])
-def test_an_interval_holds_the_accuracy(accuracy: float) -> None:
-    """95 % do, of 4,000 test splits of 300 rows, but for what whole numbers of rows allow."""
+def test_the_interval_covers_the_accuracy(accuracy: float) -> None:
+    """95 % of 4,000 test splits of 300 images, up to the granularity of counts."""
     right = np.random.default_rng(5).binomial(300, accuracy, 4000) / 300
-    found = [summary([[float(each)]], 10, 300)["interval"] for each in right]
-    held = float(np.mean([low <= accuracy <= high for low, high in found]))
+    result = [summary([[float(each)]], 10, 300)["interval"] for each in right]
+    held = float(np.mean([low <= accuracy <= high for low, high in result]))
     assert 0.92 < held < 0.98
-    assert max(high - low for low, high in found) < 0.12
+    assert max(high - low for low, high in result) < 0.12
 
 
-def test_a_label_without_rows_has_no_accuracy() -> None:
+def test_a_label_without_images_has_no_accuracy() -> None:
     some = DATA.test_labels != 4
     rows = DATA.images[:200], DATA.labels[:200]
     tests = {"test": (DATA.test_images[some], DATA.test_labels[some])}
-    [(_, found)] = all_scores([Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, 0)], 1)
-    assert summary([found["test"]], 200, 9)["per_class"][4] is None
+    [(_, result)] = all_scores([Fit("cnn", partial(cnn, epochs=1), rows, tests, 10, 0)], 1)
+    assert summary([result["test"]], 200, 9)["per_class"][4] is None
 
 
 @pytest.mark.slow
-def test_processes_find_what_this_one_finds() -> None:
+def test_worker_processes_give_the_same_result() -> None:
     alone, apart = (dict(all_scores(fits(3), jobs)) for jobs in (1, 2))
     assert alone == apart
 
 
-def test_real_rows_are_learnt_once(tmp_path: Path) -> None:
+def test_classifiers_of_real_images_are_trained_once(tmp_path: Path) -> None:
     known = tmp_path / "known.json"
     rows = DATA.images[:200], DATA.labels[:200]
     fit = Fit("cnn", partial(cnn, epochs=1), rows, {"real2real": TEST}, 10, 0, known)
-    found = fit.scores()
-    assert json.loads(known.read_text()) == found
+    result = fit.scores()
+    assert json.loads(known.read_text()) == result
     known.write_text(json.dumps({"real2real": [0.25]}))
     assert fit.scores() == {"real2real": [0.25]}
 
 
-def test_a_run_learns_real_rows_once(
+def test_a_run_trains_on_real_images_once(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for those classifiers that are tested on its samples as well."""
+    """Except for classifiers that are also tested on its samples."""
     monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
     words = ["rounds=1", "evaluation=quick", "evaluation.samples=60", "evaluation.real2gen=[cnn]"]
     words.append("evaluation.classifiers.cnn.epochs=1")
     runs = [train(*words, name=name) for name in ("a", "b")]
-    found, again = (json.loads((run / "results.json").read_text()) for run in runs)
-    assert set(found["gen2real"]) == set(found["real2real"]) == {"cnn", "logistic_regression"}
-    assert set(found["real2gen"]) == {"cnn"}
-    assert found["real2real"]["logistic_regression"]["mean"] > 0.5
-    assert again["real2real"] == found["real2real"]
+    record, again = (json.loads((run / "results.json").read_text()) for run in runs)
+    assert set(record["gen2real"]) == set(record["real2real"]) == {"cnn", "logistic_regression"}
+    assert set(record["real2gen"]) == {"cnn"}
+    assert record["real2real"]["logistic_regression"]["mean"] > 0.5
+    assert again["real2real"] == record["real2real"]
     assert len(list((tmp_path / "cache" / "real2real").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""The door of a client: idempotent, charged before anything leaves, and its own keeper."""
+"""The client app: idempotent, charged before a release leaves, and enforcing its own budget."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def ask(home: ClientContext) -> Ask:
     return once
 
 
-def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
+def test_a_repeated_query_gets_the_same_response_without_a_charge(
     home: ClientContext, ask: Ask
 ) -> None:
     first, again, next_ = (messages.read_response(ask(r), LOCAL) for r in (0, 0, 1))
@@ -72,8 +72,8 @@ def test_a_repeated_question_gets_the_same_answer_and_costs_nothing(
     assert home.ledger.releases == 2
 
 
-def test_a_round_of_the_past_is_not_answered_again(home: ClientContext, ask: Ask) -> None:
-    """Its noise would be the old one: a server that asks something else could subtract it."""
+def test_a_past_round_is_not_answered_again(home: ClientContext, ask: Ask) -> None:
+    """It would have the same noise: a server with another query could subtract it."""
     assert not ask(0).has_error()
     assert not ask(1).has_error()
     assert ask(0).has_error()
@@ -99,7 +99,7 @@ def test_the_client_enforces_its_budget(home: ClientContext, ask: Ask) -> None:
 def test_no_kind_of_release_is_charged_more_often_than_planned(
     home: ClientContext, ask: Ask
 ) -> None:
-    """Rows are left, but not for this."""
+    """The total budget is not used up, but that for this kind is."""
     home.terms = replace(home.terms, limits=canonical(make(noise=1.0).plan.server_event(6)))
     assert [ask(server_round).has_error() for server_round in range(3)] == [False, True, True]
     assert home.ledger.account().spend == home.terms.limits
@@ -119,10 +119,10 @@ def test_no_kind_of_release_is_charged_more_often_than_planned(
         "response.event)\n"
     ),
 )
-def test_a_charge_comes_before_the_reply(
+def test_a_charge_precedes_the_response(
     home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails after the release is made, its cost is on record."""
+    """Whatever fails after the release is computed, its cost is recorded."""
 
     def fail(*_: object) -> None:
         raise OSError("the line is dead")
@@ -137,10 +137,8 @@ def test_a_charge_comes_before_the_reply(
     "return response if stored_query == query else None",
     "return response",
 )
-def test_what_was_charged_is_sent_again_by_a_client_that_died(
-    home: ClientContext, ask: Ask
-) -> None:
-    """The same bits, once, for the same question alone; another one is a release of its own."""
+def test_a_charged_response_is_sent_again_after_a_death(home: ClientContext, ask: Ask) -> None:
+    """The same bits, once, to the same query alone; another query is another release."""
     limits = canonical(make(noise=1.0).plan.server_event(12))
     home.terms = replace(home.terms, stores_response=True, limits=limits)
     first = messages.read_response(ask(0), LOCAL)
@@ -164,7 +162,7 @@ def test_what_was_charged_is_sent_again_by_a_client_that_died(
     "charged = response is not None and ctx.ledger.last == query_digest",
     "charged = response is not None",
 )
-def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
+def test_a_stored_response_is_charged_when_it_leaves(
     home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.terms = replace(home.terms, stores_response=True)
@@ -181,7 +179,7 @@ def test_what_was_held_and_not_charged_is_charged_when_it_leaves(
     assert home.ledger.releases == 1
 
 
-def test_a_held_answer_that_was_altered_is_not_sent(home: ClientContext, ask: Ask) -> None:
+def test_an_altered_stored_response_is_not_sent(home: ClientContext, ask: Ask) -> None:
     home.terms = replace(home.terms, stores_response=True)
     assert not ask(0).has_error()
     path = home.store.folder(0) / "answer.held"
@@ -210,10 +208,10 @@ def test_a_release_that_cannot_be_charged_does_not_leave(
     "Message(Error(FAILED), reply_to=message)",
     "Message(Error(FAILED, str(error)), reply_to=message)",
 )
-def test_what_went_wrong_stays_with_the_client(
+def test_the_text_of_an_exception_stays_at_the_client(
     home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A code leaves it; the exception's text is in its own folder."""
+    """The reply is a code; the text is in the client's folder."""
 
     def fail(*_: object) -> None:
         raise ValueError("label of row 17 is 3")
@@ -227,8 +225,10 @@ def test_what_went_wrong_stays_with_the_client(
 
 
 @pytest.mark.parametrize("mode", ["seeded", "secure"])
-def test_a_failure_over_private_rows_has_no_bound(home: ClientContext, ask: Ask, mode: str) -> None:
-    """In mode secure it is charged as what it is; a seeded run is an experiment anyway."""
+def test_a_failure_over_private_records_has_no_bound(
+    home: ClientContext, ask: Ask, mode: str
+) -> None:
+    """In mode secure it is charged as unbounded; a seeded run is an experiment anyway."""
     home.streams = RandomStreams.from_seed(0, mode)  # type: ignore[arg-type]
 
     def fail(*_: object, **__: object) -> None:
@@ -236,13 +236,13 @@ def test_a_failure_over_private_rows_has_no_bound(home: ClientContext, ask: Ask,
 
     object.__setattr__(home.program.respond.__self__, "weights", fail)  # type: ignore[attr-defined]
     assert ask(0).has_error()
-    found = home.ledger.account().spend
-    assert (found == {NonPrivateDpEvent(): 1}) == (mode == "secure")
+    result = home.ledger.account().spend
+    assert (result == {NonPrivateDpEvent(): 1}) == (mode == "secure")
 
 
-def test_a_restored_state_takes_no_answer_back(home: ClientContext, ask: Ask) -> None:
-    """In mode secure the noise of a process is a function of the round: a client that was sent back
-    to before its answer must not give another one under the same noise."""
+def test_restoring_a_state_does_not_repeat_its_noise(home: ClientContext, ask: Ask) -> None:
+    """In mode secure the noise of a process is a function of the round: a client that returns to a
+    state before its response must not send another response with the same noise."""
     home.streams = RandomStreams.from_seed(7, "secure")
     assert not ask(0).has_error()
     home.store.restore(0, 0)
@@ -250,11 +250,11 @@ def test_a_restored_state_takes_no_answer_back(home: ClientContext, ask: Ask) ->
     assert not ask(1).has_error()
 
 
-def test_another_question_in_a_round_meets_other_noise_and_is_charged(
+def test_another_query_in_a_round_has_other_noise_and_a_charge(
     home: ClientContext, tmp_path: Path
 ) -> None:
-    """A seeded run that was cut off may come back to a round otherwise. Under one noise, the
-    difference of two answers would show the gradients."""
+    """An interrupted seeded run may reach a round with another query. Under the same noise, the
+    difference of two responses would reveal the gradients."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     server = make(noise=1.0).server
@@ -280,10 +280,10 @@ def test_another_question_in_a_round_meets_other_noise_and_is_charged(
     "streams = ctx.streams.at_release(ctx.ledger.releases).for_release(query_digest)",
     "streams = ctx.streams.at_release(ctx.ledger.releases)",
 )
-def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alone(
+def test_a_repeated_run_shares_noise_only_for_equal_queries(
     home: ClientContext, tmp_path: Path
 ) -> None:
-    """Under the same seed and settings, and yet otherwise, because other clients failed."""
+    """With the same seed and settings it may differ, because other clients failed."""
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     server = make(noise=1.0).server
     answers = []
@@ -300,14 +300,14 @@ def test_a_run_done_again_shares_noise_with_the_first_for_the_same_questions_alo
     assert 2.3 < float((first - other).std()) < 3.4  # as above: independent
 
 
-def test_the_past_is_part_of_the_question(home: ClientContext, tmp_path: Path) -> None:
-    """A critic that was trained on something else answers the same question under other noise."""
+def test_noise_depends_on_the_client_state(home: ClientContext, tmp_path: Path) -> None:
+    """A critic with another history responds to the same query with other noise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     method = make(noise=1.0)
     server = method.server.init(STREAMS)
     question = messages.pack_query(0, method.server.query(server, 0, STREAMS))
-    found = []
+    result = []
     for scale in (1.0, 0.5):
         home.store.restore(0, 0)
         images = method.server.broadcast(server, 0, STREAMS)["images"] * scale
@@ -315,18 +315,18 @@ def test_the_past_is_part_of_the_question(home: ClientContext, tmp_path: Path) -
         train = Message(content, dst_node_id=2, message_type=messages.TRAIN)
         ask = Message(question, dst_node_id=2, message_type=messages.ASK)
         replies = grid.send_and_receive([train, ask])
-        found += [
+        result += [
             messages.read_response(reply, LOCAL) for reply in replies if "arrays" in reply.content
         ]
     assert home.ledger.releases == 2
-    difference = found[0].arrays["answer"] - found[1].arrays["answer"]
+    difference = result[0].arrays["answer"] - result[1].arrays["answer"]
     assert 2.3 < difference.std() < 3.4
 
 
-def test_an_answer_under_other_coins_is_charged(
+def test_a_response_of_other_streams_is_charged(
     home: ClientContext, ask: Ask, tmp_path: Path
 ) -> None:
-    """As of a run that another version began, which named its streams otherwise."""
+    """As of a run that another version started, with other names of streams."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     first = messages.read_response(ask(0), LOCAL).arrays["answer"]
     home.streams = home.streams.at("branch", "another")
@@ -336,10 +336,10 @@ def test_an_answer_under_other_coins_is_charged(
     assert home.ledger.releases == 2
 
 
-def test_an_answer_of_an_older_version_is_charged(
+def test_a_response_of_an_older_version_is_charged(
     home: ClientContext, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answered the same question otherwise: going on, this one repeats nothing."""
+    """It answered the same query otherwise: a resume repeats nothing of it."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     with monkeypatch.context() as older:
         older.setattr(app_module, "_RESPONSE_VERSION", "noise by round")
@@ -349,7 +349,7 @@ def test_an_answer_of_an_older_version_is_charged(
     assert home.ledger.releases == 2
 
 
-def test_an_account_is_the_ledgers(home: ClientContext, ask: Ask) -> None:
+def test_the_account_is_that_of_the_ledger(home: ClientContext, ask: Ask) -> None:
     ask(0)
     ask(1)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=True)
@@ -360,8 +360,8 @@ def test_an_account_is_the_ledgers(home: ClientContext, ask: Ask) -> None:
     assert account.releases == 2
 
 
-def test_training_carries_nothing_back(home: ClientContext) -> None:
-    """The acknowledgement of a training message is the same whatever the rows are."""
+def test_training_returns_no_information(home: ClientContext) -> None:
+    """The acknowledgement of a training message is the same for any records."""
     method = make(noise=1.0)
     grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
     broadcast = method.server.broadcast(method.server.init(STREAMS), 0, STREAMS)
@@ -387,10 +387,10 @@ def test_training_carries_nothing_back(home: ClientContext) -> None:
 @kills(
     "fedgen/federation/client/app.py", "at_release(ctx.ledger.releases).for", "at_release(0).for"
 )
-def test_no_death_chooses_the_samples_of_a_response(tmp_path: Path) -> None:
-    """A process that dies whenever its client does not participate, and is started again, finds
-    the same sample each time. Responses that were charged have samples of their own: of 64
-    decisions at rate 1/2, between 8 and 56 are positive, except with probability 1e-10."""
+def test_deaths_do_not_select_the_samples_of_a_response(tmp_path: Path) -> None:
+    """A process that dies whenever its client does not participate, and is restarted, has the same
+    sample each time. Charged responses have independent samples: of 64 decisions at rate 1/2,
+    between 8 and 56 are positive, except with probability 1e-10."""
     method = make(noise=1.0)
     whole, decisions = method.client.respond, []
 
@@ -432,7 +432,7 @@ def test_no_death_chooses_the_samples_of_a_response(tmp_path: Path) -> None:
     "if not path.exists() and died_while_responding(folder):",
     "if False:",
 )
-def test_a_response_that_died_needs_the_key_of_its_samples(tmp_path: Path) -> None:
+def test_an_interrupted_response_needs_its_sampling_key(tmp_path: Path) -> None:
     terms = RunTerms(18, "run", reserves=True)
     program = make(noise=1.0).client
     setup = ClientSetup(

@@ -1,4 +1,4 @@
-"""Where states live and how messages travel changes no bit of a run."""
+"""Storage, serialization and runtime change no bit of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DELTAS = ["method=fedavg_gan", "rounds=4", "log_every=1"]
     [FEDERATED, CENTRAL, STEPS, DELTAS],
     ids=["federated", "central", "parameter updates", "model deltas"],
 )
-def test_stores_and_serialization_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
+def test_stores_and_serialization_give_the_same_bits(train: Train, kind: list[str]) -> None:
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
         "disk": ["runtime.store=disk"],
@@ -58,8 +58,8 @@ def test_another_seed_is_another_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None:
-    """In this process, on Ray with one actor or with two, in Flower's engine; no process stays."""
+def test_runtimes_give_the_same_bits(train: Train, nothing_left: None) -> None:
+    """In process, on Ray with one or two actors, in Flower's engine; no process is left."""
     reference = fingerprint(train(*FEDERATED, name="reference"))
     steps = fingerprint(train(*STEPS, name="steps"))
     assert fingerprint(train(*STEPS, "runtime=ray", "runtime.actors=1", name="on Ray")) == steps
@@ -73,9 +73,9 @@ def test_runtimes_are_equal_to_the_bit(train: Train, nothing_left: None) -> None
 
 
 @pytest.mark.slow
-def test_an_actors_death_changes_no_bit(train: Train) -> None:
-    """Actors are killed in the middle of training and of answering, and their messages done again.
-    The faults' code around everything changes nothing either."""
+def test_the_death_of_an_actor_changes_no_bit(train: Train) -> None:
+    """Actors are killed during training and responses, and their messages repeated. Fault injection
+    without faults changes nothing either."""
     settings = [*FEDERATED, "rounds=8"]
     reference = fingerprint(train(*settings, name="reference"))
     run = train(*settings, *TWO_ACTORS, "runtime.faults.dies=0.08", name="deaths")
@@ -86,7 +86,7 @@ def test_an_actors_death_changes_no_bit(train: Train) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_two_machines_is_joined(train: Train, nothing_left: None) -> None:
-    """And runs on after the run."""
+    """And continues to run after the run."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -124,7 +124,7 @@ OF_SUMS = {
     ("    if not ctx.terms.masked_sums:\n        words"),
 )
 @pytest.mark.parametrize("kind", OF_SUMS.values(), ids=OF_SUMS)
-def test_sums_under_masks_are_equal_to_the_bit(train: Train, kind: list[str]) -> None:
+def test_masked_sums_have_the_bits_of_the_ideal_sum(train: Train, kind: list[str]) -> None:
     """The real protocol, and the ideal sum of a simulation."""
     reference = fingerprint(train(*kind, "log_every=1", name="ideal"))
     masked = fingerprint(train(*kind, "log_every=1", "runtime.masks=true", name="masked"))
@@ -138,11 +138,11 @@ def test_sums_under_masks_are_equal_to_the_bit(train: Train, kind: list[str]) ->
 
 
 @pytest.mark.slow
-def test_sums_are_equal_to_the_bit_on_every_runtime(
+def test_sums_have_the_same_bits_on_every_runtime(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Added up in the actors, of which some die; under masks between actors; in Flower's engine.
-    What clients send is told as if each sent its own."""
+    """Added up in actors, some of which die; masked between actors; in Flower's engine. Bytes are
+    counted as if each client sent its own message."""
     kind, sent, arrived, count = OF_SUMS["gradients"], {}, Counter[str](), messages.count_bytes
 
     def counting(message: Message) -> int:
@@ -161,8 +161,8 @@ def test_sums_are_equal_to_the_bit_on_every_runtime(
         run = train(*kind, *overrides, name=name)
         sent[name] = json.loads((run / "results.json").read_text())["bytes"]["up"]
         assert name != "two actors" or list(run.glob("clients/*/died.*"))
-        found = fingerprint(run)
-        assert found["generator"] == reference["generator"], name
-        assert found["ledgers"] == reference["ledgers"], name
+        result = fingerprint(run)
+        assert result["generator"] == reference["generator"], name
+        assert result["ledgers"] == reference["ledgers"], name
     assert arrived["two actors"] < arrived["alone"] / 2  # two sums of three answers each
     assert sent["two actors"] == pytest.approx(sent["alone"], rel=0.01)

@@ -1,4 +1,4 @@
-"""A run with more rounds than it was to have: at the noise that it began with, each charged."""
+"""A run extended by more rounds: at its initial noise, each round charged."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def longer(run: Path, rounds: int, *more: str) -> int:
 
 
 def asked(run: Path) -> list[int]:
-    """How many questions each client was charged for."""
+    """Return the number of queries that each client was charged for."""
     record = json.loads((run / "privacy.json").read_text())
     return [sum(count for _, count in each["events"]) for each in record["clients"].values()]
 
 
 @pytest.mark.parametrize("clients", [[], SEVERAL], ids=["one", "several"])
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
-def test_each_round_more_is_charged(clients: list[str], noise: str, train: Train) -> None:
+def test_additional_rounds_are_charged(clients: list[str], noise: str, train: Train) -> None:
     words = [
         "method=dpgan_small",
         *BY_NOISE,
@@ -61,8 +61,8 @@ def test_each_round_more_is_charged(clients: list[str], noise: str, train: Train
     assert content(run / "public") == before
 
 
-def test_rounds_of_the_server_alone_are_free(train: Train) -> None:
-    """Within the budget that the one question took: the noise does not depend on rounds."""
+def test_server_rounds_without_queries_are_free(train: Train) -> None:
+    """Within the budget of the single query: the noise does not depend on the number of rounds."""
     run = train("method=dp_merf_small", "rounds=3")
     spent, drawn = asked(run), (run / "public" / "samples.png").read_bytes()
     epsilon = json.loads((run / "privacy.json").read_text())["views"]["server"]["epsilon"]
@@ -72,14 +72,16 @@ def test_rounds_of_the_server_alone_are_free(train: Train) -> None:
     assert (run / "public" / "samples.png").read_bytes() != drawn
 
 
-def test_twice_and_cut_off_and_elsewhere(train: Train, tmp_path: Path) -> None:
-    """To the same bits as at once in one process."""
+def test_extensions_interruptions_and_runtimes_give_the_same_bits(
+    train: Train, tmp_path: Path
+) -> None:
+    """The bits of one run of the same length in one process."""
     words = ["method=dpgan_small", *BY_NOISE, *SEVERAL, "rounds=3", "sample_every=1"]
     run = train(*words)
     here = copied(run, tmp_path / "copy")
     assert longer(run, 8) == 0
 
-    def stop(ready: Setup, state: RunState, found: object) -> None:
+    def stop(ready: Setup, state: RunState, record: object) -> None:
         if state.rounds == 5:
             signal.raise_signal(signal.SIGINT)
 
@@ -92,13 +94,13 @@ def test_twice_and_cut_off_and_elsewhere(train: Train, tmp_path: Path) -> None:
     assert fingerprint(here)["privacy"] == fingerprint(run)["privacy"]
 
 
-def test_what_clients_hold_lasts_as_long_as_the_run(
+def test_client_states_last_as_long_as_the_run(
     tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Critics are deleted at its end; until then it may get longer."""
+    """Critics are deleted at its end; until then it can be extended."""
     words = [*tiny("gs_wgan_small"), "method=gs_wgan_small", *BY_NOISE, "sample_every=1"]
 
-    def stop(ready: Setup, state: RunState, found: object) -> None:
+    def stop(ready: Setup, state: RunState, record: object) -> None:
         if state.rounds == 2:
             signal.raise_signal(signal.SIGINT)
 
@@ -113,12 +115,12 @@ def test_what_clients_hold_lasts_as_long_as_the_run(
     assert content(run) == before
 
 
-def test_until_it_ends_again_it_is_not_over(train: Train, tmp_path: Path) -> None:
-    """What it left when it ended is set aside: neither its ε nor its generator is the run's now."""
+def test_an_extended_run_is_unfinished_until_it_ends(train: Train, tmp_path: Path) -> None:
+    """Its earlier results are set aside: neither their ε nor their generator is valid."""
     run = train("method=dpgan_small", *BY_NOISE, "sample_every=1", "rounds=4")
     left = content(run / "public")
 
-    def stop(ready: Setup, state: RunState, found: object) -> None:
+    def stop(ready: Setup, state: RunState, record: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
@@ -133,24 +135,24 @@ def test_until_it_ends_again_it_is_not_over(train: Train, tmp_path: Path) -> Non
     assert json.loads((run / "results.json").read_text())["rounds"] == 8
 
 
-def test_nobody_goes_on_beside_it(
+def test_an_extended_run_is_locked(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train("method=dpgan_small", *BY_NOISE)
-    found = []
+    result = []
 
     def beside(ready: Setup, state: RunState, epsilon: object) -> None:
-        found.append(cli.run(["train", f"resume={run}"]))
+        result.append(cli.run(["train", f"resume={run}"]))
 
     training.train(compose("config", [f"resume={run}", "rounds=5"]), watch=beside)
-    assert found and set(found) == {2}
+    assert result and set(result) == {2}
     assert "is in use by another process" in capsys.readouterr().err
 
 
-def test_after_a_kill_it_ends_before_it_gets_longer(
+def test_a_killed_run_must_finish_before_an_extension(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its last question was shorter than the same one of a longer run would be."""
+    """Its last query was shorter than that of a longer run."""
     words = [*tiny("dpgan_small"), "method=dpgan_small", *BY_NOISE, "rounds=7"]
     words += ["method.discriminator_steps=5", "runtime.checkpoint_every=1000"]
     run = tmp_path / "run"
@@ -164,7 +166,7 @@ def test_after_a_kill_it_ends_before_it_gets_longer(
 
 
 def cut_at(done: int, run: Path, *words: str) -> None:
-    def stop(ready: Setup, state: RunState, found: object) -> None:
+    def stop(ready: Setup, state: RunState, record: object) -> None:
         if state.rounds == done:
             signal.raise_signal(signal.SIGINT)
 
@@ -183,11 +185,11 @@ def cut_at(done: int, run: Path, *words: str) -> None:
 )
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
 @pytest.mark.parametrize("method", ["dpgan_small", "gs_wgan_small", "fedavg_gan"])
-def test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on(
+def test_an_early_stop_costs_all_planned_rounds(
     method: str, noise: str, tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When to end may have been chosen by what was seen, which the ε of a run of so many rounds
-    does not cover."""
+    """The stopping time may depend on what was observed, which the ε of the rounds until then does
+    not cover."""
     words = [*tiny(method), f"method={method}", "sample_every=1", f"privacy.noise={noise}"]
     words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=2", "log_every=1"]
     if method == "fedavg_gan":
@@ -212,12 +214,12 @@ def test_a_run_that_is_told_to_end_counts_as_if_it_had_gone_on(
     before, record = content(run / "public"), (run / "privacy.json").read_text()
     assert cli.run(["train", f"resume={run}"]) == 0
     assert (content(run / "public"), (run / "privacy.json").read_text()) == (before, record)
-    for rounds, said in (
+    for rounds, result in (
         (12, "was ended by request"),
         (5, "was ended by request after 4 of 9"),
     ):
         assert longer(run, rounds) == 2
-        assert said in capsys.readouterr().err
+        assert result in capsys.readouterr().err
     if noise == "seeded":  # what it did is what the whole run did until then
         [first, second] = (each / "samples" / "round_000004.png" for each in (run, whole))
         assert first.read_bytes() == second.read_bytes()
@@ -237,25 +239,25 @@ def _name(run: Path) -> str:
         ([*BOTH, "rounds=50"], 60, "privacy.target_epsilon ends it after"),
     ],
 )
-def test_what_it_cannot_be_is_one_line_and_changes_nothing(
+def test_invalid_extensions_are_one_line_and_change_nothing(
     words: list[str], rounds: int, why: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*words)
     before = content(run)
     assert longer(run, rounds) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("fedgen: rounds: ") and why in said and len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fedgen: rounds: ") and why in error and len(error.splitlines()) == 1
     assert content(run) == before
 
 
 @kills("fedgen/run/train.py", "register_run(ready, run_dir, name)  # it may cost more now", "pass")
-def test_the_budget_of_the_rows_holds(
+def test_an_extension_respects_the_budget_of_the_data(
     train: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of all secure runs on them: one that it does not allow leaves all as it was."""
+    """Over all secure runs on the data: a refused extension changes nothing."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     words = ["method=dpgan_small", *BY_NOISE, "privacy.noise=secure", "privacy.budget_epsilon=0.4"]
     run = train(*words)

@@ -51,7 +51,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def ledger(run: Path, client: int) -> list[int]:
-    """The rounds that a client's ledger was charged for."""
+    """Return the rounds that a client's ledger was charged for."""
     return [line["round"] for line in lines(run / f"clients/{client}/ledger.jsonl")[1:]]
 
 
@@ -63,7 +63,7 @@ def fault_of(faults: FaultRates, client: int, kind: str, server_round: int) -> s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_fault(train: Train, kind: str) -> None:
-    """What befalls whom follows from the streams; what is charged and reported, from that."""
+    """Faults follow from the streams; charges and reports, from the faults."""
     rate = 0.02 if kind == "vanishes" else 0.1
     faults, clients, rounds = FaultRates(**{kind: rate}), 6, 12
     run = train(
@@ -97,8 +97,8 @@ def test_each_fault(train: Train, kind: str) -> None:
                 elif fault == "late":
                     expected[client, "deadline"] += 1
         assert ledger(run, client) == charged
-    found = [f for f in lines(run / "failures.jsonl") if f["round"] <= rounds]
-    reported = Counter((f["client"], f["kind"]) for f in found)
+    result = [f for f in lines(run / "failures.jsonl") if f["round"] <= rounds]
+    reported = Counter((f["client"], f["kind"]) for f in result)
     echoes = {key for key in reported if key[1] in ("late", "repeated")}
     assert bool(echoes) == (kind in ("late", "twice"))
     assert {key: count for key, count in reported.items() if key not in echoes} == expected
@@ -111,7 +111,7 @@ def test_each_fault(train: Train, kind: str) -> None:
     assert sum(results["failures"].values()) == len(lines(run / "failures.jsonl"))
 
 
-def test_a_client_that_hangs_is_not_waited_for(train: Train) -> None:
+def test_a_hanging_client_is_not_waited_for(train: Train) -> None:
     run = train(
         *FEDERATED,
         *NOISE,
@@ -126,7 +126,7 @@ def test_a_client_that_hangs_is_not_waited_for(train: Train) -> None:
     assert all(ledger(run, client) == [0, 1, 2, 3] for client in range(4)), "late, and charged"
 
 
-def test_too_few_answers_end_the_run_with_one_line(
+def test_too_few_responses_end_the_run_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -136,13 +136,13 @@ def test_too_few_answers_end_the_run_with_one_line(
     assert line.startswith("fedgen: runtime.min_success: ")
     assert "clients did not respond to training" in line
     assert f"fedgen train resume={run}" in line
-    told = re.search(r"\(failed: clients? ([\d, ]+)\)", line)
-    assert told and set(told[1].split(", ")) <= {"0", "1", "2", "3"}, "who, and how"
+    match = re.search(r"\(failed: clients? ([\d, ]+)\)", line)
+    assert match and set(match[1].split(", ")) <= {"0", "1", "2", "3"}, "who, and how"
     assert (run / "checkpoints" / "checkpoint.json").exists(), "nothing is lost"
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "expected"),
     [
         (
             b'{"trace": [], "error": "KeyError", "problem": "a\\u001b[31m\\nb"}\n',
@@ -157,32 +157,33 @@ def test_too_few_answers_end_the_run_with_one_line(
         (b"", "; (see "),
     ],
 )
-def test_what_a_client_wrote_down_is_told_in_one_line(
-    written: bytes, said: str, tmp_path: Path
+def test_the_error_file_of_a_client_is_printed_as_one_line(
+    written: bytes, expected: str, tmp_path: Path
 ) -> None:
-    """Whatever it is."""
+    """Whatever it contains."""
     place = tmp_path / "a {run}" / "3"
     place.mkdir(parents=True)
     (place / "errors.jsonl").write_bytes(written)
     failures = [Failure("died", 4, 1), Failure("failed", 3, 0), Failure("failed", 3, 1)]
-    told = str(too_few("in round 1", 9, failures, FailureCauses(place.parent, printed=True)))
-    assert "3 of 9 clients did not respond in round 1 (died: client 4, failed: client 3)" in told
-    assert said in told
-    assert told.isprintable()
+    result = str(too_few("in round 1", 9, failures, FailureCauses(place.parent, printed=True)))
+    assert "3 of 9 clients did not respond in round 1 (died: client 4, failed: client 3)" in result
+    assert expected in result
+    assert result.isprintable()
 
 
 @kills("fedgen/run/train.py", 'printed=self.ready.privacy.noise == "seeded"', "printed=True")
 @pytest.mark.parametrize(
-    ("noise", "said"), [("seeded", "ValueError: row 0.81 (see "), ("secure", "ValueError (see ")]
+    ("noise", "expected"),
+    [("seeded", "ValueError: row 0.81 (see "), ("secure", "ValueError (see ")],
 )
-def test_what_an_exception_says_may_be_a_row(
+def test_exception_texts_are_printed_only_in_experiments(
     noise: str,
-    said: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is printed in experiments alone."""
+    """They may contain records."""
 
     def fail(*_: object) -> None:
         raise ValueError("row 0.81")
@@ -190,13 +191,13 @@ def test_what_an_exception_says_may_be_a_row(
     monkeypatch.setattr(Critics, "respond", fail)
     words = [*TINY, "runtime=in_process", f"privacy.noise={noise}", f"run_dir={tmp_path}/run"]
     assert cli.run(["train", *words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert noise == "seeded" or "0.81" not in told
+    error = capsys.readouterr().err
+    assert expected in error
+    assert noise == "seeded" or "0.81" not in error
 
 
-def test_a_cause_is_of_this_failure(tmp_path: Path) -> None:
-    """Who died wrote nothing of it: what the file says is of another."""
+def test_only_the_cause_of_this_failure_is_printed(tmp_path: Path) -> None:
+    """A process that died wrote no cause: the file describes an earlier failure."""
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "errors.jsonl").write_text('{"error": "E", "problem": "old", "trace": []}\n')
     causes = FailureCauses(tmp_path, printed=True)
@@ -204,14 +205,14 @@ def test_a_cause_is_of_this_failure(tmp_path: Path) -> None:
     assert causes.describe([Failure("died", 3, 0), Failure("failed", 2, 0)]) == ""
 
 
-def test_faults_that_never_happen_change_no_bit(train: Train) -> None:
+def test_fault_injection_without_faults_changes_no_bit(train: Train) -> None:
     settings = [*FEDERATED, *NOISE, "partition.clients=4"]
     reference = fingerprint(train(*settings, name="reference"))
     assert fingerprint(train(*settings, "runtime.faults.nan=1e-12", name="never")) == reference
 
 
-def test_a_run_that_goes_on_without_clients_has_no_amplification(train: Train) -> None:
-    """A gap in the answers shows whom the secret draw chose."""
+def test_a_run_that_continues_without_clients_has_no_amplification(train: Train) -> None:
+    """Missing responses reveal the sampled cohort."""
     settings = ["partition=iid", "partition.clients=40", "method.routing=per_sample", *NOISE]
     views = {}
     for name, share in (("all", 1.0), ("most", 0.9)):
@@ -224,10 +225,11 @@ def test_a_run_that_goes_on_without_clients_has_no_amplification(train: Train) -
 
 
 @pytest.mark.parametrize("noise", ["secure", "seeded"])
-def test_draws_amplify_nothing_after_a_client_failed(
+def test_sampling_amplifies_nothing_after_a_client_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
 ) -> None:
-    """That it goes on may be up to its draws: a client that fails may never be drawn again."""
+    """Whether the run continues may depend on its samples: a client that fails may never be sampled
+    again."""
     run = tmp_path / "run"
     command = [*TINY, *NOISE, "partition=iid", "partition.clients=4", "method.routing=per_step"]
     command += [f"privacy.noise={noise}", "runtime.faults.nan=1e-12", "rounds=6"]
@@ -261,9 +263,9 @@ EIGHT = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
 
 
 def interrupted(after: int, *words: str) -> None:
-    """A run that is told to end after so many rounds."""
+    """Run until it is interrupted after so many rounds."""
 
-    def cut(ready: Setup, state: RunState, found: object) -> None:
+    def cut(ready: Setup, state: RunState, content: object) -> None:
         if state.rounds == after:
             raise KeyboardInterrupt
 
@@ -281,11 +283,11 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
 
 
 def charged(capsys: pytest.CaptureFixture[str]) -> float:
-    """What the only run on its data counts with."""
+    """Return what the only run on its data is accounted with."""
     capsys.readouterr()
     assert cli.run(["account", "spent", "output=json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)["runs"]
-    return float(found["epsilon"])
+    [output] = json.loads(capsys.readouterr().out)["runs"]
+    return float(output["epsilon"])
 
 
 @kills(
@@ -294,10 +296,10 @@ def charged(capsys: pytest.CaptureFixture[str]) -> float:
     "        counted = ready.method.plan\n",
 )
 @kills("fedgen/run/snapshot.py", "            ready = ready.counting_dropouts(", "            id(")
-def test_what_a_failure_showed_counts_before_the_run_goes_on(
+def test_a_failure_counts_before_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the page of how it stands, and in what its data have cost."""
+    """In the snapshot, and in the cost of the data."""
     entered = partial(charged, capsys)
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
@@ -310,8 +312,8 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     ready = settings.setup(compose("config", command[1:]))
     shown = with_sampling_revealed(canonical(ready.method.plan.server_event(4)))
     seen = epsilon(shown, 1e-5, ready.method.plan.relation)
-    for found in so_far.values():
-        assert found.or_infinity >= seen.or_infinity > 0
+    for result in so_far.values():
+        assert result.or_infinity >= seen.or_infinity > 0
     monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
     assert cli.run(["train", f"resume={run}"]) == 0
     views = json.loads((run / "privacy.json").read_text())["views"]
@@ -325,10 +327,10 @@ def test_what_a_failure_showed_counts_before_the_run_goes_on(
     "run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)",
     "run_dir.unanswered.exists()",
 )
-def test_what_a_failure_showed_is_told_twice_by_a_directory(
+def test_a_run_directory_records_a_failure_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an experiment no account is kept elsewhere."""
+    """No account is kept of experiments elsewhere."""
     run = tmp_path / "run"
     fail_in(monkeypatch, 2)
     assert cli.run(["train", *DRAWN, "rounds=4", f"run_dir={run}"]) == 2
@@ -346,7 +348,7 @@ def test_what_a_failure_showed_is_told_twice_by_a_directory(
     "False",
 )
 @pytest.mark.parametrize("back", ["a copy from before", "without the mark", "over, without it"])
-def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
+def test_a_run_directory_does_not_forget_a_failure(
     back: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entered = partial(charged, capsys)
@@ -354,7 +356,7 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     run, before = tmp_path / "run", tmp_path / "before"
     interrupted(4, *EIGHT, f"run_dir={run}")
     shutil.copytree(run, before)
-    # all who are asked, so that nobody is charged: a ledger that is behind would be refused
+    # the whole cohort, so that no client is charged: a ledger that is behind would be refused
     fail = {messages.ASK: "returns_error"}
     monkeypatch.setattr(FaultRates, "sample", lambda *args: fail.get(args[3]))
     assert cli.run(["train", f"resume={run}"]) == 2
@@ -393,18 +395,18 @@ def test_what_a_failure_showed_is_not_forgotten_by_a_directory(
     "            ctx.ledger.reserve()  # until the charge",
     "            pass",
 )
-def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
+def test_a_death_during_a_response_may_reveal_its_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noticed after a round, where another process answers in its place, and by a run that goes on
-    after it died as a whole; then counted as a failure is."""
+    """Noticed after a round, if another process responds in its place, and by a resumed run; then
+    counted like a failure."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, other = tmp_path / "run", tmp_path / "other"
     command = [*DRAWN, "privacy.noise=secure", "rounds=8", "sample_every=1"]
     died: list[Ledger] = []
 
     def die(self: Ledger) -> None:
-        """Of client 4 in round 3: a process died before this one, or dies now."""
+        """Mark that the process of client 4 died in round 3, before or now."""
         reserve(self)
         if (self._client, self.releases) == (4, 3):
             died.append(self)
@@ -428,7 +430,7 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     with RunDir(other).locked("run"):  # as it trains on, an answer is on its way
         assert load_snapshot(other).spent["server"].or_infinity < gone.or_infinity
     epsilons = []
-    for place, home in ((other, "another"), (run, "home")):  # one goes on on another machine
+    for place, home in ((other, "another"), (run, "home")):  # one resumes on another machine
         monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / home))
         assert cli.run(["train", f"resume={place}"]) == 0
         views = json.loads((place / "privacy.json").read_text())["views"]
@@ -455,11 +457,11 @@ def test_a_process_that_died_over_an_answer_may_have_shown_its_draw(
     "check_budget(budget, delta, entry, others)",
 )
 @pytest.mark.parametrize("left", ["all", "a reservation", "a mark", "no folder"])
-def test_a_run_that_died_is_charged_whatever_becomes_of_its_folder(
+def test_a_death_is_charged_without_the_run_directory(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its account tells, also of a copy made before it died; or, of a client on a machine with
-    another account, its folder, which counts as if somebody had died when it is missing."""
+    """By its account, also for a copy made before the death; or, for a client on a machine with
+    another account, by its folder, whose absence counts as a death."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run, copy = tmp_path / "run", tmp_path / "copy"
     interrupted(2, *EIGHT, f"run_dir={run}")
@@ -489,7 +491,7 @@ def test_a_run_that_died_is_charged_whatever_becomes_of_its_folder(
     assert charged(capsys) == pytest.approx(quiet if left == "no folder" else counted)
 
 
-def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
+def test_concurrent_readers_do_not_block_each_other(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     place = RunDir(tmp_path)
     with place.reading() as first, place.reading() as second:
@@ -500,10 +502,10 @@ def test_lookers_do_not_keep_each_other_out(tmp_path: Path) -> None:
         assert not quiet
 
 
-def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
+def test_a_dropout_may_take_a_run_beyond_the_budget_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not go on; what it spent, draws and all, stays spent."""
+    """It does not resume, and what it spent without amplification stays spent."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
     fail_in(monkeypatch, 4)
@@ -522,18 +524,18 @@ def test_a_gap_may_take_a_run_beyond_the_budget_of_its_data(
     "        until = self._until or budget.rounds",
 )
 @kills("fedgen/run/calibrate.py", "else replace(privacy, budget=budget)", "else privacy")
-@pytest.mark.parametrize("told", [[], ["rounds=11"]], ids=["goes on", "is told to end"])
-def test_a_target_ends_a_run_whose_draws_were_shown(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", [[], ["rounds=11"]], ids=["resumed", "shortened"])
+def test_a_target_ends_a_run_whose_samples_were_revealed(
+    value: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a noise multiplier it is a promise, which holds without amplification too; also if
-    that leaves fewer rounds than it is told to have."""
+    """Next to a noise multiplier it is a limit that holds without amplification too, also if fewer
+    rounds are left than requested."""
     run = tmp_path / "run"
     fail_in(monkeypatch, 2)
     command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]
     assert cli.run([*command, "privacy.noise_multiplier=1.1"]) == 2
     monkeypatch.setattr(FaultRates, "sample", lambda *_: None)
-    assert cli.run(["train", f"resume={run}", *told]) == 0
+    assert cli.run(["train", f"resume={run}", *value]) == 0
     record = json.loads((run / "privacy.json").read_text())
     assert 0 < record["rounds"] < 11
     assert all(view["epsilon"] <= 10 for view in record["views"].values())
@@ -547,8 +549,8 @@ def test_a_target_ends_a_run_whose_draws_were_shown(
 def test_a_death_after_more_rounds_than_the_target_allows_costs_all_planned_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When it came may depend on the samples, so the ε of the rounds until then is no bound: it
-    could have come after the round with the most samples."""
+    """The time of the death may depend on the samples, so the ε of the rounds until then is not a
+    bound: it could have come after the round with the most samples."""
     monkeypatch.setenv("FEDGEN_HOME", str(tmp_path / "home"))
     run = tmp_path / "run"
     words = [*DRAWN, "privacy.noise=secure", "rounds=12", "sample_every=1"]
@@ -565,10 +567,8 @@ def test_a_death_after_more_rounds_than_the_target_allows_costs_all_planned_roun
     assert 10 < record["views"]["server"]["epsilon"] == pytest.approx(revealed.or_infinity)
 
 
-def test_a_client_that_fails_is_marked_before_anything_else_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a process that dies at that moment leaves no trace of it."""
+def test_a_failed_client_is_marked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a process that dies at that moment leaves no trace of it."""
     run = tmp_path / "run"
     command = [*TINY, *NOISE, "partition=iid", "partition.clients=4", "privacy.noise=secure"]
     seen = []
@@ -583,10 +583,10 @@ def test_a_client_that_fails_is_marked_before_anything_else_happens(
 
 
 @kills("fedgen/federation/rounds.py", 'raise _UnusableError("unplanned")', "pass")
-def test_answers_of_other_noise_end_the_run(
+def test_responses_with_other_noise_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of clients of another version, say: what is published rests on the noise of all."""
+    """As of clients of another version: the ε of the release depends on the noise of all."""
     whole = settings.setup
 
     def other(config: DictConfig) -> Setup:
@@ -601,7 +601,7 @@ def test_answers_of_other_noise_end_the_run(
     assert not list((run / "public").iterdir())
 
 
-def test_a_run_goes_on_with_the_noise_that_it_began_with(
+def test_a_run_resumes_with_its_initial_noise(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*FEDERATED, "partition.clients=4")
@@ -625,7 +625,7 @@ def test_an_altered_configuration_is_refused(
     assert "was altered" in capsys.readouterr().err
 
 
-def test_the_mean_is_over_those_who_answered() -> None:
+def test_the_mean_is_over_the_responders() -> None:
     from fedgen.federation.messages import Response
     from fedgen.privacy.events import Unit
     from fedgen.strategies.sample_gradients import SampleGradients
@@ -646,7 +646,7 @@ def test_the_mean_is_over_those_who_answered() -> None:
 
 
 class Script(GridWrapper):
-    """Answers from a list of replies."""
+    """Replies from a list."""
 
     def __init__(self, replies: list[list[Message]]) -> None:
         self.replies = replies
@@ -668,7 +668,7 @@ def message(name: str) -> Message:
     return made
 
 
-def test_a_late_reply_is_an_error_first_and_comes_when_others_are_asked_for() -> None:
+def test_a_late_reply_is_an_error_until_a_later_call() -> None:
     asked = message("7")
     reply = Message(asked.content, reply_to=asked)
     grid = FaultyGrid(Script([[reply], [], []]), FaultRates(late=1.0), STREAMS)
@@ -698,8 +698,8 @@ ALL = [
 
 @pytest.mark.slow
 def test_all_faults_at_once(train: Train, tmp_path: Path) -> None:
-    """60 rounds, 20 clients, everything fails now and then, the server is killed once: the run
-    ends, and an independent count of the messages confirms the ledgers."""
+    """60 rounds, 20 clients, all kinds of faults, and one death of the server: the run ends, and an
+    independent count of the messages confirms the ledgers."""
     rounds, clients = 60, 20
     run = tmp_path / "run"
     settings = [*TINY, *FEDERATED, *NOISE, f"partition.clients={clients}", f"rounds={rounds}"]
@@ -720,13 +720,13 @@ def test_all_faults_at_once(train: Train, tmp_path: Path) -> None:
                 gone |= fault == "vanishes"
             if not gone and fault not in ("raises", "returns_error"):
                 (slept if fault == "hangs" else charged).add(server_round)
-        found = ledger(run, client)
-        assert len(set(found)) == len(found), "nothing is counted twice"
+        result = ledger(run, client)
+        assert len(set(result)) == len(result), "nothing is counted twice"
         # who slept past the deadline answers late, or not at all if the next round has begun
-        assert charged <= set(found) <= charged | slept, client
-        releases[str(client)] = rounds if gone else len(found)  # who is gone tells no ledger's sum
+        assert charged <= set(result) <= charged | slept, client
+        releases[str(client)] = rounds if gone else len(result)  # who is gone tells no ledger's sum
     privacy = json.loads((run / "privacy.json").read_text())
-    assert {c: found["releases"] for c, found in privacy["clients"].items()} == releases
+    assert {c: result["releases"] for c, result in privacy["clients"].items()} == releases
     for client in privacy["clients"].values():
         assert sum(count for _, count in client["events"]) == 2 * rounds
     kinds = {failure["kind"] for failure in lines(run / "failures.jsonl")}

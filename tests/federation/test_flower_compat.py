@@ -1,4 +1,4 @@
-"""The private corners of Flower that we stand on: if one moves, this says so first."""
+"""The private parts of Flower that fedgen uses: this file fails first if one changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_code_of_a_raising_client() -> None:
 
 
 @pytest.mark.parametrize("serialize", [False, True])
-def test_a_message_reaches_its_client_and_its_reply_comes_back(serialize: bool) -> None:
+def test_a_message_reaches_its_client_and_its_reply_returns(serialize: bool) -> None:
     app = ClientApp()
 
     @app.query("hello")
@@ -44,8 +44,8 @@ def test_a_message_reaches_its_client_and_its_reply_comes_back(serialize: bool) 
     while len(replies) < 3:
         for reply in here.pull_messages(ids):
             replies[reply.metadata.reply_to_message_id] = reply
-    found = [replies[i].content.config_records["facts"]["p"] for i in ids]
-    assert found == [0, 1, 2]
+    result = [replies[i].content.config_records["facts"]["p"] for i in ids]
+    assert result == [0, 1, 2]
     assert list(here.pull_messages(ids)) == []
     assert here.run.run_id == 1
     [again] = here.send_and_receive([here.create_message(ask(2).content, "query.hello", 2, "g")])
@@ -53,7 +53,7 @@ def test_a_message_reaches_its_client_and_its_reply_comes_back(serialize: bool) 
 
 
 @pytest.mark.parametrize("serialize", [False, True])
-def test_an_exceptions_text_stays_inside(serialize: bool) -> None:
+def test_the_text_of_an_exception_is_not_sent(serialize: bool) -> None:
     app = ClientApp()
 
     @app.query("hello")

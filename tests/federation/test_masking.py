@@ -1,4 +1,4 @@
-"""Sums under masks: exact or void, and nothing else for the server to see."""
+"""Masked sums are exact or refused, and the server sees nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def vectors(count: int, words: int = WORDS, bits: int = 32) -> dict[int, Words]:
 
 
 class Played:
-    """A round. ``after``: who says no more after it announced keys, dealt, answered."""
+    """A round. ``after``: clients that drop out after keys, shares or responses."""
 
     def __init__(
         self, sums: Secure, after: tuple[Iterable[int], Iterable[int], Iterable[int]] = ((), (), ())
@@ -62,7 +62,7 @@ class Played:
             if c not in no_words and self.maskers[c].open(self.inbox(c)) == []
         }
         self.answered, self.silent = set(self.masked), set(self.dealt) - set(self.masked)
-        self.told = {
+        self.revealed = {
             c: self.maskers[c].reveal(self.answered, self.silent) for c in self.answered - no_reveal
         }
 
@@ -70,17 +70,17 @@ class Played:
         return {c: each[client] for c, each in self.dealt.items() if client in each}
 
     def sum(
-        self, told: dict[int, dict[int, bytes]] | None = None
+        self, value: dict[int, dict[int, bytes]] | None = None
     ) -> tuple[Words, dict[int, set[int]]]:
-        """The sum, and who revealed a wrong share of whose secret."""
+        """Return the sum, and who revealed a wrong share of whose secret."""
         total = np.sum(list(self.masked.values()), axis=0, dtype=f"u{self.sums.bits // 8}")
-        shares = self.told if told is None else told
+        shares = self.revealed if value is None else value
         return unmask(total, self.keys, self.answered, self.silent, shares, self.sums, b"run/1")
 
-    def right(self, told: dict[int, dict[int, bytes]] | None = None) -> bool:
+    def right(self, value: dict[int, dict[int, bytes]] | None = None) -> bool:
         kind = f"u{self.sums.bits // 8}"
         expected = np.sum([self.words[c] for c in self.answered], axis=0, dtype=kind)
-        return np.array_equal(self.sum(told)[0], expected)
+        return np.array_equal(self.sum(value)[0], expected)
 
 
 @kills(
@@ -90,9 +90,9 @@ class Played:
 )
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.data())
-def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObject) -> None:
-    """Whoever drops out, and when: the exact sum, if as many answer as the noise counts on and
-    enough of them help; else it is refused."""
+def test_the_sum_is_that_of_the_responders_or_refused(asked: int, data: st.DataObject) -> None:
+    """For any dropouts at any stage: the exact sum, if as many respond as the noise counts on and
+    enough help to unmask; otherwise an error."""
     threshold = data.draw(st.integers(asked // 2 + 1, asked))
     sums = Secure(asked, threshold, data.draw(st.integers(0, threshold - 1)))
     drops = [data.draw(st.sampled_from(["", "shares", "words", "reveal"])) for _ in range(asked)]
@@ -109,7 +109,7 @@ def test_the_sum_of_those_who_answered_or_nothing(asked: int, data: st.DataObjec
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_either_ring_is_unmasked(bits: int) -> None:
+def test_sums_of_both_word_sizes_are_unmasked(bits: int) -> None:
     assert Played(Secure(7, 5, 1, bits), ([1], [4], [])).right()  # type: ignore[arg-type]
 
 
@@ -127,7 +127,7 @@ def test_a_hundred_clients_drop_out_at_each_stage(rate: float) -> None:
 
 
 def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
-    """400 clients: each deals to a part of them, and the graph holds together without 5 %."""
+    """400 clients: each sends shares to some of them, and the graph stays connected without 5 %."""
     sums = Secure(400, 300, 20)
     played = Played(sums, ([3, 77], range(100, 110), [200, 201, 399]))
     assert played.right()
@@ -143,7 +143,7 @@ def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
     "if captured < _MAX_FAILURE:",
 )
 @pytest.mark.parametrize(("asked", "threshold", "colluders"), [(200, 134, 0), (1000, 667, 50)])
-def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
+def test_the_degree_keeps_the_ring_connected_and_neighbourhoods_honest(
     asked: int, threshold: int, colluders: int
 ) -> None:
     """Recomputed by logarithms of binomials, and by exact tails."""
@@ -174,11 +174,11 @@ def test_the_degree_keeps_a_ring_whole_and_its_neighbourhoods_honest(
     ("asked", "threshold", "colluders"),
     [(300, 200, 100), (500, 334, 150), (1000, 667, 200), (1000, 600, 50), (10, 8, 4), (10, 9, 5)],
 )
-def test_however_few_announce_keys_colluders_are_below_the_threshold(
+def test_colluders_stay_below_the_threshold_if_few_announce_keys(
     asked: int, threshold: int, colluders: int
 ) -> None:
-    """The honest may stay away, and the colluders all be there: in no neighbourhood, but for 2^-60,
-    are there as many as the threshold."""
+    """All colluders may be present and honest clients absent: in no neighbourhood, except with
+    probability 2^-60, do they reach the threshold."""
     sums = Secure(asked, threshold, colluders)
     for count in {threshold, (threshold + asked) // 2, asked}:
         net = build_graph({c: bytes([c % 256, c // 256]) * 32 for c in range(count)}, sums)
@@ -198,10 +198,10 @@ def test_however_few_announce_keys_colluders_are_below_the_threshold(
     "masked = words + stream(self._seed, len(words), words.dtype)",
     "masked = words.copy()",
 )
-def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
-    """Chi-squared over 256 bins at level 1e-6, of what the server sees of zeros: of single vectors,
-    of their differences, and of one without all masks that it has with others: its own mask stays
-    (a late answer, whose neighbours were told to be rid of it)."""
+def test_masked_words_are_uniform() -> None:
+    """Chi-squared over 256 bins at level 1e-6, of what the server sees of zeros: single vectors,
+    their differences, and a vector without the masks that it shares with others, whose own mask
+    remains (a late response, whose neighbours revealed theirs)."""
     sums = Secure(5, 4, 0)
     maskers = cohort(sums)
     keys = {c: each.announce() for c, each in maskers.items()}
@@ -231,7 +231,8 @@ def test_masked_words_and_what_pairs_of_keys_leave_are_uniform() -> None:
     "Cipher(AES256(key[:4] * 8), CTR(key[:8] * 2))",
 )
 def test_masks_are_those_of_aes() -> None:
-    """A known answer: no test of sums sees a weak generator. AES-256-CTR of zeros under zeros."""
+    """A known answer, because no test of sums detects a weak generator: AES-256-CTR of zeros under
+    a zero key."""
     known = "dc95c078a2408989ad48a21492842087"
     assert stream(bytes(32), 4, np.dtype(np.uint32)).tobytes().hex() == known
     key = bytes(range(32))
@@ -253,9 +254,9 @@ def test_masks_are_those_of_aes() -> None:
     'b"mask" + context',
 )
 @pytest.mark.parametrize("variant", ["bit 255", "point of order 2", "the key itself"])
-def test_a_variant_of_another_key_shares_no_mask_with_it(variant: str) -> None:
-    """X25519 agrees on the same secret with such keys; equal masks would cancel, and a colluder
-    that announced one would have the sum of fewer clients."""
+def test_a_variant_of_a_key_shares_no_mask_with_it(variant: str) -> None:
+    """X25519 agrees on the same secret for such keys; equal masks would cancel, and a colluder that
+    announced one would learn the sum of fewer clients."""
     maskers = cohort(FIVE)
     keys = {c: each.announce() for c, each in maskers.items()}
     own = keys[0][:32]
@@ -281,15 +282,15 @@ def test_a_variant_of_another_key_shares_no_mask_with_it(variant: str) -> None:
     "for _ in range(threshold - 1)]",
     "for _ in range(0)]",
 )
-def test_shares_below_the_threshold_tell_nothing() -> None:
-    """Any three of five give the secret back; two go with every other secret as well."""
+def test_shares_below_the_threshold_reveal_nothing() -> None:
+    """Any three of five reconstruct the secret; two are consistent with every secret."""
     secret = bytes(range(32))
     shares = secret_sharing.split_secret(secret, 3, 5)
     for some in itertools.combinations(range(5), 3):
-        found, bad = secret_sharing.recover_secret(
+        result, bad = secret_sharing.recover_secret(
             {x + 1: shares[x] for x in some}, 3, secret.__eq__
         )
-        assert (found, bad) == (secret, [])
+        assert (result, bad) == (secret, [])
     with pytest.raises(ValueError, match="too few shares"):
         secret_sharing.recover_secret({1: shares[0], 2: shares[1]}, 3, secret.__eq__)
     firsts = [secret_sharing.split_secret(secret, 2, 3)[0][-1] for _ in range(2000)]
@@ -303,28 +304,28 @@ def test_shares_below_the_threshold_tell_nothing() -> None:
 )
 @settings(max_examples=60, deadline=None)
 @given(st.integers(3, 9), st.data())
-def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataObject) -> None:
-    """Whoever lies about whichever shares: the exact sum, or an error if fewer than ``shamir``
-    tell the truth. Nobody honest is named unless those who lie are too many."""
+def test_wrong_shares_are_excluded_or_the_sum_is_refused(asked: int, data: st.DataObject) -> None:
+    """For any false shares: the exact sum, or an error if fewer than ``shamir`` are correct. No
+    honest client is named unless there are too many false shares."""
     threshold = data.draw(st.integers(asked // 2 + 1, asked - 1))
     silent = data.draw(st.sets(st.integers(0, asked - 1), max_size=asked - threshold))
     played = Played(Secure(asked, threshold, 0), ((), silent, ()))
-    helpers = sorted(played.told)
+    helpers = sorted(played.revealed)
     liars = data.draw(st.sets(st.sampled_from(helpers)))
-    told = {c: dict(each) for c, each in played.told.items()}
+    result = {c: dict(each) for c, each in played.revealed.items()}
     for liar in liars:
-        lies = data.draw(st.sets(st.sampled_from(sorted(told[liar])), min_size=1))
+        lies = data.draw(st.sets(st.sampled_from(sorted(result[liar])), min_size=1))
         for about in lies:
             other = data.draw(st.sampled_from([1, 2**255]))
-            share = int.from_bytes(told[liar][about], "big") ^ other
-            told[liar][about] = share.to_bytes(33, "big")
+            share = int.from_bytes(result[liar][about], "big") ^ other
+            result[liar][about] = share.to_bytes(33, "big")
     shamir = build_graph(played.keys, played.sums).shamir
     try:
-        assert played.right(told)
+        assert played.right(result)
     except MaskingError:
         assert len(helpers) - len(liars) < shamir
     else:
-        named = played.sum(told)[1]
+        named = played.sum(result)[1]
         if len(liars) + len(named) < len(helpers) - shamir + 2:
             assert named.keys() <= liars
 
@@ -332,20 +333,22 @@ def test_wrong_shares_are_left_out_or_the_sum_is_void(asked: int, data: st.DataO
 def test_one_wrong_share_among_the_first_is_named() -> None:
     played = Played(Secure(6, 5, 0), ((), (5,), ()))
     liar = build_graph(played.keys, played.sums).neighbours(0)[0]
-    liar = liar if liar in played.told else build_graph(played.keys, played.sums).neighbours(0)[1]
+    liar = (
+        liar if liar in played.revealed else build_graph(played.keys, played.sums).neighbours(0)[1]
+    )
     about = 5  # the key of one that is silent
-    told = {c: dict(each) for c, each in played.told.items()}
-    told[liar][about] = bytes(33)
-    assert played.right(told)
-    assert played.sum(told)[1] == {liar: {about}}
+    result = {c: dict(each) for c, each in played.revealed.items()}
+    result[liar][about] = bytes(33)
+    assert played.right(result)
+    assert played.sum(result)[1] == {liar: {about}}
 
 
-def test_a_dealer_whose_shares_give_another_secret_voids_the_sum() -> None:
-    """It and its helpers cannot be told apart, and the error says so."""
+def test_inconsistent_shares_of_a_dealer_void_the_sum() -> None:
+    """The dealer and its helpers cannot be distinguished, and the error says so."""
     played = Played(FIVE)
-    told = {helper: {**each, 2: bytes(33)} for helper, each in played.told.items()}
+    result = {helper: {**each, 2: bytes(33)} for helper, each in played.revealed.items()}
     with pytest.raises(MaskingError, match=r"client 2 do not match .* this client or"):
-        played.sum(told)
+        played.sum(result)
 
 
 def refused(act: Callable[[], object]) -> bool:
@@ -382,14 +385,14 @@ def refused(act: Callable[[], object]) -> bool:
     "            self._shares.copy()",
 )
 @kills("fedgen/federation/secagg/masking.py", "if len(set(flat)) < len(flat) or any(", "if any(")
-def test_what_the_protocol_does_not_allow_is_refused() -> None:
+def test_protocol_violations_are_refused() -> None:
     played = Played(FIVE, ((), (), ()))
     one = played.maskers[0]
     assert refused(lambda: one.reveal(range(5), []))  # a second time
     assert refused(lambda: one.mask(played.words[0]))  # two vectors, one mask
     assert refused(lambda: one.open(played.inbox(0)))
     assert refused(lambda: one.seal_shares(played.keys))
-    few = {helper: played.told[helper] for helper in (0, 1)}
+    few = {helper: played.revealed[helper] for helper in (0, 1)}
     assert refused(lambda: played.sum(few))  # fewer than the threshold help
 
     def fresh() -> tuple[Masker, dict[int, bytes], dict[int, bytes]]:
@@ -433,6 +436,6 @@ def test_what_the_protocol_does_not_allow_is_refused() -> None:
     assert dealing(lambda keys: {**keys, 1: bytes(64)})  # no key at all
 
 
-def test_what_a_client_has_is_not_pickled_or_printed() -> None:
+def test_secrets_of_a_client_are_not_pickled_or_printed() -> None:
     one = cohort(FIVE)[0]
     assert one._seed.hex() not in repr(one) and repr(one._seed) not in repr(one)

@@ -1,4 +1,4 @@
-"""Messages: what goes in comes out, and only a Release gets out."""
+"""Messages: serialization is lossless, and only a Release is packed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ numbers = st.sampled_from([np.float32, np.int64, np.uint8, np.float64]).flatmap(
 
 @given(st.dictionaries(st.text("abc/.", min_size=1), numbers, max_size=3))
 def test_arrays_keep_every_bit(given_arrays: dict) -> None:
-    found = messages.unpack_arrays(messages.pack_arrays(given_arrays))
-    assert found.keys() == given_arrays.keys()
+    result = messages.unpack_arrays(messages.pack_arrays(given_arrays))
+    assert result.keys() == given_arrays.keys()
     for name, value in given_arrays.items():
-        assert found[name].numpy().dtype == value.dtype
-        assert found[name].numpy().tobytes() == value.tobytes()
+        assert result[name].numpy().dtype == value.dtype
+        assert result[name].numpy().tobytes() == value.tobytes()
 
 
 def test_a_query_survives_the_wire() -> None:
@@ -44,11 +44,11 @@ def test_a_query_survives_the_wire() -> None:
     set_message_id(message, "1")
     for arrived in (message, serialize_roundtrip(message)):
         assert messages.read_round(arrived) == 3
-        found = messages.read_query(arrived)
-        assert all(torch.equal(found.samples[name], query.samples[name]) for name in query.samples)
+        result = messages.read_query(arrived)
+        assert all(torch.equal(result.samples[name], query.samples[name]) for name in query.samples)
 
 
-def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
+def test_a_release_survives_the_wire_with_little_overhead() -> None:
     mechanism = RowGaussian(Ball(1.0), 2.0, Routing("mean", 1), True, Unit.CLIENT)
     rows = [(torch.arange(32), torch.rand(32, 1, 28, 28))]
     release = mechanism.release((32, 1, 28, 28), rows, RandomStreams.from_seed(0, "seeded"))
@@ -57,10 +57,10 @@ def test_a_release_survives_the_wire_and_is_about_its_own_size() -> None:
     reply = Message(
         messages.pack_response(messages.response_from(release, LOCAL)), reply_to=question
     )
-    found = messages.read_response(serialize_roundtrip(reply), LOCAL)
-    assert found.event == release.event == repeat(GaussianDpEvent(2.0), 32)
-    assert found.unit is Unit.CLIENT
-    assert np.array_equal(found.arrays["answer"], release.arrays["answer"])
+    result = messages.read_response(serialize_roundtrip(reply), LOCAL)
+    assert result.event == release.event == repeat(GaussianDpEvent(2.0), 32)
+    assert result.unit is Unit.CLIENT
+    assert np.array_equal(result.arrays["answer"], release.arrays["answer"])
     size = release.arrays["answer"].nbytes
     assert size < messages.count_bytes(reply) < 1.01 * size
 
@@ -78,9 +78,9 @@ def test_nothing_but_a_release_is_packed() -> None:
     "if isinstance(message, Response):",
 )
 @pytest.mark.parametrize("own", [LOCAL, Secure(3, 2, 0), Trusted(1.0)])
-def test_what_an_aggregation_takes_leaves_for_it_alone(own: Aggregation) -> None:
-    """A clipped vector for an aggregator that is trusted, a share for a secure sum, a release for
-    anybody. Where it is trusted, noise is its own affair: a client that adds some is broken."""
+def test_each_aggregation_packs_its_own_type(own: Aggregation) -> None:
+    """A clipped vector for a trusted aggregator, a share for a secure sum, a release otherwise.
+    Under trusted aggregation the aggregator adds the noise: a client that adds some is faulty."""
     mechanism = ClientGaussian(1.0, 1.0, Relation.ADD_OR_REMOVE_ONE, aggregation=own)
     sent = mechanism.release(3, lambda: torch.ones(3), RandomStreams.from_seed(0, "seeded"))
     for other in (LOCAL, Secure(3, 2, 0), Trusted(1.0)):

@@ -1,4 +1,4 @@
-"""The grid on Ray actors: whatever happens to a message, it is answered once."""
+"""The grid on Ray actors: each message is answered once, whatever happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENTS = 6
 
 
 def app() -> ClientApp:
-    """A client that does as it is told."""
+    """A client that follows its instructions."""
     made = ClientApp()
 
     @made.query("ask")
@@ -51,7 +51,7 @@ def grid() -> Iterator[RayGrid]:
 
 
 def play(grid: RayGrid, orders: dict[int, str]) -> dict[int, int | str]:
-    """client -> the partition that answered, or an error's code."""
+    """Return client -> the partition that responded, or the code of an error."""
     nodes = sorted(grid.get_node_ids())
     sent = {}
     for client, order in orders.items():
@@ -60,27 +60,27 @@ def play(grid: RayGrid, orders: dict[int, str]) -> dict[int, int | str]:
         message = Message(content, dst_node_id=node, message_type=ASK)
         [name] = grid.push_messages([message])
         sent[name] = client
-    found: dict[int, int | str] = {}
-    while len(found) < len(sent):
-        for reply in grid.pull_messages([n for n, c in sent.items() if c not in found]):
+    result: dict[int, int | str] = {}
+    while len(result) < len(sent):
+        for reply in grid.pull_messages([n for n, c in sent.items() if c not in result]):
             client = sent[reply.metadata.reply_to_message_id]
-            assert client not in found, "answered twice"
+            assert client not in result, "answered twice"
             if reply.has_error():
                 assert "label of row" not in repr(reply.__dict__)
-                found[client] = f"error {reply.error.code}"
+                result[client] = f"error {reply.error.code}"
             else:
-                found[client] = int(str(reply.content.config_records["facts"]["partition"]))
+                result[client] = int(str(reply.content.config_records["facts"]["partition"]))
     assert list(grid.pull_messages(list(sent))) == []
-    return found
+    return result
 
 
-def test_every_client_answers(grid: RayGrid) -> None:
+def test_every_client_responds(grid: RayGrid) -> None:
     assert play(grid, dict.fromkeys(range(CLIENTS), "work")) == {c: c for c in range(CLIENTS)}
 
 
-def test_what_goes_wrong_is_a_code_and_the_others_answer(grid: RayGrid) -> None:
-    found = play(grid, {0: "sleep", 1: "raise", 2: "work", 3: "work", 4: "work", 99: "work"})
-    assert found == {
+def test_a_failure_is_a_code_and_others_respond(grid: RayGrid) -> None:
+    result = play(grid, {0: "sleep", 1: "raise", 2: "work", 3: "work", 4: "work", 99: "work"})
+    assert result == {
         0: f"error {DEADLINE}",
         1: f"error {CLIENT_RAISED}",
         2: 2,
@@ -90,7 +90,7 @@ def test_what_goes_wrong_is_a_code_and_the_others_answer(grid: RayGrid) -> None:
     }
 
 
-def test_a_message_that_kills_each_time_is_given_up_and_the_others_answer(grid: RayGrid) -> None:
-    found = play(grid, {0: "work", 2: "die", 4: "work", 1: "work"})
-    assert found == {0: 0, 2: f"error {DIED}", 4: 4, 1: 1}
+def test_a_message_that_always_kills_is_given_up_and_others_respond(grid: RayGrid) -> None:
+    result = play(grid, {0: "work", 2: "die", 4: "work", 1: "work"})
+    assert result == {0: 0, 2: f"error {DIED}", 4: 4, 1: 1}
     assert play(grid, dict.fromkeys(range(CLIENTS), "work")) == {c: c for c in range(CLIENTS)}

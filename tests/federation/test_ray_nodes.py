@@ -27,15 +27,15 @@ STORE = 200 * 2**20
 
 @pytest.fixture
 def nodes(nothing_left: None) -> Iterator[tuple[Any, list[Any]]]:
-    """A cluster: a head without room, and three nodes of a core each."""
+    """Start a cluster: a head without cores, and three nodes of one core."""
     silence_ray()
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    found = [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(3)]
+    result = [cluster.add_node(num_cpus=1, object_store_memory=STORE) for _ in range(3)]
     cluster.wait_for_nodes()
-    yield cluster, found
+    yield cluster, result
     cluster.shutdown()
 
 
@@ -62,12 +62,12 @@ def wait_for_round(run: subprocess.Popen[bytes], place: Path, number: int) -> No
 def test_one_node_leaves_and_one_joins(
     nodes: tuple[Any, list[Any]], train: Train, tmp_path: Path
 ) -> None:
-    """The generator is that of a run in process."""
-    cluster, found = nodes
+    """The generator is that of an in-process run."""
+    cluster, result = nodes
     place = tmp_path / "on-ray"
     run = started(place, cluster.address)
     wait_for_round(run, place, 5)
-    cluster.remove_node(found[1], allow_graceful=False)
+    cluster.remove_node(result[1], allow_graceful=False)
     time.sleep(5)
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
     assert run.wait(240) == 0, place.with_suffix(".txt").read_text()
@@ -80,20 +80,20 @@ def test_one_node_leaves_and_one_joins(
 
 
 @pytest.mark.slow
-def test_nodes_that_leave_hand_their_clients_to_those_left(
+def test_clients_of_a_lost_node_move_to_other_nodes(
     nodes: tuple[Any, list[Any]], tmp_path: Path
 ) -> None:
-    cluster, found = nodes
+    cluster, result = nodes
     place = tmp_path / "on-ray"
     run = started(place, cluster.address)
     wait_for_round(run, place, 5)
-    for node in found[1:]:
+    for node in result[1:]:
         cluster.remove_node(node, allow_graceful=False)
     assert run.wait(240) == 0, place.with_suffix(".txt").read_text()
 
 
 @pytest.mark.slow
-def test_an_address_that_stops_answering_ends_the_run_in_a_line(
+def test_a_lost_cluster_ends_the_run_with_one_line(
     nodes: tuple[Any, list[Any]], tmp_path: Path
 ) -> None:
     cluster, _ = nodes
@@ -102,7 +102,9 @@ def test_an_address_that_stops_answering_ends_the_run_in_a_line(
     wait_for_round(run, place, 10)
     cluster.remove_node(cluster.head_node, allow_graceful=False)
     status = run.wait(150)
-    said = place.with_suffix(".txt").read_text()
-    assert status == 2, said
-    assert "runtime: the head node" in said.splitlines()[-1] and "resume=" in said.splitlines()[-1]
+    result = place.with_suffix(".txt").read_text()
+    assert status == 2, result
+    assert (
+        "runtime: the head node" in result.splitlines()[-1] and "resume=" in result.splitlines()[-1]
+    )
     assert (place / "checkpoints" / "checkpoint.json").exists()

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on to the same end."""
+"""A run killed at any moment resumes to the same end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(arguments: list[str]) -> Command:
 
 @cache
 def whole(*settings: str) -> dict[str, Any]:
-    """What a run comes to that nothing cuts off."""
+    """Train without interruption."""
     with tempfile.TemporaryDirectory() as place:
         words = [*TINY, *settings, f"run_dir={place}/run"]
         return fingerprint(training.train(compose("config", words)))
@@ -57,7 +57,7 @@ def rounds_written(run: Path) -> int:
 
 
 def kill_at(run: Path, arguments: list[str], moment: float, at_round: int) -> bool:
-    """Kills the process ``moment`` seconds after it passed a round; False if it ended before."""
+    """Kill the process ``moment`` seconds after a round; return False if it ended before."""
     process = start(arguments)
     while process.poll() is None and rounds_written(run) < at_round:
         time.sleep(0.005)
@@ -72,7 +72,7 @@ def kill_at(run: Path, arguments: list[str], moment: float, at_round: int) -> bo
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_kill_and_resume_to_the_same_bit(tmp_path: Path, store: str) -> None:
-    """Three kills at random moments, the first before any round, then to the end."""
+    """Three kills at random moments, the first before any round."""
     run = tmp_path / "killed"
     rng = random.Random(store)
     arguments = [*TINY, *LONG, f"runtime.store={store}", f"run_dir={run}"]
@@ -87,8 +87,8 @@ def test_kill_and_resume_to_the_same_bit(tmp_path: Path, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
-    """Several steps in a message, adaptive: the server dies after one that was not kept."""
+def test_several_steps_per_message_resume_to_the_same_bit(train: Train, tmp_path: Path) -> None:
+    """With adaptive steps: the server dies after a message that no checkpoint has."""
     words = ["method=dpgan_small", "method.discriminator_steps=adaptive", "method.ema=0.5"]
     # the accuracy is below this floor, and the grace is of two steps
     words += ["method.accuracy_floor=1.0", "method.accuracy_ema=1e-9", "rounds=30"]
@@ -107,11 +107,11 @@ def test_steps_go_on_to_the_same_bit(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_secure_run_that_spent_all_before_it_died(
+def test_a_secure_run_that_died_with_its_budget_spent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has nothing left to do again: what was spent stays spent, and is said; nothing that knows
-    nothing is published."""
+    """No round can be repeated: the spend stays, the error says so, and an untrained generator is
+    not published."""
     run = tmp_path / "died"
     small = [word for word in tiny("dpgan_small") if not word.startswith("rounds")]
     words = ["method=dpgan_small", "rounds=8", "privacy.noise=secure"]
@@ -128,10 +128,10 @@ def test_a_secure_run_that_spent_all_before_it_died(
 
 @pytest.mark.parametrize("method", ["mixture_small", "dp_merf_small"])
 @pytest.mark.parametrize("clients", [[], ["partition=iid", "partition.clients=3"]])
-def test_a_sequence_that_died_between_charge_and_checkpoint_ends(
+def test_a_sequence_resumes_between_charge_and_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, clients: list[str]
 ) -> None:
-    """In mode secure too: what was charged is sent again, and nothing is charged twice."""
+    """Also in mode secure: a charged response is sent again, and nothing is charged twice."""
     run, saved = tmp_path / "died", []
     asked = {"mixture_small": 6, "dp_merf_small": 1}[method]
 
@@ -157,8 +157,8 @@ def test_a_sequence_that_died_between_charge_and_checkpoint_ends(
     assert privacy["views"]["server"]["epsilon"] <= 10.001
 
 
-def test_a_run_that_settles_how_many_rounds_it_has_goes_on_as_itself(tmp_path: Path) -> None:
-    """At an epsilon of 1 a label has one cluster, which needs one step: known once the noise is."""
+def test_a_run_with_a_derived_number_of_rounds_resumes(tmp_path: Path) -> None:
+    """At ε = 1 a label has one cluster, which needs one step: derived from the noise."""
     words = ["method=mixture_small", "privacy.target_epsilon=1", "evaluation=none"]
     words += ["runtime=in_process"]
     assert cli.run(["train", *words, f"run_dir={tmp_path}/whole"]) == 0
@@ -173,7 +173,7 @@ def test_a_run_that_settles_how_many_rounds_it_has_goes_on_as_itself(tmp_path: P
 def test_a_sum_that_was_charged_and_lost_ends_a_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Shares of one sum must not meet others: a resume says so, and changes nothing."""
+    """Shares of one sum must not be combined with others: a resume says so, and changes nothing."""
     run = tmp_path / "died"
     words = ["method=dp_merf_small", "privacy.noise=secure", "evaluation=none"]
     words += ["partition=iid", "partition.clients=3", "privacy.aggregation=secure"]
@@ -240,8 +240,8 @@ def test_resuming_a_run_that_its_budget_stopped_adds_nothing(train: Train, noise
 
 
 @pytest.mark.slow
-def test_secure_mode_never_forgets(tmp_path: Path) -> None:
-    """A round that is done again releases fresh noise, and is charged again."""
+def test_secure_mode_charges_repeated_rounds(tmp_path: Path) -> None:
+    """A repeated round releases new noise, and is charged again."""
     run = tmp_path / "secure"
     settings = [*LONG, "privacy.noise=secure", "runtime.checkpoint_every=1000"]
     assert kill_at(run, [*TINY, *settings, f"run_dir={run}"], 0.0, 20)
@@ -257,7 +257,7 @@ def test_secure_mode_never_forgets(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_server_is_killed_with_many_clients_on_ray(tmp_path: Path, nothing_left: None) -> None:
-    """80 clients with their states on disk; what Ray had started ends with the server."""
+    """80 clients with states on disk; the processes of Ray end with the server."""
     settings = [
         "partition=iid",
         "partition.clients=80",
@@ -279,7 +279,7 @@ def test_the_server_is_killed_with_many_clients_on_ray(tmp_path: Path, nothing_l
 
 
 def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> tuple[int, str]:
-    """Ctrl-C, once or twice, after a round; the exit status and the last line."""
+    """Interrupt after a round, once or twice; return the exit status and the last line."""
     process = start(arguments)
     while process.poll() is None and rounds_written(run) < at_round:
         time.sleep(0.005)
@@ -292,24 +292,24 @@ def interrupted(arguments: list[str], run: Path, at_round: int, times: int) -> t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["in_process", "ray", "flower"])
-def test_ctrl_c_keeps_what_is_done(tmp_path: Path, runtime: str, nothing_left: None) -> None:
+def test_ctrl_c_keeps_finished_rounds(tmp_path: Path, runtime: str, nothing_left: None) -> None:
     settings = [*LONG, "rounds=25", "runtime.checkpoint_every=1000"]
     run = tmp_path / "cut"
     command = [*TINY, *settings, f"runtime={runtime}", f"run_dir={run}"]
     status, line = interrupted(command, run, 5, times=1)
     assert status == 130
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"fedgen: interrupted after round (\d+); continue with: fedgen train resume={run}", line
     )
-    assert found, line
-    assert 5 <= int(found[1]) < 25
+    assert match, line
+    assert 5 <= int(match[1]) < 25
     assert cli.run(["train", f"resume={run}", "runtime=in_process"]) == 0
     assert fingerprint(run) == whole(*LONG, "rounds=25")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["in_process", "ray"])
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, runtime: str, nothing_left: None) -> None:
+def test_a_second_ctrl_c_exits_at_once(tmp_path: Path, runtime: str, nothing_left: None) -> None:
     """Also while a client hangs."""
     run = tmp_path / "cut"
     settings = [*LONG, f"runtime={runtime}", "runtime.faults.hangs=0.05", "runtime.timeout=1000"]
@@ -320,10 +320,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, runtime: str, nothing_left
     assert time.monotonic() - begin < 300
 
 
-def test_a_run_of_long_rounds_is_kept_by_the_clock(
+def test_long_rounds_are_checkpointed_by_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that ends at once in its third round, long before ``runtime.checkpoint_every``."""
+    """A run that dies in its third round, long before ``runtime.checkpoint_every``."""
     monkeypatch.setattr(training, "_CHECKPOINT_SECONDS", 0.0)
 
     def stop(ready: object, state: RunState, epsilon: object) -> None:

@@ -1,5 +1,5 @@
-"""Runs that are interrupted, and clients that are silent, late or fail: what is published says no
-less than what any client contributed to it."""
+"""Interrupted runs, and clients that are silent, late or failing: the published ε covers what each
+client contributed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Fate = Callable[[int, int], str]
 
 
 class Seen:
-    """What the server's strategy saw: whom it asked, and who answered what was made use of."""
+    """The cohorts that the server's strategy sampled, and the responses that it used."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
@@ -60,7 +60,7 @@ class Seen:
 
         def answered(home: ClientContext, message: Message) -> RecordDict:
             fate = self.fate(home.index, messages.read_round(message))
-            if fate == "silent":  # and whoever waits for it loses patience
+            if fate == "silent":  # and the operator interrupts
                 raise KeyboardInterrupt
             if fate == "fails":
                 raise RuntimeError
@@ -71,18 +71,18 @@ class Seen:
         draw = Routing.assign
 
         def drawn(own: Routing, rows: int, rng: random.Random) -> dict[int, list[int]]:
-            found = draw(own, rows, rng)
+            result = draw(own, rows, rng)
             where = getattr(rng, "_where", ())
             if "cohort" in where:
-                self.asked[int(where[where.index("cohort") + 1])].add(tuple(found))
-            return found
+                self.asked[int(where[where.index("cohort") + 1])].add(tuple(result))
+            return result
 
         monkeypatch.setattr(SampleGradients, "aggregate_query", aggregate)
         monkeypatch.setattr(Routing, "assign", drawn)
         monkeypatch.setitem(app._HANDLERS, messages.ASK, answered)
 
     def busiest(self) -> int:
-        """Rows of one client in the published rounds."""
+        """Return the query samples of one client in the published rounds."""
         return max(sum(self.used.values(), Counter()).values())
 
 
@@ -95,14 +95,15 @@ def release_of(run: Path) -> dict:
     "ready = replace(ready, streams=ready.streams.with_secret_key(stored_key(path)))",
     "pass",
 )
-def test_a_client_that_is_silent_is_asked_again_and_again(
+def test_a_silent_client_is_sampled_again_after_each_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two clients one never answers, and whoever waits presses Ctrl-C and resumes: the run does
-    not come to its end by draws that miss it, as it would in some eight attempts a round."""
+    """One of two clients never responds, and the operator presses Ctrl-C and resumes: the run does
+    not end through samples that omit the client, as it would after some eight attempts per
+    round."""
     seen, run = Seen(monkeypatch), tmp_path / "run"
     seen.fate = lambda client, round_: "silent" if client == 1 else "answers"
-    # kept each round: nothing is asked twice of the one who answers, and its budget lasts
+    # kept each round: no query to the responder is repeated, and its budget lasts
     command = [*RUN, "partition.clients=2", "runtime.checkpoint_every=1", f"run_dir={run}"]
     assert cli.run(["train", *command]) == 130
     for _ in range(8):
@@ -117,10 +118,10 @@ def test_a_client_that_is_silent_is_asked_again_and_again(
 
 
 @kills("fedgen/run/train.py", "if not path.exists() and run_dir.started_rounds():", "if False:")
-def test_without_the_key_of_its_draws_nothing_amplifies(
+def test_without_the_sampling_key_nothing_amplifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are made anew then, perhaps until they meet those who answer."""
+    """Samples are drawn anew then, perhaps until they consist of responding clients."""
     seen, run = Seen(monkeypatch), tmp_path / "run"
     seen.fate = lambda client, round_: "silent" if round_ == 5 else "answers"
     assert cli.run(["train", *RUN, "partition.clients=2", f"run_dir={run}"]) == 130
@@ -137,13 +138,13 @@ def test_without_the_key_of_its_draws_nothing_amplifies(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.4])
-def test_what_is_published_never_says_less_than_what_was_contributed(
+def test_the_published_epsilon_covers_all_contributions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Six runs of two to four clients. In each some are out of order, for good or for a while,
-    in one of all ways; it is resumed until it is done, or six times. Where anybody was seen to fail
-    epsilon is at least the exact one of the busiest in what is published; else the draws are the
-    ones that were made first."""
+    """Six runs of two to four clients. In each, some fail in one of all ways, permanently or
+    temporarily; the run is resumed until it ends, or six times. If a failure was seen, ε is at
+    least the exact one of the most sampled client in the release; otherwise the samples are the
+    first ones."""
     rng, published, incidents = random.Random(share), 0, 0
     for number in range(6):
         seen, run = Seen(monkeypatch), tmp_path / str(number)

@@ -1,4 +1,4 @@
-"""Secure sums in a run: of whom they are, what a client adds, and what is refused before one."""
+"""Secure sums in a run: their clients, the noise of each, and refusals before a run."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def make(
     "*([str(cohort).encode()] if cohort else [])",
     "*([str(cohort).encode()] if cohort == 1 else [])",
 )
-def test_another_cohort_finds_other_coins(tmp_path: Path) -> None:
-    """The same question for a sum with others: under the same streams, the difference of two sums
-    would be what the others sent."""
+def test_another_cohort_has_other_streams(tmp_path: Path) -> None:
+    """The same query for a sum with other clients: under the same streams, the difference of two
+    sums would be a contribution."""
     method = make()
-    server, found = method.server.init(STREAMS), []
+    server, result = method.server.init(STREAMS), []
     query = method.server.query(server, 0, STREAMS)
     assert query is not None
     for cohort in ([0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 3]):
-        ledger = Ledger(tmp_path / f"{len(found)}.jsonl", "run", 0, seeded=True)
+        ledger = Ledger(tmp_path / f"{len(result)}.jsonl", "run", 0, seeded=True)
         store = ClientStore(tmp_path, in_memory=True)
         terms = RunTerms(100, aggregation=Secure(4, 4, 0))
         home = ClientContext(0, method.client, SHARD, STREAMS, store, ledger, terms)
@@ -80,9 +80,9 @@ def test_another_cohort_finds_other_coins(tmp_path: Path) -> None:
         content = messages.add_cohort(messages.pack_query(0, query), cohort)
         asked = Message(content, dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([asked])
-        found.append(messages.read_response(reply, Secure(4, 4, 0)).arrays["answer"])
-    assert np.array_equal(found[0], found[2])
-    assert (found[0] != found[1]).mean() > 0.9
+        result.append(messages.read_response(reply, Secure(4, 4, 0)).arrays["answer"])
+    assert np.array_equal(result[0], result[2])
+    assert (result[0] != result[1]).mean() > 0.9
 
 
 @kills(
@@ -90,12 +90,11 @@ def test_another_cohort_finds_other_coins(tmp_path: Path) -> None:
     "shape, outputs(), response_streams, contributes=not is_removed",
     "shape, outputs(), response_streams, contributes=True",
 )
-def test_a_client_that_is_not_drawn_or_has_no_rows_adds_noise_alone() -> None:
-    """Its words have the noise of a share, and nothing else, where a contribution would be a
-    hundred times as long."""
+def test_unsampled_clients_and_clients_without_records_add_noise_alone() -> None:
+    """Their words have the noise of a share; a contribution would be a hundred times as large."""
     never = make(10**6, 1e-2, sampled_by="clients", routing="per_step", responders=1)
-    nobody = make(noise=1e-2)
-    for method, shard in ((never, SHARD), (nobody, Shard(SHARD.images[:0], SHARD.labels[:0]))):
+    empty = make(noise=1e-2)
+    for method, shard in ((never, SHARD), (empty, Shard(SHARD.images[:0], SHARD.labels[:0]))):
         query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
         assert query is not None
         words = [
@@ -111,9 +110,9 @@ def test_a_client_that_is_not_drawn_or_has_no_rows_adds_noise_alone() -> None:
         assert mean < 6 / math.sqrt(len(words))
 
 
-def test_all_rows_together_are_one_clients_sum() -> None:
-    """With every row in every batch, ten shards sum to what one client with all rows has: the mean
-    gradient, but for noise."""
+def test_the_sum_of_shards_is_that_of_one_client() -> None:
+    """With every record in every batch, ten shards sum to the mean gradient of one client with all
+    records, up to noise."""
     from functools import partial
 
     from fedgen.methods.dpgan import dpgan
@@ -151,7 +150,7 @@ def test_all_rows_together_are_one_clients_sum() -> None:
             device="cpu",
         )
 
-    found = []
+    result = []
     for clients in (1, 10):
         method = of(clients)
         query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
@@ -161,10 +160,10 @@ def test_all_rows_together_are_one_clients_sum() -> None:
             method.client.respond({}, query, shard, 0, STREAMS.at("client", c)).arrays["answer"]
             for c, shard in enumerate(shards)
         ]
-        found.append(method.aggregate(answers, 0, STREAMS) / clients)
+        result.append(method.aggregate(answers, 0, STREAMS) / clients)
     std = 1e-3 * 0.5 / 60
-    assert float((found[0] - found[1]).abs().max()) < 8 * 2 * std
-    assert float(found[0].norm()) > 100 * std
+    assert float((result[0] - result[1]).abs().max()) < 8 * 2 * std
+    assert float(result[0].norm()) > 100 * std
 
 
 # --- of whom a sum is -----------------------------------------------------------------------------
@@ -175,9 +174,9 @@ def test_all_rows_together_are_one_clients_sum() -> None:
     "if not response.arrays and client not in counts",
     "if not response.arrays and client in counts",
 )
-def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
-    """An actor sends one sum for its clients. If that message is lost, none of them answered: the
-    noise of all of them is missing."""
+def test_a_lost_partial_sum_loses_its_clients() -> None:
+    """An actor sends one sum for its clients. If that message is lost, none of them responded, and
+    all of their noise is missing."""
     event = GaussianDpEvent(1.0)
     words = {"answer": np.zeros((1, 3), np.int32)}
     here = {
@@ -189,12 +188,12 @@ def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
         for c in (2, 3, 4, 5)
     }
     whole = {**here, **there}
-    found, lost = present(whole)
-    assert set(found) == set(range(6)) == set(clients_in(found)) and not lost
-    found, lost = present({c: answer for c, answer in whole.items() if c != 0})
-    assert set(found) == {2, 3, 4, 5} == set(clients_in(found)) and lost == [1]
-    found, lost = present({c: answer for c, answer in whole.items() if c != 2})
-    assert set(found) == {0, 1} and lost == [3, 4, 5]
+    result, lost = present(whole)
+    assert set(result) == set(range(6)) == set(clients_in(result)) and not lost
+    result, lost = present({c: answer for c, answer in whole.items() if c != 0})
+    assert set(result) == {2, 3, 4, 5} == set(clients_in(result)) and lost == [1]
+    result, lost = present({c: answer for c, answer in whole.items() if c != 2})
+    assert set(result) == {0, 1} and lost == [3, 4, 5]
     twice = {**whole, **{5: Response(words, event, Unit.CLIENT, (5, 0))}}
     with pytest.raises(NoResponseError, match="two partial sums"):
         present(twice)
@@ -205,8 +204,8 @@ def test_a_sum_that_is_lost_takes_its_terms_along() -> None:
     ("{reply.metadata.reply_to_message_id: (client, reply) for client, reply in replies}"),
     "dict(enumerate(replies))",
 )
-def test_words_are_added_up_on_the_way() -> None:
-    """Nothing else of the replies changes, and failures and other shapes stay by themselves."""
+def test_actors_add_up_words() -> None:
+    """Other parts of the replies do not change, and failures and other shapes stay separate."""
     identify_process(run_id=1)
 
     def question(name: str) -> Message:
@@ -224,13 +223,13 @@ def test_words_are_added_up_on_the_way() -> None:
     odd = Response({"answer": np.zeros((1, 5), np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
     replies.append((4, Message(messages.pack_response(odd), reply_to=question("4"))))
     replies.append(replies[1])  # once more: it counts once
-    found = [
+    result = [
         messages.read_response(each, Secure(5, 5, 0)) for each in messages.sum_responses(replies)
     ]
-    assert [bool(each.arrays) for each in found] == [True, False, False, False, True]
-    assert found[0].clients == (0, 1, 2, 3) and found[4].clients == (4,)
-    assert np.array_equal(found[0].arrays["answer"].view(np.uint32), total)
-    assert all(each.event == GaussianDpEvent(2.0) for each in found)
+    assert [bool(each.arrays) for each in result] == [True, False, False, False, True]
+    assert result[0].clients == (0, 1, 2, 3) and result[4].clients == (4,)
+    assert np.array_equal(result[0].arrays["answer"].view(np.uint32), total)
+    assert all(each.event == GaussianDpEvent(2.0) for each in result)
 
 
 @kills(
@@ -238,11 +237,11 @@ def test_words_are_added_up_on_the_way() -> None:
     "if self.run_dir.record_sum(query, of) != of:",
     "if self.run_dir.record_sum(query, of) is None:",
 )
-def test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts(
+def test_a_seeded_run_does_not_sum_one_query_over_two_cohorts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies after a round that all answered, and goes on with one client silent: the two sums
-    under the same streams would differ by what that client sent."""
+    """It dies after a round with all clients, and resumes with a silent one: the two sums under the
+    same streams would differ by that client's contribution."""
     run, whole = tmp_path / "run", Rounds._round
 
     def dies(own: Rounds, server_round: int, *rest: object) -> object:
@@ -269,8 +268,8 @@ def test_a_seeded_run_does_not_add_up_one_question_over_two_cohorts(
     ("server_round <= max(ctx.responded_round, -1 if last_round is None else last_round):\n"),
     ("server_round < min(ctx.responded_round, 0 if last_round is None else last_round):\n"),
 )
-def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: Path) -> None:
-    """A second sum over other clients would differ from the first by what one of them sent."""
+def test_a_responder_announces_no_other_keys_for_the_round(tmp_path: Path) -> None:
+    """A second sum over other clients would differ from the first by a contribution."""
     method, sums = make(), Secure(4, 4, 0)
     ledger = Ledger(tmp_path / "l.jsonl", "run", 0, seeded=True)
     store = ClientStore(tmp_path, in_memory=True)
@@ -301,10 +300,11 @@ def test_a_client_that_answered_announces_no_other_keys_for_the_round(tmp_path: 
 
 
 @kills("fedgen/federation/rounds.py", "for leaves in (spend, revealed))", "for leaves in (spend,))")
-def test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer(
+def test_a_run_sampled_by_clients_continues_after_a_dropout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its draws may have shown: rounds before and after count as seen, and clients say so."""
+    """Its samples may be revealed: rounds before and after count without amplification, and clients
+    report so."""
     run = tmp_path / "run"
     draws = ["method.sampled_by=clients", "method.routing=per_step", "method.responders=3"]
     words = ["method=gs_wgan_small", *SUMS, *draws, "rounds=6", "runtime.checkpoint_every=2"]
@@ -332,8 +332,8 @@ def test_a_run_of_clients_coins_goes_on_after_a_client_did_not_answer(
     ('or the sampled ones); without records, none."""\n        if not len(shard):'),
     ('or the sampled ones); without records, none."""\n        if len(shard) < 0:'),
 )
-def test_a_client_without_rows_learns_and_contributes_nothing() -> None:
-    """The neighbour of a client that is removed as a whole, in each of its calls."""
+def test_a_client_without_records_contributes_nothing() -> None:
+    """The neighbour under removal of a whole client, in each call."""
     program, none = make(warm_start=2).client, Shard(SHARD.images[:0], SHARD.labels[:0])
     assert program.prepare(0, none, STREAMS) == {}
     method = make()
@@ -361,8 +361,9 @@ def test_dropouts_under_masks_do_not_end_a_run(train: Train) -> None:
     "noise_adds_up = federated and aggregation.is_local and",
     "noise_adds_up = federated and",
 )
-def test_the_event_is_that_of_the_sum_and_nothing_adds_up_twice() -> None:
-    """All answer, and a client is removed as a whole: one Gaussian a row, against everybody."""
+def test_the_event_is_that_of_the_sum() -> None:
+    """All clients respond, and one is removed as a whole: one Gaussian per query sample, against
+    all adversaries."""
     plan = make(clients=9, noise=3.0).plan
     assert plan.relation is Relation.ADD_OR_REMOVE_ONE and plan.release_event is None
     assert canonical(plan.server_event(12)) == {GaussianDpEvent(3.0): 12}
@@ -382,7 +383,7 @@ def test_the_event_is_that_of_the_sum_and_nothing_adds_up_twice() -> None:
     ("        if self.hidden:\n            return PoissonSampledDpEvent(self.rate, gated)"),
     ("        if self.rate < 1:\n            return PoissonSampledDpEvent(self.rate, gated)"),
 )
-def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
+def test_sampling_by_clients_amplifies_unless_one_fails() -> None:
     words = {"sampled_by": "clients", "routing": "per_step", "responders": 3}
     plan = make(clients=9, noise=3.0, **words).plan
     [(event, count)] = canonical(plan.server_event(12)).items()
@@ -404,7 +405,7 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
 
 @kills("fedgen/run/setup.py", "    if answers < aggregation.threshold:", "    if answers < 1:")
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("words", "key", "message"),
     [
         (["method=dpgan_small", "privacy.aggregation=secure"], "privacy.aggregation", "one"),
         ([*DPGAN, "privacy.threshold=2"], "privacy.threshold", "2 of 5"),
@@ -432,29 +433,27 @@ def test_coins_of_clients_amplify_against_the_server_unless_one_fails() -> None:
          "runtime.masks", "secure sum"),
     ],
 )  # fmt: skip
-def test_mistakes_are_said_before_anything_runs(
-    words: list[str], key: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_settings_are_refused_before_a_run(
+    words: list[str], key: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["account", *words]) == 2
-    told = capsys.readouterr().err
-    assert key in told and said in told and len(told.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert key in error and message in error and len(error.splitlines()) == 1
 
 
-def test_masks_stay_in_the_process_that_made_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_masks_stay_in_their_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*DPGAN, "runtime=flower", "runtime.masks=true", f"run_dir={tmp_path / 'run'}"]
     assert cli.run(["train", *words]) == 2
     assert "runtime.masks" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_account_shows_whoever_makes_the_noise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_account_names_the_source_of_the_noise(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["account", *DPGAN, "method.sampling_rate=0.0445", "rounds=5"]) == 0
-    told = capsys.readouterr().out
-    assert "by each client (local): ε = 10.00 (server)" in told
-    assert "by all clients together (secure): ε = 10.00 (server)" in told
-    assert "by an aggregator (trusted): ε = ∞ (server), 10.00 (release)" in told
+    output = capsys.readouterr().out
+    assert "by each client (local): ε = 10.00 (server)" in output
+    assert "by all clients together (secure): ε = 10.00 (server)" in output
+    assert "by an aggregator (trusted): ε = ∞ (server), 10.00 (release)" in output
     fedavg = ["method=fedavg_gan", *SUMS[:2], "method.cohort_size=2", "privacy.adversary=release"]
     assert cli.run(["account", *fedavg, "rounds=5"]) == 0
     assert "secure): not possible" in capsys.readouterr().out
@@ -462,10 +461,10 @@ def test_account_shows_whoever_makes_the_noise(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("aggregation", ["local", "secure"])
 @pytest.mark.parametrize("method", ["dp_merf_small", "dpgan_small", "psg_small"])
-def test_client_level_protects_a_client_with_any_rows(
+def test_client_level_protects_a_client_with_any_records(
     train: Train, method: str, aggregation: str
 ) -> None:
-    """By as much noise as is proven for steps that no draw gates."""
+    """By as much noise as is proven for steps without sampling."""
     words = [f"method={method}", *SUMS[:2], f"privacy.aggregation={aggregation}"]
     run = train(*words, "privacy.unit=client", "rounds=3")
     record = json.loads((run / "privacy.json").read_text())
@@ -481,7 +480,7 @@ def test_client_level_protects_a_client_with_any_rows(
     "aggregation = self.facts.aggregation(self.facts.clients, limit)",
     "aggregation = self.facts.aggregation(self.facts.clients)",
 )
-def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
+def test_the_embedding_of_a_client_is_in_the_ball() -> None:
     from fedgen.methods.api import PublicFacts
     from fedgen.methods.dp_merf import FourierFeatures, embedding
     from fedgen.methods.families.noisy_sums import SumMechanisms, SumSequence
@@ -495,9 +494,9 @@ def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
     query = messages.Query({"embedding": torch.zeros(1)}, {"seed": torch.tensor(3)})
     for rows in (0, 1, 7, 60):
         shard = Shard(SHARD.images[:rows], SHARD.labels[:rows])
-        found = client.respond({}, query, shard, 0, STREAMS).arrays["answer"]
-        assert np.linalg.norm(found.astype(float)) <= 1
-        assert rows == 0 or np.linalg.norm(found) > 0.1
+        result = client.respond({}, query, shard, 0, STREAMS).arrays["answer"]
+        assert np.linalg.norm(result.astype(float)) <= 1
+        assert rows == 0 or np.linalg.norm(result) > 0.1
 
 
 @kills(
@@ -505,7 +504,7 @@ def test_an_embedding_of_a_client_is_in_the_ball_whatever_rows_it_has() -> None:
     "            if query.name not in queried:",
     "            if False:",
 )
-def test_a_sum_that_no_attack_would_try_is_named() -> None:
+def test_a_sum_without_an_attack_is_named() -> None:
     from fedgen.methods.dp_merf import FourierFeatures, embedding
     from fedgen.methods.families.noisy_sums import SumMechanisms, SumSequence
 
@@ -529,7 +528,7 @@ def test_a_sum_that_no_attack_would_try_is_named() -> None:
     "        plan = resolved.at_noise(None).plan\n",
 )
 def test_canaries_of_a_run_are_its_neighbours() -> None:
-    """Where a client is removed as a whole, one that is not among the canaries has no rows."""
+    """Under removal of a whole client, a client that is not among the canaries has no records."""
     words = [*tiny("gs_wgan_small"), *SUMS, "method.routing=mean", "audit.canaries=4"]
     ready = settings.setup(compose("audit", ["method=gs_wgan_small", *words]))
     assert ready.canaries is not None
@@ -541,7 +540,7 @@ LIAR = 3
 
 
 def _lie(how: str, honest: RecordDict, place: int, seen: dict[int, bytes]) -> RecordDict:
-    """What client 3 replies in place of an honest reply. ``seen``: client 0's keys."""
+    """Return client 3's reply in place of an honest one. ``seen``: client 0's keys."""
     if how == "nothing":
         return RecordDict()
     if how.startswith("rejects"):
@@ -589,7 +588,7 @@ def _lie(how: str, honest: RecordDict, place: int, seen: dict[int, bytes]) -> Re
         (messages.OPEN, "rejects one", "contradicted", {0, LIAR}),
     ],
 )
-def test_a_client_that_breaks_the_protocol_is_named_and_left_out(
+def test_a_protocol_violator_is_named_and_excluded(
     kind: str,
     how: str,
     failure: str,
@@ -597,8 +596,8 @@ def test_a_client_that_breaks_the_protocol_is_named_and_left_out(
     train: Train,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sum of the others is opened in each round, and an honest client is named only where
-    nobody can tell it from the liar. Who is left out is not charged."""
+    """The sum of the others is opened in each round, and an honest client is named only if it
+    cannot be distinguished from the violator. Excluded clients are not charged."""
     whole, keys = client_app_module._HANDLERS[kind], client_app_module._HANDLERS[messages.KEYS]
     seen: dict[int, bytes] = {}
 
@@ -645,10 +644,10 @@ def test_wrong_revealed_shares_change_no_sum(train: Train, monkeypatch: pytest.M
 
 
 @given(st.dictionaries(st.integers(0, 8), st.sets(st.integers(0, 8)), max_size=9), st.data())
-def test_no_rejection_is_left_and_nobody_honest_goes_alone(
+def test_all_rejections_are_resolved_and_no_honest_client_is_excluded_alone(
     rejections: dict[int, set[int]], data: st.DataObject
 ) -> None:
-    """Whoever lies, as long as fewer lie than make a violator certain."""
+    """For any false rejections, as long as they are too few to prove a violation."""
     certain = data.draw(st.integers(1, 9))
     out = sums_module._violators(rejections, certain)
     for client, others in rejections.items():
@@ -664,16 +663,16 @@ def test_no_rejection_is_left_and_nobody_honest_goes_alone(
 
 
 @kills("fedgen/federation/secagg/server.py", "if count >= certain}", "if count >= 2}")
-def test_two_liars_do_not_have_an_honest_client_blamed_alone() -> None:
+def test_two_violators_cannot_exclude_an_honest_client_alone() -> None:
     assert sums_module._violators({3: {0}, 4: {0}}, 3) == {0, 3, 4}
     assert sums_module._violators({3: {0, 1, 2}}, 3) == {3}
 
 
 @kills("fedgen/federation/secagg/server.py", "        clients=tuple(sorted(responses)),\n", "")
-def test_under_masks_a_sum_is_of_all_who_answered(
+def test_a_masked_sum_includes_all_responders(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is written down of a sum's clients does not depend on masks."""
+    """The recorded clients of a sum do not depend on masks."""
     words = ["partition=iid", "partition.clients=4", "privacy.aggregation=secure", "rounds=2"]
     runs = [
         train("method=dpgan_small", *words, f"runtime.masks={masks}", name=masks)
@@ -683,16 +682,18 @@ def test_under_masks_a_sum_is_of_all_who_answered(
     assert opened[0] == opened[1]
 
 
-def test_a_sum_that_cannot_be_is_not_put_down_to_rows() -> None:
-    """Words of one client that are anything: nobody can tell whose, and the error says so."""
+def test_an_impossible_sum_is_not_attributed_to_records() -> None:
+    """If the words of one client are arbitrary, the client cannot be identified, and the error says
+    so."""
     sums = Secure(4, 3, 0)
     words = np.full((1, 4), 2**31 - 1, np.int32)
     with pytest.raises(FedgenError, match=r"a client sent invalid values.*fedgen node log"):
         sums.total([words], 1.0, STREAMS)
 
 
-def test_a_sum_that_32_bits_cannot_hold_takes_64(train: Train) -> None:
-    """With and without masks, and on the wire: the same generator, chosen by the plan."""
+def test_large_sums_use_64_bits(train: Train) -> None:
+    """With and without masks, and on the wire: the same generator, with the width chosen by the
+    plan."""
     words = ["partition=iid", "partition.clients=3", "privacy.aggregation=secure", "rounds=2"]
     words += ["privacy.target_epsilon=null", "privacy.noise_multiplier=1e-7"]
     plan = settings.setup(compose("config", [*tiny("dpgan_small"), "method=dpgan_small", *words]))
@@ -706,6 +707,6 @@ def test_a_sum_that_32_bits_cannot_hold_takes_64(train: Train) -> None:
 
 
 def test_ten_thousand_clients_fit() -> None:
-    """At the noise of ε = 10 a sum of 10,000 contributions has no room in 32 bits."""
+    """At the noise of ε = 10, a sum of 10,000 contributions does not fit in 32 bits."""
     assert not Secure(10_000, 10_000, 0).fits(0.2, 10_000)
     assert Secure(10_000, 10_000, 0, 64).fits(0.2, 10_000)

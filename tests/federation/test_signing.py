@@ -1,4 +1,4 @@
-"""A server that does not follow the protocol of masks, against clients that sign."""
+"""A server that deviates from the masking protocol, against clients that sign."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PEERS = {client: fingerprint(key.public_key()) for client, key in enumerate(KEYS
 
 @pytest.fixture
 def homes(tmp_path: Path) -> list[ClientContext]:
-    """Four sites that told each other their fingerprints."""
+    """Return four sites that exchanged their fingerprints."""
     identify_process(1)
     return [
         ClientContext(
@@ -66,27 +66,27 @@ def texts(content: RecordDict, length: int) -> dict[int, bytes]:
 
 
 def announced(homes: list[ClientContext], server_round: int = 0) -> dict[int, bytes]:
-    found = {}
+    result = {}
     for home in homes:
         reply = app._keys(home, asked(messages.pack_keys_for(server_round, "question")))
-        found |= texts(reply, KEY_BYTES + CREDENTIAL_BYTES)
-    return found
+        result |= texts(reply, KEY_BYTES + CREDENTIAL_BYTES)
+    return result
 
 
 def masked(homes: list[ClientContext], book: Mapping[int, bytes]) -> list[np.ndarray]:
-    """Shares dealt, and words of one under masks."""
+    """Return the shares, and the masked words of one client."""
     dealt = {}
     for home in homes:
         reply = app._shares(home, asked(messages.pack_texts(0, book)))
         dealt[home.index] = texts(reply, 2 * SHARE_BYTES + 16)
     ones = np.ones(8, np.uint32)
-    found = []
+    result = []
     for home in homes:
         inbox = {other: each[home.index] for other, each in dealt.items() if other != home.index}
         assert home.masker is not None
         assert home.masker.open(inbox) == []
-        found.append(home.masker.mask(ones))
-    return found
+        result.append(home.masker.mask(ones))
+    return result
 
 
 def agreed(home: ClientContext, answered: list[int], silent: list[int]) -> dict[int, bytes]:
@@ -102,7 +102,7 @@ def revealed(
 
 
 def rejected(home: ClientContext, book: Mapping[int, bytes]) -> set[int]:
-    """Whose announcements a client rejects; it deals no shares then."""
+    """Return whose announcements a client rejects; it sends no shares then."""
     reply = asked(app._shares(home, asked(messages.pack_texts(0, book))))
     with pytest.raises(ValueError, match="no texts"):
         messages.read_texts(reply, SHARE_BYTES)
@@ -112,7 +112,7 @@ def rejected(home: ClientContext, book: Mapping[int, bytes]) -> set[int]:
 ALL = [0, 1, 2, 3]
 
 
-def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientContext]) -> None:
+def test_an_honest_server_receives_the_shares(homes: list[ClientContext]) -> None:
     masked(homes, announced(homes))
     signatures: dict[int, bytes] = {}
     for home in homes:
@@ -121,7 +121,7 @@ def test_who_follows_the_protocol_gets_the_shares(homes: list[ClientContext]) ->
         assert set(revealed(home, ALL, [], signatures)) == set(ALL)
 
 
-def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientContext]) -> None:
+def test_a_false_signature_under_the_lists_does_not_stop_others(homes: list[ClientContext]) -> None:
     masked(homes, announced(homes))
     signatures: dict[int, bytes] = {}
     for home in homes:
@@ -139,8 +139,8 @@ def test_a_false_signature_under_the_lists_stops_nobody(homes: list[ClientContex
     ("if self.peers is not None and self.peers.get(client) != _point_fingerprint(point):"),
     "if False:",
 )
-def test_a_client_that_the_server_invents_is_noticed(homes: list[ClientContext]) -> None:
-    """With keys of its own under a peer's number, whoever signs them."""
+def test_an_invented_client_is_detected(homes: list[ClientContext]) -> None:
+    """With keys of its own under a peer's number, by any signer."""
     book, forged = announced(homes), bytes(range(KEY_BYTES))
     context = mask_context("run", 0, "question")
     for text in (
@@ -174,8 +174,8 @@ def test_keys_serve_one_round_of_one_run_and_cohort(homes: list[ClientContext]) 
     "fedgen/federation/client/app.py", "if len(signers) < signers_needed(masker.sums):", "if False:"
 )
 def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientContext]) -> None:
-    """The server tells some that client 3 answered, and others that it did not: shares of its seed
-    and of its key together would bare its words."""
+    """The server claims to some that client 3 responded, and to others that it did not: shares of
+    its seed together with its key would unmask its words."""
     masked(homes, announced(homes))
     there: dict[int, bytes] = {}
     for home in homes[:3]:
@@ -195,8 +195,8 @@ def test_both_secrets_of_a_client_are_never_revealed(homes: list[ClientContext])
 
 
 @kills("fedgen/federation/client/app.py", "masker.check_lists(*map(set, lists))", "assert lists")
-def test_lists_are_signed_by_those_who_answered_alone(homes: list[ClientContext]) -> None:
-    """A client that signed before it answered could announce other keys, and sign other lists."""
+def test_only_responders_sign_lists(homes: list[ClientContext]) -> None:
+    """A client that signed before it responded could announce other keys, and sign other lists."""
     book = announced(homes)
     for home in homes:
         app._shares(home, asked(messages.pack_texts(0, book)))
@@ -210,11 +210,11 @@ def test_lists_are_signed_by_those_who_answered_alone(homes: list[ClientContext]
     "        pass\n",
 )
 @given(asked=st.integers(2, 60), data=st.data())
-def test_no_two_disjoint_sets_of_honest_clients_give_a_secret_back(
+def test_no_two_disjoint_sets_of_honest_clients_reconstruct_a_secret(
     asked: int, data: st.DataObject
 ) -> None:
-    """A server that passes shares on to some alone would have the sum of these; and what it asks
-    for, those who sign can give."""
+    """A server that forwards shares to some clients only would learn their sum; the signers can
+    meet each requested threshold."""
     threshold = data.draw(st.integers(asked // 2 + 1, asked))
     sums = Secure(asked, threshold, data.draw(st.integers(0, threshold - 1)))
     count = data.draw(st.integers(threshold, asked))
@@ -241,13 +241,13 @@ def test_two_lists_would_need_an_honest_client_that_signed_both(
     assert 2 * (needed - colluders) > honest
 
 
-def test_any_key_will_do_where_nobody_was_told(homes: list[ClientContext]) -> None:
+def test_keys_are_not_checked_without_fingerprints(homes: list[ClientContext]) -> None:
     text = agreement(mask_context("run", 0, "question"), {}, [0], [1])
-    told, untold = Signer(KEYS[0], PEERS), Signer(KEYS[0], None)
+    result, untold = Signer(KEYS[0], PEERS), Signer(KEYS[0], None)
     credential = Signer(KEYS[4], None).sign(text)
     untold.check(2, text, credential)
     with pytest.raises(MaskingError, match="client 2 does not match its fingerprint"):
-        told.check(2, text, credential)
+        result.check(2, text, credential)
     for broken in (
         credential[:-1] + bytes(1),
         bytes(CREDENTIAL_BYTES),
@@ -257,9 +257,9 @@ def test_any_key_will_do_where_nobody_was_told(homes: list[ClientContext]) -> No
             untold.check(2, text, broken)
 
 
-def test_who_is_silent_may_be_the_servers_choice() -> None:
-    """On a ring the server, who knows it, could have all on both sides of a few be silent, and open
-    the sum of those few. Clients that sign are all neighbours of each other."""
+def test_silent_clients_may_be_the_servers_choice() -> None:
+    """On a ring, a server that knows the graph could silence all neighbours of a few clients, and
+    open their sum. Clients that sign are all neighbours of each other."""
     sums, keys = Secure(240, 160, 0), {c: c.to_bytes(KEY_BYTES, "big") for c in range(240)}
     assert build_graph(keys, sums).degree < 80, "those of a simulation have few neighbours"
     whole = build_graph(keys, sums, complete=True)

@@ -1,4 +1,4 @@
-"""States of clients: all or nothing, kept and gone back to, and files that were tampered with."""
+"""Client states: commits are atomic, tags can be restored, and altered files are refused."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_commits_replace_what_changed(tmp_path: Path, in_memory: bool) -> None:
     assert values(store) == {"a": 1, "b": 3}
     assert store.last_round(0, TRAIN) == 2
     assert store.last_round(0, ASK) == 2
-    found = store.response(0)
-    assert np.array_equal(found.arrays["answer"], ANSWER.arrays["answer"])
-    assert found.event == ANSWER.event
+    result = store.response(0)
+    assert np.array_equal(result.arrays["answer"], ANSWER.arrays["answer"])
+    assert result.event == ANSWER.event
     assert store.last_round(1, TRAIN) is None
     with pytest.raises(LookupError):
         store.response(1)
 
 
-def test_what_was_kept_can_be_gone_back_to(tmp_path: Path, in_memory: bool) -> None:
+def test_a_tag_can_be_restored(tmp_path: Path, in_memory: bool) -> None:
     store = ClientStore(tmp_path, in_memory)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
     store.commit(0, ASK, 1, {}, ANSWER)
@@ -82,8 +82,8 @@ def test_the_disk_does_not_fill_up(tmp_path: Path, in_memory: bool) -> None:
     assert len(list(store.folder(0).glob("kept.*"))) == 2
 
 
-def test_a_call_to_keep_that_comes_late_does_nothing(tmp_path: Path, in_memory: bool) -> None:
-    """Its tag is of the past; the server's checkpoint names the later one."""
+def test_a_late_tag_has_no_effect(tmp_path: Path, in_memory: bool) -> None:
+    """The server's checkpoint names a later tag."""
     store = ClientStore(tmp_path, in_memory)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
     store.keep(0, 4)
@@ -93,11 +93,9 @@ def test_a_call_to_keep_that_comes_late_does_nothing(tmp_path: Path, in_memory: 
     assert values(again) == {"a": 1}
 
 
-def test_a_call_to_keep_that_comes_again_leaves_the_tag_before(
-    tmp_path: Path, in_memory: bool
-) -> None:
-    """An actor died after it kept, and was told again; then the server died, before it had noted
-    the tag: it comes back with the one before."""
+def test_a_repeated_tag_keeps_the_previous_one(tmp_path: Path, in_memory: bool) -> None:
+    """An actor died after it tagged its state and was called again; then the server died before it
+    recorded the tag, and restores the previous one."""
     store = ClientStore(tmp_path, in_memory)
     for tag in (1, 2, 2):
         store.commit(0, TRAIN, tag, {"a": part(tag)}, None) if tag != 2 else None
@@ -107,8 +105,8 @@ def test_a_call_to_keep_that_comes_again_leaves_the_tag_before(
     assert values(again) == {"a": 1}
 
 
-def test_another_process_goes_on_with_a_client(tmp_path: Path) -> None:
-    """Whatever one commits, keeps or restores, the other sees, with a cache or without."""
+def test_several_processes_share_a_state(tmp_path: Path) -> None:
+    """What one commits, tags or restores, the other sees, with and without a cache."""
     stores = [ClientStore(tmp_path, False, cache_bytes=1e6), ClientStore(tmp_path, False)]
     for turn in range(8):
         stores[turn % 2].commit(0, TRAIN, turn, {"a": part(turn)}, None)
@@ -121,7 +119,7 @@ def test_another_process_goes_on_with_a_client(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
-    """It holds what was used last; what it does not hold is read again."""
+    """It contains the last states used; others are read again."""
     store = ClientStore(tmp_path, False, cache_bytes=60.0)  # two parts of 24 bytes
     for name in "abc":
         store.commit(0, TRAIN, 0, {name: part(ord(name))}, None)
@@ -135,7 +133,7 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 200), st.booleans(), st.sampled_from(["a.*.safetensors", "kept.1.json"]))
-def test_a_touched_file_is_refused(
+def test_an_altered_file_is_refused(
     tmp_path_factory: pytest.TempPathFactory, byte: int, cut: bool, which: str
 ) -> None:
     place = tmp_path_factory.mktemp("store")
@@ -166,7 +164,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any sequence of commits, keeps, restarts and restores, against a plain dictionary."""
+    """Any sequence of commits, tags, restarts and restores, against a dictionary."""
 
     factory: pytest.TempPathFactory
     in_memory = False

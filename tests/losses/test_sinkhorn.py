@@ -1,4 +1,4 @@
-"""The transport loss against closed forms and against its two ends."""
+"""The transport loss against closed forms and in its two limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SQUARES = {"l1": 0.0, "l2": 1.0, "label_weight": 0.0, "classes": 1}
 
 
 def line(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Points on a line as images of one pixel with one label."""
+    """Return points on a line as images of one pixel with one label."""
     return (points[:, None] + 1) / 2, torch.zeros(len(points), dtype=torch.long)
 
 
@@ -24,30 +24,30 @@ def line(points: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_entropic_transport_of_gaussians(shift: float, spread: float, blur: float) -> None:
     """The closed form of Janati, Muzellec, Peyre, Cuturi 2020, theorem 1, with twice its sigma^2
-    for the entropy's weight. 3,000 samples: the means' error is below 0.06 * 4 with probability
-    above 0.9999 for the largest of these."""
+    for the weight of the entropy. 3,000 samples: the error of the means is below 0.06 * 4 with
+    probability above 0.9999 for the largest of these."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3000, generator=generator)
     y = shift + spread * torch.randn(3000, generator=generator)
     a, b, s = 1.0, spread**2, blur**2 / 2
     d = math.sqrt(4 * a * b + s**2)
     bures = a + b - d + s * (1 - math.log(2 * s)) + s * math.log(d + s)
-    found = Transport(**SQUARES, blur=blur)(line(x), line(y))
-    assert float(found) == pytest.approx(shift**2 + bures, abs=0.3)
+    result = Transport(**SQUARES, blur=blur)(line(x), line(y))
+    assert float(result) == pytest.approx(shift**2 + bures, abs=0.3)
 
 
 def test_the_cost_is_that_of_the_paper() -> None:
-    """Against differences written out."""
+    """Against explicit differences."""
     transport = Transport(2.0, 0.5, 15.0, 0.05, 3)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(4, 1, 3, 3, generator=generator), torch.rand(5, 1, 3, 3, generator=generator)
     labels = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 0, 1, 2, 2])
-    found = transport.cost(transport.points((x, labels[0])), transport.points((y, labels[1])))
+    result = transport.cost(transport.points((x, labels[0])), transport.points((y, labels[1])))
     apart = 2 * (x.flatten(1)[:, None] - y.flatten(1)[None])
     other = (labels[0][:, None] != labels[1][None]).float()
     expected = 2.0 * (apart.abs().sum(2) + 2 * 15 * other)
     expected += 0.5 * (apart.square().sum(2) + 2 * 15**2 * other)
-    assert torch.allclose(found, expected, rtol=1e-4)
+    assert torch.allclose(result, expected, rtol=1e-4)
 
 
 def test_semi_debiased_is_biased_at_0_and_unbiased_at_1() -> None:

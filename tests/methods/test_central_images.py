@@ -1,4 +1,4 @@
-"""Central images: each label's mean image, whatever its rows; and what they cost."""
+"""Central images: the mean image of each label, and its cost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def method(noise: float | None, rate: float = 1.0, images: int = 1, clients: int
     return central_images(facts, noise, device="cpu", **settings)
 
 
-def test_five_at_a_multiplier_of_five_cost_what_is_known() -> None:
-    """SunnierLee's first stage, 0.188 by RDP: sampling at 1/10, noise multiplier 5, five times."""
+def test_the_cost_of_five_images_is_the_known_one() -> None:
+    """First stage of SunnierLee, 0.188 by RDP: sampling rate 1/10, noise multiplier 5, five
+    queries."""
     plan = method(5 / 5**0.5, 0.1, 5).plan
-    found = epsilon(canonical(plan.server_event(5)), 1e-5, plan.relation)
-    assert found.value == pytest.approx(0.165, abs=1e-3)
-    assert found.second_opinion == pytest.approx(0.188, abs=1e-3)
+    result = epsilon(canonical(plan.server_event(5)), 1e-5, plan.relation)
+    assert result.value == pytest.approx(0.165, abs=1e-3)
+    assert result.second_opinion == pytest.approx(0.188, abs=1e-3)
 
 
-def test_without_noise_they_are_the_labels_means() -> None:
-    """Half the size and back, and smoothed, a mean digit is still itself."""
+def test_without_noise_they_are_the_means_of_labels() -> None:
+    """At half the size and back, smoothed, a mean digit is still recognisable."""
     made = method(None)
     question = made.server.query(made.server.init(STREAMS), 0, STREAMS)
     assert question is not None
@@ -53,7 +54,8 @@ def test_without_noise_they_are_the_labels_means() -> None:
     "return sum_of_rows(small / max(1, len(labels)), clip, labels, facts.classes)",
 )
 def test_no_division_by_private_counts() -> None:
-    """Of half the rows, an image is half as bright: nothing tells how many rows a label has."""
+    """An image of half of the records is half as bright: nothing reveals the number of records of a
+    label."""
     made = method(None)
     question = made.server.query(made.server.init(STREAMS), 0, STREAMS)
     assert question is not None
@@ -64,7 +66,7 @@ def test_no_division_by_private_counts() -> None:
     assert float(half.sum() / whole.sum()) == pytest.approx(0.5, abs=0.02)
 
 
-def test_images_that_cannot_be_halved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_odd_size_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Exception, match="cannot be halved"):
         central_images(
             PublicFacts(1, 9, 2, (1, 7, 8)),

@@ -1,4 +1,5 @@
-"""DP-GAN-DPAC: a turn is the paper's Algorithm 1, and the classifier keeps to its critic's rows."""
+"""DP-GAN-DPAC: a turn is Algorithm 1 of the paper, and a classifier sees only the records of its
+critic."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_a_classifier_that_never_trains_is_refused() -> None:
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("reset", [True, False])
 def test_two_turns_are_algorithm_1(sequential: bool, reset: bool) -> None:
-    """Against plain autograd and torch's Adam, for a critic on its own."""
+    """Against plain autograd and torch's Adam, for a single critic."""
     companion = dual_purpose_classifier(
         **{**PURPOSES, "sequential": sequential, "reset": reset},
         classes=10,
@@ -95,9 +96,9 @@ def test_two_turns_are_algorithm_1(sequential: bool, reset: bool) -> None:
 
         def loss(net: torch.nn.Module, rows: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
             at = rows.clone().requires_grad_()
-            said = net(at).log_softmax(1)[torch.arange(4), truth]
-            [slope] = torch.autograd.grad(said.sum(), at, create_graph=True)
-            return -said.mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+            result = net(at).log_softmax(1)[torch.arange(4), truth]
+            [slope] = torch.autograd.grad(result.sum(), at, create_graph=True)
+            return -result.mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
 
         for step in range(5 if sequential else 3):
             drawn = here.at("classifier", step).public("labels")
@@ -113,7 +114,7 @@ def test_two_turns_are_algorithm_1(sequential: bool, reset: bool) -> None:
         assert torch.allclose(state[f"classifier/{name}"][0], value, atol=1e-4), name
 
 
-def test_an_answer_weighs_critic_and_classifier() -> None:
+def test_a_response_weights_critic_and_classifier() -> None:
     method, alone = dpac(routing="mean"), make(routing="mean")
     state = trained(method, 3)  # all five critics have had their turn
     query = method.server.query(method.server.init(STREAMS), 0, STREAMS)
@@ -130,8 +131,8 @@ def test_an_answer_weighs_critic_and_classifier() -> None:
     assert float(own.abs().max()) > 1e-3
 
 
-def test_routed_rows_find_the_classifier_of_their_critic() -> None:
-    """Critics asked one by one, together again, are the mean over all."""
+def test_routed_query_samples_use_the_classifier_of_their_critic() -> None:
+    """Responses of single critics add up to the mean over all."""
     routed, mean = dpac(routing="per_sample"), dpac(routing="mean")
     state = trained(routed, 3)
     program = routed.client.train.__self__
@@ -148,7 +149,7 @@ def test_routed_rows_find_the_classifier_of_their_critic() -> None:
         assert torch.allclose(rows[routes], whole[critic][routes], atol=1e-6)
 
 
-def test_before_it_begins_it_is_gs_wgan() -> None:
+def test_before_the_classifiers_start_it_is_gs_wgan() -> None:
     late, never = dpac(changed={"start_step": 2}), make()
     assert trained(late, 2).keys() == trained(never, 2).keys()
     assert torch.equal(answer(late, trained(late, 2)), answer(never, trained(never, 2)))
@@ -156,7 +157,7 @@ def test_before_it_begins_it_is_gs_wgan() -> None:
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_replacing_a_row_changes_one_classifier(reset: bool) -> None:
+def test_replacing_a_record_changes_one_classifier(reset: bool) -> None:
     method = dpac(changed={"reset": reset})
     row = method.client.train.__self__.subsets(range(1, 2), SHARD, STREAMS)[0][0, 0]
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
@@ -181,7 +182,7 @@ def test_replacing_a_row_changes_one_classifier(reset: bool) -> None:
         '                streams.secret("routing").getrandbits(60)))'
     ),
 )
-def test_classifiers_do_not_see_the_draw() -> None:
+def test_classifiers_do_not_depend_on_the_sample() -> None:
     other = RandomStreams(STREAMS.public_key, b"another secret key", STREAMS.noise_key, "seeded")
     first, second = (trained(dpac(), 4, streams=streams) for streams in (STREAMS, other))
     assert all(
@@ -192,8 +193,8 @@ def test_classifiers_do_not_see_the_draw() -> None:
 
 
 @pytest.mark.parametrize("feeling", [1e3, -1e3])
-def test_no_classifier_moves_an_answer_beyond_the_clip_norm(feeling: float) -> None:
-    """What it adds is clipped with the critic's gradient, as one."""
+def test_no_classifier_moves_a_response_beyond_the_clip_norm(feeling: float) -> None:
+    """Its gradient is added to that of the critic before clipping."""
     method = dpac(noise=1e-9, routing="mean", critics=1, critics_per_step=1)
     state = trained(method, 1)
     loud = {

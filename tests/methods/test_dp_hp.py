@@ -1,4 +1,5 @@
-"""DP-HP: its features are the kernels' and never longer than 1, and one release is all it costs."""
+"""DP-HP: its features are those of the kernel with norm at most 1, and one release is its whole
+cost."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def features(pairs: int = 3) -> Hermite:
 
 @pytest.mark.parametrize("length", [0.05, 0.15, 1.0])
 def test_products_of_polynomials_are_the_gaussian_kernel(length: float) -> None:
-    """Mehler's formula, at all pairs of a byte's levels."""
+    """Mehler's formula, for all pairs of byte values."""
     table = hermite(400, length)
     x = torch.arange(256, dtype=torch.float64) / 255
     kernel = (-(x[:, None] - x).square() / (2 * length)).exp()
@@ -29,15 +30,15 @@ def test_products_of_polynomials_are_the_gaussian_kernel(length: float) -> None:
     ("order", "length", "squared"),
     [(100, 0.005, 0.82843**2), (20, 0.005, 0.35717), (100, 0.15, 1.0), (20, 0.15, 0.98879)],
 )
-def test_the_norms_are_the_known_ones(order: int, length: float, squared: float) -> None:
+def test_the_norms_are_the_known_values(order: int, length: float, squared: float) -> None:
     longest = float(hermite(order, length).square().sum(1).max())
     assert longest == pytest.approx(squared, abs=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
-def test_no_image_has_longer_features_than_one(seed: int, pairs: int, grey: bool) -> None:
-    """Of any pixels, between the levels too."""
+def test_features_have_norm_at_most_one(seed: int, pairs: int, grey: bool) -> None:
+    """For any pixels, also between byte values."""
     of = features(pairs)
     source = torch.Generator().manual_seed(seed)
     one = torch.rand(20, 1, 1, 1, generator=source).expand(20, 1, 8, 8)
@@ -45,8 +46,8 @@ def test_no_image_has_longer_features_than_one(seed: int, pairs: int, grey: bool
     assert float(of(of.sample_parameters(torch.tensor(seed)), images).norm(dim=1).max()) <= 1 + 1e-6
 
 
-def test_weighed_distances_are_those_of_the_kernels() -> None:
-    """gamma times the mean over pixels of the kernel's, and the mean over pairs."""
+def test_weighted_distances_are_those_of_the_kernels() -> None:
+    """gamma times the mean over pixels of the first kernel, and the mean over pairs."""
     of = features()
     images = torch.randint(0, 256, (2, 1, 8, 8), generator=torch.Generator().manual_seed(1)) / 255
     drawn = of.sample_parameters(torch.tensor(5))
@@ -67,7 +68,8 @@ def test_weighed_distances_are_those_of_the_kernels() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.integers(1, 5))
 def test_sums_of_groups_are_sums_of_images(seed: int, groups: int, size: int) -> None:
-    """By histograms or one by one, and their gradients too; black and white pixels among them."""
+    """By histograms or one by one, and their gradients too, with black and white pixels among
+    them."""
     of = features()
     source = torch.Generator().manual_seed(seed)
     images = (torch.randn(groups * size, 1, 8, 8, generator=source) / 2 + 0.5).clamp(0, 1)
@@ -86,15 +88,15 @@ def test_sums_of_groups_are_sums_of_images(seed: int, groups: int, size: int) ->
 def test_gradients_reach_the_pixels() -> None:
     of = features()
     images = torch.rand(3, 1, 8, 8, requires_grad=True)
-    found = of(of.sample_parameters(torch.tensor(0)), images).square().sum()
-    torch.autograd.backward(found)
+    result = of(of.sample_parameters(torch.tensor(0)), images).square().sum()
+    torch.autograd.backward(result)
     assert images.grad is not None and float(images.grad.abs().min()) >= 0
     assert float(images.grad.abs().max()) > 0
 
 
 def test_its_cost_is_that_of_one_gaussian() -> None:
-    """As the paper runs it 0.58555 by replacing a row and 0.27511 by adding one; epsilon 1 and 10
-    take noise multipliers of 3.7306 and 0.49989 at a norm of 1."""
+    """At the paper's settings 0.58555 for replacing a record and 0.27511 for adding one; ε = 1 and
+    10 take noise multipliers of 3.7306 and 0.49989 at a norm of 1."""
     assert gaussian_epsilon(1 / 6.08398, 1e-5) == pytest.approx(0.58555, abs=2e-5)
     assert gaussian_epsilon(0.5 / 6.08398, 1e-5) == pytest.approx(0.27511, abs=2e-5)
     for target, noise in ((1.0, 3.7306), (10.0, 0.49989)):
@@ -115,9 +117,9 @@ def test_its_cost_is_that_of_one_gaussian() -> None:
         ("order=100000", "must be below 1001"),
     ],
 )
-def test_what_numbers_cannot_hold(
+def test_settings_beyond_floating_point_are_refused(
     word: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["account", "method=dp_hp_small", f"method.{word}"]) == 2
-    assert f"method.{word.split('=')[0]}: " in (said := capsys.readouterr().err)
-    assert problem in said
+    assert f"method.{word.split('=')[0]}: " in (error := capsys.readouterr().err)
+    assert problem in error

@@ -1,4 +1,4 @@
-"""DP-MERF against kernels and means written out, and what its privacy rests on."""
+"""DP-MERF against explicit kernels and means, and the properties that its privacy relies on."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def test_products_of_features_are_a_gaussian_kernel(seed: int, bandwidth: float)
     count = 40_000
     features = FourierFeatures(count, bandwidth, 12, "cpu")
     images = torch.rand(3, 1, 3, 4, generator=torch.Generator().manual_seed(seed))
-    found = features(features.sample_parameters(torch.tensor(seed)), images)
-    assert torch.allclose(found.norm(dim=1), torch.ones(3).double(), atol=1e-4)
+    result = features(features.sample_parameters(torch.tensor(seed)), images)
+    assert torch.allclose(result.norm(dim=1), torch.ones(3).double(), atol=1e-4)
     distances = torch.cdist(images.flatten(1), images.flatten(1)).square()
     kernel = (-distances / (2 * bandwidth**2)).exp()
-    assert torch.allclose((found @ found.T).float(), kernel, atol=0.05)
+    assert torch.allclose((result @ result.T).float(), kernel, atol=0.05)
 
 
 def test_the_embedding_is_the_sum_of_features_by_label() -> None:
-    """To the rounding that clipping to the features' own norm takes off."""
+    """Up to the rounding that clipping to the norm of the features removes."""
     method = make(None)
     seed = method.server.init(STREAMS)["seed"]
     features = FourierFeatures(FEATURES, 2.5, 64, "cpu")
@@ -79,7 +79,7 @@ def test_the_embedding_is_the_sum_of_features_by_label() -> None:
     assert torch.allclose(embedding(method, SHARD), expected.float(), atol=1e-5)
 
 
-def test_clients_together_release_what_one_would() -> None:
+def test_clients_together_release_the_embedding_of_one() -> None:
     """Shards of different sizes, each divided by the same public number."""
     whole = embedding(make(None), SHARD)
     parts = [slice(0, 7), slice(7, 40), slice(40, 60)]
@@ -90,7 +90,7 @@ def test_clients_together_release_what_one_would() -> None:
 
 @settings(max_examples=25)
 @given(st.integers(0, 59), st.floats(0.5, 20))
-def test_a_row_more_moves_the_embedding_by_at_most_one_over_rows(
+def test_one_record_moves_the_embedding_by_at_most_one_over_rows(
     row: int, bandwidth: float
 ) -> None:
     method = make(None, bandwidth=bandwidth)
@@ -105,22 +105,22 @@ def test_a_row_more_moves_the_embedding_by_at_most_one_over_rows(
     ("round_streams, private = streams.at_round(sum_query.name, round_), shard.on(self.device)"),
     "round_streams, private = streams, shard.on(self.device)",
 )
-def test_noise_has_the_promised_scale_and_is_another_in_each_round() -> None:
-    """The empty shard's embedding is noise alone: std 3 / 60, from 20 x 500 numbers; their sample
-    variance leaves 8 % around the true one with probability below 1e-7."""
-    nobody = Shard(SHARD.images[:0], SHARD.labels[:0])
-    drawn = torch.stack([embedding(make(3.0), nobody, round_) for round_ in range(20)])
+def test_noise_has_the_stated_scale_and_differs_by_round() -> None:
+    """The embedding of an empty shard is noise alone: std 3 / 60, from 20 x 500 values; their
+    sample variance is outside of 8 % around it with probability below 1e-7."""
+    empty = Shard(SHARD.images[:0], SHARD.labels[:0])
+    drawn = torch.stack([embedding(make(3.0), empty, round_) for round_ in range(20)])
     assert float(drawn.var()) == pytest.approx((3.0 / 60) ** 2, rel=0.08)
     assert len({float(each[0, 0]) for each in drawn}) == 20
 
 
 @pytest.mark.parametrize("noise", [0.5, 5.0])
-def test_it_costs_one_gaussian_however_long_the_generator_trains(noise: float) -> None:
+def test_the_cost_is_one_gaussian_for_any_number_of_rounds(noise: float) -> None:
     """By the exact condition of Balle and Wang (2018), evaluated here."""
     plan = make(noise).plan
     assert plan.queries_in(1) == plan.queries_in(10_000) == 1
     assert canonical(plan.server_event(1)) == {GaussianDpEvent(noise): 1}
-    found = epsilon(canonical(plan.server_event(1)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    result = epsilon(canonical(plan.server_event(1)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
 
     def delta(eps: float) -> float:
         from scipy.stats import norm
@@ -128,7 +128,7 @@ def test_it_costs_one_gaussian_however_long_the_generator_trains(noise: float) -
         near, far = 1 / (2 * noise) - eps * noise, -1 / (2 * noise) - eps * noise
         return float(norm.cdf(near) - math.exp(eps) * norm.cdf(far))
 
-    assert delta(found) == pytest.approx(1e-5, rel=1e-3)
+    assert delta(result) == pytest.approx(1e-5, rel=1e-3)
 
 
 def test_the_generator_descends_to_the_embedding() -> None:
@@ -148,11 +148,9 @@ def test_the_generator_descends_to_the_embedding() -> None:
 
 @kills("fedgen/run/train.py", "            due |= state.rounds == once\n", "")
 @pytest.mark.parametrize("kind", ["local", "trusted"])
-def test_a_run_for_release_that_is_killed_later_asks_no_second_time(
-    kind: str, tmp_path: Path
-) -> None:
-    """Whether an answer could be sent again (its noise is held), or not (it would meet other noise
-    of the aggregator's)."""
+def test_a_killed_run_for_release_is_not_queried_again(kind: str, tmp_path: Path) -> None:
+    """Whether the response could be sent again (its noise is stored) or not (the aggregator would
+    add new noise)."""
     run = tmp_path / "run"
     words = ["method=dp_merf_small", "rounds=30", "privacy.noise=secure"]
     words += ["partition=iid", "partition.clients=2", f"privacy.aggregation={kind}"]
@@ -176,13 +174,13 @@ def test_epsilon_does_not_grow_along_a_run(train: Train) -> None:
     assert len({line["bytes"]["up"] for line in lines}) == 1
 
 
-def test_an_odd_number_of_features_is_none() -> None:
+def test_an_odd_number_of_features_is_refused() -> None:
     with pytest.raises(FedgenError, match="an even number"):
         make(1.0, features=51)
 
 
-def test_a_row_more_among_many_moves_the_sum_no_further() -> None:
-    """A sum of thousands in single precision may move by more than what is added to it."""
+def test_one_record_among_many_moves_the_sum_no_further() -> None:
+    """In single precision, a sum of thousands may move by more than the added term."""
     count = 2_000  # at which single precision rounds up
     features = FourierFeatures(FEATURES, 1.5, 64, "cpu")
     row = features(features.sample_parameters(torch.tensor(0)), torch.zeros(1, 64))
@@ -194,8 +192,8 @@ def test_a_row_more_among_many_moves_the_sum_no_further() -> None:
 @settings(max_examples=25)
 @given(st.integers(1, 40), st.floats(1e-6, 1e-3))
 @example(3, 1e-6)  # where a library's product takes another way
-def test_a_row_is_the_same_whatever_is_beside_it(count: int, bandwidth: float) -> None:
-    """At small bandwidths the last bit of an angle turns all features around."""
+def test_features_do_not_depend_on_other_records(count: int, bandwidth: float) -> None:
+    """At small bandwidths, the last bit of an angle changes all features."""
     features = FourierFeatures(FEATURES, bandwidth, 784, "cpu")
     rows = torch.rand(1, 784, generator=torch.Generator().manual_seed(0)).expand(count + 1, -1)
     drawn = features.sample_parameters(torch.tensor(1))
@@ -208,7 +206,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(count: int, bandwidth: float) -
     "self._of(product(images.flatten(1), frequencies, (1.0, max_frequency)))",
     "self._of(images.flatten(1) @ frequencies)",
 )
-def test_angles_are_the_same_in_whatever_order_they_are_added_up() -> None:
+def test_angles_do_not_depend_on_the_order_of_summation() -> None:
     features, order = FourierFeatures(FEATURES, 1e-6, 784, "cpu"), torch.randperm(784)
     drawn = features.sample_parameters(torch.tensor(1))
     rows = torch.rand(5, 784, generator=torch.Generator().manual_seed(0))
@@ -216,12 +214,12 @@ def test_angles_are_the_same_in_whatever_order_they_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "said"), [("local", "did not respond"), ("secure", "that was lost")]
+    ("aggregation", "message"), [("local", "did not respond"), ("secure", "that was lost")]
 )
-def test_a_run_whose_client_never_answers_publishes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], aggregation: str, said: str
+def test_a_run_without_a_clients_response_publishes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], aggregation: str, message: str
 ) -> None:
-    """Some clients answered before another failed: what they spent is spent, once."""
+    """Some clients responded before another failed: their spend is counted once."""
     run = tmp_path / "run"
     words = ["method=dp_merf_small", "seed=1", "rounds=4", "privacy.noise=secure"]
     words += ["partition=iid", "partition.clients=3", "runtime.faults.returns_error=0.5"]
@@ -229,7 +227,7 @@ def test_a_run_whose_client_never_answers_publishes_nothing(
     assert cli.run(["train", *tiny("dp_merf_small"), *words, f"run_dir={run}"]) == 2
     assert "did not respond" in capsys.readouterr().err
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     charged = [len(p.read_text().splitlines()) - 1 for p in run.glob("clients/*/ledger.jsonl")]
     assert sorted(charged) == [0, 1, 1]
     assert not (run / "public" / "generator.safetensors").exists()

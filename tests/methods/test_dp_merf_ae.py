@@ -1,4 +1,5 @@
-"""DP-MERF + AE: the gradients and the embedding of its two kinds of rounds, and what both cost."""
+"""DP-MERF + AE: the gradients and the embedding of its two kinds of rounds, and the cost of
+both."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, canonical
 
 STEPS, FEATURES, CODE, CLIP = 3, 30, 5, 0.7
-NOBODY = Shard(SHARD.images[:0], SHARD.labels[:0])
+EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])
 
 
 def make(noise: float | None, clients: int = 1, **changed: object) -> Method:
@@ -70,10 +71,10 @@ def asked(method: Method, round_: int) -> Query:
 def answer(method: Method, round_: int, shard: Shard = SHARD) -> torch.Tensor:
     query = asked(method, round_)
     release = method.client.respond({}, query, shard, round_, STREAMS)
-    found = torch.from_numpy(release.arrays["answer"])
-    assert tuple(found.shape) == method.plan.response_shape(1, round_)
+    result = torch.from_numpy(release.arrays["answer"])
+    assert tuple(result.shape) == method.plan.response_shape(1, round_)
     assert release.event == method.plan.server_event(1) or round_ >= STEPS
-    return found[0]
+    return result[0]
 
 
 def autoencoder(method: Method) -> Autoencoder:
@@ -82,7 +83,7 @@ def autoencoder(method: Method) -> Autoencoder:
     return network
 
 
-def test_a_step_is_the_gradient_of_what_the_codes_miss() -> None:
+def test_a_step_is_the_gradient_of_the_reconstruction_error() -> None:
     method = make(None)
     network, images = autoencoder(method), SHARD.rows(torch.arange(60))[0]
     loss = (network.decode(network.encode(images)) - images).square().sum() / 60
@@ -91,7 +92,7 @@ def test_a_step_is_the_gradient_of_what_the_codes_miss() -> None:
     assert torch.allclose(answer(method, 0), expected, atol=1e-4)
 
 
-def test_the_embedding_is_of_codes() -> None:
+def test_the_embedding_is_that_of_codes() -> None:
     method = make(None)
     images, labels = SHARD.rows(torch.arange(60))
     codes = autoencoder(method).encode(images).detach()
@@ -101,7 +102,7 @@ def test_the_embedding_is_of_codes() -> None:
     assert torch.allclose(answer(method, STEPS).view(10, -1), expected.float(), atol=1e-5)
 
 
-def test_training_an_autoencoder_and_then_codes() -> None:
+def test_rounds_train_the_autoencoder_and_then_the_generator() -> None:
     method = make(None)
     state = method.server.init(STREAMS)
     for round_ in range(STEPS + 40):
@@ -128,7 +129,7 @@ def test_training_an_autoencoder_and_then_codes() -> None:
 
 @pytest.mark.parametrize(("round_", "bound"), [(0, CLIP / 60), (STEPS, 1 / 60)])
 @pytest.mark.parametrize("row", [0, 31])
-def test_a_row_more_moves_a_release_by_its_sensitivity(round_: int, bound: float, row: int) -> None:
+def test_one_record_moves_a_release_by_its_sensitivity(round_: int, bound: float, row: int) -> None:
     method = make(1e-9)
     rest = [each for each in range(60) if each != row]
     without = Shard(SHARD.images[rest], SHARD.labels[rest])
@@ -137,12 +138,12 @@ def test_a_row_more_moves_a_release_by_its_sensitivity(round_: int, bound: float
 
 
 @pytest.mark.parametrize(("round_", "std"), [(0, 2 * CLIP / 60), (STEPS, 8 / 60)])
-def test_noise_has_the_promised_scale(round_: int, std: float) -> None:
-    """Of nobody's rows: at least 300 numbers, whose variance is within 40 % of the true one but for
-    a probability below 1e-5."""
-    found = answer(make(2.0), round_, NOBODY)
-    assert len(found) >= 300
-    assert float(found.var()) == pytest.approx(std**2, rel=0.4)
+def test_noise_has_the_stated_scale(round_: int, std: float) -> None:
+    """Of an empty shard: at least 300 values, whose variance is within 40 % of the true one except
+    with probability below 1e-5."""
+    result = answer(make(2.0), round_, EMPTY)
+    assert len(result) >= 300
+    assert float(result.var()) == pytest.approx(std**2, rel=0.4)
 
 
 def test_an_odd_number_of_features_is_refused() -> None:
@@ -158,9 +159,9 @@ def test_an_odd_number_of_features_is_refused() -> None:
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("died", [1, 2])
-def test_a_step_that_was_paid_for_is_not_done_again(died: int, tmp_path: Path) -> None:
-    """A short sequence is kept after each of its questions: in mode secure too a run goes on
-    between any two, at its target."""
+def test_a_charged_step_is_not_repeated(died: int, tmp_path: Path) -> None:
+    """A short sequence is stored after each query: in mode secure too, a run resumes between any
+    two, at its target."""
     run = tmp_path / "run"
     words = ["method=dp_merf_ae_small", "rounds=4", "method.sampling_rate=1"]
     words += ["method.embedding_noise=1000", "privacy.noise=secure", f"run_dir={run}"]
@@ -173,7 +174,7 @@ def test_a_step_that_was_paid_for_is_not_done_again(died: int, tmp_path: Path) -
     assert [page["releases"] for page in privacy["clients"].values()] == [3]
 
 
-def test_a_run_that_never_comes_to_the_embedding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_stops_before_the_embedding(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["method=dp_merf_ae_small", "method.autoencoder_steps=10"]
     enough = ["privacy.noise_multiplier=0.5", "privacy.target_epsilon=8", "rounds=16"]
     for words, key in ((["rounds=10"], "rounds"), (enough, "privacy.target_epsilon")):
@@ -186,8 +187,9 @@ def test_a_run_that_never_comes_to_the_embedding(capsys: pytest.CaptureFixture[s
     "return events[0] if len(events) == 1 else ComposedDpEvent(events)",
     "return events[0]",
 )
-def test_both_kinds_of_rounds_are_paid_for() -> None:
-    """Against dp_accounting's own accountants; a run that ends early paid for what it asked."""
+def test_both_kinds_of_rounds_are_charged() -> None:
+    """Against dp_accounting's own accountants; a run that stops early is charged for its
+    queries."""
     plan = make(0.8, sampling_rate=0.01, autoencoder_steps=500).plan
     assert plan.queries_in(10_000) == 501
     sampled = PoissonSampledDpEvent(0.01, GaussianDpEvent(0.8))
@@ -195,11 +197,13 @@ def test_both_kinds_of_rounds_are_paid_for() -> None:
     assert canonical(plan.server_event(501)) == {sampled: 500, GaussianDpEvent(3.2): 1}
     assert canonical(plan.server_event(503)) == {sampled: 502, GaussianDpEvent(3.2): 3}
     assert canonical(plan.server_event(20)) == {sampled: 20}
-    found = epsilon(canonical(plan.server_event(501)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    result = epsilon(
+        canonical(plan.server_event(501)), 1e-5, Relation.ADD_OR_REMOVE_ONE
+    ).or_infinity
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE
     by_pld = PLDAccountant(relation).compose(whole).get_epsilon(1e-5)
     by_rdp = RdpAccountant(neighboring_relation=relation).compose(whole).get_epsilon(1e-5)
-    assert found == pytest.approx(by_pld, rel=2e-3)
-    assert found < by_rdp
+    assert result == pytest.approx(by_pld, rel=2e-3)
+    assert result < by_rdp
     alone = epsilon(canonical(plan.server_event(500)), 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
-    assert alone < found - 0.05
+    assert alone < result - 0.05

@@ -1,4 +1,4 @@
-"""DP-Sinkhorn against autograd through geomloss, and what its privacy rests on."""
+"""DP-Sinkhorn against autograd through geomloss, and the properties that its privacy relies on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedgen.privacy.events import canonical
 
 COUNT, RATE, CLIP = 10, 0.3, 0.5
 BLUR = 1.0  # with less, single precision leaves little of the entropy
-NOBODY = Shard(SHARD.images[:0], SHARD.labels[:0])
+EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])
 
 
 def make(noise: float | None, **changed: object) -> Method:
@@ -79,12 +79,12 @@ W = SamplesLoss("sinkhorn", p=2, blur=BLUR, diameter=WIDEST, debias=False, cost=
 
 
 def drawn(round_: int = 0) -> tuple[Tensor, Tensor]:
-    """The batch that the client draws in a round."""
+    """Return the batch that the client samples in a round."""
     batch = PoissonSampling(RATE).sample(len(SHARD), STREAMS.at("gradient", round_))
     return SHARD.rows(torch.from_numpy(batch))
 
 
-def test_without_noise_the_answer_is_the_gradient_through_geomloss() -> None:
+def test_without_noise_the_response_is_the_gradient_through_geomloss() -> None:
     method = make(None)
     query = asked(method)
     x, labels = query.samples["images"].clone().requires_grad_(), query.shared["labels"]
@@ -97,7 +97,7 @@ def test_without_noise_the_answer_is_the_gradient_through_geomloss() -> None:
 
 @pytest.mark.parametrize("way", ["images", "weights"])
 def test_a_step_of_the_generator_descends_the_whole_loss(way: str) -> None:
-    """Gradients of images that clients know of, those that they do not, and the generator's own."""
+    """Gradients of images that clients receive, of those that they do not, and of the generator."""
     method = make(None, released=way)
     state = method.server.init(STREAMS)
     after = method.server.update(state, released(method, SHARD), 0, STREAMS)
@@ -108,10 +108,10 @@ def test_a_step_of_the_generator_descends_the_whole_loss(way: str) -> None:
     weights = {n: w.clone().requires_grad_() for n, w in part(state, "generator").items()}
     made = points(functional_call(template, weights, (latents, labels)), labels)
     loss = 2 * W(made[:COUNT], points(*drawn())) - W(made[:COUNT], made[4:])
-    found = torch.autograd.grad(loss, list(weights.values()))
+    result = torch.autograd.grad(loss, list(weights.values()))
     expected = {n: w.detach().clone() for n, w in weights.items()}
     moments = {n: v.clone() for n, v in part(state, "adam").items()}
-    adam_step(expected, dict(zip(weights, found, strict=True)), moments, 1e-2, (0.9, 0.999))
+    adam_step(expected, dict(zip(weights, result, strict=True)), moments, 1e-2, (0.9, 0.999))
     for name, value in part(after, "adam").items():
         scale = float(moments[name].abs().max())
         assert torch.allclose(value, moments[name], atol=1e-4 * scale, rtol=1e-3), name
@@ -119,16 +119,16 @@ def test_a_step_of_the_generator_descends_the_whole_loss(way: str) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(0, 59), st.sampled_from(["images", "weights"]), st.integers(0, 5))
-def test_a_row_less_moves_the_answer_by_at_most_the_sensitivity(
+def test_one_record_moves_the_response_by_at_most_the_sensitivity(
     row: int, way: str, round_: int
 ) -> None:
-    """The same noise on both sides takes itself away."""
+    """The same noise on both sides cancels."""
     method = make(1e-6, released=way, sampling_rate=1.0)
     rest = [each for each in range(60) if each != row]
     without = Shard(SHARD.images[rest], SHARD.labels[rest])
     apart = released(method, SHARD, round_) - released(method, without, round_)
     assert float(apart.norm()) <= 2 * CLIP + 1e-4
-    assert float((released(method, SHARD) - released(method, NOBODY)).norm()) <= 2 * CLIP + 1e-4
+    assert float((released(method, SHARD) - released(method, EMPTY)).norm()) <= 2 * CLIP + 1e-4
 
 
 @kills(
@@ -138,10 +138,11 @@ def test_a_row_less_moves_the_answer_by_at_most_the_sensitivity(
     case="joint-1.0",
 )
 @pytest.mark.parametrize(("clipping", "times"), [("joint", 1.0), ("images", math.sqrt(COUNT))])
-def test_images_clipped_by_themselves_take_more_noise(clipping: str, times: float) -> None:
-    """6,400 numbers of std 2 * 2 C: their variance leaves 10 % with probability below 1e-7."""
+def test_images_clipped_one_by_one_take_more_noise(clipping: str, times: float) -> None:
+    """6,400 values of std 2 * 2 C: their variance is outside of 10 % with probability below
+    1e-7."""
     method = make(2.0, clipping=clipping)
-    answers = torch.stack([released(method, NOBODY, round_) for round_ in range(10)])
+    answers = torch.stack([released(method, EMPTY, round_) for round_ in range(10)])
     noise = answers - answers.mean(0)
     assert float(noise.square().mean()) == pytest.approx(0.9 * (4 * CLIP * times) ** 2, rel=0.1)
     event = PoissonSampledDpEvent(RATE, GaussianDpEvent(2.0))
@@ -150,11 +151,11 @@ def test_images_clipped_by_themselves_take_more_noise(clipping: str, times: floa
     )
 
 
-def test_the_question_is_as_large_whatever_the_batch() -> None:
+def test_the_size_of_a_query_does_not_depend_on_the_batch() -> None:
     for round_ in range(3):
         query = make(1.0).server.query(make(1.0).server.init(STREAMS), round_, STREAMS)
         assert query is not None and query.count == COUNT
-    assert released(make(1.0), NOBODY).shape == released(make(1.0), SHARD).shape
+    assert released(make(1.0), EMPTY).shape == released(make(1.0), SHARD).shape
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,6 @@ def test_the_question_is_as_large_whatever_the_batch() -> None:
         ({"clipping": "images", "released": "weights"}, "method.clipping"),
     ],
 )
-def test_mistakes(changed: dict[str, object], key: str) -> None:
+def test_invalid_settings_are_refused(changed: dict[str, object], key: str) -> None:
     with pytest.raises(FedgenError, match=key):
         make(1.0, **changed)

@@ -1,4 +1,4 @@
-"""DP-WGAN-GP against algorithm 2 by plain autograd, and what the paper finds about it."""
+"""DP-WGAN-GP against Algorithm 2 by plain autograd, and a finding of the paper."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def answered(method: Method, shard: Shard, round_: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("noise", [1e-300, 1.5])
 def test_a_step_is_algorithm_2(noise: float) -> None:
-    """One row at a time, by plain autograd."""
+    """One record at a time, by plain autograd."""
     method = make(noise)
     client = method.client.respond.__self__  # type: ignore[attr-defined]
     start, here = method.server.init(STREAMS), STREAMS.at("steps", 0, "step", 0)
@@ -70,11 +70,11 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
         between = (float(rho) * x + (1 - float(rho)) * fake).requires_grad_()
         [slope] = torch.autograd.grad(score(between), between, create_graph=True)
         loss = score(fake) - score(x) + 10 * (slope.norm() - 1) ** 2
-        found = torch.autograd.grad(loss, [own[name] for name in sorted(own)], allow_unused=True)
+        result = torch.autograd.grad(loss, [own[name] for name in sorted(own)], allow_unused=True)
         flat = torch.cat(
             [
                 torch.zeros_like(own[n]).flatten() if each is None else each.flatten()
-                for n, each in zip(sorted(own), found, strict=True)
+                for n, each in zip(sorted(own), result, strict=True)
             ]
         )
         total = total + flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
@@ -85,14 +85,14 @@ def test_a_step_is_algorithm_2(noise: float) -> None:
     )
 
 
-def test_what_a_run_costs() -> None:
+def test_the_cost_of_a_run() -> None:
     plan = make(1.5).plan
     assert canonical(plan.server_event(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
     assert plan.claim is not None
 
 
-def test_small_clips_do_not_matter_under_adam() -> None:
-    """Section 3.2.1: below all gradients' norms, C cancels; above them it does not."""
+def test_small_clip_norms_are_equivalent_under_adam() -> None:
+    """Section 3.2.1: below the norms of all gradients C cancels, above them it does not."""
 
     def moved(clip: float) -> Tensor:
         method = make(1e-2, clip=clip, critic_steps=5)

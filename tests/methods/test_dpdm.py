@@ -1,4 +1,5 @@
-"""DPDM: a step by plain torch, whose streams are whose, and a network that keeps rows apart."""
+"""DPDM: a step by plain torch, the source of each random stream, and a network without interaction
+between records."""
 
 from __future__ import annotations
 
@@ -64,26 +65,24 @@ def answer(method: Method, shard: Shard, streams: RandomStreams = STREAMS) -> np
 @pytest.mark.parametrize("size", [8, 28, 32])
 @pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.parametrize("patch", [1, 2])
-def test_the_network_keeps_images_apart_and_their_shape(
-    size: int, attends: bool, patch: int
-) -> None:
+def test_the_network_processes_images_independently(size: int, attends: bool, patch: int) -> None:
     attention = [size // (2 * patch)] if attends else []
     net = meta_module(UNet(10, (1, size, size), 8, [1, 2], 2, attention, patch))
     weights = init_weights(net, STREAMS.public("network"))
     images = torch.randn(3, 1, size, size)
     levels, labels = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1, 10, 3])
-    found = functional_call(net, weights, (images, levels, labels))
-    assert found.shape == images.shape
+    result = functional_call(net, weights, (images, levels, labels))
+    assert result.shape == images.shape
     for row in range(3):
         alone = slice(row, row + 1)
         one = functional_call(net, weights, (images[alone], levels[alone], labels[alone]))
-        assert torch.allclose(one[0], found[row], atol=1e-4)
+        assert torch.allclose(one[0], result[row], atol=1e-4)
     for changed in ((images, levels + 1, labels), (images, levels, labels - 1)):
-        assert not torch.allclose(functional_call(net, weights, changed), found, atol=1e-4)
+        assert not torch.allclose(functional_call(net, weights, changed), result, atol=1e-4)
 
 
-def test_an_answer_is_the_gradient_of_the_mean_over_copies() -> None:
-    """By plain autograd on the client's own streams: 60 rows at K 3 are parts of 21 or so."""
+def test_a_response_is_the_gradient_of_the_mean_over_copies() -> None:
+    """By plain autograd on the client's own streams: 60 records at K = 3, in parts of about 21."""
     method = make()
     client = method.client.respond.__self__
     state = method.server.init(STREAMS)
@@ -99,17 +98,17 @@ def test_an_answer_is_the_gradient_of_the_mean_over_copies() -> None:
         shown += labels.tolist()
         noisy = clean + levels.view(-1, 1, 1, 1) * noise
         given = (*edm.inputs(noisy, levels), labels.repeat_interleave(3))
-        found = functional_call(client.network, leaves, given)
-        whole = whole + edm.loss(found, noisy, levels, clean).sum() / 3
+        result = functional_call(client.network, leaves, given)
+        whole = whole + edm.loss(result, noisy, levels, clean).sum() / 3
     whole.backward()
     expected = flat({name: value.grad for name, value in leaves.items()}) / 60
-    found = torch.from_numpy(answer(method, SHARD))
-    assert torch.allclose(found, expected, atol=2e-5, rtol=1e-3)
+    result = torch.from_numpy(answer(method, SHARD))
+    assert torch.allclose(result, expected, atol=2e-5, rtol=1e-3)
     assert 10 < shown.count(10) < 50, "half of the labels are left out"
 
 
-def test_levels_and_noise_have_the_papers_law() -> None:
-    """log s ~ N(-1.2, 1.2^2): 4,000 of them at five standard errors."""
+def test_levels_and_noise_have_the_distribution_of_the_paper() -> None:
+    """log s ~ N(-1.2, 1.2^2): 4,000 values at five standard errors."""
     client = make().client.respond.__self__
     levels, noise, dropped = client._random_inputs(2000, torch.zeros(4000, 1, 2, 2), STREAMS)
     assert float(levels.log().mean()) == pytest.approx(-1.2, abs=5 * 1.2 / 4000**0.5)
@@ -123,9 +122,9 @@ def test_levels_and_noise_have_the_papers_law() -> None:
     "numbers = torch.from_numpy(streams.secret_uniforms(size, name)).add_(2.0**-54)",
     ("numbers = torch.rand(size, generator=streams.public(name), dtype=torch.float64)"),
 )
-def test_copies_are_the_clients_secret() -> None:
-    """Other secret streams, another answer; other public ones, the same: nobody else can tell which
-    noise met which row."""
+def test_copies_follow_from_secret_streams() -> None:
+    """Other secret streams give another response, other public streams the same: which noise was
+    added to which record stays secret."""
     method = make(sampling_rate=1.0)
     other_secret = RandomStreams(
         STREAMS.public_key, b"another secret key", STREAMS.noise_key, "seeded"
@@ -139,8 +138,8 @@ def test_copies_are_the_clients_secret() -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 4])
-def test_a_row_moves_the_sum_by_at_most_the_clip(copies: int) -> None:
-    """However many copies: each alone would be clipped to C as well."""
+def test_one_record_moves_the_sum_by_at_most_the_clip_norm(copies: int) -> None:
+    """For any number of copies: each alone would be clipped to C as well."""
     method = make(noise=1e-6, copies=copies, clip=0.01, batch=1)
     row = Shard(SHARD.images[:1], SHARD.labels[:1])
     norm = float(np.linalg.norm(answer(method, row)))
@@ -148,7 +147,7 @@ def test_a_row_moves_the_sum_by_at_most_the_clip(copies: int) -> None:
     assert norm <= 0.01 * 1.001
 
 
-def test_the_server_takes_adams_step() -> None:
+def test_the_server_takes_a_step_of_adam() -> None:
     method = make()
     state = method.server.init(STREAMS)
     gradient = torch.randn(flat(part(state, "generator")).numel())
@@ -183,17 +182,17 @@ def test_the_server_takes_adams_step() -> None:
         ("method.sampler.guidanse=1", "method.sampler.guidanse"),
     ],
 )
-def test_mistakes_are_said_in_one_line(
+def test_invalid_settings_are_one_line(
     word: str, key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     assert cli.run(["train", "method=dpdm_small", word, f"run_dir={run}"]) == 2
-    said = capsys.readouterr().err
-    assert key in said
-    assert len(said.strip().splitlines()) == 1
+    error = capsys.readouterr().err
+    assert key in error
+    assert len(error.strip().splitlines()) == 1
 
 
-def test_guidance_needs_rows_without_labels(
+def test_guidance_needs_training_without_labels(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["method.sampler.guidance=0.3", "method.label_dropout=0"]

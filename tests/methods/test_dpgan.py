@@ -1,4 +1,4 @@
-"""DPGAN against algorithm 1 written out, and what its privacy rests on."""
+"""DPGAN against an explicit Algorithm 1, and the properties that its privacy relies on."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def played(method: Method, rounds: int) -> dict:
 
 
 def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[str, dict]:
-    """Algorithm 1 with the streams of the run, and nothing of the federation, the mechanisms or the
-    method: networks, batches, clipped sums and Adam are used as they are tested elsewhere."""
+    """Algorithm 1 with the streams of the run, without federation, mechanisms or the method:
+    networks, batches, clipped sums and Adam are tested elsewhere."""
     nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
     theta = part(start, "generator")
     phi = part(part(start, "discriminator"), "weights")
@@ -97,8 +97,8 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
         loss = lambda logits: F.softplus(sign * logits)  # noqa: E731
         kind: Precision = "float64" if sign < 0 else "float32"  # real rows alone need a bound
         inputs = images, labels
-        found = clipped_sum(nets.discriminator, phi, inputs, loss, CLIP, precision=kind).gradients
-        return torch.cat([found[name].flatten() for name in sorted(phi)])
+        result = clipped_sum(nets.discriminator, phi, inputs, loss, CLIP, precision=kind).gradients
+        return torch.cat([result[name].flatten() for name in sorted(phi)])
 
     for t in range(rounds):
         here = STREAMS.at("steps", t - t % steps, "step", t % steps)
@@ -130,15 +130,15 @@ def algorithm_1(method: Method, noise: float, rounds: int, steps: int) -> dict[s
 )
 @pytest.mark.parametrize("noise", [0.0, 1.5])
 def test_one_client_is_algorithm_1_bit_for_bit(noise: float) -> None:
-    """8 steps of the generator. Without noise: with a multiplier of 1e-300, which adds zero."""
+    """8 generator steps, without noise: a multiplier of 1e-300 adds zero."""
     method = make(noise or 1e-300, discriminator_steps=3)
     ours, reference = played(method, 24), algorithm_1(method, noise, 24, 3)
-    found = part(part(ours, "discriminator"), "weights")
-    assert all(torch.equal(found[n], value) for n, value in reference["discriminator"].items())
-    found = part(ours, "generator")
-    assert all(torch.equal(found[n], value) for n, value in reference["generator"].items())
+    result = part(part(ours, "discriminator"), "weights")
+    assert all(torch.equal(result[n], value) for n, value in reference["discriminator"].items())
+    result = part(ours, "generator")
+    assert all(torch.equal(result[n], value) for n, value in reference["generator"].items())
     moved = part(method.server.init(STREAMS), "generator")
-    assert not any(torch.equal(found[n], moved[n]) for n in found if n.endswith("weight"))
+    assert not any(torch.equal(result[n], moved[n]) for n in result if n.endswith("weight"))
 
 
 LOSSES = {
@@ -150,8 +150,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_a_generator_follows_the_loss_that_its_discriminator_does(loss: Callable) -> None:
-    """Its first step: away from where the discriminator, by this loss, wants fakes to be."""
+def test_a_generator_step_uses_the_loss_of_the_discriminator(loss: Callable) -> None:
+    """Its first step moves against what the discriminator, by this loss, assigns to fakes."""
     method = make(1e-300, discriminator_steps=1, loss=loss, generator_learning_rate=1e-3)
     nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
     phi = part(part(played(method, 1), "discriminator"), "weights")
@@ -164,7 +164,7 @@ def test_a_generator_follows_the_loss_that_its_discriminator_does(loss: Callable
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("noise", [1e-300, 1.5])
-def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Callable) -> None:
+def test_a_step_clips_each_example_before_summing(noise: float, loss: Callable) -> None:
     """One step against plain autograd, one example at a time."""
     method = make(noise, discriminator_steps=1, loss=loss)
     nets, start = method.client.respond.__self__.nets, method.server.init(STREAMS)  # type: ignore[attr-defined]
@@ -174,8 +174,8 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
         own = {name: value.clone().requires_grad_() for name, value in phi.items()}
         logit = functional_call(nets.discriminator, own, (image[None], label[None]))[0]
         lost = LOSSES[loss][0 if real else 1](logit)
-        found = torch.autograd.grad(lost, [own[name] for name in sorted(own)])
-        flat = torch.cat([each.flatten() for each in found])
+        result = torch.autograd.grad(lost, [own[name] for name in sorted(own)])
+        flat = torch.cat([each.flatten() for each in result])
         return flat * min(1.0, CLIP * (1 - 2**-10) / float(flat.norm()))
 
     here = STREAMS.at("steps", 0, "step", 0)
@@ -189,9 +189,9 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
         total = total + clipped(image, label, False)
     query = method.server.query(start, 0, STREAMS)
     release = method.client.respond({}, query, SHARD, 0, STREAMS)
-    found = method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
+    result = method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
     assert torch.allclose(
-        found[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6 + noise * CLIP / BATCH / 1000
+        result[0], (1 - RATES[1][0]) * total / (2 * BATCH), atol=1e-6 + noise * CLIP / BATCH / 1000
     )
 
 
@@ -202,21 +202,21 @@ def test_a_step_clips_each_example_before_it_adds_them(noise: float, loss: Calla
     'streams.at_round("steps", round_ + number)',
 )
 def test_steps_are_charged_one_by_one_and_share_no_noise() -> None:
-    """Six steps in a message, and queries that overlap them: each has random streams of its own, or
-    two responses would show their difference."""
+    """Six steps in a message, and queries that overlap them: each has its own random streams,
+    otherwise two responses would reveal their difference."""
     method = make(1e6, discriminator_steps=6)
     start = method.server.init(STREAMS)
     query = method.server.query(start, 0, STREAMS)
     release = method.client.respond({}, query, SHARD, 0, STREAMS)
     assert release.event == SelfComposedDpEvent(canonical_event(1e6), 6)
-    found = []
+    result = []
     for first in range(4):
         answer = method.client.respond({}, query.take([0]), SHARD, first, STREAMS).arrays["answer"]
-        found.append(method.worst_cases()[0].read(torch.from_numpy(answer))[0])
+        result.append(method.worst_cases()[0].read(torch.from_numpy(answer))[0])
     two = method.client.respond({}, query.take([0, 1]), SHARD, 0, STREAMS).arrays["answer"]
     m = method.worst_cases()[0].read(torch.from_numpy(two))[0]
-    found.append(m - RATES[1][0] * found[0])  # what the second of the two steps added
-    close = torch.corrcoef(torch.stack(found)).fill_diagonal_(0).abs()
+    result.append(m - RATES[1][0] * result[0])  # what the second of the two steps added
+    close = torch.corrcoef(torch.stack(result)).fill_diagonal_(0).abs()
     assert float(close.max()) < 0.1
 
 
@@ -224,12 +224,12 @@ def canonical_event(noise: float) -> PoissonSampledDpEvent:
     return PoissonSampledDpEvent(RATE, GaussianDpEvent(noise))
 
 
-def test_adaptive_steps_climb_as_the_paper_says() -> None:
-    """A scripted accuracy: 0.9, then 0.5 for ever. The average falls below 0.6 after as many steps
-    as 0.99^n takes from 0.4 to 0.1; a rung's grace is 200 steps of the generator."""
-    pace, told, state, climbed = StepsPerGeneratorStep("adaptive", 0.6, 0.99), 0.9, None, []
+def test_adaptive_steps_increase_as_in_the_paper() -> None:
+    """A scripted accuracy: 0.9, then 0.5 forever. The average falls below 0.6 after as many steps
+    as 0.99^n takes from 0.4 to 0.1; the grace period of a rung is 200 generator steps."""
+    pace, result, state, climbed = StepsPerGeneratorStep("adaptive", 0.6, 0.99), 0.9, None, []
     state = pace.start()
-    average = told
+    average = result
     for step in range(1500):
         accuracy = 0.9 if step < 50 else 0.5
         average = accuracy if step == 0 else 0.99 * average + 0.01 * accuracy
@@ -244,8 +244,8 @@ def test_adaptive_steps_climb_as_the_paper_says() -> None:
     assert float(state["shown"]) == pytest.approx(0.5, abs=1e-5)
 
 
-def test_mode_seeking_keeps_images_of_a_label_apart() -> None:
-    """Against a generator that would rather not: two runs that differ in its weight alone."""
+def test_mode_seeking_diversifies_images_of_a_label() -> None:
+    """Two runs that differ only in its weight."""
 
     def spread(weight: float) -> float:
         method = make(1.0, mode_seeking=weight, fakes=20, discriminator_steps=1)
@@ -259,8 +259,8 @@ def test_mode_seeking_keeps_images_of_a_label_apart() -> None:
     assert spread(1.0) > 1.1 * spread(0.0)
 
 
-def test_fewer_fakes_weigh_as_much() -> None:
-    """A step's gradient is half of reals and half of fakes, however many these are."""
+def test_fakes_have_half_of_the_weight() -> None:
+    """The gradient of a step is half of reals and half of fakes, whatever their numbers."""
     few, many = (
         first_moment(make(1e-300, fakes=fakes, sampling_rate=1e-9), EMPTY) for fakes in (40, 400)
     )
@@ -268,7 +268,7 @@ def test_fewer_fakes_weigh_as_much() -> None:
     assert float(few.norm() / many.norm()) == pytest.approx(1, abs=0.15)
 
 
-def test_a_rung_has_its_grace() -> None:
+def test_a_rung_has_a_grace_period() -> None:
     """Accuracy is below the floor from the start: nothing happens before 200 steps."""
     pace = StepsPerGeneratorStep("adaptive", 0.6, 0.99)
     state = pace.start()
@@ -280,7 +280,7 @@ def test_a_rung_has_its_grace() -> None:
 
 
 def first_moment(method: Method, shard: Shard, round_: int = 0) -> Tensor:
-    """What a client's answer tells of the noised sum of its first step."""
+    """Return what a response reveals of the noised sum of its first step."""
     query = method.server.query(method.server.init(STREAMS), round_, STREAMS).take([0])
     release = method.client.respond({}, query, shard, round_, STREAMS)
     return method.worst_cases()[0].read(torch.from_numpy(release.arrays["answer"]))
@@ -296,8 +296,8 @@ def test_an_empty_batch_is_released_and_charged() -> None:
     assert noise.std() == pytest.approx(CLIP / (2 * BATCH), rel=0.1)
 
 
-def test_each_round_draws_a_batch_of_its_own() -> None:
-    """Without noise and with the same fakes, what is left are sums over other rows."""
+def test_each_round_samples_its_own_batch() -> None:
+    """Without noise and with the same fakes, responses are sums over different records."""
     method = make(1e-300)
 
     def of_real_rows(round_: int) -> Tensor:
@@ -307,8 +307,8 @@ def test_each_round_draws_a_batch_of_its_own() -> None:
     assert not torch.allclose(of_real_rows(0), of_real_rows(1), atol=1e-5)
 
 
-def test_the_divisor_does_not_depend_on_the_rows() -> None:
-    """Half of the rows, without noise: about half of the sum, not its mean."""
+def test_the_divisor_does_not_depend_on_the_records() -> None:
+    """Half of the records, without noise: about half of the sum, not its mean."""
     method = make(1e-300, sampling_rate=1.0)
     half = Shard(SHARD.images[:30], SHARD.labels[:30])
     rest = Shard(SHARD.images[30:], SHARD.labels[30:])
@@ -319,35 +319,35 @@ def test_the_divisor_does_not_depend_on_the_rows() -> None:
 
 
 def test_the_server_takes_the_mean_of_the_discriminators() -> None:
-    """Of three clients, in which one client's noise is a third of what it was."""
+    """Of three clients; the noise of one is divided by three."""
     strategy = ParameterUpdates(make(1.0, clients=3), STREAMS)
     answers = {
         c: Response({"answer": np.full((1, 2), v, np.float32)}, canonical_event(1.0), Unit.RECORD)
         for c, v in enumerate((1.0, 2.0, 6.0))
     }
     assert sorted(strategy.route(0, 4)) == [0, 1, 2]
-    found = strategy.aggregate_query(0, answers, 4)
-    assert found is not None
-    assert found.tolist() == [[3.0, 3.0]]
+    result = strategy.aggregate_query(0, answers, 4)
+    assert result is not None
+    assert result.tolist() == [[3.0, 3.0]]
     del answers[2]
     assert strategy.aggregate_query(0, answers, 4).tolist() == [[1.5, 1.5]]  # type: ignore[union-attr]
     assert strategy.aggregate_query(0, {}, 4) is None
 
 
-def test_what_a_run_costs() -> None:
+def test_the_cost_of_a_run() -> None:
     plan = make(1.5, clients=3).plan
     assert canonical(plan.server_event(7)) == {PoissonSampledDpEvent(RATE, GaussianDpEvent(1.5)): 7}
     assert plan.release_event is None
     assert "Poisson" in str(plan.amplified_by["server"])
-    everybody = make(1.5, sampling_rate=1.0).plan
-    assert canonical(everybody.server_event(7)) == {GaussianDpEvent(1.5): 7}
-    assert everybody.sampler == "none"
-    assert "no subsampling" in str(everybody.not_amplified_because["server"])
+    all_clients = make(1.5, sampling_rate=1.0).plan
+    assert canonical(all_clients.server_event(7)) == {GaussianDpEvent(1.5): 7}
+    assert all_clients.sampler == "none"
+    assert "no subsampling" in str(all_clients.not_amplified_because["server"])
     assert canonical(make(None).plan.server_event(7)) == {NonPrivateDpEvent(): 7}
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.2])
-def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+def test_an_invalid_rate_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="sampling rate"):
         make(1.0, sampling_rate=rate)
 
@@ -361,10 +361,10 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     ("clients", "kind", "rate"),
     [(1, "local", 0.05), (4, "local", 0.2), (4, "secure", 0.05), (40, "local", 1.0)],
 )
-def test_the_rate_follows_from_the_batch_and_the_public_number_of_rows(
+def test_the_rate_follows_from_the_batch_and_the_public_count(
     clients: int, kind: str, rate: float
 ) -> None:
-    """A sum has the batch that it is divided by: of a client, or of all clients together."""
+    """A sum has the batch by which it is divided: of one client, or of all clients together."""
     facts = PublicFacts(clients, None, 10, (1, 8, 8), aggregation_kind=kind)  # type: ignore[arg-type]
     assert gradient_sum(facts, 1.0, CLIP, 5, None, 100).sampling == PoissonSampling(rate)
     assert gradient_sum(facts, 1.0, CLIP, 5, 0.3, 100).sampling == PoissonSampling(0.3)
@@ -378,14 +378,14 @@ def test_the_rate_follows_from_the_batch_and_the_public_number_of_rows(
 
 
 def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
-    """And a generator that was published before there were several is still one."""
+    """A generator published before there were several losses is still valid."""
     run = train("method=dpgan_small", "method/loss=hinge")
     place = run / "public" / "generator.json"
-    told = json.loads(place.read_text())
-    assert told["method"]["loss"] == {"type": "hinge"}
+    record = json.loads(place.read_text())
+    assert record["method"]["loss"] == {"type": "hinge"}
     assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/one.npz"]) == 0
-    del told["method"]["loss"]
-    place.write_text(json.dumps(told))
+    del record["method"]["loss"]
+    place.write_text(json.dumps(record))
     assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/two.npz"]) == 0
     one, two = (np.load(tmp_path / f"{name}.npz")["images"] for name in ("one", "two"))
     assert (one == two).all()

@@ -1,4 +1,4 @@
-"""FedAvg-GAN against algorithm 1 by plain autograd, and what its aggregator lets through."""
+"""FedAvg-GAN against Algorithm 1 by plain autograd, and the clipping of its aggregator."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def aggregated(method: Method, answers: dict[int, Tensor], round_: int = 0) -> T
         client: Response({"answer": value.numpy()}, Contribution(), Unit.CLIENT)
         for client, value in answers.items()
     }
-    found = strategy.aggregate_query(round_, arrived, 1)
-    assert found is not None
-    return found
+    result = strategy.aggregate_query(round_, arrived, 1)
+    assert result is not None
+    return result
 
 
-def test_a_clients_steps_are_algorithm_1() -> None:
-    """Two steps of the critic's loss, by plain autograd; without privacy nothing is clipped."""
+def test_the_steps_of_a_client_are_algorithm_1() -> None:
+    """Two steps of the critic's loss by plain autograd; without privacy nothing is clipped."""
     method, rows, here = make(None), shard(40), STREAMS.at("client", 0)
     nets = method.client.respond.__self__.nets  # type: ignore[attr-defined]
     state = method.server.init(STREAMS)
@@ -124,13 +124,13 @@ def test_the_server_takes_the_mean_over_the_expected_cohort() -> None:
     assert int(after["adam/step"]) == 2
 
 
-def test_who_has_more_rows_weighs_no_more() -> None:
+def test_clients_have_equal_weights() -> None:
     method = make(1.0)
     norms = [delta(method, shard(rows)).norm() for rows in (1, 60)]
     assert all(norm == pytest.approx(CLIP, rel=1e-3) for norm in norms)
 
 
-def test_a_client_without_rows_is_none() -> None:
+def test_a_client_without_records_does_not_count() -> None:
     assert not delta(make(1.0), shard(0)).any()
 
 
@@ -139,9 +139,9 @@ def test_a_client_without_rows_is_none() -> None:
     "            divisor = self.cohort.responses_per_sample\n",
     "            divisor = max(1, len(responses))\n",
 )
-def test_an_empty_cohort_and_a_missing_client_do_not_show() -> None:
-    """Whoever is missing moves the mean by its own clipped delta over the expected cohort; a cohort
-    of nobody is noise."""
+def test_an_empty_cohort_and_a_missing_client_are_not_revealed() -> None:
+    """A missing client moves the mean by its own clipped delta over the expected cohort; an empty
+    cohort gives noise."""
     quiet, method = make(1e-300), make(1.0)
     deltas = {client: delta(quiet, shard(30), client=client) for client in range(3)}
     whole, fewer = (
@@ -152,8 +152,8 @@ def test_an_empty_cohort_and_a_missing_client_do_not_show() -> None:
 
 
 def test_noise_is_used_once() -> None:
-    """In another round, and in a round that is done again with other answers, it is another; the
-    same answers find the same."""
+    """Another round, or a repeated round with other responses, has other noise; the same responses
+    have the same."""
     method = make(1.0)
     one, other = delta(method, shard(30)), delta(method, shard(20))
     noises = [
@@ -173,8 +173,8 @@ def test_noise_is_used_once() -> None:
     'self._streams.secret("cohort", server_round)',
     'self._streams.secret("cohort")',
 )
-def test_a_cohort_is_drawn_as_it_is_counted() -> None:
-    """Each client by itself at the rate of the event: binomial counts, at level 1e-7."""
+def test_cohorts_are_sampled_as_accounted() -> None:
+    """Each client independently at the rate of the event: binomial counts, at level 1e-7."""
     from scipy.stats import binom
 
     strategy = ParameterUpdates(make(1.0), STREAMS.at("strategy"))
@@ -186,8 +186,8 @@ def test_a_cohort_is_drawn_as_it_is_counted() -> None:
     assert counts.std() > 1  # no rotation
 
 
-def test_what_it_costs() -> None:
-    """The published run, whose noise for an epsilon of 10 is known from a second accountant."""
+def test_the_cost_of_a_run() -> None:
+    """The published run, whose noise for ε = 10 is known from a second accountant."""
     method = make(0.423, clients=3400, cohort_size=10)
     plan = method.plan
     assert plan.unit is Unit.CLIENT and plan.relation is Relation.ADD_OR_REMOVE_ONE
@@ -201,7 +201,7 @@ def test_what_it_costs() -> None:
     assert epsilon(canonical(plan.server_event(3)), 1e-5, plan.relation).value is None
 
 
-def test_a_run_that_goes_on_without_clients_is_not_amplified() -> None:
+def test_a_run_that_continues_without_clients_is_not_amplified() -> None:
     plan = make(1.0, requires_all=False).plan
     assert plan.release_event is not None
     [event] = canonical(plan.release_event(10))
@@ -209,9 +209,9 @@ def test_a_run_that_goes_on_without_clients_is_not_amplified() -> None:
     assert plan.amplified_by["release"] is None
 
 
-def test_what_is_published_of_noisy_clients_does_not_tell_how_often_one_was_drawn() -> None:
-    """Where each noises by itself, noise that is missing shows the draws: they count as seen, for
-    any client alike, whatever the busiest one's visits were."""
+def test_the_publication_does_not_reveal_how_often_a_client_was_sampled() -> None:
+    """If each client adds noise, missing noise reveals the samples: they count as seen, equally for
+    all clients, whatever the visits of the most sampled one."""
     facts = replace(FACTS, aggregation_kind="local")
     plan = make(2.0, facts=facts).plan
     assert plan.release_event is not None and plan.event_if_sampling_revealed is not None
@@ -234,20 +234,20 @@ def test_one_client_and_too_large_a_cohort_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("privacy.adversary=server", "clients trust it"),
         ("method.weights=examples", "method.weights"),
     ],
 )
-def test_what_has_no_bound_is_refused(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_settings_without_a_bound_are_refused(
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["train", "method=fedavg_gan", *tiny("fedavg_gan"), word]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_resumed_run_ends_the_same(train: Train, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_result(train: Train, tmp_path: Path) -> None:
     words = ["method=fedavg_gan", "rounds=5", "runtime.checkpoint_every=2", "log_every=1"]
     whole, run = fingerprint(train(*words, name="whole")), tmp_path / "cut"
     settings = [*tiny("fedavg_gan"), *words, "runtime.faults.server_dies=3", f"run_dir={run}"]

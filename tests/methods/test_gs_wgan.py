@@ -1,4 +1,4 @@
-"""GS-WGAN against autograd, and the separations that its privacy rests on."""
+"""GS-WGAN against autograd, and the separations that its privacy relies on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(first: dict, second: dict) -> bool:
 
 
 def critic_of(state: dict, number: int, width: int = 2) -> dict:
-    """One critic of a state, as a stack of one."""
+    """Return one critic of a state, as a stack of one."""
     first = number - number % width
     return {
         key: value[number - first : number - first + 1]
@@ -72,7 +72,7 @@ def critic(width: int) -> torch.nn.Module:
 
 
 def descended(method: Method, state: dict, responses: torch.Tensor) -> dict:
-    """The gradient that a generator step descends."""
+    """Return the gradient that a generator step descends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gs_wgan, "descend_generator", lambda state, gradients, *_: gradients)
         return method.server.update(state, responses, 0, STREAMS)
@@ -80,7 +80,7 @@ def descended(method: Method, state: dict, responses: torch.Tensor) -> dict:
 
 @pytest.mark.parametrize("generator", [dcgan.Generator, resnet.Generator])
 @pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
-def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, routing: str) -> None:
+def test_without_noise_the_gradient_is_that_of_autograd(generator: type, routing: str) -> None:
     method = make(generator=partial(generator, width=4), routing=routing)
     client, server = method.client, method.server
     state, weights = prepared(method), server.init(STREAMS)
@@ -112,18 +112,18 @@ def test_without_noise_the_gradient_is_end_to_end_autograd(generator: type, rout
 def test_gradient_of_parameters_is_the_same_gradient() -> None:
     by_sample, by_weights = make(routing="mean"), make(routing="mean", sanitize="parameters")
     state, weights = prepared(by_sample), by_sample.server.init(STREAMS)
-    found = []
+    result = []
     for method in (by_sample, by_weights):
         query = method.server.query(weights, 0, STREAMS)
         release = method.client.respond(state, query, SHARD, 0, STREAMS)
         answers = torch.from_numpy(release.arrays["answer"])
-        found.append(descended(method, weights, answers))
-    for name, value in found[0].items():
-        assert torch.allclose(value, found[1][name], atol=1e-6)
+        result.append(descended(method, weights, answers))
+    for name, value in result[0].items():
+        assert torch.allclose(value, result[1][name], atol=1e-6)
 
 
-def test_the_critics_loss_is_the_papers() -> None:
-    """Equation 12 by plain autograd, with a critic that is no network."""
+def test_the_loss_of_a_critic_is_equation_12() -> None:
+    """By plain autograd, with a critic that is not a network."""
     matrix = torch.randn(10, 64, generator=STREAMS.public("matrix"))
 
     def score(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -158,8 +158,8 @@ def test_the_critics_loss_is_the_papers() -> None:
     "order = torch.argsort(shard.images.flatten(1).float().sum(1), stable=True)",
 )
 @pytest.mark.parametrize("whose", range(5))
-def test_replacing_a_row_changes_one_critic(whose: int) -> None:
-    """After warm start and training, K - 1 critics are bit-identical."""
+def test_replacing_a_record_changes_one_critic(whose: int) -> None:
+    """After warm-up and training, K - 1 critics are bit-identical."""
     method = make()
     row = method.client.train.__self__.subsets(range(whose, whose + 1), SHARD, STREAMS)[0][0, 0]
     images, labels = SHARD.images.clone(), SHARD.labels.clone()
@@ -175,7 +175,7 @@ def test_replacing_a_row_changes_one_critic(whose: int) -> None:
     assert different in ([], [whose])
 
 
-def test_every_row_has_a_critic() -> None:
+def test_every_record_belongs_to_a_critic() -> None:
     critics = make().client.train.__self__
     rows = []
     for members in critics.rotation.stacks:
@@ -195,7 +195,7 @@ def test_every_row_has_a_critic() -> None:
     ),
 )
 @pytest.mark.parametrize("routing", ["per_sample", "per_step", "mean"])
-def test_answering_changes_no_later_training(routing: str) -> None:
+def test_responding_changes_no_later_training(routing: str) -> None:
     method = make(noise=1.0, routing=routing)
     quiet, asked = prepared(method), prepared(method)
     server = method.server.init(STREAMS)
@@ -208,8 +208,8 @@ def test_answering_changes_no_later_training(routing: str) -> None:
     assert same(quiet, asked)
 
 
-def test_training_leaves_the_state_that_went_in() -> None:
-    """A round that fails half way, or is done again, starts from where it started."""
+def test_training_does_not_modify_its_input_state() -> None:
+    """A round that fails or is repeated starts from the same state."""
     method = make()
     state = prepared(method)
     before = {p: {n: v.clone() for n, v in tensors.items()} for p, tensors in state.items()}
@@ -227,8 +227,8 @@ def test_training_leaves_the_state_that_went_in() -> None:
         '            streams.secret("routing").getrandbits(60)))'
     ),
 )
-def test_training_by_rotation_does_not_see_the_draw() -> None:
-    """Other secret streams, the same critics; on query, other critics."""
+def test_rotation_does_not_depend_on_the_sample() -> None:
+    """Other secret streams give the same critics; with ``on_query``, other critics."""
     other = RandomStreams(STREAMS.public_key, b"another secret key", STREAMS.noise_key, "seeded")
     for changed, expected in (
         ({}, True),
@@ -247,7 +247,7 @@ def test_training_by_rotation_does_not_see_the_draw() -> None:
 
 @pytest.mark.parametrize("width", [2, 6])
 def test_stacked_critics_train_as_single_ones(width: int) -> None:
-    """A stack is a matter of speed: with the same batches, gradients agree."""
+    """Stacking only affects speed: with the same batches, gradients agree."""
     critics = make(critics_per_step=5).client.train.__self__
     critics = replace(critics, nets=replace(critics.nets, critic=critic(width)))
     members, subsets = range(5), critics.subsets(range(5), SHARD, STREAMS)
@@ -269,7 +269,7 @@ def test_stacked_critics_train_as_single_ones(width: int) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12))
-def test_the_rotation_gives_every_critic_its_turn(count: int, turn: int, at_once: int) -> None:
+def test_the_rotation_trains_every_critic(count: int, turn: int, at_once: int) -> None:
     turn = min(turn, count)
     rotation = Rotation(count, turn, at_once)
     assert [critic for members in rotation.stacks for critic in members] == list(range(count))
@@ -290,10 +290,10 @@ def test_the_rotation_gives_every_critic_its_turn(count: int, turn: int, at_once
 )
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
 @settings(max_examples=10)
-def test_critics_warm_up_and_answer_in_groups_as_by_themselves(
+def test_groups_of_critics_give_the_results_of_single_ones(
     count: int, turn: int, most: int
 ) -> None:
-    """Groups are a matter of speed: as many critics at once as a stack may have."""
+    """Grouping only affects speed: as many critics at once as a stack may have."""
     method = make(routing="mean", sanitize="samples", critics=count, critics_per_step=turn)
     whole = method.client.train.__self__
     rotation = replace(whole.rotation, max_members=most)
@@ -340,7 +340,7 @@ def eps(method: Method, rounds: int, rows: int | None = None) -> tuple[float, fl
     return server, epsilon(canonical(plan.release_event(rounds)), 1e-5, plan.relation).or_infinity
 
 
-def test_centralized_draws_amplify_against_the_server_too() -> None:
+def test_centralized_sampling_amplifies_against_the_server_too() -> None:
     drawn, mean = make(noise=1.0), make(noise=1.0, routing="mean")
     assert eps(drawn, 100)[0] < eps(mean, 100)[0] / 2
     assert drawn.plan.unit.value == "record"
@@ -362,7 +362,7 @@ def test_the_published_variant_is_not_amplified() -> None:
     "hidden = facts.cohorts_hidden or not federated",
 )
 def test_the_published_variant_is_not_amplified_with_clients_either() -> None:
-    """Whoever is drawn trains: the release view loses what the draw of clients would give."""
+    """Sampled critics train: the release view loses the amplification by sampling clients."""
     published = make(clients=50, noise=1.0, critic_schedule="on_query", routing="per_step")
     provable = make(clients=50, noise=1.0, routing="per_step")
     assert eps(published, 100, rows=30)[1] > 1.5 * eps(provable, 100, rows=30)[1]
@@ -370,7 +370,7 @@ def test_the_published_variant_is_not_amplified_with_clients_either() -> None:
     assert "past samples" in str(published.plan.not_amplified_because["release"])
 
 
-def test_federated_draws_amplify_in_the_release_view_alone() -> None:
+def test_federated_sampling_amplifies_only_in_the_release_view() -> None:
     method = make(clients=50, noise=1.0)
     server, release = eps(method, 100, rows=30)
     assert method.plan.unit.value == "client"
@@ -382,13 +382,13 @@ def test_federated_draws_amplify_in_the_release_view_alone() -> None:
     assert release < busiest
 
 
-def test_noise_adds_up_in_what_is_published() -> None:
-    """Of all clients: one Gaussian whose mu is known in closed form. Of a few that are drawn: as if
-    one of them had so much noise."""
-    everybody = make(clients=49, noise=2.0, routing="mean")
-    _, release = eps(everybody, 100)
+def test_noise_adds_up_in_the_release_view() -> None:
+    """Of all clients: one Gaussian whose mu is known in closed form. Of a few sampled ones: as if
+    one of them had the noise of all."""
+    all_clients = make(clients=49, noise=2.0, routing="mean")
+    _, release = eps(all_clients, 100)
     assert gaussian_delta(600**0.5 / (7 * 2.0), release) == pytest.approx(1e-5, rel=1e-3)
-    assert "adds up" in str(everybody.plan.not_amplified_because["release"])
+    assert "adds up" in str(all_clients.plan.not_amplified_because["release"])
     some = make(clients=49, noise=0.5, responders=4)
     draw = SampledWithoutReplacementDpEvent(49, 4, GaussianDpEvent(1.0))
     assert canonical(some.plan.release_event(10)) == {draw: 60}
@@ -412,17 +412,17 @@ def test_noise_that_may_be_missing_does_not_add_up(changed: dict) -> None:
     assert "adds up" not in str(method.plan.amplified_by) + str(method.plan.not_amplified_because)
 
 
-def test_sums_stay_whole_where_draws_show() -> None:
-    """After a client failed and the run went on by other draws; and where critics train when they
-    are drawn: draws amplify nothing then, and the noise of all who answer is there all the same."""
+def test_the_noise_of_sums_is_kept_if_samples_are_revealed() -> None:
+    """After a client failed and the run continued with other samples, and if sampled critics train:
+    sampling amplifies nothing then, and the noise of all responders is there all the same."""
     for changed in ({"unanswered": True}, {"critic_schedule": "on_query"}):
         method = make(clients=5, noise=0.5, responders=4, **changed)
         [(event, count)] = canonical(method.plan.release_event(6)).items()
         assert (event, count) == (RevealedSampling(4 / 5, GaussianDpEvent(1.0)), 36)
         assert method.plan.amplified_by["release"] is None
         assert "adds up" in str(method.plan.not_amplified_because["release"])
-    everybody = make(clients=4, noise=0.5, routing="mean", unanswered=True)
-    assert canonical(everybody.plan.release_event(6)) == {GaussianDpEvent(1.0): 36}
+    all_clients = make(clients=4, noise=0.5, routing="mean", unanswered=True)
+    assert canonical(all_clients.plan.release_event(6)) == {GaussianDpEvent(1.0): 36}
 
 
 @kills(
@@ -430,26 +430,29 @@ def test_sums_stay_whole_where_draws_show() -> None:
     'torch.from_numpy(responses[client].arrays["answer"]).double()',
     'torch.from_numpy(responses[client].arrays["answer"]).half().double()',
 )
-def test_the_generator_follows_the_sum_alone() -> None:
-    """To the last bit: what followed from single answers would not have the noise of the sum."""
+def test_the_generator_depends_only_on_the_sum() -> None:
+    """To the last bit: what follows from single responses would not have the noise of the sum."""
     strategy = SampleGradients(make(clients=4, noise=1.0, routing="mean"), STREAMS)
     answers = noised(torch.zeros(4, 6, 1, 8, 8), 1.0, STREAMS)
-    found = {
+    result = {
         client: Response({"answer": each.numpy()}, GaussianDpEvent(1.0), Unit.CLIENT)
         for client, each in enumerate(answers)
     }
-    mean = strategy.aggregate_query(0, found, 6)
+    mean = strategy.aggregate_query(0, result, 6)
     assert torch.equal(mean, (answers.double().sum(0) / 4).float())
 
 
 @kills("fedgen/federation/client/context.py", 'self._streams.at("client", client)', "self._streams")
-def test_the_clients_noise_is_their_own(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked the same, four answer with independent noise: that of their sum is twice one's."""
+def test_clients_add_independent_noise(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same query, four clients respond with independent noise: that of their sum is twice
+    that of one."""
     answers = []
 
-    def seen(self: SampleGradients, round_: int, found: dict, rows: int) -> torch.Tensor | None:
-        answers.append(torch.stack([torch.from_numpy(a.arrays["answer"]) for a in found.values()]))
-        return aggregate(self, round_, found, rows)
+    def seen(self: SampleGradients, round_: int, content: dict, rows: int) -> torch.Tensor | None:
+        answers.append(
+            torch.stack([torch.from_numpy(a.arrays["answer"]) for a in content.values()])
+        )
+        return aggregate(self, round_, content, rows)
 
     aggregate = SampleGradients.aggregate_query
     monkeypatch.setattr(SampleGradients, "aggregate_query", seen)
@@ -484,12 +487,12 @@ def test_without_a_mechanism_there_is_no_bound() -> None:
         ("method.responders", {"responders": 51}, 50),
     ],
 )
-def test_contradictions_are_refused(key: str, changed: dict, clients: int) -> None:
+def test_contradictory_settings_are_refused(key: str, changed: dict, clients: int) -> None:
     with pytest.raises(FedgenError) as error:
         make(clients, 1.0, **changed)
     assert error.value.key == key
 
 
-def test_more_critics_than_rows_are_refused() -> None:
+def test_more_critics_than_records_are_refused() -> None:
     with pytest.raises(FedgenError, match=r"method\.critics"):
         make(critics=61)

@@ -1,4 +1,4 @@
-"""The private mixture: what each sum is bounded by, what all of them cost, and what they teach."""
+"""The private mixture: the bound of each sum, their total cost, and their results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make(
 
 
 def shard(rows: int, shape: tuple[int, int, int] = SHAPE, classes: int = 2, seed: int = 0) -> Shard:
-    """Of each label a gradient of its own, and noise."""
+    """Return images of a gradient for each label, with noise."""
     source = torch.Generator().manual_seed(seed)
     labels = torch.arange(rows) % classes
     slope = torch.linspace(0, 1, shape[2])
@@ -86,7 +86,7 @@ def shard(rows: int, shape: tuple[int, int, int] = SHAPE, classes: int = 2, seed
 
 
 def run(method: Method, shards: list[Shard], streams: RandomStreams = STREAMS) -> dict[str, Tensor]:
-    """All rounds, in this process."""
+    """Run all rounds in this process."""
     state = dict(method.server.init(streams))
     for round_ in range(method.plan.fixed_rounds or 0):
         query = method.server.query(state, round_, streams)
@@ -119,7 +119,7 @@ def run(method: Method, shards: list[Shard], streams: RandomStreams = STREAMS) -
 )
 @pytest.mark.parametrize("teacher", ["none", "ridge", "descent"])
 def test_all_sums_together_cost_one_gaussian(teacher: str) -> None:
-    """Squared ratios of sensitivity to noise add up to that of the whole: against dp_accounting."""
+    """Squared ratios of sensitivity to noise add up to that of the whole, against dp_accounting."""
     plan = make(0.5, private_classifier=teacher).plan
     rounds = {"none": 6, "ridge": 7, "descent": 9}[teacher]
     assert plan.query_rounds == plan.fixed_rounds == rounds
@@ -128,17 +128,17 @@ def test_all_sums_together_cost_one_gaussian(teacher: str) -> None:
     assert all(isinstance(leaf, GaussianDpEvent) for leaf in leaves)
     assert len(leaves) == rounds
     assert sum(1 / leaf.noise_multiplier**2 for leaf in leaves) == pytest.approx(4, rel=1e-9)
-    found = epsilon(spend, 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
+    result = epsilon(spend, 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
     alone = epsilon({GaussianDpEvent(0.5): 1}, 1e-5, Relation.ADD_OR_REMOVE_ONE).or_infinity
-    assert found == pytest.approx(alone, rel=1e-6)
+    assert result == pytest.approx(alone, rel=1e-6)
     by_pld = PLDAccountant().compose(ComposedDpEvent(leaves)).get_epsilon(1e-5)
-    assert found == pytest.approx(by_pld, rel=2e-3)
+    assert result == pytest.approx(by_pld, rel=2e-3)
     assert canonical(plan.server_event(3)).items() <= spend.items()
 
 
 def test_the_noise_is_that_of_one_gaussian_at_the_target() -> None:
-    """mu(10) = 2.0004 and mu(1) = 0.26805 at delta 1e-5 (Balle, Wang 2018). At an epsilon of 1 a
-    label has one cluster, and one step."""
+    """mu(10) = 2.0004 and mu(1) = 0.26805 at delta 1e-5 (Balle, Wang 2018). At ε = 1 a label has
+    one cluster, and one step."""
     for target, mu, rounds in ((10, 2.0004, 6), (1, 0.26805, 5)):
         words = ["method=mixture_small", f"privacy.target_epsilon={target}"]
         ready = setup(compose("config", words))
@@ -156,8 +156,10 @@ def test_the_noise_is_that_of_one_gaussian_at_the_target() -> None:
 )
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 30.0]), st.booleans())
-def test_a_row_moves_every_sum_by_at_most_its_clip(seed: int, size: float, white: bool) -> None:
-    """Whatever the server asks by, and whatever the row is: exactly, in double precision."""
+def test_one_record_moves_every_sum_by_at_most_its_clip_norm(
+    seed: int, size: float, white: bool
+) -> None:
+    """For any query and any record, exactly in double precision."""
     source = torch.Generator().manual_seed(seed)
     method = make(1.0, private_classifier="ridge")
     rows = shard(6, seed=seed)
@@ -192,16 +194,16 @@ def test_a_row_moves_every_sum_by_at_most_its_clip(seed: int, size: float, white
 )
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.integers(2, 40))
-def test_a_row_between_two_clusters_stays_where_it_is(seed: int, copies: int) -> None:
-    """Copies of a row that lies as near to one centre as to another, and one row more."""
+def test_a_record_between_two_clusters_is_assigned_consistently(seed: int, copies: int) -> None:
+    """Copies of a record at equal distances of two centres, and one record more."""
     source = torch.Generator().manual_seed(seed)
     server = make(1.0).server.init.__self__  # type: ignore[attr-defined]
     asks, sizes = server.contributions, server.sizes
     one = torch.rand((1, *server.shape), generator=source)
-    waves = asks.dct(one).shape[1]
+    coefficients = asks.dct(one).shape[1]
     shared = {
-        "means": torch.randn((server.classes, waves), generator=source),
-        "basis": torch.linalg.qr(torch.randn((waves, sizes.components), generator=source)).Q,
+        "means": torch.randn((server.classes, coefficients), generator=source),
+        "basis": torch.linalg.qr(torch.randn((coefficients, sizes.components), generator=source)).Q,
     }
     labels = torch.zeros(copies + 1, dtype=torch.long)
     place = asks.principal_components(shared, one, labels[:1])
@@ -212,12 +214,12 @@ def test_a_row_between_two_clusters_stays_where_it_is(seed: int, copies: int) ->
     for rows in (more[:-1], more):
         there = asks.principal_components(shared, rows, labels[: len(rows)])
         assert torch.equal(there[:copies], place.repeat(copies, 1))
-        found = asks.nearest_cluster(there, shared["centres"], labels[: len(rows)])
-        assert (found[:copies] == alone).all()
+        result = asks.nearest_cluster(there, shared["centres"], labels[: len(rows)])
+        assert (result[:copies] == alone).all()
 
 
 def sequence_of(method: Method) -> Any:
-    """The sums behind a client program."""
+    """Return the sums of a client program."""
     return method.client.respond.__self__.queries  # type: ignore[attr-defined]
 
 
@@ -226,25 +228,27 @@ def sequence_of(method: Method) -> Any:
     "norms = lengths * (lengths.square() + row_norms(other).square()).sqrt()",
     "norms = lengths.square()",
 )
-def test_moments_are_those_of_the_rows() -> None:
+def test_moments_are_those_of_the_images() -> None:
     torch.manual_seed(0)
     rows, beside = torch.randn(50, 7), torch.randn(50, 3)
-    found = sum_of_second_moments(rows, math.inf, torch.arange(50) % 2, 2, beside).gradients["rows"]
+    result = sum_of_second_moments(rows, math.inf, torch.arange(50) % 2, 2, beside).gradients[
+        "rows"
+    ]
     for block in (0, 1):
         mine, right = rows[block::2].double(), beside[block::2].double()
-        assert torch.allclose(symmetric_from_triangle(found[block, :28], 7), mine.T @ mine)
-        assert torch.allclose(found[block, 28:].view(7, 3), mine.T @ right)
+        assert torch.allclose(symmetric_from_triangle(result[block, :28], 7), mine.T @ mine)
+        assert torch.allclose(result[block, 28:].view(7, 3), mine.T @ right)
     one = sum_of_second_moments(rows[:1], math.inf).flat()
     assert float(one.norm()) == pytest.approx(float(rows[0].double().square().sum()))
     clipped = sum_of_second_moments(rows[:1], 0.5, targets=beside[:1]).flat()  # both together
     assert 0.499 < float(clipped.norm()) <= 0.5
 
 
-def test_rows_that_are_not_finite_count_nothing_in_moments() -> None:
+def test_non_finite_images_count_zero_in_moments() -> None:
     rows = torch.randn(4, 3)
     rows[1], rows[2, 0] = math.nan, math.inf
-    found = sum_of_second_moments(rows, 1.0).flat()
-    assert torch.equal(found, sum_of_second_moments(rows[[0, 3]], 1.0).flat())
+    result = sum_of_second_moments(rows, 1.0).flat()
+    assert torch.equal(result, sum_of_second_moments(rows[[0, 3]], 1.0).flat())
 
 
 # --- what it learns -------------------------------------------------------------------------------
@@ -255,7 +259,7 @@ def drawn(method: Method, state: dict[str, Tensor], count: int = 400) -> tuple[T
     return method.server.sample(method.server.generator(state), labels, STREAMS), labels
 
 
-def test_samples_are_like_the_rows() -> None:
+def test_samples_resemble_the_images() -> None:
     """Means and covariances of pixels by label, and grey levels, without noise."""
     rows = shard(400)
     method = make(dct_size=8, components=20, private_classifier="none")
@@ -272,7 +276,7 @@ def test_samples_are_like_the_rows() -> None:
 
 
 def test_clients_together_are_one_client() -> None:
-    """Without noise n clients' means are those of all rows."""
+    """Without noise, means over n clients are those of all images."""
     rows = shard(200)
     parts = [Shard(rows.images[n::4], rows.labels[n::4]) for n in range(4)]
     one, four = run(make(), [rows]), run(make(clients=4), parts)
@@ -281,7 +285,7 @@ def test_clients_together_are_one_client() -> None:
 
 
 @pytest.mark.parametrize("teacher", ["ridge", "descent"])
-def test_the_teacher_tells_labels_apart_and_labels_samples(teacher: str) -> None:
+def test_the_private_classifier_labels_samples(teacher: str) -> None:
     rows = shard(200, seed=1)
     method = make(private_classifier=teacher, classifier_steps=20)
     state = run(method, [rows])
@@ -293,16 +297,16 @@ def test_the_teacher_tells_labels_apart_and_labels_samples(teacher: str) -> None
     assert float((method.server.classify(weights, images) == labels).float().mean()) > 0.95
 
 
-def test_of_one_label_nobody_is_a_teacher() -> None:
-    """All is spent on what samples are drawn from."""
+def test_one_label_needs_no_private_classifier() -> None:
+    """The whole budget is spent on the mixture."""
     taught, without = make(2.0, classes=1), make(2.0, classes=1, private_classifier="none")
     assert taught.server.classify is None
     assert canonical(taught.plan.server_event(100)) == canonical(without.plan.server_event(100))
 
 
 def test_descent_is_softmax_regression() -> None:
-    """Steps with momentum along the gradient of the mean cross entropy, each row's clipped; the
-    mean of the second half."""
+    """Steps with momentum along the gradient of the mean cross entropy, clipped per image; the mean
+    of the second half."""
     rows = shard(40)
     method = make(private_classifier="descent", classifier_steps=4, rows=40)
     state = dict(method.server.init(STREAMS))
@@ -327,9 +331,9 @@ def test_descent_is_softmax_regression() -> None:
     assert torch.allclose(state["weights"].double(), expected, rtol=0.02, atol=0.02)
 
 
-def test_weights_of_a_hostile_server_do_not_move_other_rows() -> None:
-    """Scores that cancel exactly, times 2^30: in single precision a row more changed what others
-    contribute, by 25 clip norms in all."""
+def test_weights_of_a_hostile_server_do_not_move_other_contributions() -> None:
+    """Scores that cancel exactly, times 2^30: in single precision one record changed the
+    contributions of others by 25 clip norms in total."""
     torch.manual_seed(0)
     method = make(1.0, private_classifier="descent", classes=3, classifier_features=12, rows=2000)
     asked = sequence_of(method)[-1]
@@ -350,11 +354,11 @@ def test_weights_of_a_hostile_server_do_not_move_other_rows() -> None:
 )
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.integers(1, 130), st.sampled_from([0.0, 1e14]))
-def test_directions_of_a_hostile_server_do_not_move_other_rows(
+def test_directions_of_a_hostile_server_do_not_move_other_contributions(
     seed: int, rows: int, mean: float
 ) -> None:
-    """All that they leave of a row is rounding, which each place is long of. By products as
-    processors have them a row more moved what others contribute by half a clip norm in all."""
+    """They leave only rounding of an image, scaled to the norm. By ordinary matrix products one
+    record moved the contributions of others by half a clip norm in total."""
     source = torch.Generator().manual_seed(seed)
     features = F.normalize(torch.rand((rows + 1, 100), generator=source), dim=1).repeat(1, 2) / 2
     half = torch.randn((100, 30), generator=source)
@@ -369,8 +373,8 @@ def test_directions_of_a_hostile_server_do_not_move_other_rows(
     "(noise / counts[label]).square() * diagonal_factor",
     "0 * diagonal_factor",
 )
-def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
-    """Of a hundred rows at epsilon 1 covariances stay what eigenvalues beyond the noise allow."""
+def test_covariances_of_noise_are_shrunk() -> None:
+    """Of a hundred images at ε = 1, covariances keep only eigenvalues beyond the noise."""
     state = run(make(3.7, rows=100), [shard(100)])
     assert all(bool(value.isfinite().all()) for value in state.values())
     spread = state["roots"].square().sum((1, 2))
@@ -391,7 +395,7 @@ def test_noise_is_shrunk_away_where_it_is_all_there_is() -> None:
     ],
 )
 def test_images_of_any_shape(shape: tuple[int, int, int], classes: int, rows: int) -> None:
-    """Colour, rectangles, labels without rows, one row, four pixels, one label."""
+    """Colour, rectangles, labels without images, one image, four pixels, one label."""
     changed: dict[str, Any] = {"dct_size": None, "components": None, "classifier_samples": 80}
     method = make(1.0, shape=shape, classes=classes, rows=rows, **changed)
     state = run(method, [shard(rows, shape, classes)])
@@ -403,7 +407,7 @@ def test_images_of_any_shape(shape: tuple[int, int, int], classes: int, rows: in
 
 
 def test_at_client_level_a_client_counts_once() -> None:
-    """Its contribution is the mean over its rows, clipped as a whole."""
+    """Its contribution is the mean over its images, clipped as a whole."""
     method = make(1.0, clients=3, unit=Unit.CLIENT)
     state = run(method, [shard(n) for n in (0, 1, 40)])
     assert method.plan.unit is Unit.CLIENT
@@ -412,7 +416,7 @@ def test_at_client_level_a_client_counts_once() -> None:
     )
 
 
-def test_warps_move_images_and_keep_their_shape() -> None:
+def test_augmentation_keeps_the_shape_of_images() -> None:
     source = torch.Generator().manual_seed(0)
     images = shard(100).images.float() / 255
     still = Augmentation(1.0, 0, 0, 0, 0, 0)(images, source)
@@ -423,13 +427,13 @@ def test_warps_move_images_and_keep_their_shape() -> None:
     assert half.shape == images.shape
 
 
-def test_features_are_of_length_one_and_of_no_contrast() -> None:
+def test_features_have_norm_one_and_do_not_depend_on_contrast() -> None:
     images = shard(10).images.float() / 255
     features = Scattering(SHAPE, "cpu")
-    found = features(images)
-    assert found.shape == (10, features.count)
-    assert torch.allclose(found.norm(dim=1), torch.ones(10), atol=1e-5)
-    assert torch.allclose(features(images / 2), found, atol=0.02)
+    result = features(images)
+    assert result.shape == (10, features.count)
+    assert torch.allclose(result.norm(dim=1), torch.ones(10), atol=1e-5)
+    assert torch.allclose(features(images / 2), result, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -449,22 +453,22 @@ def test_features_are_of_length_one_and_of_no_contrast() -> None:
         (["method.classifier_samples=1"], "method.classifier_samples"),
     ],
 )
-def test_settings_that_cannot_be(
+def test_impossible_settings_are_refused(
     words: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["account", "method=mixture_small", *words]) == 2
     assert f"fedgen: {key}" in capsys.readouterr().err
 
 
-def test_shares_are_checked_whoever_asks() -> None:
+def test_shares_are_checked_for_every_caller() -> None:
     with pytest.raises(FedgenError, match=r"sum to 1\.15"):
         make(shares={**SHARES, "means": 0.3})
 
 
-def test_it_is_judged_as_whoever_loads_it_has_it(
+def test_the_evaluated_classifier_is_the_published_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How weights lie in memory decides how products of floats round, and with them labels."""
+    """The memory layout of weights affects the rounding of products, and with it labels."""
     judged = {}
 
     def look(ready: Any, generator: dict[str, torch.Tensor], *rest: Any) -> dict[str, Any]:
@@ -486,8 +490,8 @@ def test_it_is_judged_as_whoever_loads_it_has_it(
     "max_norm=math.inf,",
     "max_norm=mechanism.max_norm(self.queries[0].size),",
 )
-def test_no_sum_is_held_to_the_length_of_the_first() -> None:
-    """At client level, each has a length of its own."""
+def test_sums_have_different_lengths() -> None:
+    """At client level, each has its own."""
     shares = {**SHARES, "histogram": 0.168, "second_moments": 0.002}
     method = make(1.0, clients=100, unit=Unit.CLIENT, shares=shares)
     for case in method.worst_cases():

@@ -1,4 +1,4 @@
-"""A warm start: both phases are paid for, and what lies between them asks nobody."""
+"""Warm starts: both phases are charged, and training between them sends no query."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NAME = "central_images"
 SUMS = ["dpgan", "dp_cgan", "dp_wgan_gp", "psg", "dpdm"]
 
 
-def test_dp_feta_costs_what_is_known() -> None:
+def test_the_cost_of_dp_feta_is_the_known_one() -> None:
     """9.2757 by PLD at the published settings; without the first stage it would be less."""
     rate = f"method.sampling_rate={4000 / 60000}"
     config = compose("config", ["experiment=dp_feta_mnist", *SMALL, rate])
     plan = setup(config).method.plan
     spend = canonical(plan.server_event(plan.queries_in(config.rounds)))
-    found = epsilon(spend, 1e-5, plan.relation)
-    assert found.value == pytest.approx(9.2757, abs=5e-3)
-    assert found.second_opinion == pytest.approx(10.0, abs=1e-2)
+    result = epsilon(spend, 1e-5, plan.relation)
+    assert result.value == pytest.approx(9.2757, abs=5e-3)
+    assert result.second_opinion == pytest.approx(10.0, abs=1e-2)
 
 
 @kills(
@@ -55,7 +55,7 @@ def words(method: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", [m for m in PROGRAMS if not m.startswith(tuple(SUMS))])
-def test_other_methods_are_refused_in_a_line(method: str) -> None:
+def test_other_methods_are_refused_in_one_line(method: str) -> None:
     with pytest.raises(FedgenError) as refused:
         setup(compose("config", words(method)))
     assert refused.value.key == "warm_up"
@@ -64,7 +64,8 @@ def test_other_methods_are_refused_in_a_line(method: str) -> None:
 @pytest.mark.parametrize("method", [m for m in PROGRAMS if m.startswith(tuple(SUMS))])
 @pytest.mark.parametrize("clients", [1, 3])
 def test_every_method_of_sums_takes_a_warm_start(train: Train, method: str, clients: int) -> None:
-    """Two central images, three rounds alone, three of its own; of several clients as one sum."""
+    """Two central images, three rounds on the server, three private rounds; with several clients,
+    as one sum."""
     several = ["partition=iid", f"partition.clients={clients}", "privacy.aggregation=secure"]
     run = train(*words(method), *(several if clients > 1 else []))
     privacy = json.loads((run / "privacy.json").read_text())
@@ -76,17 +77,17 @@ def test_every_method_of_sums_takes_a_warm_start(train: Train, method: str, clie
     assert first["gates"]["noise_multiplier"] == pytest.approx(2.2360679775 * 2**0.5)
 
 
-def test_what_is_handed_out_names_it(train: Train) -> None:
+def test_the_publication_names_the_warm_start(train: Train) -> None:
     public = train(*words("dpgan_small")) / "public"
-    told = json.loads((public / "generator.json").read_text())["warm_up"]
-    assert told["noise_multiplier"] == 2.2360679775 and told["method"]["type"] == NAME
+    record = json.loads((public / "generator.json").read_text())["warm_up"]
+    assert record["noise_multiplier"] == 2.2360679775 and record["method"]["type"] == NAME
     card = (public / "README.md").read_text()
     assert (
         "- dpgan_small\n- central_images\n" in card and "dpgan_small after central_images" in card
     )
 
 
-def test_it_goes_on_to_the_same_bits(train: Train, tmp_path: Path) -> None:
+def test_a_warm_start_resumes_to_the_same_bits(train: Train, tmp_path: Path) -> None:
     """Stopped in each of its phases."""
     whole = train(*words("dpdm_small"), "sample_every=4", name="whole")
     for stop in (1, 4, 6):
@@ -99,7 +100,7 @@ def test_it_goes_on_to_the_same_bits(train: Train, tmp_path: Path) -> None:
 
 
 def released(more: list[str]) -> tuple[Setup, Tensors]:
-    """A run after its two central images, and what its server has then."""
+    """A run after its two central images, and the state of its server."""
     ready = setup(compose("config", more))
     method, streams = ready.method, ready.streams
     rows = ready.dataset.shard(ready.shards[0])
@@ -113,9 +114,9 @@ def released(more: list[str]) -> tuple[Setup, Tensors]:
     return ready, state
 
 
-def test_networks_learn_before_they_ask() -> None:
-    """Rounds alone, on central images, make a denoiser better at real digits: all that it needs is
-    in what was released."""
+def test_networks_are_pretrained_without_queries() -> None:
+    """Server rounds on central images improve a denoiser of real digits, from released values
+    alone."""
     more = ["privacy=none", "warm_up.rounds=30", "rounds=33"]
     ready, state = released([*words("dpdm_small"), *more])
     method, streams = ready.method, ready.streams
@@ -132,8 +133,8 @@ def test_networks_learn_before_they_ask() -> None:
     assert method.server.query(state, 32, streams) is not None
 
 
-def test_a_set_begins_with_samples() -> None:
-    """Each of its images is more like its label's central images than like another label's."""
+def test_a_set_starts_with_samples() -> None:
+    """Each image is closer to the central images of its label than to those of others."""
     more = ["privacy=none", "method.learning_rate=1.0e-6"]
     ready, state = released([*words("psg_small"), *more])
     state = ready.method.server.server_step(state, 2, ready.streams)
@@ -146,7 +147,7 @@ def test_a_set_begins_with_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["warm_up.rounds=0"], "warm_up.rounds: must be at least 1"),
         (["warm_up.noise_multiplier=0"], "warm_up.noise_multiplier: must be at least"),
@@ -164,24 +165,24 @@ def test_a_set_begins_with_samples() -> None:
         ),
     ],
 )
-def test_mistakes_are_said_in_a_line(
-    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_settings_are_one_line(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "run"
     assert cli.run(["train", *words("dpdm_small"), *more, f"run_dir={place}"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not place.exists()
 
 
-def test_what_goes_on_after_its_releases_is_no_start() -> None:
+def test_methods_without_sums_take_no_warm_start() -> None:
     other = ["warm_up=central_images", "method@warm_up.method=dp_merf_small"]
     with pytest.raises(FedgenError, match="continues after its releases"):
         setup(compose("config", ["method=dpdm_small", *other]))
 
 
 @kills("fedgen/run/noise_domain.py", 'domain_inputs.append(settings["warm_up"])', "pass")
-def test_another_warm_up_is_another_run() -> None:
-    """Under the same seed and at the same noise: what is asked later follows from it."""
+def test_another_warm_up_has_other_streams() -> None:
+    """Under the same seed and noise: later queries depend on it."""
     known = [*words("dpdm_small"), "privacy.noise_multiplier=1", "privacy.target_epsilon=null"]
     branches = {
         setup(compose("config", [*known, *more])).domain

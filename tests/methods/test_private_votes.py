@@ -1,4 +1,5 @@
-"""DataLens, G-PATE and PATE-GAN: each step by plain code, and what their privacy rests on."""
+"""DataLens, G-PATE and PATE-GAN: each step by plain code, and the properties that their privacy
+relies on."""
 
 from __future__ import annotations
 
@@ -69,9 +70,9 @@ def trained(method: Method, rounds: int, shard: Shard = SHARD) -> dict:
 
 
 def query(method: Method) -> Query:
-    found = method.server.query(method.server.init(STREAMS), 0, STREAMS)
-    assert found is not None
-    return found
+    result = method.server.query(method.server.init(STREAMS), 0, STREAMS)
+    assert result is not None
+    return result
 
 
 def answer(method: Method, state: dict, shard: Shard = SHARD) -> torch.Tensor:
@@ -108,8 +109,8 @@ def answer(method: Method, state: dict, shard: Shard = SHARD) -> torch.Tensor:
 def test_one_record_changes_one_teacher_and_its_optimizer(
     build: object, row: int, stacks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its label: released code that splits rows by their labels moves all teachers, and so does
-    an optimizer that goes from one stack of teachers of a turn to the next."""
+    """And its label: released code that splits records by label changes all teachers, and so does
+    an optimizer that continues from one stack of teachers to the next."""
     monkeypatch.setattr(ensemble_privacy, "critics_at_once", lambda *_: math.ceil(5 / stacks))
     method = make(build, critics_per_step=5)
     assert len(method.client.train.__self__.rotation.turns[0]) == stacks
@@ -140,7 +141,7 @@ def test_one_record_changes_one_teacher_and_its_optimizer(
 )
 @pytest.mark.parametrize("build", METHODS)
 def test_each_image_is_an_event(build: object) -> None:
-    """A record may have moved the votes on all images of a round."""
+    """A record may have changed the votes on all images of a round."""
     plan = make(build, noise=1.5).plan
     assert plan.samples_per_round > 1
     voted = 3 * plan.samples_per_round
@@ -148,9 +149,9 @@ def test_each_image_is_an_event(build: object) -> None:
 
 
 @pytest.mark.parametrize("build", METHODS)
-def test_noise_is_what_is_paid_for(build: object) -> None:
-    """Std of what is released around what is not noised: 400 or more numbers, at four standard
-    errors, which honest noise leaves once in 16,000 times."""
+def test_noise_has_the_accounted_scale(build: object) -> None:
+    """Standard deviation of 400 or more values at four standard errors, which honest noise exceeds
+    once in 16,000 times."""
     state = trained(make(build, batch=400), 1)
     exact = answer(make(build, batch=400), state)
     noisy = answer(make(build, noise=1.5, batch=400), state)
@@ -160,7 +161,7 @@ def test_noise_is_what_is_paid_for(build: object) -> None:
 
 
 @pytest.mark.parametrize("build", METHODS)
-def test_asking_twice_leaves_the_state(build: object) -> None:
+def test_a_repeated_query_does_not_change_the_state(build: object) -> None:
     method = make(build)
     state = trained(method, 2)
     kept = {n: {k: v.clone() for k, v in tensors.items()} for n, tensors in state.items()}
@@ -172,7 +173,7 @@ def test_asking_twice_leaves_the_state(build: object) -> None:
 
 
 @pytest.mark.parametrize("build", METHODS)
-def test_of_several_each_client_is_a_teacher(build: object) -> None:
+def test_each_of_several_clients_is_a_teacher(build: object) -> None:
     method = make(build, noise=1.0, clients=4)
     assert method.plan.unit.value == "client"
     assert method.client.train.__self__.rotation.count == 1
@@ -185,15 +186,15 @@ def test_of_several_each_client_is_a_teacher(build: object) -> None:
     "        if (facts.response_norm or 0) % 1 > 0.5 or last:",
 )
 @pytest.mark.parametrize("method", ["datalens_small", "g_pate_small", "pate_gan_small"])
-def test_votes_steer_no_rounds_and_name_no_files(method: str, train: Train, tmp_path: Path) -> None:
-    """Neighbours whose votes differ leave the same files, the same numbers of lines and the same
-    spend: no round more or less, no file named by what was voted."""
+def test_votes_affect_neither_rounds_nor_files(method: str, train: Train, tmp_path: Path) -> None:
+    """Neighbours with different votes leave the same files, the same numbers of lines and the same
+    spend."""
 
     def left(run: Path) -> tuple[list[str], int, str, str]:
         names = [p.relative_to(run).as_posix() for p in run.rglob("*")]
         lines = (run / "metrics.jsonl").read_text().splitlines()
-        told = ((run / name).read_text() for name in ("privacy.json", "public/PRIVACY.md"))
-        return sorted(names), len(lines), *told
+        result = ((run / name).read_text() for name in ("privacy.json", "public/PRIVACY.md"))
+        return sorted(names), len(lines), *result
 
     images, labels = SHARD.images.numpy().copy(), SHARD.labels.numpy().copy()
     runs = []
@@ -204,8 +205,8 @@ def test_votes_steer_no_rounds_and_name_no_files(method: str, train: Train, tmp_
         runs.append(train(f"method={method}", *words, "rounds=4", name=name))
         images[0], labels[0] = 255 - images[0], (labels[0] + 3) % 10
     assert left(runs[0]) == left(runs[1])
-    told = [(run / "public" / "generator.safetensors").read_bytes() for run in runs]
-    assert told[0] != told[1] and len(told[0]) == len(told[1])
+    result = [(run / "public" / "generator.safetensors").read_bytes() for run in runs]
+    assert result[0] != result[1] and len(result[0]) == len(result[1])
 
 
 # The papers' steps
@@ -222,14 +223,14 @@ def test_discriminators_learn_by_cross_entropy() -> None:
     real, fake, labels = images[:3], images[3:6], torch.zeros(3, dtype=torch.long)
     expected = F.binary_cross_entropy_with_logits(logits[:3], torch.ones(3))
     expected = expected + F.binary_cross_entropy_with_logits(logits[3:6], torch.zeros(3))
-    found = discriminator_loss(score, real, fake, labels)
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    result = discriminator_loss(score, real, fake, labels)
+    assert float(result) == pytest.approx(float(expected), rel=1e-5)
     expected = F.binary_cross_entropy_with_logits(logits[3:6], torch.ones(3), reduction="sum")
     assert float(generator_loss(score, fake, labels)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def gradients(method: Method, state: dict, asked: Query) -> torch.Tensor:
-    """Of each of five teachers, one by one, by plain autograd: (5, rows, 64)."""
+    """Return the gradients of each of five teachers by plain autograd: (5, rows, 64)."""
     critics, rows = method.client.train.__self__, []
     weights = [state[f"critics.{each.start}"] for each in critics.rotation.stacks]
     for stack in weights:
@@ -243,20 +244,20 @@ def gradients(method: Method, state: dict, asked: Query) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_datalens_votes_are_signs_of_the_largest() -> None:
+def test_datalens_votes_are_signs_of_the_largest_entries() -> None:
     method = make(datalens)
     state, asked = trained(method, 2), query(method)
-    found = answer(method, state).flatten(1)
+    result = answer(method, state).flatten(1)
     expected = torch.zeros(6, 64)
     for teacher in gradients(method, state, asked):
         for row, gradient in enumerate(teacher.tolist()):
             largest = sorted(range(64), key=lambda pixel: -abs(gradient[pixel]))[:9]
             for pixel in largest:
                 expected[row, pixel] += math.copysign(1, gradient[pixel]) / 5
-    assert torch.allclose(found, expected)
+    assert torch.allclose(result, expected)
 
 
-def test_datalens_moves_what_enough_teachers_agree_on() -> None:
+def test_datalens_moves_entries_on_which_enough_teachers_agree() -> None:
     votes = torch.tensor([[0.3, 0.2, 0.1, -0.2, -0.21, 0.0]])
     assert agreed_direction(votes, 0.2).tolist() == [[1.0, 0.0, 0.0, 0.0, -1.0, 0.0]]
 
@@ -264,7 +265,7 @@ def test_datalens_moves_what_enough_teachers_agree_on() -> None:
 def test_g_pate_votes_are_bins_of_projections() -> None:
     method = make(g_pate)
     state, asked = trained(method, 2), query(method)
-    found = answer(method, state)
+    result = answer(method, state)
     expected = torch.zeros(6, 3, 4)
     for teacher in gradients(method, state, asked):
         for row in range(6):
@@ -272,12 +273,12 @@ def test_g_pate_votes_are_bins_of_projections() -> None:
             for axis, value in enumerate(values.tolist()):
                 place = min(max(math.floor((value + 0.1) / 0.05), 0), 3)
                 expected[row, axis, place] += 1 / 5
-    assert torch.allclose(found, expected)
-    assert float(found.sum()) == pytest.approx(18)
+    assert torch.allclose(result, expected)
+    assert float(result.sum()) == pytest.approx(18)
 
 
-def test_g_pates_projections_are_fresh_and_of_the_right_length() -> None:
-    """Squared lengths of projected unit vectors are 1 on average: 600, at five standard errors."""
+def test_g_pate_projections_are_fresh_and_normalised() -> None:
+    """Squared norms of projected unit vectors are 1 on average: 600, at five standard errors."""
     method = make(g_pate, batch=600)
     drawn = projections(query(method), 3)
     squares = drawn[:, 0].square().sum(1)
@@ -290,8 +291,8 @@ def test_g_pates_projections_are_fresh_and_of_the_right_length() -> None:
     assert seeds.nbytes == 600 * 8, "all that travels of them"
 
 
-def test_g_pate_reads_off_one_noisy_histogram() -> None:
-    """Threshold and fullest bin alike: there is no second look at the votes."""
+def test_g_pate_uses_one_noisy_histogram() -> None:
+    """For the threshold and for the fullest bin: the votes are not queried twice."""
     asked = Query({"images": torch.zeros(2, 1, 8, 8), "seeds": torch.tensor([5, -7])})
     along = projections(asked, 2)
     histogram = torch.tensor(
@@ -302,15 +303,15 @@ def test_g_pate_reads_off_one_noisy_histogram() -> None:
     )
     middles = torch.tensor([-0.75, -0.25, 0.25, 0.75])
     values = torch.tensor([[0.25, 0.0], [-0.25, 0.75]])
-    found = direction(histogram, asked, 4, 1.0, 0.5, "fullest")
+    result = direction(histogram, asked, 4, 1.0, 0.5, "fullest")
     expected = torch.stack([along[row] @ values[row] for row in range(2)])
-    assert torch.allclose(found.flatten(1), expected, atol=1e-6)
-    found = direction(histogram, asked, 4, 1.0, 0.5, "mean")
+    assert torch.allclose(result.flatten(1), expected, atol=1e-6)
+    result = direction(histogram, asked, 4, 1.0, 0.5, "mean")
     expected = torch.stack([along[row] @ (histogram[row] @ middles) for row in range(2)])
-    assert torch.allclose(found.flatten(1), expected, atol=1e-6)
+    assert torch.allclose(result.flatten(1), expected, atol=1e-6)
 
 
-def test_pate_gan_counts_who_says_real() -> None:
+def test_pate_gan_counts_votes_for_real() -> None:
     method = make(pate_gan)
     state, asked = trained(method, 2), query(method)
     critics = method.client.train.__self__
@@ -327,8 +328,8 @@ def test_pate_gan_counts_who_says_real() -> None:
 
 
 @pytest.mark.parametrize("targets", ["hard", "soft"])
-def test_pate_gans_student_learns_from_the_noisy_majority(targets: str) -> None:
-    """Its step by torch's own Adam; the generator's after two rounds, not before."""
+def test_the_student_of_pate_gan_learns_from_the_noisy_majority(targets: str) -> None:
+    """Its step by torch's own Adam; that of the generator after two rounds, not before."""
     method = make(pate_gan, targets=targets)
     state, server = method.server.init(STREAMS), method.server
     net = dcgan.Critic(10, (1, 8, 8), 3)
@@ -338,8 +339,8 @@ def test_pate_gans_student_learns_from_the_noisy_majority(targets: str) -> None:
     truth = torch.tensor([1.0, 0, 1, 0, 1, 0])
     truth = truth if targets == "hard" else counts[:, 0].clamp(0, 1)
     asked = query(method)
-    said = net(asked.samples["images"], asked.samples["labels"])
-    F.binary_cross_entropy_with_logits(said, truth).backward()
+    result = net(asked.samples["images"], asked.samples["labels"])
+    F.binary_cross_entropy_with_logits(result, truth).backward()
     adam.step()
     once = server.update(state, counts, 0, STREAMS)
     for name, value in net.named_parameters():
@@ -371,12 +372,12 @@ def test_pate_gans_student_learns_from_the_noisy_majority(targets: str) -> None:
         ("pate_gan_small", "method.student=2", "method.student"),
     ],
 )
-def test_mistakes_are_said_in_one_line(
+def test_invalid_settings_are_one_line(
     method: str, word: str, key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     assert cli.run(["train", f"method={method}", word, f"run_dir={run}"]) == 2
-    said = capsys.readouterr().err
-    assert key in said
-    assert len(said.strip().splitlines()) == 1
+    error = capsys.readouterr().err
+    assert key in error
+    assert len(error.strip().splitlines()) == 1
     assert not run.exists()

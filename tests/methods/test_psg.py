@@ -1,4 +1,4 @@
-"""PSG: each step by plain torch, and a set that is no generator."""
+"""PSG: each step by plain torch, and a set in place of a generator."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def net_of(state: dict) -> ConvNet:
     return net
 
 
-def test_the_papers_network_has_the_papers_size() -> None:
+def test_the_network_has_the_size_of_the_paper() -> None:
     assert sum(p.numel() for p in ConvNet(10, (1, 28, 28), 128).parameters()) == 317_706
 
 
 @pytest.mark.parametrize(("channels", "least"), [(1, 4), (3, 8)])
 def test_images_that_cannot_be_pooled_three_times_are_refused(channels: int, least: int) -> None:
-    """Within a client it would be a failure over private rows, which has no bound."""
+    """At a client it would be a failure over private records, which has no bound."""
     images, label = torch.zeros(1, channels, least, least), torch.zeros(1, dtype=torch.long)
     assert ConvNet(10, (channels, least, least), 4)(images, label).isfinite().all()
     for shape in ((channels, least - 1, least), (channels, least, least - 1), (channels, 1, 1)):
@@ -67,8 +67,8 @@ def test_images_that_cannot_be_pooled_three_times_are_refused(channels: int, lea
             ConvNet(10, shape, 4)
 
 
-def test_a_classifier_starts_as_torchs_layers_do() -> None:
-    """Weights within torch's bounds, normalization that passes everything."""
+def test_a_classifier_is_initialised_like_torch() -> None:
+    """Weights within torch's bounds, identity normalisation."""
     weights = part(make().server.init(STREAMS), "classifier")
     for name, parameter in ConvNet(10, (1, 8, 8), 4).named_parameters():
         if name.startswith("norms."):
@@ -78,8 +78,8 @@ def test_a_classifier_starts_as_torchs_layers_do() -> None:
             assert float(weights[name].abs().max()) == pytest.approx(limit, rel=0.2)
 
 
-def test_an_answer_is_the_gradient_of_the_loss() -> None:
-    """All rows, nothing clipped, nothing noised: their mean gradient by autograd."""
+def test_a_response_is_the_gradient_of_the_loss() -> None:
+    """All records, without clipping and noise: their mean gradient by autograd."""
     method = make(sampling_rate=1.0, batch=60)
     state = method.server.init(STREAMS)
     sent = method.client.respond({}, method.server.query(state, 0, STREAMS), SHARD, 0, STREAMS)
@@ -103,9 +103,9 @@ def test_the_set_descends_the_distance_of_gradients() -> None:
     target = dict(zip(named, torch.split(answer[0], sizes), strict=True))
     for _ in range(3):
         loss = F.cross_entropy(_logits(net, images), labels)
-        found = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        result = torch.autograd.grad(loss, list(named.values()), create_graph=True)
         apart = torch.zeros(())
-        for (name, weight), slope in zip(named.items(), found, strict=True):
+        for (name, weight), slope in zip(named.items(), result, strict=True):
             if weight.dim() > 1:
                 for own, other in zip(slope, target[name].view_as(weight), strict=True):
                     cosine = (own * other).sum() / (own.norm() * other.norm())
@@ -123,15 +123,15 @@ def _logits(net: ConvNet, images: torch.Tensor) -> torch.Tensor:
     return -torch.stack(losses, 1)
 
 
-def test_a_set_begins_with_noise_around_grey() -> None:
-    """4,000 pixels: their standard deviation is within 6 % of what is asked, at five sigma."""
+def test_a_set_starts_with_noise_around_grey() -> None:
+    """4,000 pixels: their standard deviation is within 6 % of the stated one, at five sigma."""
     images = make(initial_std=0.1, per_label=7).server.init(STREAMS)["set/images"]
     assert float(images.std()) == pytest.approx(0.1, rel=0.06)
     assert abs(float(images.mean())) < 0.01
 
 
-def test_a_classifier_trains_on_the_set_and_is_made_anew() -> None:
-    """After two rounds it has trained; after four there is another."""
+def test_a_classifier_trains_on_the_set_and_is_replaced() -> None:
+    """After two rounds it has trained; after four it is another."""
     method = make()
     state = method.server.init(STREAMS)
     answer = torch.ones(1, sum(p.numel() for p in net_of(state).parameters()))
@@ -146,14 +146,14 @@ def test_a_classifier_trains_on_the_set_and_is_made_anew() -> None:
     assert not torch.equal(seen[4], seen[0])
 
 
-def test_more_matches_cost_nothing() -> None:
+def test_more_matching_steps_are_free() -> None:
     once, often = (make(noise=0.7, matches=m).plan.server_event(30) for m in (1, 9))
     assert canonical(once) == canonical(often)
     plan = make(noise=0.7).plan
     assert epsilon(canonical(once), 1e-5, plan.relation).or_infinity < 100
 
 
-def test_the_set_is_drawn_without_repetition_while_it_lasts() -> None:
+def test_samples_repeat_only_beyond_the_size_of_the_set() -> None:
     method = make()
     weights = method.server.generator(method.server.init(STREAMS))
     labels = torch.arange(10).repeat(3)
@@ -172,7 +172,7 @@ def test_the_set_is_drawn_without_repetition_while_it_lasts() -> None:
     "if not judged.settings.judge or judged.is_set:",
     "if not judged.settings.judge:",
 )
-def test_a_run_says_that_there_are_but_so_many_images(
+def test_a_run_prints_the_size_of_the_set(
     train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = train("method=psg_small", "rounds=2", "evaluation=quick", "evaluation.samples=300",
@@ -185,24 +185,24 @@ def test_a_run_says_that_there_are_but_so_many_images(
     assert results["memorization"]["n"] == 20
     out = tmp_path / "all.npz"
     assert cli.run(["sample", f"run={run}", "n=20", f"out={out}"]) == 0
-    with np.load(out) as found:
-        assert len(np.unique(found["images"].reshape(20, -1), axis=0)) == 20
-        assert np.bincount(found["labels"]).tolist() == [2] * 10
+    with np.load(out) as result:
+        assert len(np.unique(result["images"].reshape(20, -1), axis=0)) == 20
+        assert np.bincount(result["labels"]).tolist() == [2] * 10
     capsys.readouterr()
     assert cli.run(["sample", f"run={run}", "n=21", f"out={out}"]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said == "fedgen: n: 21 of a set of 20 images; take at most 20: that is all of them"
+    error = capsys.readouterr().err.strip()
+    assert error == "fedgen: n: 21 of a set of 20 images; take at most 20: that is all of them"
 
 
 @pytest.mark.parametrize(
     ("word", "key"),
     [("method.momentum=1", "method.momentum"), ("method.sampling_rate=2", "method.sampling_rate")],
 )
-def test_mistakes_are_said_in_one_line(
+def test_invalid_settings_are_one_line(
     word: str, key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     assert cli.run(["train", "method=psg_small", word, f"run_dir={run}"]) == 2
-    said = capsys.readouterr().err
-    assert key in said
-    assert len(said.strip().splitlines()) == 1
+    error = capsys.readouterr().err
+    assert key in error
+    assert len(error.strip().splitlines()) == 1

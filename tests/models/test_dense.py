@@ -1,4 +1,4 @@
-"""The dense generator: an image follows from its own latent and label alone."""
+"""The dense generator: an image depends only on its latent vector and label."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def made(latents: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return images
 
 
-def test_an_image_is_the_same_whatever_is_drawn_beside_it() -> None:
-    """Batch normalization would make it another: alone it would even be flat."""
+def test_an_image_does_not_depend_on_its_batch() -> None:
+    """Batch normalisation would change it, and make a single image flat."""
     latents, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 0, 0])
     together = made(latents, labels)
     assert together.shape == (6, *SHAPE)

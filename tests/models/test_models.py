@@ -1,4 +1,4 @@
-"""Networks: shapes, ranges, spectral norm, and stacks that keep their members apart."""
+"""Networks: shapes, ranges, spectral norms, and stacks without interaction between members."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_generators_work_in_a_stack(word: str, streams: RandomStreams) -> None:
     each = [init_weights(net, streams.public("weights", number)) for number in range(2)]
     latents, labels = torch.rand(2, 4, 5), torch.tensor([[0, 1, 2, 0], [1, 2, 0, 1]])
     images = functional_apply(net, stack(each), latents, labels)
-    for alone, inputs, label, found in zip(each, latents, labels, images, strict=True):
+    for alone, inputs, label, result in zip(each, latents, labels, images, strict=True):
         expected = functional_call(net, alone, (inputs, label))
-        assert torch.allclose(found, expected, atol=1e-5)
+        assert torch.allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -67,22 +67,22 @@ def test_critic(shape: tuple[int, int, int], streams: RandomStreams) -> None:
     assert (scores[:2] != scores[2:]).all(), "the label counts"
 
 
-def test_critic_has_the_papers_size() -> None:
+def test_the_critic_has_the_size_of_the_paper() -> None:
     net = dcgan.Critic(classes=10, shape=(1, 28, 28), width=64)
     assert sum(p.numel() for p in net.parameters()) == 1_071_105
 
 
-def test_sizes_that_doubling_does_not_reach_are_refused() -> None:
+def test_sizes_unreachable_by_doubling_are_refused() -> None:
     for size in (7, 9, 30, 33):
         with pytest.raises(FedgenError, match="do not fit"):
             dcgan.upsamplings(size)
 
 
 @pytest.mark.parametrize("make", [partial(dcgan.Critic, 10), partial(resnet.Generator, 4, 10)])
-def test_settled_weights_give_what_layers_that_settle_them_give(
+def test_precomputed_weights_equal_normalising_layers(
     make: Callable[..., nn.Module], streams: RandomStreams
 ) -> None:
-    """And the same gradients, alone and in a stack."""
+    """With the same gradients, alone and in a stack."""
     module = meta_module(make((1, 8, 8), 3))
     sources = [streams.public("init", number) for number in range(2)]
     stacked = trainable(stack([init_weights(module, source) for source in sources]))
@@ -111,7 +111,7 @@ def test_power_iteration_finds_the_spectral_norm(streams: RandomStreams) -> None
     assert float(u @ matrix @ v) == pytest.approx(float(top), rel=1e-3)
 
 
-def test_a_stack_steps_as_its_members_do(streams: RandomStreams) -> None:
+def test_a_stack_steps_like_its_members(streams: RandomStreams) -> None:
     """Power iteration and Adam on a stack equal those on each member, exactly."""
     net = meta_module(dcgan.Critic(classes=3, shape=(1, 8, 8), width=4))
     members = [init_weights(net, streams.public("weights", i)) for i in range(3)]
@@ -126,7 +126,7 @@ def test_a_stack_steps_as_its_members_do(streams: RandomStreams) -> None:
             assert torch.allclose(value, stacked[name][i], rtol=1e-6, atol=1e-7), name
 
 
-def test_adam_is_torchs(streams: RandomStreams) -> None:
+def test_adam_equals_that_of_torch(streams: RandomStreams) -> None:
     ours = {"w": torch.ones(4)}
     state = adam_start(ours)
     theirs = torch.nn.Parameter(torch.ones(4))
@@ -139,8 +139,8 @@ def test_adam_is_torchs(streams: RandomStreams) -> None:
     assert torch.allclose(ours["w"], theirs.detach(), atol=1e-7)
 
 
-def test_adam_takes_gradients_in_any_memory_order() -> None:
-    """vmap returns gradients with permuted strides; each element must meet its own."""
+def test_adam_accepts_gradients_in_any_memory_layout() -> None:
+    """vmap returns gradients with permuted strides; each entry must be used with its own weight."""
     gradient = torch.arange(12.0).view(3, 4)
     steps = []
     for given in (gradient, gradient.T.contiguous().T):
@@ -164,8 +164,8 @@ def test_forward_passes_change_nothing_and_can_be_stacked(
     assert all(torch.equal(before[name], stacked[name]) for name in before)
 
 
-def test_a_stack_convolves_by_products_as_by_itself() -> None:
-    """What a stack does on a GPU, with its first and second derivatives."""
+def test_a_stack_convolves_equally_by_matrix_products() -> None:
+    """As on a GPU, with first and second derivatives."""
     torch.manual_seed(0)
     layer = SpectralConv2d(3, 4, 5, 2, 2)
     stacked = stack([init_weights(layer, torch.Generator().manual_seed(seed)) for seed in range(3)])
@@ -175,10 +175,10 @@ def test_a_stack_convolves_by_products_as_by_itself() -> None:
         token = functional._stack_device.set(device)
         at = images.clone().requires_grad_()
         weights = {name: value.clone().requires_grad_() for name, value in stacked.items()}
-        found = vmap(lambda own, given: functional_call(layer, own, given))(weights, at)
+        result = vmap(lambda own, given: functional_call(layer, own, given))(weights, at)
         functional._stack_device.reset(token)
-        (slope,) = torch.autograd.grad(found.square().sum(), at, create_graph=True)
-        return [found, slope, *torch.autograd.grad(slope.square().sum(), [weights["weight"], at])]
+        (slope,) = torch.autograd.grad(result.square().sum(), at, create_graph=True)
+        return [result, slope, *torch.autograd.grad(slope.square().sum(), [weights["weight"], at])]
 
     for ours, theirs in zip(slopes("cuda"), slopes("cpu"), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)

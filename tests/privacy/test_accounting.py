@@ -36,7 +36,7 @@ def draws(population: int, sigma: float, count: int) -> dict:
 
 
 def both(spend: dict, delta: float = 1e-5) -> tuple[float, float]:
-    """(by PLD, by RDP) of secret draws."""
+    """Return ε of secret samples (by PLD, by RDP)."""
     items = tuple(spend.items())
     return accounting._by_pld(items, delta, REPLACE), accounting._by_rdp(items, delta, REPLACE)
 
@@ -59,13 +59,13 @@ def test_per_sample_routing_as_published_settings() -> None:
     assert epsilon(draws(1000, 1.07, 640_000), 1e-5, REPLACE).value == by_rdp
 
 
-def test_the_papers_formula() -> None:
+def test_the_formula_of_the_paper() -> None:
     event = SampledWithoutReplacementDpEvent(1000, 1, GaussianDpEvent(1.07))
     claimed = accounting.claimed_by_rdp(repeat(event, 640_000), 1e-5, REPLACE)
     assert claimed == pytest.approx(9.24, abs=5e-3)
 
 
-def test_one_draw_for_all_gradients_of_a_step() -> None:
+def test_one_sample_for_all_gradients_of_a_step() -> None:
     spend = draws(1000, 1.07 / math.sqrt(32), 20_000)
     assert epsilon(spend, 1e-5, REPLACE).value == pytest.approx(346.7, abs=0.05)
 
@@ -101,28 +101,28 @@ def poisson(rate: float, sigma: float, count: int) -> dict:
 def test_sampled_gaussian(
     rate: float, sigma: float, count: int, delta: float, by_rdp: float, by_pld: float
 ) -> None:
-    found = epsilon(poisson(rate, sigma, count), delta, ADD_OR_REMOVE)
-    assert found.value == pytest.approx(by_pld, abs=6e-3)
-    assert found.second_opinion == pytest.approx(by_rdp, abs=6e-3)
+    result = epsilon(poisson(rate, sigma, count), delta, ADD_OR_REMOVE)
+    assert result.value == pytest.approx(by_pld, abs=6e-3)
+    assert result.second_opinion == pytest.approx(by_rdp, abs=6e-3)
 
 
 @pytest.mark.slow
-def test_a_third_opinion_by_opacus() -> None:
-    """Poisson sampling under add or remove: Opacus' PRV accountant says 9.29 for DPGAN at batch 128
-    and rounds up by at most 0.01; its RDP accountant agrees to rounding."""
+def test_opacus_agrees() -> None:
+    """Poisson sampling under add or remove: Opacus' PRV accountant gives 9.29 for DPGAN at batch
+    128 and rounds up by at most 0.01; its RDP accountant agrees up to rounding."""
     rate, sigma, steps, delta = 128 / 60_000, 1.0, 450_000, 1e-5
-    found = []
+    result = []
     for accountant in (PRVAccountant(), RDPAccountant()):
         accountant.history = [(sigma, rate, steps)]
-        found.append(float(accountant.get_epsilon(delta)))
+        result.append(float(accountant.get_epsilon(delta)))
     ours = epsilon(poisson(rate, sigma, steps), delta, ADD_OR_REMOVE)
-    assert found[0] == pytest.approx(9.29, abs=5e-3)
-    assert ours.or_infinity <= found[0] <= ours.or_infinity + 0.011
-    assert found[1] == pytest.approx(ours.second_opinion, rel=1e-3)
+    assert result[0] == pytest.approx(9.29, abs=5e-3)
+    assert ours.or_infinity <= result[0] <= ours.or_infinity + 0.011
+    assert result[1] == pytest.approx(ours.second_opinion, rel=1e-3)
 
 
-def test_one_poisson_batch_behind_all_rows_of_a_matrix() -> None:
-    """DP-Sinkhorn's paper: 50 rows clipped one by one, one batch behind them; claimed 9.2."""
+def test_one_poisson_batch_for_all_rows_of_a_matrix() -> None:
+    """DP-Sinkhorn's paper: 50 rows clipped one by one, from one batch; claimed 9.2."""
     whole = SelfComposedDpEvent(GaussianDpEvent(1.5), 50)
     spend = canonical(PoissonSampledDpEvent(1 / 1200, whole), 160_000)
     assert epsilon(spend, 1e-5, ADD_OR_REMOVE).value == pytest.approx(845, abs=1)
@@ -132,19 +132,19 @@ def test_one_poisson_batch_behind_all_rows_of_a_matrix() -> None:
 
 @given(st.floats(1e-3, 0.2), st.floats(0.6, 4), st.integers(1, 500))
 @settings(max_examples=8)
-def test_poisson_draws_against_dp_accounting(rate: float, sigma: float, count: int) -> None:
+def test_poisson_samples_against_dp_accounting(rate: float, sigma: float, count: int) -> None:
     event = PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
     library = pld_accountant.PLDAccountant(value_discretization_interval=2e-4)
     library.compose(event, count)
     expected = library.get_epsilon(1e-5)
-    found = epsilon(canonical(event, count), 1e-5, ADD_OR_REMOVE).or_infinity
-    assert found == pytest.approx(expected, abs=2e-3, rel=2e-3)
+    result = epsilon(canonical(event, count), 1e-5, ADD_OR_REMOVE).or_infinity
+    assert result == pytest.approx(expected, abs=2e-3, rel=2e-3)
 
 
 @pytest.mark.parametrize(("count", "sigma"), [(1, 2.0), (9, 4.0)])
-def test_dp_accountings_conventions(count: int, sigma: float) -> None:
+def test_the_conventions_of_dp_accounting(count: int, sigma: float) -> None:
     """Its PLD accountant doubles a Gaussian's sensitivity under replace-one, its RDP accountant
-    does not: ours takes a noise multiplier as it stands, under both relations."""
+    does not: fedgen uses a noise multiplier as stated, under both relations."""
     event = GaussianDpEvent(sigma)
     exact = {r: epsilon(canonical(event, count), 1e-5, r).or_infinity for r in Relation}
     assert exact[REPLACE] == exact[ADD_OR_REMOVE] == gaussian_epsilon(count**0.5 / sigma, 1e-5)
@@ -158,8 +158,8 @@ def test_dp_accountings_conventions(count: int, sigma: float) -> None:
     assert exact[REPLACE] < by_rdp.get_epsilon(1e-5) < exact[REPLACE] * 1.25
 
 
-def test_kinds_compose() -> None:
-    """Gaussians beside draws: at most the sum, at least the larger; alone as before."""
+def test_different_events_compose() -> None:
+    """Gaussians and samples: at most the sum, at least the larger; alone as before."""
     drawn, plain = poisson(0.01, 1.0, 1000), dict(canonical(GaussianDpEvent(8.0)))
     both_ = epsilon({**drawn, **plain}, 1e-5, ADD_OR_REMOVE).or_infinity
     apart = [epsilon(spend, 1e-5 / 2, ADD_OR_REMOVE).or_infinity for spend in (drawn, plain)]
@@ -172,7 +172,8 @@ def test_a_fixed_batch_has_no_neighbours_by_adding() -> None:
 
 
 def test_poisson_batches_under_replace_one_cost_more() -> None:
-    """At a noise multiplier over the diameter 2C; and no more than a fixed draw at that rate."""
+    """At a noise multiplier over the diameter 2C, and no more than a fixed-size sample at that
+    rate."""
     spend = poisson(0.01, 1.0, 500)
     replace, add = (epsilon(spend, 1e-5, r).or_infinity for r in (REPLACE, ADD_OR_REMOVE))
     assert add <= replace
@@ -188,11 +189,11 @@ def test_poisson_batches_under_replace_one_cost_more() -> None:
 @pytest.mark.parametrize(
     ("sigma", "count"), [(30.0, 10_000), (10.0, 1000), (5.0, 100), (20.0, 50_000)]
 )
-def test_small_deltas_do_not_drown_in_rounding(
+def test_small_deltas_are_not_lost_in_rounding(
     sigma: float, count: int, relation: Relation
 ) -> None:
-    """Draws of nearly everything are Gaussians, of which the truth is known: no bound is below it,
-    however small delta is."""
+    """Sampling almost everything is a Gaussian with a known ε: no bound is below it, for any small
+    delta."""
     spend = {PoissonSampledDpEvent(1 - 1e-10, GaussianDpEvent(sigma)): count}
     for delta in (1e-5, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12, 1e-14, 1e-16):
         exact = gaussian_epsilon(count**0.5 / sigma, delta)
@@ -201,13 +202,13 @@ def test_small_deltas_do_not_drown_in_rounding(
 
 
 @pytest.mark.parametrize("delta", [1e-17, 3e-16, 1e-10, 1e-5, 1e-2])
-def test_extremes_are_bounded_or_not_at_all(delta: float) -> None:
-    """Very many steps with little noise: no memory is asked for that is not there."""
+def test_extreme_compositions_are_bounded_or_infinite(delta: float) -> None:
+    """Very many steps with little noise: no excessive memory is requested."""
     several = poisson(1e-9, 2.0, 13), poisson(1e-3, 2.0, 1000), poisson(0.5, 30, 1)
     for spend in (poisson(0.0445, 0.1, 10**9), poisson(1e-6, 1e3, 10**9), *several):
-        found = epsilon(spend, delta, ADD_OR_REMOVE)
-        assert found.value is not None
-        assert found.value >= 0
+        result = epsilon(spend, delta, ADD_OR_REMOVE)
+        assert result.value is not None
+        assert result.value >= 0
 
 
 # Many clients
@@ -215,9 +216,9 @@ def test_extremes_are_bounded_or_not_at_all(delta: float) -> None:
 
 @pytest.mark.parametrize("kind", ["gaussian", "draws", "poisson"])
 @pytest.mark.slow
-def test_thousands_of_histories_are_bounded_one_by_one(kind: str) -> None:
-    """What 3,400 clients are told is at least the smallest bound of each, and hardly more; the
-    largest is exact."""
+def test_each_of_thousands_of_histories_is_bounded(kind: str) -> None:
+    """The ε that each of 3,400 clients receives is at least its smallest bound, and hardly more;
+    the largest is exact."""
     make = {
         "gaussian": lambda n: dict(canonical(GaussianDpEvent(3.0), n)),
         "draws": lambda n: draws(100, 1.0, n),
@@ -225,12 +226,12 @@ def test_thousands_of_histories_are_bounded_one_by_one(kind: str) -> None:
     }[kind]
     relation = ADD_OR_REMOVE if kind == "poisson" else REPLACE
     counts = list(range(1, 3401))
-    found = accounting.epsilons([make(n) for n in counts], 1e-5, relation)
-    assert [e.or_infinity for e in found] == sorted(e.or_infinity for e in found)
+    result = accounting.epsilons([make(n) for n in counts], 1e-5, relation)
+    assert [e.or_infinity for e in result] == sorted(e.or_infinity for e in result)
     for n in (1, 7, 120, 1999, 3333, 3400):
         alone = epsilon(make(n), 1e-5, relation).or_infinity
-        assert alone - 1e-3 <= found[n - 1].or_infinity <= alone * 1.06 + 1e-3
-    assert found[-1] == epsilon(make(3400), 1e-5, relation)
+        assert alone - 1e-3 <= result[n - 1].or_infinity <= alone * 1.06 + 1e-3
+    assert result[-1] == epsilon(make(3400), 1e-5, relation)
 
 
 # The exact Gaussian
@@ -239,10 +240,10 @@ def test_thousands_of_histories_are_bounded_one_by_one(kind: str) -> None:
 @given(st.floats(0.05, 30), st.floats(-11, -1))
 def test_gaussian_epsilon_inverts_the_profile(mu: float, log_delta: float) -> None:
     delta = 10**log_delta
-    found = gaussian_epsilon(mu, delta)
-    assert float(gaussian_delta(mu, found)) <= delta
-    if found > 1e-6:
-        assert float(gaussian_delta(mu, found - 1e-6)) >= delta * (1 - 1e-3)
+    result = gaussian_epsilon(mu, delta)
+    assert float(gaussian_delta(mu, result)) <= delta
+    if result > 1e-6:
+        assert float(gaussian_delta(mu, result - 1e-6)) >= delta * (1 - 1e-3)
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 4.0])
@@ -261,12 +262,12 @@ def test_composition_of_gaussians_is_one_gaussian() -> None:
 # Draws that the adversary sees
 
 
-def test_revealed_draws_against_simulation() -> None:
-    """delta at the epsilon found, estimated from 4,000 draws of the number of visits."""
+def test_revealed_samples_against_simulation() -> None:
+    """delta at the resulting ε, estimated from 4,000 samples of the number of visits."""
     sigma, draws_, probability = 2.0, 400, 0.05
-    found = accounting.revealed_epsilon(probability, sigma, draws_, 1e-3)
+    result = accounting.revealed_epsilon(probability, sigma, draws_, 1e-3)
     visits = np.random.default_rng(0).binomial(draws_, probability, 4000)
-    deltas = gaussian_delta(np.sqrt(np.maximum(visits, 1e-9)) / sigma, found)
+    deltas = gaussian_delta(np.sqrt(np.maximum(visits, 1e-9)) / sigma, result)
     assert deltas.mean() == pytest.approx(1e-3, rel=6 * deltas.std() / deltas.mean() / 63)
 
 
@@ -276,12 +277,12 @@ def test_revealed_draws_against_simulation() -> None:
     "gaussian_delta(mus, point) for point in eps])",
 )
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
-def test_revealed_draws_count_all_visits(delta: float) -> None:
-    """At the epsilon found, the mean over every number of visits is within delta."""
-    found = accounting.revealed_epsilon(0.05, 1.0, 60, delta)
+def test_revealed_samples_count_all_visits(delta: float) -> None:
+    """At the resulting ε, the mean over all numbers of visits is within delta."""
+    result = accounting.revealed_epsilon(0.05, 1.0, 60, delta)
     visits = np.arange(1, 61)
     weights = stats.binom.pmf(visits, 60, 0.05)
-    true = math.fsum(weights * gaussian_delta(np.sqrt(visits), found))
+    true = math.fsum(weights * gaussian_delta(np.sqrt(visits), result))
     assert true <= delta * (1 + 1e-9)
 
 
@@ -309,7 +310,7 @@ def test_monotone_in_steps_noise_and_rate(count: int, population: int, sigma: fl
 
 @settings(max_examples=15)
 @given(st.integers(1, 3000), st.floats(1e-3, 0.3), st.floats(0.6, 4), st.sampled_from(Relation))
-def test_poisson_draws_are_monotone_too(
+def test_poisson_samples_are_monotone_too(
     count: int, rate: float, sigma: float, relation: Relation
 ) -> None:
     here = epsilon(poisson(rate, sigma, count), 1e-5, relation).or_infinity
@@ -323,25 +324,25 @@ def test_poisson_draws_are_monotone_too(
 @given(
     st.floats(0, 5.5), st.floats(-4, -0.1), st.floats(-0.5, 1.2), st.floats(-9, -3), st.booleans()
 )
-def test_the_best_order_is_found_without_looking_at_all(
+def test_the_best_order_is_found_without_trying_all(
     count: float, rate: float, sigma: float, delta: float, of_records: bool
 ) -> None:
-    """Counts, rates, noise and deltas by their powers of ten."""
+    """Counts, rates, noise and deltas over powers of ten."""
     event = PoissonSampledDpEvent(10**rate, GaussianDpEvent(10**sigma))
     leaves, relation = ((event, int(10**count)),), ADD_OR_REMOVE if of_records else REPLACE
     orders = tuple(rdp_privacy_accountant.DEFAULT_RDP_ORDERS) if of_records else accounting.ORDERS
     of_all, _ = accounting._at_orders(leaves, 10**delta, relation, orders)
-    found = accounting._by_rdp(leaves, 10**delta, relation)
-    assert of_all <= found <= 1.001 * of_all
+    result = accounting._by_rdp(leaves, 10**delta, relation)
+    assert of_all <= result <= 1.001 * of_all
 
 
-def test_nothing_costs_nothing_and_no_noise_has_no_bound() -> None:
+def test_no_event_costs_nothing_and_no_noise_has_no_bound() -> None:
     assert epsilon({}, 1e-5, REPLACE).value == 0.0
     assert epsilon({NonPrivateDpEvent(): 1}, 1e-5, REPLACE).value is None
 
 
-def test_draws_that_are_seen_and_others_are_bounded_together() -> None:
-    """The others count as seen too; and of different kinds, as if each had taken the record."""
+def test_revealed_and_secret_samples_are_bounded_together() -> None:
+    """Secret ones count as revealed too; and different kinds, as if each had sampled the record."""
     gate = GaussianDpEvent(2.0)
     mixed = {RevealedSampling(0.1, gate): 3, PoissonSampledDpEvent(0.1, gate): 4}
     seen = epsilon({RevealedSampling(0.1, gate): 7}, 1e-5, ADD_OR_REMOVE)
@@ -364,20 +365,20 @@ def test_draws_that_are_seen_and_others_are_bounded_together() -> None:
         "    )"
     ),
 )
-def test_draws_cost_no_more_than_if_they_were_seen() -> None:
-    """Where there is next to no noise, what counts is how often somebody was drawn: FedAvg-GAN as
-    published, under both relations, is not 5.0e6."""
+def test_secret_samples_cost_no_more_than_revealed_ones() -> None:
+    """With almost no noise, the number of visits dominates: FedAvg-GAN as published, under both
+    relations, is not 5.0e6."""
     rate, gate = 10 / 3400, GaussianDpEvent(0.01)
-    found = epsilon({PoissonSampledDpEvent(rate, gate): 1000}, 1e-5, ADD_OR_REMOVE)
-    assert found.value == pytest.approx(64_764, rel=1e-4)
-    assert (found.second_opinion or 0) > 5e6
+    result = epsilon({PoissonSampledDpEvent(rate, gate): 1000}, 1e-5, ADD_OR_REMOVE)
+    assert result.value == pytest.approx(64_764, rel=1e-4)
+    assert (result.second_opinion or 0) > 5e6
     fixed = epsilon({SampledWithoutReplacementDpEvent(3400, 10, gate): 1000}, 1e-5, REPLACE)
     assert fixed.value == pytest.approx(64_764, rel=1e-4)
 
 
 @kills("fedgen/privacy/profiles.py", "many = len(eps) > _FEW_POINTS", "many = True")
-def test_one_epsilon_does_not_walk_through_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence of points costs dp_accounting a step of Python for each cell of the loss."""
+def test_one_epsilon_does_not_loop_over_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a sequence of points, dp_accounting takes a step of Python for each cell of the loss."""
     dimensions, whole = [], pld.PrivacyLossDistribution.get_delta_for_epsilon
 
     def counted(loss: pld.PrivacyLossDistribution, points: object) -> object:

@@ -1,4 +1,4 @@
-"""Who makes the noise of a sum: the law of secure sums, their range, and what each client adds."""
+"""The noise of a sum: distribution and range of secure sums, and the share of each client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ SIZE = 60_000
 def share(
     kind: str, meeting: Aggregation, client: int, sigma: float = 1.5, what: float = 0.0
 ) -> tuple[np.ndarray, object]:
-    """What a client adds of each mechanism: a contribution of ``what`` everywhere."""
+    """Return the share of a client for each mechanism: a contribution of ``what`` in every
+    entry."""
     streams, vector = STREAMS.at(kind, client), torch.full((1, SIZE), what)
     if kind == "client":
         own = ClientGaussian(0.5, sigma, ADD_OR_REMOVE, aggregation=meeting)
@@ -90,11 +91,11 @@ def share(
 )
 @pytest.mark.parametrize("kind", ["client", "not drawn", "sum", "joint", "rows"])
 @pytest.mark.parametrize(("asked", "threshold", "colluders"), [(5, 4, 1), (3, 3, 0), (2, 2, 1)])
-def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
+def test_the_counted_shares_have_the_stated_noise(
     kind: str, asked: int, threshold: int, colluders: int
 ) -> None:
-    """The variance of h shares is within the chi-squared interval of level 1e-6, also of clients
-    that contribute nothing; a share less, or a share of all n or of the square root, is outside."""
+    """The variance of h shares is within the chi-squared interval of level 1e-6, also for clients
+    without contributions; a share less, or a share of all n or of the square root, is outside."""
     meeting = Secure(asked, threshold, colluders)
     words, mechanism = zip(
         *(share(kind, meeting, client) for client in range(threshold - colluders)), strict=True
@@ -113,9 +114,8 @@ def test_the_shares_that_are_counted_on_make_the_noise_that_is_promised(
     "torch.from_numpy(words.astype(np.float64))",
 )
 @pytest.mark.parametrize("kind", ["client", "sum", "joint", "rows"])
-def test_n_clients_are_one_client(kind: str) -> None:
-    """The law of what n shares sum to is that of one client's release: Kolmogorov and Smirnov at
-    level 1e-6. Noise for one share less would be found."""
+def test_the_sum_of_n_shares_is_distributed_like_one_release(kind: str) -> None:
+    """Kolmogorov-Smirnov at level 1e-6. Noise of one share less would be detected."""
     alone, _ = share(kind, LOCAL, 0, what=0.002)
     for clients in (2, 10):
         meeting = Secure(clients, clients, 0)
@@ -131,8 +131,8 @@ def test_n_clients_are_one_client(kind: str) -> None:
 def test_a_neighbour_moves_the_sum_by_its_contribution_and_no_more(
     one: float, other: float, clients: int
 ) -> None:
-    """Under the same streams, in steps of the grid: rounding comes after the noise, and what one
-    client contributes stretches by one step at most."""
+    """Under the same streams, in steps of the grid: rounding follows the noise, and extends the
+    contribution of a client by at most one step."""
     meeting = Secure(clients, clients, 0)
     mechanism = ClientGaussian(0.5, 1.0, ADD_OR_REMOVE, aggregation=meeting)
     grid = grid_spacing(meeting.share_std(mechanism.std), 6)
@@ -153,19 +153,20 @@ def test_a_neighbour_moves_the_sum_by_its_contribution_and_no_more(
 
 
 def law_of_shares(means: list[float], std: float, reach: int) -> np.ndarray:
-    """The law of the sum of round(mean + N(0, std^2)), on -reach..reach, by convolution."""
+    """Return the distribution of the sum of round(mean + N(0, std^2)), on -reach..reach, by
+    convolution."""
     steps = np.arange(-reach, reach + 1)
-    found = np.array([1.0])
+    result = np.array([1.0])
     for mean in means:
         below = stats.norm.cdf((np.append(steps, reach + 1) - 0.5 - mean) / std)
-        found = np.convolve(found, np.diff(below))
-    middle = len(found) // 2
-    return found[middle - reach : middle + reach + 1]
+        result = np.convolve(result, np.diff(below))
+    middle = len(result) // 2
+    return result[middle - reach : middle + reach + 1]
 
 
 def law_of_the_mechanism(mean: float, std: float, count: int, reach: int) -> np.ndarray:
-    """The law of round(mean + N(0, count std^2) + count - 1 uniforms), by quadrature of the
-    uniforms' sum (Irwin and Hall)."""
+    """Return the distribution of round(mean + N(0, count std^2) + count - 1 uniforms), by
+    quadrature of the sum of uniforms (Irwin and Hall)."""
     steps, fine = np.arange(-reach, reach + 1), 400
     uniform = np.full(fine, 1 / fine)
     sums = np.array([1.0])
@@ -182,9 +183,9 @@ def law_of_the_mechanism(mean: float, std: float, count: int, reach: int) -> np.
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("std", [0.45, 0.6, 0.8])
 def test_the_lemma_of_secure_sums(count: int, std: float) -> None:
-    """Where a share's noise is as narrow as the grid, so that the term that is left shows: the sum
-    of rounded Gaussians is the rounded Gaussian mechanism, but for less than twice the term of the
-    docstring in each probability. At 64 steps, as fedgen has it, the term is e^-40,000."""
+    """With share noise as narrow as the grid, so that the remaining term is visible: the sum of
+    rounded Gaussians is the rounded Gaussian mechanism, up to twice the term of the docstring in
+    each probability. At 64 steps, as in fedgen, the term is e^-40,000."""
     means = list(np.linspace(0.1, 0.4, count))
     sum_ = law_of_shares(means, std, 30)
     mechanism = law_of_the_mechanism(float(np.sum(means)), std, count, 30)
@@ -202,8 +203,8 @@ def test_the_lemma_of_secure_sums(count: int, std: float) -> None:
     "float(decoded.abs().max()) >= self._max_sum",
     "float(decoded.abs().max()) >= 9 * self._max_sum",
 )
-def test_a_sum_wraps_around_and_comes_back() -> None:
-    """Words are far beyond the ring's end; the sum is not. One near it is refused."""
+def test_words_wrap_around_and_the_sum_is_exact() -> None:
+    """Words exceed the ring, the sum does not. A sum near its end is refused."""
     meeting = Secure(4, 4, 0)
     mechanism = ClientGaussian(1e6, 1e-4, ADD_OR_REMOVE, aggregation=meeting)
     far = [9e5, -9e5, 8e5, -7e5]
@@ -222,7 +223,7 @@ def test_a_sum_wraps_around_and_comes_back() -> None:
     assert float(step.abs()) < 1e6
 
 
-def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
+def test_sums_beyond_32_bits_are_refused_before_a_run() -> None:
     meeting = Secure(100, 67, 0)
     meeting.check_range(1.0, 1e5)
     with pytest.raises(FedgenError, match="32 bits cannot hold"):
@@ -235,7 +236,7 @@ def test_what_32_bits_cannot_hold_is_refused_before_a_run() -> None:
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_a_sum_is_the_same_in_either_ring(bits: int) -> None:
-    """Words of another width, and no other number; in 64 bits where 32 have no room."""
+    """Words of another width, and the same result; in 64 bits if 32 are too few."""
     large = 10.0 if bits == 32 else 1e7
     sums = Secure(3, 3, 0, bits)  # type: ignore[arg-type]
     mechanism = ClientGaussian(2 * large, 1e-3 / large, ADD_OR_REMOVE, aggregation=sums)
@@ -253,7 +254,7 @@ def test_a_sum_is_the_same_in_either_ring(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "threshold", "colluders", "said"),
+    ("clients", "threshold", "colluders", "message"),
     [
         (1, None, 0, "needs several clients"),
         (10, 5, 0, "5 of 10 responses"),
@@ -261,8 +262,8 @@ def test_a_sum_is_the_same_in_either_ring(bits: int) -> None:
         (10, 7, 7, "7 colluders is not valid"),
     ],
 )
-def test_secure_sums_that_cannot_be_are_refused(
-    clients: int, threshold: int | None, colluders: int, said: str
+def test_impossible_secure_sums_are_refused(
+    clients: int, threshold: int | None, colluders: int, message: str
 ) -> None:
     facts = PublicFacts(
         clients,
@@ -273,11 +274,11 @@ def test_secure_sums_that_cannot_be_are_refused(
         threshold=threshold,
         colluders=colluders,
     )
-    with pytest.raises(FedgenError, match=said):
+    with pytest.raises(FedgenError, match=message):
         facts.aggregation(clients)
 
 
-def test_two_thirds_of_those_asked_are_counted_on_by_default() -> None:
+def test_two_thirds_of_the_cohort_are_counted_on_by_default() -> None:
     facts = PublicFacts(10, None, 10, (1, 8, 8), aggregation_kind="secure", colluders=2)
     assert facts.aggregation(10) == Secure(10, 7, 2)
     assert Secure(10, 7, 2).honest == 5
@@ -285,12 +286,12 @@ def test_two_thirds_of_those_asked_are_counted_on_by_default() -> None:
     assert whole.aggregation(10) == Secure(10, 10, 0)
 
 
-def test_a_share_is_made_by_mechanisms_alone() -> None:
+def test_only_mechanisms_create_shares() -> None:
     with pytest.raises(TypeError, match="only a mechanism creates"):
         Share({"answer": np.zeros((1, 5), np.int32)}, None, Unit.CLIENT)  # type: ignore[arg-type]
 
 
-def test_an_aggregators_noise_is_another_for_other_answers() -> None:
+def test_the_noise_of_an_aggregator_depends_on_the_responses() -> None:
     mechanism = ClientGaussian(1.0, 1.0, ADD_OR_REMOVE, aggregation=Trusted(1.0))
     one, other = np.full((1, 500), 0.01, np.float32), np.full((1, 500), 0.011, np.float32)
     noises = [total_of(mechanism)([each], 0, STREAMS).numpy() - each for each in (one, other)]
@@ -304,9 +305,9 @@ def test_an_aggregators_noise_is_another_for_other_answers() -> None:
     ('rounded_gaussian(exact.to(torch.float64) / grid, share / grid, streams, "share")'),
     ('rounded_gaussian((exact.double() / grid).round(), share / grid, streams, "share")'),
 )
-def test_rounding_comes_after_the_noise() -> None:
-    """A contribution of three tenths of a step shows in the mean of four million numbers (z = 9):
-    rounded before the noise it would be lost, or stretch the norm where it is not."""
+def test_rounding_follows_the_noise() -> None:
+    """A contribution of three tenths of a step is visible in the mean of four million values (z =
+    9): rounded before the noise, it would be lost, or extend the norm."""
     meeting = Secure(2, 2, 0)
     mechanism = ClientGaussian(1e6, 1e-6, ADD_OR_REMOVE, aggregation=meeting)
     grid = grid_spacing(meeting.share_std(mechanism.std), 6)

@@ -1,4 +1,4 @@
-"""The statistics of audits: they hold as often as they say, and find what is there."""
+"""The statistics of audits: they hold with the stated confidence, and detect violations."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def gaussian_scores(mu: float, count: int, seed: int) -> tuple[np.ndarray, np.nd
 
 
 @pytest.mark.parametrize("mu", [0.5, 1.0, 2.5])
-def test_gaussians_are_found_and_not_exceeded(mu: float) -> None:
+def test_bounds_of_gaussians_are_close_and_valid(mu: float) -> None:
     """At 99 % confidence, 100 audits exceed the truth more than 6 times with probability 7e-5."""
     truth = gaussian_epsilon(mu, 1e-5)
-    found = [gaussian_lower_bound(*gaussian_scores(mu, 4000, s), 1e-5, 0.99) for s in range(100)]
-    assert sum(each > truth for each in found) <= 6
-    assert np.median(found) > 0.6 * truth
+    result = [gaussian_lower_bound(*gaussian_scores(mu, 4000, s), 1e-5, 0.99) for s in range(100)]
+    assert sum(each > truth for each in result) <= 6
+    assert np.median(result) > 0.6 * truth
 
 
 @pytest.mark.parametrize("bound", [gaussian_lower_bound, lower_bound])
-def test_nothing_is_found_where_nothing_is(bound: object) -> None:
-    found = [bound(*gaussian_scores(0.0, 200, s), 1e-5, 0.9) for s in range(200)]  # type: ignore[operator]
-    assert sum(each > 0 for each in found) <= stats.binom.isf(1e-4, 200, 0.1)
+def test_no_bound_is_found_without_a_difference(bound: object) -> None:
+    result = [bound(*gaussian_scores(0.0, 200, s), 1e-5, 0.9) for s in range(200)]  # type: ignore[operator]
+    assert sum(each > 0 for each in result) <= stats.binom.isf(1e-4, 200, 0.1)
 
 
 @kills(
@@ -45,47 +45,47 @@ def test_nothing_is_found_where_nothing_is(bound: object) -> None:
     "return _rates(first[:half], second[:half], best, confidence)",
 )
 @pytest.mark.parametrize("bound", [gaussian_lower_bound, lower_bound])
-def test_a_threshold_is_judged_by_scores_that_did_not_choose_it(bound: object) -> None:
-    """What tells the two apart in the first halves alone counts nothing."""
+def test_thresholds_are_evaluated_on_other_scores(bound: object) -> None:
+    """A difference in the first halves alone counts nothing."""
     first, second = gaussian_scores(0.0, 1000, 3)
     first[:500] += 10
     assert bound(first, second, 1e-5, 0.95) == 0.0  # type: ignore[operator]
     assert bound(first[:500], second[:500], 1e-5, 0.95) > 1  # type: ignore[operator]
 
 
-def test_randomized_response_is_found_and_not_exceeded() -> None:
-    """Pure epsilon 1: the truth is told with probability e / (1 + e)."""
+def test_bounds_of_randomized_response_are_close_and_valid() -> None:
+    """Pure ε = 1: the true answer with probability e / (1 + e)."""
     rng, keep = np.random.default_rng(0), math.e / (1 + math.e)
-    found = []
+    result = []
     for _ in range(100):
         first, second = (rng.random(4000) < keep).astype(float), (rng.random(4000) >= keep) * 1.0
-        found.append(lower_bound(first, second, 1e-5, 0.99))
-    assert sum(each > 1 for each in found) <= 6
-    assert np.median(found) > 0.8
+        result.append(lower_bound(first, second, 1e-5, 0.99))
+    assert sum(each > 1 for each in result) <= 6
+    assert np.median(result) > 0.8
 
 
-def test_half_the_noise_is_caught() -> None:
+def test_half_of_the_noise_is_detected() -> None:
     claimed = gaussian_epsilon(1.0, 1e-5)
     assert gaussian_lower_bound(*gaussian_scores(2.0, 4000, 0), 1e-5, 0.99) > claimed
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, 3.0])
-def test_one_run_holds_as_often_as_it_says(epsilon: float) -> None:
-    """m independent randomized responses of pure epsilon, 400 runs at 95 % confidence: exceeding
-    more than 38 times has probability 1e-4."""
+def test_one_run_bounds_hold_with_their_confidence(epsilon: float) -> None:
+    """m independent randomized responses of pure ε, 400 runs at 95 % confidence: exceeding more
+    than 38 times has probability 1e-4."""
     canaries, rng = 200, np.random.default_rng(1)
     keep = 1 / (1 + math.exp(-epsilon))
-    found = [
+    result = [
         one_run_lower_bound(int(rng.binomial(canaries, keep)), canaries, canaries, 0.0, 0.95)
         for _ in range(400)
     ]
-    assert sum(each > epsilon for each in found) <= stats.binom.isf(1e-4, 400, 0.05)
+    assert sum(each > epsilon for each in result) <= stats.binom.isf(1e-4, 400, 0.05)
     if epsilon:
-        assert np.median(found) > 0.6 * epsilon
+        assert np.median(result) > 0.6 * epsilon
 
 
 def test_one_run_known_values() -> None:
-    """All of 10 right: P[Binomial(10, p) = 10] = 0.05 at p = 0.05^(1/10)."""
+    """10 of 10 correct: P[Binomial(10, p) = 10] = 0.05 at p = 0.05^(1/10)."""
     p = 0.05 ** (1 / 10)
     expected = math.log(p / (1 - p))
     assert one_run_lower_bound(10, 10, 10, 0.0, 0.95) == pytest.approx(expected, abs=1e-5)
@@ -94,7 +94,7 @@ def test_one_run_known_values() -> None:
     assert one_run_lower_bound(0, 0, 10, 1e-5, 0.95) == 0.0
 
 
-def test_delta_only_lowers_it() -> None:
+def test_delta_only_lowers_the_bound() -> None:
     bounds = [one_run_lower_bound(80, 100, 100, d, 0.95) for d in (0.0, 1e-6, 1e-4, 1e-2)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1]
@@ -104,8 +104,8 @@ def byte_scores(values: np.ndarray) -> np.ndarray:
     return np.stack([byte_features(row, np.zeros(row.shape, np.int8)) for row in values])
 
 
-def test_the_sign_of_zero_is_found_in_bytes() -> None:
-    """A release of 100 numbers that holds a negative zero in one of ten cases, or never."""
+def test_the_sign_of_zero_is_detected_in_bytes() -> None:
+    """A release of 100 values that contains a negative zero in one of ten cases, or never."""
     rng = np.random.default_rng(0)
     values = rng.integers(-9, 10, (2, 2000, 100)).astype(np.float32) + 0.0
     first, second = values
@@ -125,9 +125,9 @@ def test_features_of_bytes() -> None:
     assert ring[1].tolist() == [0] * 4 + [0, 1] + [0] * 30
 
 
-def test_a_feature_is_judged_by_releases_that_did_not_choose_it() -> None:
-    rng, found = np.random.default_rng(0), []
+def test_features_are_evaluated_on_other_releases() -> None:
+    rng, result = np.random.default_rng(0), []
     for _ in range(100):
         first, second = rng.integers(0, 2, (2, 200, 30)).astype(float)
-        found.append(feature_lower_bound(first, second, 1e-5, 0.9))
-    assert sum(each > 0 for each in found) <= stats.binom.isf(1e-4, 100, 0.1)
+        result.append(feature_lower_bound(first, second, 1e-5, 0.9))
+    assert sum(each > 0 for each in result) <= stats.binom.isf(1e-4, 100, 0.1)

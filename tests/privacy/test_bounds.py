@@ -1,5 +1,5 @@
-"""What an answerer may say: whatever is handed over, what leaves lies in the set, and no two
-members are further apart than is paid for."""
+"""Bounded responses: any input gives a response in the set, and no two members are further apart
+than accounted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ODD = [0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, math.nan, math.inf, -math.inf]
 
 @st.composite
 def handed_over(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
-    """Two raw rows, with what no method should hand over among them."""
+    """Return two raw rows with invalid values among them."""
     size = 2 * math.prod(shape)
     number = st.one_of(st.sampled_from(ODD), st.floats(-2, 2, width=32))
     flat = draw(st.lists(number, min_size=size, max_size=size))
@@ -55,7 +55,7 @@ def handed_over(draw: st.DrawFn, shape: tuple[int, ...]) -> Tensor:
 )
 @pytest.mark.parametrize(("bound", "shape"), BOUNDS)
 @given(data=st.data())
-def test_whatever_is_handed_over_lies_in_the_set(
+def test_any_input_gives_a_member_of_the_set(
     bound: Bound, shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     raw = data.draw(handed_over(shape))
@@ -84,14 +84,14 @@ def test_whatever_is_handed_over_lies_in_the_set(
         (OneHot(3), torch.tensor([[[1.0, 0, 0, 0]] * 3])),
     ],
 )
-def test_diameters_and_radii_are_reached(bound: Bound, first: Tensor) -> None:
+def test_diameters_and_radii_are_attained(bound: Bound, first: Tensor) -> None:
     opposite = first.flip(-1) if isinstance(bound, OneHot) else -first
     one, other = bound.enforce(first).double(), bound.enforce(opposite).double()
     assert float((one - other).norm()) == pytest.approx(bound.diameter, rel=2e-5)
     assert float(one.norm()) == pytest.approx(bound.radius, rel=2e-5)
 
 
-def test_signs_are_those_of_the_largest() -> None:
+def test_signs_are_those_of_the_largest_entries() -> None:
     row = torch.tensor([[0.1, -3.0, 0.0, 2.0, -0.5]])
     assert Signs(2).enforce(row).tolist() == [[0.0, -1.0, 0.0, 1.0, 0.0]]
     assert Signs(9).enforce(row).tolist() == [[1.0, -1.0, 0.0, 1.0, -1.0]], "no sign of a zero"
@@ -135,14 +135,14 @@ def test_golden_costs(bound: Bound, rows: int, std: float, expected: float) -> N
     mechanism = RowGaussian(bound, multiplier, Routing("mean", 1), True, Unit.RECORD)
     assert mechanism.std == pytest.approx(std)
     spend = canonical(mechanism.event(rows))
-    found = epsilon(spend, 1e-5, Relation.REPLACE_ONE).or_infinity
-    assert found == pytest.approx(expected, rel=1e-4)
+    result = epsilon(spend, 1e-5, Relation.REPLACE_ONE).or_infinity
+    assert result == pytest.approx(expected, rel=1e-4)
     assert gaussian_epsilon(rows**0.5 * bound.diameter / std, 1e-5) == pytest.approx(
         expected, rel=1e-4
     )
 
 
-def test_a_client_that_is_removed_says_nothing() -> None:
+def test_a_removed_client_contributes_zero() -> None:
     whole = RowGaussian(
         Signs(9), 2.0, Routing("mean", 1), True, Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
     )

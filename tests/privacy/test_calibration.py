@@ -30,12 +30,12 @@ def test_noise_inverts_accounting(target: float, count: int) -> None:
     def at(sigma: float) -> float:
         return gaussian_epsilon(math.sqrt(count) / sigma, 1e-5)
 
-    found = at(min_noise_multiplier(at, target))
-    assert target - 1e-3 <= found <= target
+    result = at(min_noise_multiplier(at, target))
+    assert target - 1e-3 <= result <= target
 
 
 @pytest.mark.parametrize("target", [1.0, 10.0])
-def test_noise_for_secret_draws(target: float) -> None:
+def test_noise_for_secret_samples(target: float) -> None:
     routing = Routing("per_sample", 1000)
 
     def at(sigma: float) -> float:
@@ -49,38 +49,38 @@ def test_noise_for_secret_draws(target: float) -> None:
 
 @pytest.mark.parametrize("off", [0.7, 1.0, 1.3])
 def test_a_rough_account_saves_most_of_the_work(off: float) -> None:
-    """And changes nothing about what is found."""
+    """And does not change the result."""
     calls = []
 
     def at(sigma: float) -> float:
         calls.append(sigma)
         return gaussian_epsilon(300 / sigma, 1e-5)
 
-    found = min_noise_multiplier(
+    result = min_noise_multiplier(
         at, 10.0, lambda sigma: off * gaussian_epsilon(300 / sigma, 1e-5) ** 1.02
     )
     assert len(calls) <= 5
-    assert 10 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 10
+    assert 10 - 1e-3 <= gaussian_epsilon(300 / result, 1e-5) <= 10
 
 
-def test_an_account_that_is_too_rough_does_no_harm() -> None:
-    found = min_noise_multiplier(
+def test_a_too_rough_account_does_not_change_the_result() -> None:
+    result = min_noise_multiplier(
         lambda sigma: gaussian_epsilon(300 / sigma, 1e-5), 2.0, lambda sigma: 5 + 1e5 / sigma, 1e-3
     )
-    assert 2 - 1e-3 <= gaussian_epsilon(300 / found, 1e-5) <= 2
+    assert 2 - 1e-3 <= gaussian_epsilon(300 / result, 1e-5) <= 2
 
 
 @pytest.mark.parametrize("steep", [0.0, math.inf])
-def test_accounts_that_break_off_do_no_harm(steep: float) -> None:
-    """At zero or infinity just beside the target, rough or not."""
+def test_discontinuous_accounts_do_not_change_the_result(steep: float) -> None:
+    """Zero or infinity next to the target, rough or not."""
 
     def at(sigma: float) -> float:
         beside = sigma > 51 if steep == 0 else sigma < 50
         return steep if beside else 100 / sigma
 
     for rough in (at, lambda sigma: 0.9 * at(sigma)):
-        found = min_noise_multiplier(at, 1.99, rough)
-        assert at(found) <= 1.99
+        result = min_noise_multiplier(at, 1.99, rough)
+        assert at(result) <= 1.99
     assert at(min_noise_multiplier(lambda s: 0.99 * at(s), 1.99, at)) * 0.99 <= 1.99
 
 
@@ -90,13 +90,13 @@ def test_an_impossible_target_is_refused() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
-def test_most_repetitions_is_the_last_that_fits(fits: int, limit: int) -> None:
+def test_most_repetitions_is_the_largest_that_fits(fits: int, limit: int) -> None:
     assert max_repetitions(lambda n: float(n), fits + 0.5, limit) == min(fits, limit)
 
 
 @pytest.mark.parametrize("target", [0.5, 3.0])
 def test_steps_for_a_target(target: float) -> None:
-    """As many draws as fit, and not one more."""
+    """As many samples as fit, and not one more."""
     event = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2))
 
     def at(steps: int) -> float:
@@ -108,7 +108,7 @@ def test_steps_for_a_target(target: float) -> None:
 
 @pytest.mark.parametrize("relation", list(Relation))
 @pytest.mark.parametrize("target", [1.0, 8.0])
-def test_noise_for_poisson_draws(target: float, relation: Relation) -> None:
+def test_noise_for_poisson_samples(target: float, relation: Relation) -> None:
     def spend(sigma: float) -> dict:
         return dict(canonical(PoissonSampledDpEvent(0.01, GaussianDpEvent(sigma)), 2000))
 
@@ -123,8 +123,8 @@ def test_noise_for_poisson_draws(target: float, relation: Relation) -> None:
 @pytest.mark.parametrize("target", [0.1, 0.01, 0.0035, 0.001])
 @pytest.mark.parametrize("draw", ["poisson", "subset"])
 def test_noise_for_a_small_target(target: float, draw: str) -> None:
-    """Bounds by Renyi orders have a floor near 0.0035 (0.12 of subsets), and fall to 0 from there;
-    the noise found is no more than plain bisection finds."""
+    """Bounds by Rényi orders have a floor near 0.0035 (0.12 for subsets), and fall to 0 from there;
+    the noise is no larger than by plain bisection."""
     relation = Relation.ADD_OR_REMOVE_ONE if draw == "poisson" else Relation.REPLACE_ONE
 
     def spend(sigma: float) -> dict:
@@ -143,7 +143,7 @@ def test_noise_for_a_small_target(target: float, draw: str) -> None:
     assert 0.9 * target <= at(sigma) <= target
 
 
-def test_noise_for_a_small_target_without_draws() -> None:
+def test_noise_for_a_small_target_without_sampling() -> None:
     for target in (1e-3, 1e-4):
         sigma = min_noise_multiplier(lambda s: gaussian_epsilon(10 / s, 1e-5), target)
         assert 0.9 * target <= gaussian_epsilon(10 / sigma, 1e-5) <= target
@@ -151,15 +151,15 @@ def test_noise_for_a_small_target_without_draws() -> None:
 
 @pytest.mark.parametrize("relation", list(Relation))
 @pytest.mark.parametrize("noise", [300.0, 3000.0, 30000.0])
-def test_no_floor_is_a_second_opinion(noise: float, relation: Relation) -> None:
-    """What is told beside a small epsilon is near it, or nothing."""
+def test_a_floor_is_not_reported_as_a_second_bound(noise: float, relation: Relation) -> None:
+    """The second bound of a small ε is close to it, or omitted."""
     events = [GaussianDpEvent(noise), PoissonSampledDpEvent(0.01, GaussianDpEvent(noise / 50))]
     if relation is Relation.REPLACE_ONE:
         events.append(SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(noise / 50)))
     for event in events:
-        found = epsilon(canonical(event, 100), 1e-5, relation)
-        second = found.second_opinion
-        assert second is None or second <= 3 * found.or_infinity + 1e-9
+        result = epsilon(canonical(event, 100), 1e-5, relation)
+        second = result.second_opinion
+        assert second is None or second <= 3 * result.or_infinity + 1e-9
     claimed = claimed_by_rdp(repeat(GaussianDpEvent(noise), 100), 1e-5, relation)
     assert claimed <= max(3 * gaussian_epsilon(20 / noise, 1e-5), 8e-4)
 

@@ -38,7 +38,7 @@ class Reshape(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer called twice, once on what it made."""
+    """One layer called twice, the second time on its own output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 
 
 def losses(output: Tensor) -> Tensor:
-    """Each example's own loss: of any output."""
+    """Return the loss of each example, for any output."""
     return F.softplus(output.flatten(1)).square().sum(1)
 
 
@@ -157,10 +157,10 @@ def test_equal_to_torch_func(name: str, seed: int, count: int, clip: float) -> N
 @pytest.mark.parametrize("name", NETWORKS)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.1, 1.0]))
 @settings(max_examples=6)
-def test_copies_are_averaged_before_the_clip(
+def test_copies_are_averaged_before_clipping(
     name: str, seed: int, count: int, k: int, clip: float
 ) -> None:
-    """Against the mean of each example's gradients, one by one; and k equal copies are one."""
+    """Against the mean of each example's gradients; k equal copies count as one."""
     torch.manual_seed(seed)
     make, data = NETWORKS[name]
     module = make()
@@ -183,7 +183,7 @@ def test_copies_are_averaged_before_the_clip(
 @given(st.data())
 @settings(max_examples=40)
 def test_convolutions_of_any_geometry(data: st.DataObject) -> None:
-    """Norms by products of patches and by gradients, whichever is less work."""
+    """Norms by products of patches and by gradients, whichever needs less work."""
     draw = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
     groups, kernel = draw(1, 1, 2), (draw(1, 2, 3, 4), draw(2, 4))
     stride, dilation, padding = (
@@ -223,8 +223,8 @@ def test_convolutions_of_any_geometry(data: st.DataObject) -> None:
     ],
     ids=str,
 )
-def test_patches_that_are_never_made(layer: nn.Module) -> None:
-    """Few positions and many channels: norms are by products of positions."""
+def test_patches_are_not_materialised(layer: nn.Module) -> None:
+    """Few positions and many channels: norms by products of positions."""
     torch.manual_seed(0)
     channels = int(getattr(layer, "in_channels"))  # noqa: B009
     side = 4 if isinstance(layer, nn.ConvTranspose2d) else 7
@@ -270,7 +270,7 @@ def test_the_discriminator_in_small_batches(at_once: int) -> None:
     st.tuples(st.integers(1, 2), st.integers(1, 2)),
     st.sampled_from([torch.contiguous_format, torch.channels_last]),
 )
-def test_patches_are_those_that_torch_unfolds(
+def test_patches_equal_those_of_torch_unfold(
     kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, order: torch.memory_format
 ) -> None:
     torch.manual_seed(0)
@@ -279,11 +279,11 @@ def test_patches_are_those_that_torch_unfolds(
     assert torch.equal(extract_patches(images, kernel, stride, padding, dilation), theirs)
 
 
-def test_no_examples_make_zero() -> None:
+def test_no_examples_give_zero() -> None:
     module = nn.Linear(3, 2)
-    found = clipped_sum(module, weights_of(module), (torch.zeros(0, 3),), losses, 1.0)
-    assert all(not value.any() for value in found.gradients.values())
-    assert found.norms.shape == (0,)
+    result = clipped_sum(module, weights_of(module), (torch.zeros(0, 3),), losses, 1.0)
+    assert all(not value.any() for value in result.gradients.values())
+    assert result.norms.shape == (0,)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
@@ -311,7 +311,7 @@ def test_a_bad_example_counts_zero_and_the_others_as_before(name: str, bad: floa
 )
 @given(st.integers(0, 10**6), st.floats(0.05, 5))
 @settings(max_examples=20)
-def test_one_example_more_moves_the_sum_by_at_most_the_clip(seed: int, clip: float) -> None:
+def test_one_example_moves_the_sum_by_at_most_the_clip_norm(seed: int, clip: float) -> None:
     torch.manual_seed(seed)
     make, data = NETWORKS["conv2d"]
     module, rows = make(), data(5) * 10
@@ -326,15 +326,13 @@ def test_one_example_more_moves_the_sum_by_at_most_the_clip(seed: int, clip: flo
 @given(
     st.integers(0, 10**6), st.sampled_from(["tf32", "bfloat16"]), st.sampled_from(list(NETWORKS))
 )
-def test_at_a_lower_precision_the_bound_holds_all_the_same(
-    seed: int, precision: Precision, name: str
-) -> None:
-    """And the sum is near the one in single precision."""
+def test_the_bound_holds_at_lower_precision(seed: int, precision: Precision, name: str) -> None:
+    """And the sum is close to that in single precision."""
     torch.manual_seed(seed)
     make, inputs = NETWORKS[name]
     module, rows = make(), inputs(3)
 
-    def found(some: Tensor, clip: float, precision: Precision) -> Tensor:
+    def clipped_sum_of(some: Tensor, clip: float, precision: Precision) -> Tensor:
         outcome = clipped_sum(
             module, weights_of(module), (some,), losses, clip, precision=precision
         )
@@ -342,24 +340,24 @@ def test_at_a_lower_precision_the_bound_holds_all_the_same(
         return outcome.flat().double()
 
     for row in rows.split(1):
-        assert float(found(row, 1e-3, precision).norm()) <= 1e-3
-    exact = found(rows, math.inf, "float32")
-    assert float((found(rows, math.inf, precision) - exact).norm() / exact.norm()) < 0.05
+        assert float(clipped_sum_of(row, 1e-3, precision).norm()) <= 1e-3
+    exact = clipped_sum_of(rows, math.inf, "float32")
+    assert float((clipped_sum_of(rows, math.inf, precision) - exact).norm() / exact.norm()) < 0.05
     assert not torch.backends.cudnn.allow_tf32
 
 
-def test_what_cancels_does_not_make_an_example_shorter() -> None:
-    """Positions that nearly cancel: the norm from products of positions keeps its rounding."""
+def test_cancellation_does_not_shrink_norms() -> None:
+    """Positions that nearly cancel: the norm from products of positions includes their rounding."""
     torch.manual_seed(0)
     module = nn.Linear(400, 400, bias=False)
     row = torch.randn(1, 1, 400) * 1e4
     rows = torch.cat([row, -row * (1 + 1e-4)], 1).expand(1, 2, 400)
     back = torch.ones(400)
-    found = clipped_sum(
+    result = clipped_sum(
         module, weights_of(module), (rows,), lambda out: (out * back).sum((1, 2)), math.inf
     )
-    exact = float(found.flat().double().norm())
-    assert float(found.norms[0]) >= exact * (1 - 1e-3)
+    exact = float(result.flat().double().norm())
+    assert float(result.norms[0]) >= exact * (1 - 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,7 @@ def test_what_cancels_does_not_make_an_example_shorter() -> None:
         (nn.Embedding(3, 2, scale_grad_by_freq=True), "clipped_sum does not support"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(module: nn.Module, words: str) -> None:
+def test_unknown_layers_are_refused_by_name(module: nn.Module, words: str) -> None:
     with pytest.raises(FedgenError, match=words):
         clipped_sum(module, weights_of(module), (torch.zeros(1, 1, 4, 4),), losses, 1.0)
 
@@ -409,11 +407,11 @@ class Function(nn.Module):
         (lambda f, x: torch.relu(h := f(x)).add_(h), nn.Linear(5, 2), "in place"),
     ],
 )
-def test_examples_that_are_not_apart_are_refused(
+def test_functions_that_mix_examples_are_refused(
     forward: Callable[[nn.Module, Tensor], Tensor], layer: nn.Module, words: str, rows: int
 ) -> None:
-    """However many there are: as many as positions, too. One row more would move a sum of such
-    pieces by several clip norms."""
+    """For any number of examples, also that of positions. One more record would move a sum of such
+    parts by several clip norms."""
     module = Function(forward, layer)
     with pytest.raises(FedgenError, match=words):
         clipped_sum(module, weights_of(module), (torch.randn(rows, 4, 5),), losses, 1.0)
@@ -432,10 +430,10 @@ def test_changes_in_place_are_refused(before: int) -> None:
     "scaled = scale_rows(rows, clipping_factors(norms, clip)).double()",
     "scaled = rows.double()",
 )
-def test_rows_that_are_no_gradients() -> None:
+def test_rows_that_are_not_gradients() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.nan, 0.0]])
-    found = sum_of_rows(rows, 1.0)
-    assert torch.allclose(found.flat().float(), torch.tensor([0.9, 1.2]), atol=1e-5)
+    result = sum_of_rows(rows, 1.0)
+    assert torch.allclose(result.flat().float(), torch.tensor([0.9, 1.2]), atol=1e-5)
     assert sum_of_rows(rows[:0], 1.0).flat().tolist() == [0.0, 0.0]
 
 
@@ -450,15 +448,16 @@ def test_rows_that_are_no_gradients() -> None:
     ],
     ids=str,
 )
-def test_what_is_released_for_one_example_is_within_the_clip(
+def test_the_release_of_one_example_is_within_the_clip_norm(
     module: nn.Module, shape: tuple[int, ...]
 ) -> None:
-    """Constant rows, whose sums round most: norms hold beyond single precision."""
+    """Constant rows, whose sums have the largest rounding errors: norms hold beyond single
+    precision."""
     torch.manual_seed(0)
     for value in (0.3, 0.7, 1.3):
         given = (torch.full((1, *shape), value),)
-        found = clipped_sum(module, weights_of(module), given, lambda o: o.flatten(1).sum(1), 1.0)
-        assert float(found.flat().double().norm()) <= 1
+        result = clipped_sum(module, weights_of(module), given, lambda o: o.flatten(1).sum(1), 1.0)
+        assert float(result.flat().double().norm()) <= 1
 
 
 @kills(
@@ -466,9 +465,9 @@ def test_what_is_released_for_one_example_is_within_the_clip(
     "torch.zeros_like(value, dtype=torch.float64) for name",
     "torch.zeros_like(value) for name",
 )
-def test_one_row_more_among_sixty_thousand_moves_a_sum_by_at_most_the_clip() -> None:
-    """Rows made so that in single precision all 937 sums of 64 are rounded up without the first row
-    and down with it, while the total is above 2^15: by 2^-8 each."""
+def test_one_record_among_sixty_thousand_moves_a_sum_by_at_most_the_clip_norm() -> None:
+    """Constructed rows: in single precision all 937 sums of 64 are rounded up without the first row
+    and down with it, while the total is above 2^15, by 2^-8 each."""
     count = 937
     rows = torch.full((count, 64), 0.90625, dtype=torch.float64)
     rows[:, 62] = 0.9 // 2**-8 * 2**-8 + 2**-9 + 2**-16 - torch.arange(count) * 2.0**-15
@@ -488,10 +487,10 @@ def test_one_row_more_among_sixty_thousand_moves_a_sum_by_at_most_the_clip() -> 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("kind", ["agree", "random"])
-def test_what_rounding_adds_is_paid_for(kind: str, precision: Precision) -> None:
-    """A row more in a part of 100, by the network of "Private GANs, revisited" at full width:
-    beside what the row gives by itself, the sum moves by less than half of the 2^-10 of the clip
-    norm that is kept for it."""
+def test_rounding_is_within_its_allowance(kind: str, precision: Precision) -> None:
+    """One record in a part of 100, for the network of "Private GANs, revisited" at full width:
+    beyond its own contribution, the sum moves by less than half of the 2^-10 of the clip norm that
+    is reserved for rounding."""
     torch.manual_seed(0)
     module = Discriminator(10, (1, 28, 28), 128)
     images, labels = torch.rand(101, 1, 28, 28), torch.randint(0, 10, (101,))
@@ -512,11 +511,11 @@ def minus_log_d(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("width", "precision"), [(8, "float32"), (64, "float32"), (8, "float64")])
-def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(
+def test_a_record_with_cancelling_gradients_moves_a_sum_by_at_most_the_clip_norm(
     width: int, precision: Precision
 ) -> None:
-    """A discriminator that a server made so: what comes back to the first layer is large at all
-    positions, and of the white image's it nearly cancels; of the others' it does not."""
+    """A hostile discriminator: gradients at the first layer are large at all positions, and nearly
+    cancel for the white image, but not for others."""
     module = Discriminator(10, (1, 28, 28), width)
     weights = {name: torch.zeros_like(each) for name, each in weights_of(module).items()}
     weights["convolutions.0.bias"].fill_(2.0**-40)
@@ -541,7 +540,7 @@ def test_a_row_whose_gradient_cancels_moves_a_sum_by_at_most_the_clip(
 
 
 class Weighted(nn.Module):
-    """A linear layer over positions, and factors for what it says at each."""
+    """A linear layer over positions, with weights on its output at each."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -558,10 +557,10 @@ class Weighted(nn.Module):
     "multiplied = _to_single",
 )
 @pytest.mark.parametrize("side", [8, 256])
-def test_positions_that_cancel_move_a_sum_by_at_most_the_clip(side: int) -> None:
-    """A linear layer over 64 positions: one row's products are a million times the others'. Beside
-    what the row gives the sum moves by what double precision proves: single leaves a hundred times
-    as much."""
+def test_cancelling_positions_move_a_sum_by_at_most_the_clip_norm(side: int) -> None:
+    """A linear layer over 64 positions, where the products of one record are a million times those
+    of others. Beyond its contribution, the sum moves by what double precision guarantees: single
+    precision leaves a hundred times as much."""
     torch.manual_seed(0)
     module, x, by = Weighted(side), torch.rand(64, 64, side), torch.ones(64, 64, side)
     for size in (2.0**10, 2.0**20, 2.0**40):
@@ -590,12 +589,12 @@ def test_positions_that_cancel_move_a_sum_by_at_most_the_clip(side: int) -> None
 )
 @pytest.mark.parametrize("side", [8, 256])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_what_cancels_counts_as_a_part_of_its_products(side: int, copies: int) -> None:
-    """At least 2^-8.5 of their absolute values: the others' rounding is a part of these, and is
-    scaled as they are."""
+def test_norms_are_at_least_a_fraction_of_the_products(side: int, copies: int) -> None:
+    """At least 2^-8.5 of their absolute values: rounding in other records is relative to these, and
+    is scaled with them."""
     module, x, by = Weighted(side), torch.ones(2, 64, side), torch.ones(2, 64, side)
     by[:, 32:] = -1
-    found = clipped_sum(
+    result = clipped_sum(
         module,
         weights_of(module),
         (x, by),
@@ -604,4 +603,4 @@ def test_what_cancels_counts_as_a_part_of_its_products(side: int, copies: int) -
         precision="float64",
         copies=copies,
     )
-    assert (found.norms >= 2**-8.5 * 64 * side * (1 - 1e-6)).all()
+    assert (result.norms >= 2**-8.5 * 64 * side * (1 - 1e-6)).all()

@@ -1,4 +1,4 @@
-"""Events: canonical form, JSON, and what is refused."""
+"""Events: canonical form, JSON, and refusals."""
 
 from __future__ import annotations
 
@@ -49,34 +49,34 @@ def test_canonical_counts(event: object, count: int) -> None:
 )
 @given(events)
 @example(PoissonSampledDpEvent(0.5, GaussianDpEvent(0.73)))
-def test_what_is_canonical_stays_so(event: object) -> None:
-    """To the last digit, there and back: a client's account is held against the plan."""
+def test_canonical_events_survive_json(event: object) -> None:
+    """To the last digit: the account of a client is compared with the plan."""
     for leaf in canonical(event):
         again = from_json(json.loads(json.dumps(to_json(leaf))))
         assert canonical(again) == {leaf: 1}
 
 
-def test_a_rate_of_a_whole_number_is_read_again() -> None:
-    """As a setting may be written: sampling_rate=1."""
+def test_an_integer_rate_is_read() -> None:
+    """As in settings: sampling_rate=1."""
     event = PoissonSampledDpEvent(1, GaussianDpEvent(2))
     text = json.dumps(to_json(event))
     assert from_json(json.loads(text)) == event
     assert text == json.dumps(to_json(PoissonSampledDpEvent(1.0, GaussianDpEvent(2.0))))
 
 
-def test_gaussians_inside_a_draw_melt_into_one() -> None:
+def test_gaussians_within_one_sample_merge() -> None:
     gate = SelfComposedDpEvent(GaussianDpEvent(2.0), 16)
     [leaf] = canonical(SampledWithoutReplacementDpEvent(100, 1, gate))
     assert leaf.event.noise_multiplier == pytest.approx(2.0 / 4)
 
 
-def test_a_draw_of_everybody_is_no_draw() -> None:
+def test_sampling_everything_is_no_sampling() -> None:
     assert canonical(SampledWithoutReplacementDpEvent(1, 1, GaussianDpEvent(3.0)), 5) == {
         GaussianDpEvent(3.0 * math.sqrt(1)): 5
     }
 
 
-def test_draws_in_draws_are_refused() -> None:
+def test_nested_sampling_is_refused() -> None:
     inner = SampledWithoutReplacementDpEvent(10, 1, GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="nested sampling"):
         canonical(SampledWithoutReplacementDpEvent(10, 1, inner))
@@ -90,5 +90,5 @@ def test_unknown_events_are_refused() -> None:
 
 
 @given(events)
-def test_every_spend_has_words(event: object) -> None:
+def test_every_spend_has_a_description(event: object) -> None:
     assert describe(canonical(event))

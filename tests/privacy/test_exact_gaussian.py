@@ -1,4 +1,4 @@
-"""Gaussian noise on the integers: its law, its tails, and that floating point decides nothing."""
+"""Gaussian noise on the integers: distribution and tails, independent of floating point."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS = RandomStreams.from_seed(3, "seeded")
 
 
 class Bits(RandomStreams):
-    """Coins whose first words are given, and whose further ones all are one word."""
+    """Random streams with given first words, and one repeated word after them."""
 
     def given(self, words: list[int], more: int = 0) -> Bits:
         self.__dict__.update(words=words, more=more)
@@ -38,28 +38,28 @@ class Bits(RandomStreams):
 
 
 def of_bits(words: list[int], mean: float, std: float, more: int = 0) -> list[int]:
-    """The integers that these words lead to."""
+    """Return the integers for these words."""
     streams = Bits(b"", b"", b"", "seeded").given(words, more)
     means = torch.full((len(words),), mean, dtype=torch.float64)
     return [int(each) for each in rounded_gaussian(means, std, streams)]
 
 
 def below(boundary: Fraction, mean: float, std: float) -> mpmath.mpf:
-    """The probability that a Gaussian is below a boundary, to 300 bits."""
+    """Return the probability that a Gaussian is below a boundary, to 300 bits."""
     with mpmath.workprec(400):
         at = mpmath.mpf(boundary.numerator) / boundary.denominator
         return mpmath.ncdf((at - mpmath.mpf(mean)) / mpmath.mpf(std))
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.37, 3.0), (-2.5, 0.8)])
-def test_the_law_on_the_integers(mean: float, std: float) -> None:
-    """Chi-squared at level 1e-6 over 400,000 numbers, all integers expected 20 times or more."""
+def test_the_distribution_on_the_integers(mean: float, std: float) -> None:
+    """Chi-squared at level 1e-6 over 400,000 values, on integers expected 20 times or more."""
     count = 400_000
-    found = rounded_gaussian(torch.full((count,), mean, dtype=torch.float64), std, STREAMS).numpy()
+    result = rounded_gaussian(torch.full((count,), mean, dtype=torch.float64), std, STREAMS).numpy()
     k = np.arange(-200, 201)
     expected = count * np.diff(stats.norm.cdf(np.append(k, 201) - 0.5, mean, std))
     often = expected >= 20
-    seen = np.array([(found == each).sum() for each in k[often]])
+    seen = np.array([(result == each).sum() for each in k[often]])
     rest = count - seen.sum(), count - expected[often].sum()
     observed, promised = np.append(seen, rest[0]), np.append(expected[often], rest[1])
     assert stats.chisquare(observed, promised).pvalue > 1e-6
@@ -79,9 +79,9 @@ def test_the_law_on_the_integers(mean: float, std: float) -> None:
 @pytest.mark.parametrize("power", [2, 8, 24, 28, 29, 40, 63, 64, 80, 100])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_tails_have_their_probability(power: int, sign: int) -> None:
-    """By construction: of all bits that begin as U = 2^-power does, those above and below a
-    boundary between two integers lead to one and the other, at the very bit. The first 64 bits are
-    a sign and 63 of U in (0, 1/2), as many more follow as are asked for."""
+    """By construction: among bit strings with the prefix of U = 2^-power, those above and below a
+    boundary between two integers give one and the other, at the exact bit. The first 64 bits are a
+    sign and 63 bits of U in (0, 1/2); more follow if needed."""
     mean, std = 0.125, 1000.0
     with mpmath.workprec(400):
         z = -mpmath.sqrt(2) * mpmath.erfinv(1 - mpmath.ldexp(1, 1 - power))
@@ -93,11 +93,11 @@ def test_the_tails_have_their_probability(power: int, sign: int) -> None:
         word, more = divmod(digits + 2 * step, 2**64)
         outer = k + 1 if sign > 0 else k
         inner = k if sign > 0 else k + 1
-        found = of_bits([word | (2**63 if sign < 0 else 0)], mean, std, more)
+        result = of_bits([word | (2**63 if sign < 0 else 0)], mean, std, more)
         if expected is not None:
-            assert found == [outer if expected else inner]
+            assert result == [outer if expected else inner]
         else:
-            assert found[0] in (outer, inner)
+            assert result[0] in (outer, inner)
 
 
 @given(
@@ -124,10 +124,10 @@ def test_both_signs_are_mirror_images(words: list[int], mean: float, std: float)
     st.sampled_from([1, -1]),
 )
 @settings(max_examples=60)
-def test_floating_point_comes_to_what_all_digits_come_to(
+def test_floating_point_agrees_with_exact_arithmetic(
     words: list[int], std: float, power: int, side: int
 ) -> None:
-    """Near a boundary between two integers, by 2^-8 to 2^-40 on either side of it."""
+    """Near a boundary between two integers, by 2^-8 to 2^-40 on either side."""
     for word in words:
         signed = word - 2**64 if word >= 2**63 else word
         more = Bits(b"", b"", b"", "seeded").given([], 999)
@@ -141,8 +141,9 @@ def test_floating_point_comes_to_what_all_digits_come_to(
         ]
 
 
-def test_the_inverse_normal_is_as_good_as_is_relied_on() -> None:
-    """Against mpmath, to 2^-44 (2^-46 is what it has), down to where bits decide by all digits."""
+def test_the_inverse_normal_has_the_required_precision() -> None:
+    """Against mpmath, to 2^-44 (its precision is 2^-46), down to where exact arithmetic takes
+    over."""
     rng = np.random.default_rng(0)
     u = np.concatenate([2.0 ** -rng.uniform(1, 29, 2000), rng.uniform(0.3, 0.5, 500), [2.0**-29]])
     z = torch.special.ndtri(torch.from_numpy(u)).numpy()
@@ -152,17 +153,17 @@ def test_the_inverse_normal_is_as_good_as_is_relied_on() -> None:
     assert worst < 2.0**-44
 
 
-def test_the_same_on_any_number_of_threads() -> None:
+def test_noise_does_not_depend_on_the_number_of_threads() -> None:
     mean = torch.linspace(-5, 5, 300_000, dtype=torch.float64)
-    found = []
+    result = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(rounded_gaussian(mean, 1500.0, STREAMS, "threads"))
+        result.append(rounded_gaussian(mean, 1500.0, STREAMS, "threads"))
     torch.set_num_threads(1)
-    assert torch.equal(*found)
+    assert torch.equal(*result)
 
 
-def test_integers_beyond_all_noise_stay() -> None:
+def test_large_integers_are_kept() -> None:
     far = torch.tensor([2.0**60, -(2.0**60), 1e300], dtype=torch.float64)
     assert torch.equal(rounded_gaussian(far, 1.0, STREAMS), far)
 
@@ -179,13 +180,13 @@ def test_zero_has_one_encoding(mean: float) -> None:
 
 
 @pytest.mark.parametrize("std", [0.0, -1.0, 2.0**11 + 1, float("nan")])
-def test_a_std_that_nothing_is_proven_for_is_refused(std: float) -> None:
+def test_a_std_without_a_proof_is_refused(std: float) -> None:
     with pytest.raises(ValueError, match="std"):
         rounded_gaussian(torch.zeros(1), std, STREAMS)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_mean_that_is_none_is_refused(bad: float) -> None:
+def test_an_invalid_mean_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="finite"):
         rounded_gaussian(torch.tensor([0.0, bad]), 1.0, STREAMS)
 

@@ -1,4 +1,4 @@
-"""Products of matrices that are exact, and so do not depend on what is beside a row."""
+"""Exact matrix products, which therefore do not depend on other records."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from fedgen.privacy.exact_matmul import product
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 900), st.integers(1, 20))
 @example(0, 30, 4, 20)
-def test_no_order_of_adding_up_is_another_sum(seed: int, n: int, a: int, b: int) -> None:
+def test_the_order_of_summation_has_no_effect(seed: int, n: int, a: int, b: int) -> None:
     source = torch.Generator().manual_seed(seed)
     rows, matrix = (3 * torch.randn(shape, generator=source) for shape in ((n, a), (a, b)))
-    found = product(rows, matrix, (10.0, 5.0))
-    assert found.dtype == torch.float64
+    result = product(rows, matrix, (10.0, 5.0))
+    assert result.dtype == torch.float64
     order = torch.randperm(a, generator=source)
-    assert torch.equal(found, product(rows[:, order], matrix[order], (10.0, 5.0)))
+    assert torch.equal(result, product(rows[:, order], matrix[order], (10.0, 5.0)))
     some = torch.randperm(n, generator=source)[: n // 2 + 1]
-    assert torch.equal(found[some], product(rows[some], matrix, (10.0, 5.0)))
+    assert torch.equal(result[some], product(rows[some], matrix, (10.0, 5.0)))
 
 
-def test_it_is_the_sum_of_what_was_rounded() -> None:
-    """In fractions, at the largest that there may be."""
+def test_the_product_of_rounded_factors_is_exact() -> None:
+    """Against fractions, at the largest admissible values."""
     source = torch.Generator().manual_seed(1)
     rows, matrix = (torch.randn(shape, generator=source) for shape in ((3, 784), (784, 2)))
     rows[0], matrix[:, 0] = 1.0, -1.0
-    found = product(rows, matrix, (1.0, 1.0))
+    result = product(rows, matrix, (1.0, 1.0))
     for i in range(3):
         for j in range(2):
             exact = Fraction(0)
             for left, right in zip(rows[i].tolist(), matrix[:, j].tolist(), strict=True):
                 cut = (min(max(left, -1.0), 1.0), min(max(right, -1.0), 1.0))
                 exact += Fraction(round(cut[0] * 2**22)) * Fraction(round(cut[1] * 2**21))
-            assert Fraction(found[i, j].item()) == exact / 2**43
-    assert found[0, 0] == -784
+            assert Fraction(result[i, j].item()) == exact / 2**43
+    assert result[0, 0] == -784
 
 
-def test_it_is_near_and_takes_whatever_comes() -> None:
+def test_the_product_is_accurate_for_any_input() -> None:
     source = torch.Generator().manual_seed(2)
     rows, matrix = torch.rand((50, 576), generator=source), torch.randn((576, 9), generator=source)
     there = rows.double() @ matrix.double()

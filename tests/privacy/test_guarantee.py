@@ -1,4 +1,4 @@
-"""The trade-off curve bounds every attacker, and is exact where a closed form is known."""
+"""The trade-off curve bounds every attacker, and is exact if a closed form is known."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ RATES = (1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.9)
 
 
 def bounds(spend: Spend, relation: Relation = ADD) -> Guarantee:
-    found = guarantee(spend, 1e-5, relation)
-    assert found is not None
-    return found
+    result = guarantee(spend, 1e-5, relation)
+    assert result is not None
+    return result
 
 
 def exact_tpr(mu: float, fpr: float) -> float:
@@ -69,14 +69,14 @@ def exact_tpr(mu: float, fpr: float) -> float:
     ],
 )
 def test_a_gaussian_has_the_exact_curve(mu: float, tpr: float, posterior: float) -> None:
-    found = bounds({GaussianDpEvent(1 / mu): 1})
-    assert found.tpr(0.01) == pytest.approx(tpr, rel=1e-12)
-    assert found.posterior(0.5) == pytest.approx(posterior, rel=1e-12)
-    assert found.advantage == pytest.approx(2 * stats.norm.cdf(mu / 2) - 1, rel=1e-12)
+    result = bounds({GaussianDpEvent(1 / mu): 1})
+    assert result.tpr(0.01) == pytest.approx(tpr, rel=1e-12)
+    assert result.posterior(0.5) == pytest.approx(posterior, rel=1e-12)
+    assert result.advantage == pytest.approx(2 * stats.norm.cdf(mu / 2) - 1, rel=1e-12)
     for fpr in RATES:
-        assert found.tpr(fpr) == pytest.approx(exact_tpr(mu, fpr), rel=1e-12)
-        assert found.fpr(found.tpr(fpr)) == pytest.approx(fpr, rel=1e-9)
-    assert found.mu == pytest.approx(mu, rel=1e-12)
+        assert result.tpr(fpr) == pytest.approx(exact_tpr(mu, fpr), rel=1e-12)
+        assert result.fpr(result.tpr(fpr)) == pytest.approx(fpr, rel=1e-9)
+    assert result.mu == pytest.approx(mu, rel=1e-12)
 
 
 @given(mu=st.floats(0.01, 8), fpr=st.floats(1e-6, 0.999))
@@ -90,8 +90,8 @@ def test_a_profile_on_a_grid_loses_little_and_never_allows_less(mu: float, fpr: 
 
 
 def likelihood_ratio_tpr(rate: float, sigma: float, fpr: float) -> float:
-    """The best test of one sampled Gaussian, (1 - q) N(0) + q N(1) against N(0), by its threshold:
-    the likelihood ratio increases with the output."""
+    """Return the TPR of the best test of one sampled Gaussian, (1 - q) N(0) + q N(1) against N(0),
+    by its threshold: the likelihood ratio increases with the output."""
     threshold = stats.norm.isf(fpr) * sigma
     power = stats.norm.sf(threshold / sigma) * (1 - rate)
     return float(power + rate * stats.norm.sf((threshold - 1) / sigma))
@@ -112,12 +112,12 @@ def likelihood_ratio_tpr(rate: float, sigma: float, fpr: float) -> float:
 def test_no_test_of_one_sampled_gaussian_is_above_the_curve(
     rate: float, sigma: float, fpr: float
 ) -> None:
-    """In either direction: of a member who was added, and of one who was removed."""
-    found = bounds({PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)): 1})
+    """In both directions: a member who was added, and one who was removed."""
+    result = bounds({PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)): 1})
     added = likelihood_ratio_tpr(rate, sigma, fpr)
-    assert found.tpr(fpr) >= added * (1 - 1e-9)
+    assert result.tpr(fpr) >= added * (1 - 1e-9)
     # removed: the same test with members and others exchanged, TPR 1 - FPR'
-    assert found.tpr(1 - added) >= (1 - fpr) * (1 - 1e-9)
+    assert result.tpr(1 - added) >= (1 - fpr) * (1 - 1e-9)
 
 
 EVENTS: dict[str, tuple[Spend, Relation]] = {
@@ -143,14 +143,14 @@ EVENTS: dict[str, tuple[Spend, Relation]] = {
 
 @pytest.mark.parametrize("name", EVENTS)
 def test_the_profile_agrees_with_epsilon(name: str) -> None:
-    """At δ, up to the resolution of the grid; and it does not increase, from at most 1."""
+    """At δ, up to the resolution of the grid; it starts at most at 1 and does not increase."""
     spend, relation = EVENTS[name]
-    found, value = bounds(spend, relation), epsilon(spend, 1e-5, relation).or_infinity
-    assert (np.diff(found.deltas) <= 1e-12).all()
-    assert 0 <= found.deltas.min() <= found.deltas.max() <= 1
-    reached = GRID[np.argmax(found.deltas <= 1e-5 * (1 + 1e-6))]
+    result, value = bounds(spend, relation), epsilon(spend, 1e-5, relation).or_infinity
+    assert (np.diff(result.deltas) <= 1e-12).all()
+    assert 0 <= result.deltas.min() <= result.deltas.max() <= 1
+    reached = GRID[np.argmax(result.deltas <= 1e-5 * (1 + 1e-6))]
     assert reached == pytest.approx(value, abs=0.011, rel=0.2)
-    assert found.tpr(0.01) <= 1e-5 + math.exp(value) * 0.01 * 1.02
+    assert result.tpr(0.01) <= 1e-5 + math.exp(value) * 0.01 * 1.02
 
 
 @kills(
@@ -169,7 +169,7 @@ def test_a_run_that_may_stop_costs_more() -> None:
 
 
 @pytest.mark.parametrize("event", [NonPrivateDpEvent(), Contribution()])
-def test_what_has_no_bound_has_no_curve(event: DpEvent) -> None:
+def test_no_curve_without_a_bound(event: DpEvent) -> None:
     assert guarantee({event: 1, GaussianDpEvent(1.0): 1}, 1e-5, ADD) is None
     assert guarantee({event: 0, GaussianDpEvent(1.0): 1}, 1e-5, ADD) is not None
     assert worst_guarantee([{event: 1}, {GaussianDpEvent(1.0): 1}], 1e-5, ADD) is None
@@ -180,20 +180,20 @@ def test_figures_are_rounded_up_to_three_digits(value: float) -> None:
     assert value * (1 - 1e-11) <= float(round_up(value)) <= value * 1.0101
 
 
-def test_nothing_released_tells_nothing() -> None:
-    found = bounds({})
-    assert (found.tpr(0.01), found.advantage, found.mu) == (0.01, 0.0, 0.0)
-    assert found.posterior(0.1) == pytest.approx(0.1)
+def test_no_release_has_the_trivial_curve() -> None:
+    result = bounds({})
+    assert (result.tpr(0.01), result.advantage, result.mu) == (0.01, 0.0, 0.0)
+    assert result.posterior(0.1) == pytest.approx(0.1)
 
 
 @kills("fedgen/privacy/guarantee.py", "return max(bounded,", "return min(bounded,")
 @kills("fedgen/privacy/guarantee.py", "reduce(np.maximum,", "reduce(np.minimum,")
 def test_the_worst_of_several_clients_is_above_each() -> None:
     gaussians: list[Spend] = [{GaussianDpEvent(2.0): count} for count in (1, 5, 3)]
-    found = worst_guarantee(gaussians, 1e-5, ADD)
-    assert found is not None and found.mu == bounds(gaussians[1]).mu
+    result = worst_guarantee(gaussians, 1e-5, ADD)
+    assert result is not None and result.mu == bounds(gaussians[1]).mu
     busiest = worst(map(bounds, gaussians))
-    assert busiest is not None and busiest.mu == found.mu
+    assert busiest is not None and busiest.mu == result.mu
     mixed = [*gaussians, EVENTS["poisson"][0], EVENTS["revealed"][0]]
     together = worst_guarantee(mixed, 1e-5, ADD)
     assert together is not None
@@ -201,7 +201,7 @@ def test_the_worst_of_several_clients_is_above_each() -> None:
         assert (together.deltas >= bounds(spend).deltas).all()
 
 
-def test_of_very_many_clients_the_larger_counts_bound_all() -> None:
+def test_the_largest_counts_bound_very_many_clients() -> None:
     """No spend dominates another: each is large in an event of its own."""
     events = [GaussianDpEvent(10.0 + number) for number in range(20)]
     spends: list[Spend] = [{event: 2, events[0]: 1} for event in events[1:]]
@@ -217,14 +217,14 @@ def test_of_very_many_clients_the_larger_counts_bound_all() -> None:
     prior=st.sampled_from([0.01, 0.1, 0.5]),
     threshold=st.floats(-3, 6),
 )
-def test_no_attacker_who_finds_enough_is_right_more_often(
+def test_no_attacker_with_enough_recall_exceeds_the_posterior(
     mu: float, prior: float, threshold: float
 ) -> None:
-    """By any threshold, of one who finds at least one in a hundred members."""
-    found, others = stats.norm.sf(threshold - mu), stats.norm.sf(threshold)
-    if found < SHARE_FOUND:
+    """For any threshold of an attacker who finds at least one in a hundred members."""
+    result, others = stats.norm.sf(threshold - mu), stats.norm.sf(threshold)
+    if result < SHARE_FOUND:
         return
-    precision = prior * found / (prior * found + (1 - prior) * others)
+    precision = prior * result / (prior * result + (1 - prior) * others)
     exact = bounds({GaussianDpEvent(1 / mu): 1})
     assert precision <= exact.posterior(prior) * (1 + 1e-9)
     assert precision <= Guarantee(GRID, exact.deltas, None).posterior(prior) * (1 + 1e-9)
@@ -245,7 +245,7 @@ def compositions(draw: st.DrawFn) -> Spend:
 
 
 def losses(spend: Spend, pessimistic: bool) -> pld.PrivacyLossDistribution:
-    """Rounded towards larger or smaller losses."""
+    """Return privacy losses rounded up or down."""
     composed = None
     for event, count in spend.items():
         gate = event if isinstance(event, GaussianDpEvent) else event.event
@@ -269,18 +269,18 @@ def losses(spend: Spend, pessimistic: bool) -> pld.PrivacyLossDistribution:
 def test_riskcal_finds_no_better_attack(spend: Spend, fpr: float) -> None:
     """With losses rounded down, its curve is below the true one; rounded up, above it, and ours is
     close to it."""
-    found = bounds(spend)
+    result = bounds(spend)
     down, up = (losses(spend, pessimistic) for pessimistic in (False, True))
     attack, bound = (1 - riskcal.get_beta_from_pld(loss, alpha=fpr) for loss in (down, up))
-    assert attack * (1 - 1e-6) - 1e-9 <= found.tpr(fpr) <= bound * 1.02 + 1e-3
+    assert attack * (1 - 1e-6) - 1e-9 <= result.tpr(fpr) <= bound * 1.02 + 1e-3
     advantage = riskcal.get_advantage_from_pld(down)
-    assert advantage * (1 - 1e-6) - 1e-9 <= found.advantage
+    assert advantage * (1 - 1e-6) - 1e-9 <= result.advantage
 
 
 @settings(deadline=None, max_examples=25)
 @given(spend=compositions(), rate=st.floats(1e-7, 1))
 def test_published_points_lose_little(spend: Spend, rate: float) -> None:
-    """Nothing at the rates that are stated, and little elsewhere; never below the whole profile."""
+    """Nothing at the published rates, and little elsewhere; never below the exact profile."""
     whole = bounds(spend)
     data = to_json(whole)
     read = from_json(json.loads(json.dumps(data)))
@@ -320,19 +320,19 @@ def test_a_foreign_profile_is_checked(data: dict[str, object]) -> None:
 @kills("fedgen/privacy/guarantee.py", "ndtri(powers[1:]) - ndtri", "ndtri(powers[:-1]) - ndtri")
 @settings(deadline=None, max_examples=25)
 @given(spend=compositions(), rate=st.floats(0.001, 0.5))
-def test_a_dominating_gaussian_is_nowhere_below(spend: Spend, rate: float) -> None:
-    found = bounds(spend)
-    mu = found.dominating_mu()
+def test_a_dominating_gaussian_is_below_the_curve_nowhere(spend: Spend, rate: float) -> None:
+    result = bounds(spend)
+    mu = result.dominating_mu()
     assert mu < math.inf
     gaussian = bounds({GaussianDpEvent(1 / mu): 1})
-    if found.tpr(rate) <= 0.999:
-        assert found.tpr(rate) <= gaussian.tpr(rate) * (1 + 1e-9)
+    if result.tpr(rate) <= 0.999:
+        assert result.tpr(rate) <= gaussian.tpr(rate) * (1 + 1e-9)
     exact = bounds({GaussianDpEvent(1.0): 1})
     rough = Guarantee(GRID, exact.deltas, None).dominating_mu()
     assert 1.001 <= rough <= 1.006, "rounded up between rates"
 
 
-def test_one_pair_says_what_it_implies() -> None:
+def test_the_curve_of_one_pair() -> None:
     pair = of_pair(3.0, 1e-5)
     assert pair.tpr(0.01) == pytest.approx(1e-5 + 0.01 * math.exp(3))
     assert pair.advantage == 1.0

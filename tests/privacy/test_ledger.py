@@ -1,4 +1,4 @@
-"""Ledgers: append-only, never forgetting, never counting twice."""
+"""Ledgers: append-only, complete, without double counting."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_repeated_round_is_charged_once_if_seeded_and_again_if_secure(tmp_path
         assert ledger(place, seeded).account() == resumed.account()
 
 
-def test_another_question_in_a_round_is_charged_anew(tmp_path: Path) -> None:
+def test_another_query_in_a_round_is_charged_again(tmp_path: Path) -> None:
     mine = ledger(tmp_path)
     for asked, releases, second in (
         ("a", 1, False),
@@ -60,7 +60,7 @@ def test_another_question_in_a_round_is_charged_anew(tmp_path: Path) -> None:
 
 
 def test_several_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each sees what the others charged before it handles a message."""
+    """Each sees the charges of others before it handles a message."""
     first, second = ledger(tmp_path), ledger(tmp_path)
     for server_round in range(6):
         mine = (first, second)[server_round % 2]
@@ -88,27 +88,27 @@ def test_two_handlers_of_one_client_take_turns(tmp_path: Path) -> None:
     assert order == ["first", "late"]
 
 
-def test_a_torn_last_line_is_a_charge_that_never_was(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_not_a_charge(tmp_path: Path) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     whole = file.read_text()
     for cut in range(1, 20):
         file.write_text(whole + whole.splitlines()[1][:-cut])
-        found = ledger(tmp_path)
-        assert found.releases == 1
-        found.charge(1, "q", 8, EVENT)
+        result = ledger(tmp_path)
+        assert result.releases == 1
+        result.charge(1, "q", 8, EVENT)
         assert ledger(tmp_path).releases == 2
         file.write_text(whole)
 
 
 @pytest.mark.parametrize("other", [{"run": "s"}, {"client": 4}])
-def test_another_runs_or_clients_ledger_is_refused(tmp_path: Path, other: dict) -> None:
+def test_a_ledger_of_another_run_or_client_is_refused(tmp_path: Path, other: dict) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
     with pytest.raises(FedgenError, match="belongs to a different run or client"):
         ledger(tmp_path, **other)
 
 
-def test_a_broken_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_broken_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     ledger(tmp_path).charge(0, "q", 8, EVENT)
     file = tmp_path / "ledger.jsonl"
     broken = file.read_bytes().replace(b"gaussian", b"gauss\xff\xff") + b"torn"
@@ -156,6 +156,6 @@ def test_json_keeps_spends(given_spend: dict) -> None:
 
 @given(spends, spends)
 def test_the_larger_count_counts(mine: dict, theirs: dict) -> None:
-    found = elementwise_max(mine, theirs)
-    assert found == elementwise_max(theirs, mine)
-    assert all(found[event] >= count for s in (mine, theirs) for event, count in s.items())
+    result = elementwise_max(mine, theirs)
+    assert result == elementwise_max(theirs, mine)
+    assert all(result[event] >= count for s in (mine, theirs) for event, count in s.items())

@@ -1,4 +1,4 @@
-"""Mechanisms: the clip, the noise, the sensitivity, and who may make a Release."""
+"""Mechanisms: clipping, noise, sensitivity, and the creation of releases."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_clipped_rows_are_in_the_ball(rows: np.ndarray, bound: float) -> None:
 
 
 @given(arrays(np.float32, (2, 3), elements=st.floats(-1, 1, width=32)))
-def test_small_rows_are_left_alone(rows: np.ndarray) -> None:
+def test_small_rows_are_unchanged(rows: np.ndarray) -> None:
     given_rows = torch.from_numpy(rows)
     assert torch.equal(clip_rows(given_rows, 2.0), given_rows)
 
@@ -73,7 +73,7 @@ def test_small_rows_are_left_alone(rows: np.ndarray) -> None:
     "return scale",
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_bad_row_becomes_zero_and_its_neighbours_stay(bad: float) -> None:
+def test_an_invalid_row_becomes_zero_and_others_stay(bad: float) -> None:
     rows = torch.tensor([[0.1, 0.2], [bad, 3e38], [0.3, 0.4]])
     clipped = clip_rows(rows, 1.0)
     assert torch.equal(clipped[1], torch.zeros(2))
@@ -86,10 +86,9 @@ def test_a_bad_row_becomes_zero_and_its_neighbours_stay(bad: float) -> None:
     "rows",
 )
 @given(any_rows, any_rows, st.integers(1, 5))
-def test_sensitivity_bounds_any_exchange(
-    before: np.ndarray, after: np.ndarray, critics: int
-) -> None:
-    """Exchanging one critic's data moves the answer, noise aside, by at most the sensitivity."""
+def test_sensitivity_bounds_any_change(before: np.ndarray, after: np.ndarray, critics: int) -> None:
+    """Changing the data of one critic moves the response, without noise, by at most the
+    sensitivity."""
     mechanism, streams = gaussian(0.7, 1.0, critics), RandomStreams.from_seed(0, "seeded")
     others = [torch.full((3, 4), float(k)) for k in range(critics - 1)]
 
@@ -107,7 +106,7 @@ def test_sensitivity_bounds_any_exchange(
     "self.bound.radius if removes_client else self.bound.diameter",
     "self.bound.radius",
 )
-def test_the_bound_is_met() -> None:
+def test_the_bound_is_attained() -> None:
     up, down = torch.tensor([[9.0, 0.0]]), torch.tensor([[-9.0, 0.0]])
     mechanism, streams = gaussian(0.5, 1.0), RandomStreams.from_seed(0, "seeded")
     first, second = (
@@ -124,9 +123,9 @@ def test_the_bound_is_met() -> None:
     "self.aggregation.sent(exact, self.std / 2, event, self.unit, streams)",
 )
 @pytest.mark.parametrize("critics", [1, 4])
-def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
-    """Variance of 60,000 numbers within the chi-square interval of level 1e-6, per coordinate of a
-    release; a build with half the noise, or noise over the batch size, falls far outside."""
+def test_noise_has_the_stated_standard_deviation(critics: int) -> None:
+    """The variance of 60,000 values is within the chi-square interval of level 1e-6, per coordinate
+    of a release; half of the noise, or noise divided by the batch size, is far outside."""
     clip, sigma = 0.5, 1.5
     mechanism = gaussian(clip, sigma, critics)
     rows = torch.zeros(600, 100)
@@ -149,9 +148,9 @@ def test_noise_has_the_promised_standard_deviation(critics: int) -> None:
         'RandomStreams.from_seed(0, "seeded"))'
     ),
 )
-def test_releases_at_different_places_have_independent_noise(streams: RandomStreams) -> None:
+def test_releases_in_different_domains_have_independent_noise(streams: RandomStreams) -> None:
     rows = torch.zeros(20, 50)
-    found = [
+    result = [
         gaussian(1.0, 1.0).release((20, 50), all_rows(rows), streams.at(*place)).arrays["answer"]
         for place in [
             ("client", 0, "answer", 0),
@@ -159,16 +158,16 @@ def test_releases_at_different_places_have_independent_noise(streams: RandomStre
             ("client", 0, "answer", 1),
         ]
     ]
-    for first, second in itertools.combinations(found, 2):
+    for first, second in itertools.combinations(result, 2):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.2
 
 
-def test_rows_answered_too_seldom_are_refused(streams: RandomStreams) -> None:
+def test_query_samples_with_too_few_responses_are_refused(streams: RandomStreams) -> None:
     with pytest.raises(ValueError, match="as many responses as"):
         gaussian(1.0, 1.0, 2).release((3, 4), all_rows(torch.zeros(3, 4)), streams)
 
 
-def test_a_release_says_what_it_cost(streams: RandomStreams) -> None:
+def test_a_release_states_its_cost(streams: RandomStreams) -> None:
     release = gaussian(1.0, 2.5).release((1, 4), all_rows(torch.zeros(1, 4)), streams)
     assert release.event == GaussianDpEvent(2.5)
     assert release.unit is Unit.RECORD
@@ -184,7 +183,7 @@ def test_without_a_mechanism_there_is_no_bound(streams: RandomStreams) -> None:
 
 @pytest.mark.parametrize("clip", [1.0, math.inf])
 def test_no_mechanism_has_a_bound_without_noise(clip: float, streams: RandomStreams) -> None:
-    """Whether or not it clips; nor does a sampling in front of it amplify anything."""
+    """With and without clipping; sampling before it amplifies nothing."""
     relation, poisson = Relation.ADD_OR_REMOVE_ONE, PoissonSampling(0.1)
     part = sum_of_rows(torch.ones(1, 3), clip)
     releases = [
@@ -201,7 +200,7 @@ def test_no_mechanism_has_a_bound_without_noise(clip: float, streams: RandomStre
     assert events == [NonPrivateDpEvent()] * len(releases)
 
 
-def test_nobody_else_makes_a_release() -> None:
+def test_only_mechanisms_create_releases() -> None:
     with pytest.raises(TypeError, match="only a mechanism creates"):
         Release({}, GaussianDpEvent(1.0), Unit.RECORD)
 
@@ -235,49 +234,49 @@ def summed(relation: Relation, divisor: float = 8.0) -> SumGaussian:
     ),
 )
 @given(any_rows, st.floats(0.1, 300), st.integers(0, 1000))
-def test_what_is_released_lies_on_a_grid_of_the_noise(
+def test_released_values_lie_on_a_grid_of_the_noise(
     rows: np.ndarray, sigma: float, seed: int
 ) -> None:
-    """Noise in floating point takes but some values: without the grid, which sums can be reached
-    tells neighbours apart (Mironov 2012)."""
+    """Floating-point noise takes only some values: without the grid, the set of reachable sums
+    distinguishes neighbours (Mironov 2012)."""
     streams, given_rows = RandomStreams.from_seed(seed, "seeded"), torch.from_numpy(rows)
     summing = SumGaussian(0.7, sigma, FullBatch(), 3.0, REPLACE, Unit.RECORD)
     trusted = of_clients(0.7, sigma, Trusted(0.7))
     vector = given_rows[:1].numpy()
     matrix = JointGaussian(0.7, sigma, FullBatch(), REPLACE, Unit.RECORD)
-    for std, found in (
+    for std, result in (
         (1.4 * sigma, gaussian(0.7, sigma).release((3, 4), all_rows(given_rows), streams)),
         (1.4 * sigma, matrix.release(given_rows, streams)),
         (1.4 * sigma / 3, summing.release((4,), [sum_of_rows(given_rows, 0.7)], streams)),
         (0.7 * sigma, total_of(trusted)([vector], 0, streams).numpy()),
     ):
-        release = found if isinstance(found, np.ndarray) else found.arrays["answer"]
+        release = result if isinstance(result, np.ndarray) else result.arrays["answer"]
         steps = release.astype(np.float64) / 2.0 ** math.floor(math.log2(std) - 10)
         assert (steps == np.rint(steps)).all()
         assert np.abs(steps).max() > 10  # and the noise is on it
 
 
 @pytest.mark.parametrize("sigma", [50.0, 200.0])
-def test_holes_of_floating_point_tell_nothing(sigma: float) -> None:
-    """A guess by which floats the noise of one neighbour can reach. Right in 400 trials at most as
-    often as a coin is, but with probability 1e-6, and as this epsilon allows."""
+def test_gaps_of_floating_point_reveal_nothing(sigma: float) -> None:
+    """A guess by which floats the noise of one neighbour can reach. In 400 trials it is correct no
+    more often than a fair bit, except with probability 1e-6, and as this ε allows."""
     rng, right = np.random.default_rng(0), 0
     for trial in range(400):
         far = rng.random() < 0.5
         rows = torch.full((1, 64), 0.125 if far else 0.0)
         streams = RandomStreams.from_seed(trial, "seeded")
-        found = gaussian(1.0, sigma).release((1, 64), all_rows(rows), streams).arrays["answer"]
+        result = gaussian(1.0, sigma).release((1, 64), all_rows(rows), streams).arrays["answer"]
         std = np.float32(2 * sigma)
-        noise = (found / std).astype(np.float32)
+        noise = (result / std).astype(np.float32)
         near = [noise, np.nextafter(noise, np.float32(9)), np.nextafter(noise, np.float32(-9))]
-        reached = np.any([(std * each).astype(np.float32) == found for each in near], axis=0)
+        reached = np.any([(std * each).astype(np.float32) == result for each in near], axis=0)
         right += (not reached.all()) == far
     assert right <= stats.binom.isf(1e-6, 400, 0.52)
 
 
 @given(any_rows, any_rows)
 def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np.ndarray) -> None:
-    """A matrix is any function of its batch: a neighbour makes it any other one."""
+    """A matrix is any function of its batch: a neighbour gives any other one."""
     first, second = (
         joint().release(torch.from_numpy(m), STREAMS).arrays["answer"] for m in (before, after)
     )
@@ -291,7 +290,7 @@ def test_a_matrix_moves_by_at_most_its_sensitivity(before: np.ndarray, after: np
     'clip_rows(matrix.detach().to("cpu", torch.float32), self.clip)',
 )
 def test_a_matrix_is_clipped_as_a_whole() -> None:
-    """Rows that are each in the ball make a matrix that is not."""
+    """Rows in the ball can form a matrix outside of it."""
     rows = torch.ones(50, 4) * 0.3
     quiet = JointGaussian(0.7, 1e-9, FullBatch(), REPLACE, Unit.RECORD)
     assert np.linalg.norm(quiet.release(rows, STREAMS).arrays["answer"]) <= 0.7
@@ -322,7 +321,7 @@ def test_a_matrix_is_clipped_as_a_whole() -> None:
 def test_a_sum_moves_by_at_most_its_sensitivity(
     rows: np.ndarray, another: np.ndarray, place: int
 ) -> None:
-    """Under each relation, for any rows with NaN and infinities, and the bound is for each."""
+    """Under each relation, for any records with NaN and infinities; the bound holds for each."""
     replaced = rows.copy()
     replaced[place] = another
     neighbours = {
@@ -361,10 +360,8 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
     "return total / self.expected",
 )
 @given(any_rows, st.integers(1, 40), st.integers(1, 40))
-def test_a_clients_mean_is_in_the_ball_whatever_rows_it_has(
-    rows: np.ndarray, times: int, expected: int
-) -> None:
-    """However many, and whatever number was expected; of none it is nothing."""
+def test_the_mean_of_a_client_is_in_the_ball(rows: np.ndarray, times: int, expected: int) -> None:
+    """For any number of records, whatever number was expected; without records it is zero."""
     mechanism = ClientMean(0.7, 1e-9, PoissonSampling(0.1), expected, ADD_OR_REMOVE)
     assert mechanism.sensitivity(ADD_OR_REMOVE) == 0.7
     assert mechanism.event() == GaussianDpEvent(1e-9), "a draw among its rows hides nothing"
@@ -379,7 +376,7 @@ def test_a_clients_mean_is_in_the_ball_whatever_rows_it_has(
 
 
 @given(any_rows, st.permutations(range(3)))
-def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -> None:
+def test_the_order_of_records_does_not_matter(rows: np.ndarray, order: list[int]) -> None:
     mechanism = summed(REPLACE)
     first, second, pieces = (
         mechanism.release((4,), given_, STREAMS).arrays["answer"]
@@ -394,7 +391,7 @@ def test_the_order_of_rows_does_not_matter(rows: np.ndarray, order: list[int]) -
 
 
 @pytest.mark.parametrize("relation", list(Relation))
-def test_the_bound_of_a_sum_is_met(relation: Relation) -> None:
+def test_the_bound_of_a_sum_is_attained(relation: Relation) -> None:
     mechanism = summed(relation)
     up, down = torch.full((1, 4), 9.0), torch.full((1, 4), -9.0)
     other = down if relation is REPLACE else up[:0]
@@ -415,7 +412,7 @@ def test_a_part_with_a_larger_bound_is_refused() -> None:
 
 @kills("fedgen/privacy/ghost_norms.py", "dim=1, dtype=torch.float64)", "dim=1).double()")
 def test_long_rows_are_in_the_ball_too() -> None:
-    """Ten million numbers, of which a norm in single precision misses a thousandth."""
+    """Ten million entries, for which a norm in single precision is off by a thousandth."""
     row = torch.randn(1, 10**7, generator=torch.Generator().manual_seed(0))
     assert float(clip_rows(row, 1.0).double().norm()) <= 1 + 1e-6
 
@@ -437,7 +434,7 @@ def of_clients(clip: float, sigma: float, aggregation: Aggregation = LOCAL) -> C
 
 
 def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
-    """Many releases of nothing, and the promised standard deviation."""
+    """Return many releases without contributions, and the stated standard deviation."""
     shape, streams = (60_000,), STREAMS.at(kind)
     if kind == "joint":
         mechanism = JointGaussian(0.5, 1.5, FullBatch(), relation, Unit.RECORD)
@@ -448,10 +445,10 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
         return of_sum.release(shape, [], streams).arrays["answer"], 1.5 * diameter / 32
     meeting = Trusted(0.5) if kind == "trusted" else LOCAL
     of_client = ClientGaussian(0.5, 1.5, relation, Participation(0.1), meeting)
-    found = of_client.release(*shape, lambda: torch.zeros(shape), streams).arrays["answer"]
+    result = of_client.release(*shape, lambda: torch.zeros(shape), streams).arrays["answer"]
     if kind == "trusted":
-        found = total_of(of_client)([found], 0, streams).numpy()
-    return found, 1.5 * diameter / 0.1
+        result = total_of(of_client)([result], 0, streams).numpy()
+    return result, 1.5 * diameter / 0.1
 
 
 @kills(
@@ -466,9 +463,9 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
 )
 @pytest.mark.parametrize("relation", list(Relation))
 @pytest.mark.parametrize("kind", ["joint", "sum", "client", "trusted"])
-def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> None:
+def test_each_mechanism_adds_the_stated_noise(kind: str, relation: Relation) -> None:
     """An empty batch releases noise alone; its variance is within the chi-square interval of level
-    1e-6, and half the noise, or noise over the root of the batch, is far outside."""
+    1e-6, and half of the noise, or noise divided by the root of the batch, is far outside."""
     noise, std = released_noise(kind, relation)
     statistic = float((noise.astype(np.float64) ** 2).sum()) / std**2
     low, high = stats.chi2.interval(1 - 1e-6, noise.size)
@@ -476,8 +473,8 @@ def test_each_mechanism_noises_as_promised(kind: str, relation: Relation) -> Non
     assert not low < statistic / 4 < high
 
 
-def test_draws_are_part_of_the_event() -> None:
-    """A mechanism draws with what it is acas the accounting assumes."""
+def test_sampling_is_part_of_the_event() -> None:
+    """A mechanism samples as the accounting assumes."""
     poisson, fixed = PoissonSampling(0.25), FixedSizeSampling(3, 12)
     for batches in (poisson, fixed, FullBatch()):
         mechanism = SumGaussian(1.0, 2.0, batches, 3.0, REPLACE, Unit.RECORD)
@@ -492,7 +489,7 @@ def test_draws_are_part_of_the_event() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda *a: summed_of(*a), lambda *a: joint_of(*a)])
-def test_a_draw_without_neighbours_is_refused(make: object) -> None:
+def test_sampling_without_neighbours_is_refused(make: object) -> None:
     with pytest.raises(FedgenError, match=r"privacy\.relation"):
         make(FixedSizeSampling(3, 12), ADD_OR_REMOVE)  # type: ignore[operator]
 
@@ -510,9 +507,9 @@ def joint_of(batches: FixedSizeSampling, relation: Relation) -> JointGaussian:
     'streams.secret_bits(records, "batch") < np.uint64(int(self.rate * 2**64))',
     ('streams.secret_bits(records, "batch") < np.uint64(int(1.5 * self.rate * 2**64))'),
 )
-def test_poisson_batches_have_the_promised_rate_and_no_memory() -> None:
-    """Each row in 4,000 draws within the binomial interval of level 1e-7 (200 rows: 2e-5 in all);
-    sizes vary as a sum of independent draws does."""
+def test_poisson_batches_are_independent_with_the_stated_rate() -> None:
+    """Each record in 4,000 samples within the binomial interval of level 1e-7 (200 records: 2e-5 in
+    total); sizes vary like sums of independent bits."""
     batches = PoissonSampling(0.1)
     drawn = np.zeros((4000, 200), dtype=bool)
     for step in range(4000):
@@ -524,7 +521,7 @@ def test_poisson_batches_have_the_promised_rate_and_no_memory() -> None:
     assert abs(np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]) < 0.01
 
 
-def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
+def test_records_of_a_fixed_batch_are_equally_likely() -> None:
     counts = np.zeros(20)
     for step in range(3000):
         counts[FixedSizeSampling(5, 20).sample(20, STREAMS.at("fixed", step))] += 1
@@ -533,7 +530,7 @@ def test_rows_of_a_fixed_batch_are_equally_likely() -> None:
 
 
 @given(arrays(np.float32, (5,), elements=st.floats(width=32)))
-def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray) -> None:
+def test_contributions_are_bounded_and_have_equal_weights(vector: np.ndarray) -> None:
     mechanism = of_clients(0.5, 1.0, Trusted(0.5))
     part = mechanism.release(5, lambda: torch.from_numpy(vector), STREAMS).arrays["answer"]
     assert np.linalg.norm(part.astype(float)) <= 0.5
@@ -548,8 +545,8 @@ def test_a_contribution_is_bounded_and_weighs_as_much_as_any(vector: np.ndarray)
     "                message for message in messages\n",
 )
 @given(arrays(np.float32, (1, 5), elements=st.floats(width=32, allow_nan=True)))
-def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
-    """Clients that do not keep to the clip norm move the sum by no more than those that do."""
+def test_an_aggregator_clips_contributions(vector: np.ndarray) -> None:
+    """Clients that exceed the clip norm move the sum by no more than others."""
     quiet = of_clients(0.5, 1e-9, Trusted(0.5))
     other = np.full((1, 5), 0.1, np.float32)
     with_it, without = (
@@ -558,7 +555,7 @@ def test_an_aggregator_clips_what_arrives(vector: np.ndarray) -> None:
     assert float((with_it - without).norm()) <= 0.5 + 1e-6
 
 
-def test_contributions_are_made_by_mechanisms_alone() -> None:
+def test_only_mechanisms_create_contributions() -> None:
     with pytest.raises(TypeError, match="only a mechanism creates"):
         Clipped({"answer": np.zeros((1, 5), dtype=np.float32)}, Contribution(), Unit.CLIENT)
 
@@ -569,8 +566,8 @@ def test_contributions_are_made_by_mechanisms_alone() -> None:
     "return list(np.array_split(batch, number))",
 )
 @pytest.mark.parametrize("batches", [PoissonSampling(0.5), FullBatch()])
-def test_a_row_more_changes_its_own_part_alone(batches: PoissonSampling | FullBatch) -> None:
-    """Given all streams: a part depends on its own rows, the number of parts is public."""
+def test_one_record_changes_its_own_part_alone(batches: PoissonSampling | FullBatch) -> None:
+    """Given all streams: a part depends on its own records, and the number of parts is public."""
     mechanism = SumGaussian(1.0, 1.0, batches, 640.0, ADD_OR_REMOVE, Unit.RECORD)
     for step in range(20):
         streams = STREAMS.at("parts", step)
@@ -590,10 +587,10 @@ def test_a_row_more_changes_its_own_part_alone(batches: PoissonSampling | FullBa
     st.floats(1e-3, 1e3, allow_subnormal=False),
     st.floats(1e-3, 1e3, allow_subnormal=False),
 )
-def test_an_honest_answer_is_longer_with_less_than_its_probability(
+def test_the_limit_on_honest_responses_has_its_probability(
     size: int, clip: float, noise: float
 ) -> None:
-    """By the exact tail of the noise's length, and not by much more than is needed."""
+    """By the exact tail of the norm of the noise, and not by much more than needed."""
     mechanism = RowGaussian(Ball(clip), noise, Routing("mean", 1), False, Unit.RECORD)
     std = noise * mechanism.sensitivity(REPLACE)
     longest = mechanism.max_norm(size)

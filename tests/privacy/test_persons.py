@@ -1,4 +1,4 @@
-"""Several rows of one person: what they cost together, by two accountants and by the mechanism."""
+"""Several records of one person: their cost by two accountants and by the mechanism."""
 
 from __future__ import annotations
 
@@ -58,38 +58,38 @@ def sampled(rate: float, sigma: float, size: int, count: int = 1) -> dict:
     "    weights = binom.pmf(counts, 1, event.sampling_probability)",
 )
 @pytest.mark.parametrize(("size", "rate", "sigma", "count"), CASES)
-def test_epsilon_is_the_second_accountants(
+def test_epsilon_agrees_with_a_second_accountant(
     size: int, rate: float, sigma: float, count: int
 ) -> None:
-    """dp_accounting's own mixture of Gaussians, at a grid of its own."""
-    found = epsilon(sampled(rate, sigma, size, count), 1e-5, RELATION).value
+    """dp_accounting's own mixture of Gaussians, on its own grid."""
+    result = epsilon(sampled(rate, sigma, size, count), 1e-5, RELATION).value
     counts = np.arange(size + 1)
     theirs = pld.from_mixture_gaussian_mechanism(
         sigma, counts.tolist(), binom.pmf(counts, size, rate).tolist(),
         value_discretization_interval=2e-3,
     ).self_compose(count)  # fmt: skip
-    assert found == pytest.approx(theirs.get_epsilon_for_delta(1e-5), rel=2e-3)
+    assert result == pytest.approx(theirs.get_epsilon_for_delta(1e-5), rel=2e-3)
 
 
 @settings(max_examples=25)
 @given(st.integers(2, 12), st.floats(0.001, 0.5), st.floats(0.5, 5), st.integers(1, 50))
 @pytest.mark.slow
-def test_it_lies_between_one_row_and_all_of_them_at_once(
+def test_epsilon_lies_between_one_record_and_all_at_once(
     size: int, rate: float, sigma: float, count: int
 ) -> None:
     spend = sampled(rate, sigma, size, count)
-    found = epsilon(spend, 1e-5, RELATION).or_infinity
+    result = epsilon(spend, 1e-5, RELATION).or_infinity
     one = epsilon(sampled(rate, sigma, 1, count), 1e-5, RELATION).or_infinity
     whole = epsilon(
         canonical(repeat(GaussianDpEvent(sigma / size), count)), 1e-5, RELATION
     ).or_infinity
-    assert one <= found + 1e-3 and found <= whole + 1e-9
-    assert found <= epsilon(with_sampling_revealed(spend), 1e-5, RELATION).or_infinity + 1e-9
-    assert epsilon(scale_noise(spend, 2.0), 1e-5, RELATION).or_infinity <= found + 1e-3
+    assert one <= result + 1e-3 and result <= whole + 1e-9
+    assert result <= epsilon(with_sampling_revealed(spend), 1e-5, RELATION).or_infinity + 1e-9
+    assert epsilon(scale_noise(spend, 2.0), 1e-5, RELATION).or_infinity <= result + 1e-3
 
 
 @given(st.integers(1, 1000), st.floats(1e-4, 1), st.floats(0.1, 100))
-def test_it_is_canonical_and_travels(size: int, rate: float, sigma: float) -> None:
+def test_the_event_is_canonical_and_survives_json(size: int, rate: float, sigma: float) -> None:
     [(event, count)] = sampled(rate, sigma, size).items()
     assert count == 1
     assert canonical(event) == {event: 1}
@@ -103,18 +103,18 @@ def test_losses_beyond_floating_point_have_a_bound(size: int, sigma: float) -> N
 
 
 @pytest.mark.parametrize("size", [-1, 0, 10**400])
-def test_no_group_of_that_size_is_read(size: int) -> None:
-    told = {
+def test_impossible_group_sizes_are_refused(size: int) -> None:
+    result = {
         "event": "poisson_group",
         "rate": 0.1,
         "size": size,
         "gates": to_json(GaussianDpEvent(1.0)),
     }
     with pytest.raises(ValueError, match="not a privacy event"):
-        from_json(told)
+        from_json(result)
 
 
-def test_what_has_no_bound_for_groups() -> None:
+def test_events_without_a_bound_for_groups() -> None:
     with pytest.raises(ValueError, match="no bound for a group"):
         group_event(PoissonSampledGroup(0.1, 2, GaussianDpEvent(1.0)), 2)
     with pytest.raises(ValueError, match="not replaced"):
@@ -132,9 +132,9 @@ def test_what_has_no_bound_for_groups() -> None:
     "        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))",
 )
 @pytest.mark.parametrize(("size", "rate", "sigma"), [(5, 0.3, 0.5), (3, 0.05, 1.0)])
-def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float) -> None:
-    """Of a person all of whose rows point one way: a test that fails one honest mechanism in a
-    thousand."""
+def test_a_sum_has_the_accounted_distribution(size: int, rate: float, sigma: float) -> None:
+    """For a person whose records all have one direction: the test fails for one of a thousand
+    honest mechanisms."""
     mechanism = SumGaussian(
         1.0, sigma, PoissonSampling(rate), 1.0, RELATION, Unit.PERSON, max_records=size
     )
@@ -142,7 +142,7 @@ def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float)
         PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size
     )
     rows = torch.full((size, 1), 7.0)  # clipped to 1
-    found = []
+    result = []
     for number in range(3000):
         here = RandomStreams.from_seed(number, "seeded")
         sums = (
@@ -151,14 +151,14 @@ def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float)
             )
             for part in mechanism.batch_parts(size, here, 100)
         )
-        found.append(float(mechanism.noised(1, sums, here)))
+        result.append(float(mechanism.noised(1, sums, here)))
 
     def law(x: np.ndarray) -> np.ndarray:
         counts = np.arange(size + 1)
         shifted = norm.cdf((np.asarray(x)[:, None] - counts) / sigma)
         return shifted @ binom.pmf(counts, size, rate)
 
-    assert kstest(found, law).pvalue > 1e-3
+    assert kstest(result, law).pvalue > 1e-3
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -175,9 +175,8 @@ def test_a_sum_has_the_law_that_is_counted(size: int, rate: float, sigma: float)
     "keyed_digest(key, example_content(images[0], int(row))) for row in shard\n",
 )
 @given(st.integers(0, 11), st.integers(1, 4))
-def test_without_a_person_everybody_elses_rows_are_the_same_ones(person: int, most: int) -> None:
-    """Their rows are gone from the data, so that all others lie elsewhere there, by other numbers;
-    somebody may have one image twice."""
+def test_removing_a_person_leaves_the_records_of_others(person: int, most: int) -> None:
+    """Other records then have other positions; some person may have the same image twice."""
     rng, streams = np.random.default_rng(0), RandomStreams.from_seed(3, "seeded")
     persons = np.sort(rng.integers(0, 12, 150))
     images = rng.integers(0, 4, (150, 1, 1, 2), dtype=np.uint8)
@@ -208,7 +207,7 @@ def test_without_a_person_everybody_elses_rows_are_the_same_ones(person: int, mo
     "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
     "    if not homes:",
 )
-def test_persons_are_at_one_client(streams: RandomStreams) -> None:
+def test_a_person_belongs_to_one_client(streams: RandomStreams) -> None:
     persons = np.array([0, 0, 1, 1])
     rows = np.zeros((4, 1, 8, 8), np.uint8), np.zeros(4, np.int64)
     with pytest.raises(FedgenError, match="several clients images of one person"):
@@ -228,7 +227,7 @@ SUMS = [
 
 @pytest.fixture(scope="module")
 def people(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """160 images of 20 people, 8 of each, at two writers."""
+    """Write 160 images of 20 persons, 8 of each, by two writers."""
     rng, file = np.random.default_rng(0), tmp_path_factory.mktemp("people") / "people.npz"
     persons = np.repeat(np.arange(20), 8)
     np.savez(
@@ -251,9 +250,9 @@ def ready(method: str, people: str) -> Setup:
 
 
 @pytest.mark.parametrize("method", SUMS)
-def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> None:
-    """All rows in every batch: the release moves by three clip norms, and nothing less is counted.
-    A mechanism that counted single rows would be three times as far apart."""
+def test_a_person_moves_a_sum_by_the_proven_distance(method: str, people: str) -> None:
+    """All records in every batch: the release moves by three clip norms, and no less is accounted.
+    A mechanism that counted single records would be three times too far."""
     made = ready(method, people)
     loud, quiet = made.at_noise(1.0), made.at_noise(1e-4)
     for kind in range(len(loud.worst_cases())):
@@ -287,7 +286,7 @@ def test_a_person_moves_a_sum_as_far_as_is_proven(method: str, people: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpgan_small", "mixture_small"])
-def test_a_run_is_about_persons(method: str, people: str, train: Train) -> None:
+def test_a_run_protects_persons(method: str, people: str, train: Train) -> None:
     words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
     run = train(f"method={method}", *words, "partition=by_writer", "privacy.target_epsilon=4")
     record = json.loads((run / "privacy.json").read_text())
@@ -312,7 +311,7 @@ def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["method=dp_merf_small", "privacy.unit=person"], "privacy.images_per_person: is not set"),
         (
@@ -330,11 +329,11 @@ def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
         (["method=dp_merf_small", "partition=iid", "partition.clients=4", *PERSONS], "one person"),
     ],
 )
-def test_mistakes(
-    words: list[str], said: str, people: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_settings_are_refused(
+    words: list[str], message: str, people: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_persons = [] if "do not name" in said else ["data=folder", people, "data.classes=10",
+    with_persons = [] if "do not name" in message else ["data=folder", people, "data.classes=10",
                                                      "data.public_rows=160"]  # fmt: skip
     assert cli.run(["account", *with_persons, *words]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Routing: the draw, its event, and how often the busiest is drawn."""
+"""Routing: the sample, its event, and the count of the most sampled client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ routings = st.builds(
 
 
 @given(routings, st.integers(1, 10), st.integers())
-def test_each_row_has_its_answerers(routing: Routing, rows: int, seed: int) -> None:
+def test_each_query_sample_has_its_responders(routing: Routing, rows: int, seed: int) -> None:
     routed = routing.assign(rows, random.Random(seed))
     counts = Counter(row for answered in routed.values() for row in answered)
     assert counts == dict.fromkeys(range(rows), routing.responses_per_sample)
@@ -36,8 +36,9 @@ def test_each_row_has_its_answerers(routing: Routing, rows: int, seed: int) -> N
     assert all(answered == sorted(set(answered)) for answered in routed.values())
 
 
-def test_rows_are_drawn_independently_and_uniformly() -> None:
-    """Chi-square at level 1e-6 over pairs (member of row 0, member of row 1)."""
+def test_responders_are_sampled_independently_and_uniformly() -> None:
+    """Chi-square at level 1e-6 over pairs (responder to query sample 0, responder to query sample
+    1)."""
     routing, rng = Routing("per_sample", 4), random.Random(0)
     pairs: Counter[tuple[int, int]] = Counter()
     for _ in range(8000):
@@ -47,7 +48,7 @@ def test_rows_are_drawn_independently_and_uniformly() -> None:
     assert stats.chisquare(list(pairs.values())).pvalue > 1e-6
 
 
-def test_per_step_draws_once() -> None:
+def test_per_step_samples_once() -> None:
     routed = Routing("per_step", 50).assign(32, random.Random(1))
     assert list(routed.values()) == [list(range(32))]
 
@@ -57,9 +58,9 @@ def test_per_step_draws_once() -> None:
     "gate = GaussianDpEvent(noise_multiplier / math.sqrt(samples / draws))",
     "gate, draws = GaussianDpEvent(noise_multiplier), samples",
 )
-def test_one_draw_is_one_node() -> None:
-    """The batch is inside of the node when one draw serves it, outside when each row has its own;
-    taking the first for the second understates epsilon hundredfold."""
+def test_one_sample_is_one_node() -> None:
+    """The batch is inside of the node if one sample serves it, outside if each query sample has its
+    own; confusing them understates ε by a factor of a hundred."""
     [(per_step, count)] = canonical(Routing("per_step", 1000).event(32, 1.07, True)).items()
     assert count == 1
     assert per_step.event.noise_multiplier == pytest.approx(1.07 / 32**0.5)
@@ -74,10 +75,12 @@ def test_one_draw_is_one_node() -> None:
     "self.responses_per_sample * noise_multiplier, hidden",
 )
 @pytest.mark.parametrize(("noise", "delta"), [(0.5, 1e-3), (0.5, 0.05), (1.0, 1e-2)])
-def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float) -> None:
-    """Two of three clients are drawn, each adds its own noise, and the sum is seen. The worst that
-    the other two can answer makes of epsilon what it says, and nothing makes more."""
-    found = epsilon(
+def test_the_bound_for_the_sum_of_two_responses_holds_and_is_attained(
+    noise: float, delta: float
+) -> None:
+    """Two of three clients are sampled, each adds its own noise, and the sum is seen. The worst
+    responses of the other two give the stated ε, and none give more."""
+    result = epsilon(
         canonical(Routing("per_sample", 3, 2).event_of_sum(1, noise, True)),
         delta,
         Relation.REPLACE_ONE,
@@ -90,7 +93,9 @@ def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float)
 
     ends = np.linspace(-1, 1, 9)
     worst = max(
-        float(np.maximum(seen(a, rest) - math.exp(found) * seen(-a, rest), 0).sum() * (x[1] - x[0]))
+        float(
+            np.maximum(seen(a, rest) - math.exp(result) * seen(-a, rest), 0).sum() * (x[1] - x[0])
+        )
         for rest in itertools.product(ends, ends)
         for a in (1, -1)
     )
@@ -98,8 +103,9 @@ def test_the_sum_of_two_answers_is_dominated_and_met(noise: float, delta: float)
     assert worst <= delta * (1 + 1e-6)
 
 
-def test_a_sum_of_rounded_answers_is_a_rounded_sum() -> None:
-    """Of two, on a grid of a third of the noise's std; answers lie between its points."""
+def test_a_sum_of_rounded_responses_is_a_rounded_sum() -> None:
+    """Of two, on a grid of a third of the noise's standard deviation; responses lie between its
+    points."""
     std, first, second = 3.0, 0.3, -1.1
     points = np.arange(-60, 61)
 
@@ -117,7 +123,7 @@ def test_a_sum_of_rounded_answers_is_a_rounded_sum() -> None:
     assert np.abs(both - one).sum() < 1e-12
 
 
-def test_what_does_not_amplify() -> None:
+def test_routings_without_amplification() -> None:
     assert isinstance(Routing("per_step", 9).event(4, 1.0, hidden=False), RevealedSampling)
     assert isinstance(
         Routing("per_step", 9, 2, "poisson").event(4, 1.0, hidden=True), RevealedSampling
@@ -133,7 +139,9 @@ def test_poisson_cohorts_have_the_expected_size() -> None:
 
 
 @given(routings, st.integers(1, 6), st.integers(1, 60))
-def test_the_busiest_stays_below_its_cap(routing: Routing, rows: int, steps: int) -> None:
+def test_the_most_sampled_client_stays_below_its_cap(
+    routing: Routing, rows: int, steps: int
+) -> None:
     cap = routing.max_load(rows, steps, 1e-6)
     assert routing.stop_probability(rows, steps, cap) <= 1e-6
     rng, asked = random.Random(0), Counter()
@@ -158,9 +166,9 @@ def test_events_of_steps_add_up() -> None:
     "times, exceeding = 1, binom.sf(thresholds, draws, rate)",
 )
 @pytest.mark.parametrize("mode", ["per_sample", "per_step"])
-def test_steps_that_are_done_again_count_by_the_same_draw(mode: str) -> None:
-    """Exactly, by all outcomes of five steps of which the first is done three times, the second
-    twice."""
+def test_repeated_steps_count_with_the_same_sample(mode: str) -> None:
+    """Exactly, over all outcomes of five steps of which the first is repeated three times, and the
+    second twice."""
     routing, rows, times = Routing(mode, 3), 2, (3, 2, 1, 1, 1)  # type: ignore[arg-type]
     draws = rows if mode == "per_sample" else 1
     law: Counter[int] = Counter()
@@ -170,5 +178,5 @@ def test_steps_that_are_done_again_count_by_the_same_draw(mode: str) -> None:
         law[visits] += math.prod(weight[hit] for hit in hits)  # type: ignore[assignment]
     for cap in range(0, rows * 8 + 1, rows // draws):
         more = sum(p for visits, p in law.items() if visits > cap * draws // rows)
-        found = routing.stop_probability(rows, 5, cap, (3, 2))
-        assert found == pytest.approx(min(1.0, 3 * more), abs=1e-12)
+        result = routing.stop_probability(rows, 5, cap, (3, 2))
+        assert result == pytest.approx(min(1.0, 3 * more), abs=1e-12)

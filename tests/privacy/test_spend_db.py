@@ -1,4 +1,4 @@
-"""What a data set has cost, over all secure runs: nothing takes a release back."""
+"""The cost of a data set over all secure runs: no release is taken back."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 2), max_size=12))
-def test_each_release_is_counted_whichever_copy_makes_it(tmp_path: Path, turns: list[int]) -> None:
-    """Of a run that was copied: what may leave is what was written down, one by one."""
+def test_releases_of_all_copies_of_a_run_are_counted(tmp_path: Path, turns: list[int]) -> None:
+    """Each release that may leave was recorded before."""
     file, run, released = SpendDb(tmp_path / "spent.sqlite"), str(turns), 0
     file.register(entry(run, most=0, data=run), anything)
     ledgers = [0, 0, 0]
@@ -79,7 +79,7 @@ def test_each_release_is_counted_whichever_copy_makes_it(tmp_path: Path, turns: 
     assert released == len(turns) or len(set(turns)) > 1
 
 
-def test_nothing_is_taken_back(tmp_path: Path) -> None:
+def test_spend_never_decreases(tmp_path: Path) -> None:
     file = SpendDb(tmp_path / "spent.sqlite")
     file.register(entry("a"), anything)
     file.charge("a", 0, {}, {EVENT: 3})
@@ -107,14 +107,14 @@ def _charge(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_copies_that_charge_at_once_are_counted_together(tmp_path: Path) -> None:
+def test_simultaneous_charges_of_copies_are_counted_together(tmp_path: Path) -> None:
     path = tmp_path / "spent.sqlite"
     with ProcessPoolExecutor(4, mp_context=get_context("forkserver")) as pool:
         released = sum(pool.map(_charge, [path] * 4))
     assert SpendDb(path).charged("a", 0) == {EVENT: released}
 
 
-def test_a_copy_that_goes_on_beside_the_run_is_refused(tmp_path: Path) -> None:
+def test_a_copy_cannot_continue_next_to_the_run(tmp_path: Path) -> None:
     """Also if both were opened before either had spent."""
     file = SpendDb(tmp_path / "spent.sqlite")
     ledgers = [Ledger(tmp_path / n / LEDGER, "run", 0, False, file) for n in ("run", "copy")]
@@ -129,7 +129,7 @@ def test_a_copy_that_goes_on_beside_the_run_is_refused(tmp_path: Path) -> None:
     "return with_reported(self.max_spend, spends)",
     "return with_reported({}, spends)",
 )
-def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path) -> None:
+def test_an_unfinished_run_counts_with_its_whole_budget(tmp_path: Path) -> None:
     file = SpendDb(tmp_path / "spent.sqlite")
     for run in ("a", "b"):
         file.register(entry(run), anything)
@@ -154,8 +154,8 @@ def test_a_run_counts_with_all_that_it_may_spend_until_it_is_over(tmp_path: Path
     "if not is_finished and not entry.has_dropout and entry.max_spend == registered:",
     "if is_finished or (not entry.has_dropout and entry.max_spend == registered):",
 )
-def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Path) -> None:
-    """Whoever made it longer: the rounds in a run's directory are under no lock."""
+def test_an_extended_run_is_checked_again(tmp_path: Path) -> None:
+    """Whatever process extended it: the rounds in a run directory are not locked."""
     file, checked = SpendDb(tmp_path / "spent.sqlite"), list[Entry]()
 
     def note(entry: Entry, others: object) -> None:
@@ -164,8 +164,8 @@ def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Pat
     for most in (10, 10, 5, 20):
         file.register(replace(entry("a", most), reserve={EVENT: 2 * most}), note)
     assert [each.spend for each in checked] == [{EVENT: 10}, {EVENT: 20}]
-    [found] = file.entries("rows")
-    assert (found.max_spend, found.reserve) == ({EVENT: 20}, {EVENT: 40})
+    [result] = file.entries("rows")
+    assert (result.max_spend, result.reserve) == ({EVENT: 20}, {EVENT: 40})
 
     def refuse(entry: Entry, others: object) -> None:
         raise FedgenError("privacy.budget_epsilon", "it is too much", "spend less")
@@ -183,17 +183,17 @@ def test_a_run_that_may_spend_more_than_it_was_to_is_checked_again(tmp_path: Pat
 
 
 @kills("fedgen/privacy/spend_db.py", '"" if self.unit is Unit.RECORD else self.partition', '""')
-def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
+def test_the_cost_of_a_client_adds_up_over_the_same_records(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Elsewhere its rows are those of many clients: there is no sum, and no budget."""
+    """In other runs its records are those of many clients: there is neither a sum nor a budget."""
     clients = ["method=gs_wgan_small", *tiny("gs_wgan_small"), "partition=iid", "rounds=1"]
     clients += ["partition.clients=4", "privacy.noise=secure", "method.warm_start=0"]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert cli.run(["train", *clients, f"seed={seed}", f"run_dir={tmp_path / name}"]) == 0
-    found = spent(capsys)
-    first, second, third = (run["epsilon"] for run in found["runs"])
-    same, other = (each["epsilon"] for each in found["together"])
+    result = spent(capsys)
+    first, second, third = (run["epsilon"] for run in result["runs"])
+    same, other = (each["epsilon"] for each in result["together"])
     assert max(first, second) < same <= first + second
     assert other == third
     assert cli.run(["train", *clients, "privacy.budget_epsilon=1000"]) == 2
@@ -201,7 +201,7 @@ def test_what_a_client_has_cost_adds_up_where_it_has_the_same_rows(
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "~no-such-user/there", "/proc/nowhere"])
-def test_a_home_that_cannot_be(
+def test_an_unusable_home_is_refused(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -212,7 +212,7 @@ def test_a_home_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+def test_a_damaged_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "spent.sqlite"
     path.write_text("no database, but a text that is longer than its header" * 10)
     with pytest.raises(FedgenError, match=r"spent\.sqlite.*FEDGEN_HOME"):
@@ -224,7 +224,7 @@ def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
     "            self._outside.charge(self._run, self._client, before, so_far)",
     "            pass",
 )
-def test_a_ledger_killed_between_its_two_charges_makes_up_for_it(tmp_path: Path) -> None:
+def test_a_ledger_killed_between_its_two_charges_catches_up(tmp_path: Path) -> None:
     file, path = SpendDb(tmp_path / "spent.sqlite"), tmp_path / "0" / LEDGER
     Ledger(path, "run", 0, seeded=False).charge(0, "a", 1, EVENT)
     assert file.charged("run", 0) == {}
@@ -247,8 +247,8 @@ def test_a_ledger_killed_between_its_two_charges_makes_up_for_it(tmp_path: Path)
 def spent(capsys: pytest.CaptureFixture[str]) -> dict:
     capsys.readouterr()
     assert cli.run(["account", "spent", "output=json"]) == 0
-    found: dict = json.loads(capsys.readouterr().out)
-    return found
+    result: dict = json.loads(capsys.readouterr().out)
+    return result
 
 
 @kills(
@@ -256,20 +256,20 @@ def spent(capsys: pytest.CaptureFixture[str]) -> dict:
     "composed_epsilon([*others, entry], delta)",
     "composed_epsilon([entry], delta)",
 )
-def test_runs_on_the_same_rows_add_up(
+def test_runs_on_the_same_records_add_up(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever shares them out; what is refused costs nothing and leaves nothing."""
+    """In any partition; a refused run costs nothing and leaves nothing."""
     assert spent(capsys)["runs"] == []
     several = ["partition=iid", "partition.clients=3", "runtime=in_process"]
     for name, words in {"one": [], "three": several}.items():
         assert cli.run(["train", *SECURE, *words, f"run_dir={tmp_path / name}"]) == 0
-    found = spent(capsys)
-    assert [run["over"] for run in found["runs"]] == [True, True]
+    result = spent(capsys)
+    assert [run["over"] for run in result["runs"]] == [True, True]
     privacy = [json.loads((tmp_path / n / "privacy.json").read_text()) for n in ("one", "three")]
     alone = [each["views"]["server"]["epsilon"] for each in privacy]
-    assert [run["epsilon"] for run in found["runs"]] == pytest.approx(alone)
-    [together] = found["together"]
+    assert [run["epsilon"] for run in result["runs"]] == pytest.approx(alone)
+    [together] = result["together"]
     assert max(alone) < together["epsilon"] <= sum(alone)
 
     assert cli.run(["account", "spent"]) == 0
@@ -293,10 +293,10 @@ def test_runs_on_the_same_rows_add_up(
     for grey in range(30):
         Image.new("L", (8, 8), grey).save(tmp_path / "photos" / "all" / f"{grey}.png")
     assert cli.run(["account", "spent", "data=folder", f"data.path={tmp_path}/photos"]) == 0
-    said = capsys.readouterr().out
-    assert "secure runs: 0" in said
+    output = capsys.readouterr().out
+    assert "secure runs: 0" in output
     places = ", ".join(str(tmp_path / name) for name in ("one", "three", "third"))
-    assert f"secure runs on other data: {places}" in said
+    assert f"secure runs on other data: {places}" in output
 
 
 @kills(
@@ -307,7 +307,7 @@ def test_runs_on_the_same_rows_add_up(
 def test_the_same_images_have_one_account(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order, with other labels, or beside another test split."""
+    """In another order, with other labels, or with another test split."""
     rng = np.random.default_rng(0)
     images, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), rng.permutation(40)
     labels = np.arange(40) % 4
@@ -325,12 +325,12 @@ def test_the_same_images_have_one_account(
         assert cli.run(command) == 0
     capsys.readouterr()
     assert cli.run(["account", "spent", *words, "output=json"]) == 0
-    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
-    assert found == ["others"]
+    output = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert output == ["others"]
     words[1] = f"data.path={tmp_path}/shuffled.npz"
     assert cli.run(["account", "spent", *words, "output=json"]) == 0
-    found = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
-    assert found == ["as they were", "shuffled", "renamed"]
+    output = [Path(run["folder"]).name for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert output == ["as they were", "shuffled", "renamed"]
 
 
 @kills(
@@ -338,10 +338,10 @@ def test_the_same_images_have_one_account(
     "        test = [digest(image.tobytes()) for image in self.test_images]",
     "        test: list[str] = []",
 )
-def test_a_folder_whose_files_have_other_names_has_one_account(
+def test_a_folder_with_renamed_files_has_one_account(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names decide what the test split is, so that other rows train."""
+    """Names decide the test split, so that other images train."""
     for place in ("before", "after"):
         for i in range(40):
             (tmp_path / place / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
@@ -357,8 +357,9 @@ def test_a_folder_whose_files_have_other_names_has_one_account(
     assert "other runs on these data (2)" in capsys.readouterr().err
 
 
-def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> None:
-    """Or what else lies with them; also by a file of a version before, which knows no more."""
+def test_the_account_does_not_depend_on_the_test_split(tmp_path: Path) -> None:
+    """Nor on other files in the folder; also in a database of an earlier version, which stores
+    less."""
     file, one = SpendDb(tmp_path / "spent.sqlite"), entry("a", data="rows")
     file.register(replace(one, full_data="rows and test"), anything)
     file.register(replace(one, run="b", full_data="rows and other test"), anything)
@@ -382,11 +383,11 @@ def test_rows_have_one_account_whatever_they_are_tested_by(tmp_path: Path) -> No
     "            return self.dataset.digest_of(self.shards)",
     "            return self.partition_digest",
 )
-def test_other_persons_or_clients_have_no_sum(
+def test_accounts_of_persons_or_clients_are_separate(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who a row is of goes by what the row is, not where it lies; runs that no sum counts are said
-    to be there."""
+    """The owner of a record follows from its content, not from its position; runs that no sum
+    counts are listed."""
     rng = np.random.default_rng(0)
     pixels, order = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8), np.arange(40)[::-1]
     persons = np.repeat([0, 1, 1, 1], 10)
@@ -411,11 +412,11 @@ def test_other_persons_or_clients_have_no_sum(
             np.savez(file, train_images=images, train_writer=who, train_person=who, **tests)
             run = f"run_dir={tmp_path}/{unit}-{name}"
             assert cli.run(["train", *shared, *words, f"data.path={file}", run]) == 0
-            told = capsys.readouterr().out
-            assert ("(2 in all)" in told) == (name == "shuffled"), told
+            output = capsys.readouterr().out
+            assert ("(2 in all)" in output) == (name == "shuffled"), output
             others = {"person": {"others": 2}, "client": {"once": 3, "shuffled": 3, "others": 5}}
             more = others[unit].get(name)
-            assert (f"not counted: {more} more" in told) == (more is not None), told
+            assert (f"not counted: {more} more" in output) == (more is not None), output
 
 
 @kills(
@@ -438,8 +439,8 @@ def test_other_persons_or_clients_have_no_sum(
     "if not is_finished and not entry.has_dropout and entry",
     "if entry",
 )
-def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
-    """Also those that clients charged as secret ones, once each."""
+def test_revealed_samples_count_without_amplification(tmp_path: Path) -> None:
+    """Also those that clients charged as secret, once each."""
     file, drawn = SpendDb(tmp_path / "spent.sqlite"), PoissonSampledDpEvent(0.5, EVENT)
     kinds = Unit.CLIENT, Relation.ADD_OR_REMOVE_ONE
     one = Entry("a", "rows", "shares", "runs/a", *kinds, {drawn: 10})
@@ -465,7 +466,7 @@ def test_draws_that_were_shown_count_as_seen(tmp_path: Path) -> None:
 
 
 class Dying:
-    """The account of a process that may be killed before it has written a charge."""
+    """A database whose process may be killed before it writes a charge."""
 
     def __init__(self, file: SpendDb) -> None:
         self.file, self.dies = file, False
@@ -506,9 +507,9 @@ class Dying:
 def test_a_reservation_covers_what_marks_in_folders_covered(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]]
 ) -> None:
-    """Random histories of two clients, against the rule before: a client left a mark in its folder
-    while it responded, a second one if it met the first, and the account looked for marks. No
-    history counts with less than by that rule, and one where nothing died with no more."""
+    """Random histories of two clients, against the earlier rule: a client left a mark in its folder
+    while it responded, a second mark if it met the first, and the account looked for marks. No
+    history counts less than by that rule, and histories without deaths count no more."""
     folder = tmp_path_factory.mktemp("home")
     file, seen = SpendDb(folder / "spent.sqlite"), RevealedSampling(0.5, EVENT)
     drawn = PoissonSampledDpEvent(0.5, EVENT)
@@ -561,12 +562,12 @@ def files_of(run: Path) -> dict[str, bytes]:
     "if False:",
 )
 @kills("fedgen/run/train.py", "            check_intact(run_dir, ready, name)", "            pass")
-def test_a_copy_is_behind_and_so_is_a_ledger_that_was_cut(
+def test_copies_and_truncated_ledgers_are_behind(
     home: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ten rounds happened: no directory says eight and goes on."""
+    """Ten rounds happened: no directory claims eight and resumes."""
 
-    def stop(ready: Setup, state: RunState, found: object) -> None:
+    def stop(ready: Setup, state: RunState, content: object) -> None:
         if state.rounds == 10:
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""What a secret draw costs, against brute force: the worst other critics, adaptive ones too."""
+"""The cost of a secret sample by brute force: the worst other critics, adaptive ones too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fedgen.privacy.subsampling import ORDERS, subset_sampling_pmf, subset_sampl
 def one_draw(
     gamma: float, mu: float, rest: tuple[float, float], points: int = 401
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Densities of one release on a square, and the area of a cell; the ball's diameter is mu."""
+    """Return densities of one release on a square, and the area of a cell; the diameter of the ball
+    is mu."""
     x = np.linspace(-7 - mu / 2, 7 + mu / 2, points)
     y = np.linspace(-7 - mu / 2, 7 + mu / 2, points)
 
@@ -38,9 +39,9 @@ def in_the_ball(mu: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("gamma", "mu"), [(0.1, 1.0), (0.3, 2.0), (0.02, 3.0)])
-def test_one_draw_is_dominated_and_met(gamma: float, mu: float) -> None:
-    """At each alpha the bound holds for all other critics, off the line too, in both directions,
-    and is met by the worst."""
+def test_the_bound_for_one_sample_holds_and_is_attained(gamma: float, mu: float) -> None:
+    """At each alpha the bound holds for all other critics, also off the line, in both directions,
+    and the worst attain it."""
     bound = subset_sampling_pmf(gamma, mu, 1e-4)
     pairs = [one_draw(gamma, mu, rest) for rest in in_the_ball(mu)]
     for eps in (-0.3, -0.01, 0.01, 0.1, 0.5):
@@ -71,13 +72,11 @@ def test_renyi_bound_against_quadrature(gamma: float, mu: float) -> None:
 
 
 def worst_delta(gamma: float, mu: float, steps: int, eps: float) -> float:
-    """The largest hockey-stick divergence after ``steps`` draws, over all rules that choose the
-    other critics' answer at each step from the transcript so far.
-
-    The divergence is E_Q[(e^L - e^eps)+] with L the loss so far: what is best to do next is a
-    function of L and the number of steps left, so the maximum is found backwards in time. Values
-    are convex in e^L and interpolated linearly in it, so from above: a little too large, if at all.
-    """
+    """Return the largest hockey-stick divergence after ``steps`` samples, over all rules that
+    choose the other critics' response at each step from the transcript so far. The divergence is
+    E_Q[(e^L - e^eps)+] with the loss L so far: the best next response is a function of L and of the
+    number of steps left, so the maximum is computed backwards in time. Values are convex in e^L and
+    interpolated linearly in it, hence from above."""
     y = np.linspace(-6 - mu / 2, 6 + mu / 2, 301)
     widest = steps * math.log1p(gamma * math.expm1(mu**2 / 2 + 6 * mu))
     odds = np.exp(np.linspace(-widest, widest, 1601))
@@ -113,9 +112,9 @@ def test_composed_bounds_hold_against_the_best_adaptive_adversary(
 
 
 def test_the_adversary_of_the_search_is_the_known_one() -> None:
-    """gamma 0.1, mu 1, two steps, eps 0.3: others that answer like Q0, then like Q0 if the first
-    loss was at most eps and else like P0, reach 0.012202. The Poisson accountant says 0.011875,
-    less than the truth; ours says 0.012530."""
+    """gamma 0.1, mu 1, two steps, eps 0.3: others that respond like Q0, then like Q0 if the first
+    loss was at most eps and otherwise like P0, reach 0.012202. The Poisson accountant gives
+    0.011875, less than the truth; ours gives 0.012530."""
     gamma, mu, eps = 0.1, 1.0, 0.3
     ours = subset_sampling_pmf(gamma, mu, 1e-4).self_compose(2)
     assert ours.get_delta_for_epsilon(eps) == pytest.approx(0.012530, abs=2e-5)
@@ -143,7 +142,7 @@ def test_the_adversary_of_the_search_is_the_known_one() -> None:
 
 
 @given(st.floats(1e-3, 0.5), st.floats(0.2, 4.0))
-def test_the_distribution_is_one(gamma: float, mu: float) -> None:
+def test_probabilities_sum_to_one(gamma: float, mu: float) -> None:
     pmf = subset_sampling_pmf(gamma, mu, 1e-3)
     assert pmf._infinity_mass + pmf._probs.sum() == pytest.approx(1.0, abs=1e-9)
     assert pmf._probs.min() >= 0
@@ -153,11 +152,12 @@ def test_the_distribution_is_one(gamma: float, mu: float) -> None:
 
 
 def trained_when_drawn(gamma: float, mu: float, steps: int, eps: float) -> float:
-    """delta of critics whose state tells of past draws. A is the changed critic, drawn with
-    probability gamma, B otherwise. At step 1 A answers +C or -C (under D or D'), B answers -C; from
-    then on whoever is drawn answers +C if A was drawn at step 1, else -C: both know it from their
-    state. With M = steps - 1 and S = sqrt(M) mu z - M mu^2 / 2 for a standard normal z, exactly
-    delta = gamma E_z delta_G(log(e^eps + (1 / gamma - 1)(e^eps - 1) e^S); mu)."""
+    """Return delta of critics whose state reveals past samples. A is the changed critic, sampled
+    with probability gamma, B otherwise. At step 1 A responds with +C or -C (under D or D'), B with
+    -C; from then on the sampled critic responds with +C if A was sampled at step 1, otherwise with
+    -C: both know it from their state. With M = steps - 1 and S = sqrt(M) mu z - M mu^2 / 2 for a
+    standard normal z, exactly delta = gamma E_z delta_G(log(e^eps + (1 / gamma - 1)(e^eps - 1)
+    e^S); mu)."""
     later = steps - 1
 
     def at(z: float) -> float:
@@ -177,18 +177,18 @@ def trained_when_drawn(gamma: float, mu: float, steps: int, eps: float) -> float
         (0.01, 2.0, 5, 4.0, 6.685e-4, 9.27e-6),
     ],
 )
-def test_critics_that_train_when_drawn_exceed_the_amplified_bound(
+def test_critics_that_train_when_sampled_exceed_the_amplified_bound(
     gamma: float, mu: float, steps: int, eps: float, true: float, amplified: float
 ) -> None:
-    found = trained_when_drawn(gamma, mu, steps, eps)
+    result = trained_when_drawn(gamma, mu, steps, eps)
     bound = subset_sampling_pmf(gamma, mu, 1e-4).self_compose(steps).get_delta_for_epsilon(eps)
-    assert found == pytest.approx(true, rel=2e-4)
+    assert result == pytest.approx(true, rel=2e-4)
     assert bound == pytest.approx(amplified, rel=2e-3)
-    assert found > 1.5 * bound
+    assert result > 1.5 * bound
 
 
-def test_the_counterexamples_formula_is_its_mechanism() -> None:
-    """Two steps, integrated over both outputs as the mechanism makes them."""
+def test_the_formula_of_the_counterexample_is_its_mechanism() -> None:
+    """Two steps, integrated over both outputs of the mechanism."""
     gamma, mu, eps = 0.1, 2.0, 4.0
     x = np.linspace(-9, 9, 2001)
     plus, minus = stats.norm.pdf(x, mu / 2), stats.norm.pdf(x, -mu / 2)

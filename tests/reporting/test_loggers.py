@@ -1,4 +1,4 @@
-"""What is logged is what ``metrics.jsonl`` has; a run that somebody handed over sends nothing."""
+"""Loggers have the entries of ``metrics.jsonl``; a run from elsewhere sends nothing."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def epsilons(run: Path) -> list[tuple[int, float]]:
 
 
 def on_the_board(run: Path) -> list[tuple[int, float]]:
-    found = EventAccumulator(str(run)).Reload()
-    assert found.Images("samples")
-    return sorted((each.step, each.value) for each in found.Scalars("epsilon/server"))
+    result = EventAccumulator(str(run)).Reload()
+    assert result.Images("samples")
+    return sorted((each.step, each.value) for each in result.Scalars("epsilon/server"))
 
 
 def in_mlflow(run: Path) -> list[tuple[int, float]]:
@@ -48,8 +48,10 @@ def in_mlflow(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    """Longer, it goes on where it was."""
+def test_all_loggers_have_the_entries_of_the_run(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An extended run continues its log."""
     first = train(*WORDS, name="none")
     for name, read in (("tensorboard", on_the_board), ("mlflow", in_mlflow)):
         run = train(*WORDS, f"logger={name}", name=name)
@@ -73,9 +75,9 @@ def test_all_have_what_the_run_has(train: Train, capsys: pytest.CaptureFixture[s
 
 @kills("fedgen/reporting/loggers.py", "rounds + 1 if resumed else None", "rounds + 1")
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_resumed_run_is_whole_on_the_board(behind: bool, tmp_path: Path) -> None:
-    """Also if the clock of the second process is behind that of the first; the board then keeps
-    what the first wrote after its last checkpoint."""
+def test_a_resumed_run_is_complete_in_tensorboard(behind: bool, tmp_path: Path) -> None:
+    """Also if the clock of the second process is behind that of the first; entries after the last
+    checkpoint of the first then remain."""
     for finished, steps in ((0, (2, 4, 5)), (4, (6,))):
         log = loggers.tensorboard(tmp_path, "run", finished)
         for step in steps:
@@ -84,11 +86,11 @@ def test_a_resumed_run_is_whole_on_the_board(behind: bool, tmp_path: Path) -> No
         if finished == 0:
             [first] = tmp_path.glob("events.out.tfevents.*")
             first.rename(tmp_path / f"events.out.tfevents.{'9' if behind else '0'}")
-    found = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
-    assert sorted(each.step for each in found) == [2, 4] + [5] * behind + [6]
+    result = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert sorted(each.step for each in result) == [2, 4] + [5] * behind + [6]
 
 
-def test_none_leaves_nothing(train: Train) -> None:
+def test_without_a_logger_no_files_are_written(train: Train) -> None:
     run = train(*WORDS, "logger=none")
     assert not list(run.glob("events*")) and not (run / "mlflow.db").exists()
 
@@ -99,10 +101,10 @@ def test_none_leaves_nothing(train: Train) -> None:
     "",
 )
 @pytest.mark.parametrize("command", ["train", "release"])
-def test_a_run_that_was_handed_over_logs_where_its_reader_says(
+def test_a_foreign_run_logs_where_its_operator_says(
     command: str, train: Train, tmp_path: Path
 ) -> None:
-    """Its directory names a server that would learn what private rows tell: it is not asked."""
+    """Its directory names a server that would learn from private records: it is not contacted."""
     run = train(*WORDS)
     config = OmegaConf.load(run / "config.yaml")
     elsewhere = {"type": "mlflow", "uri": "http://127.0.0.1:9", "project": "x"}
@@ -118,7 +120,7 @@ def test_a_run_that_was_handed_over_logs_where_its_reader_says(
     assert list(run.glob("events*")) and not (run / "mlflow.db").exists()
 
 
-def test_nor_do_pictures_go_where_a_file_in_it_says(
+def test_pictures_are_not_written_where_a_foreign_file_says(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*WORDS)
@@ -131,8 +133,8 @@ def test_nor_do_pictures_go_where_a_file_in_it_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlflow", "wandb", "tensorboard"])
-def test_nothing_is_sent(name: str, tmp_path: Path) -> None:
-    """Not to the libraries' makers either: a proxy that all have to go through hears nobody."""
+def test_telemetry_is_disabled(name: str, tmp_path: Path) -> None:
+    """No request reaches a proxy that all requests would use."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         proxy.settimeout(1.0)
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
@@ -152,7 +154,9 @@ def test_nothing_is_sent(name: str, tmp_path: Path) -> None:
     "return REGISTRY.get(group_of(place), {})",
     "return {word: name for each in REGISTRY.values() for word, name in each.items()}",
 )
-def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_part_of_a_method_sends_anything(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(*WORDS)
     config = OmegaConf.load(run / "config.yaml")
     config.method.generator = {"type": "mlflow"}
@@ -167,7 +171,7 @@ def test_nor_does_a_part_of_its_method(train: Train, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_what_is_not_installed_is_one_line(
+def test_a_missing_package_is_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -177,12 +181,12 @@ def test_what_is_not_installed_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_that_is_not_there_is_one_line(
+def test_an_unreachable_server_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     words = [*WORDS, "logger=mlflow", "logger.uri=http://127.0.0.1:9", f"run_dir={tmp_path}/run"]
     assert cli.run(["train", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1].startswith("fedgen: logger.uri: http://127.0.0.1:9 cannot")
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("fedgen: logger.uri: http://127.0.0.1:9 cannot")
     assert not (tmp_path / "run").exists()

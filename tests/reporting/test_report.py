@@ -1,4 +1,4 @@
-"""The page about runs: what it says, to whom, and that it works in a browser."""
+"""The report about runs: its content, for whom, and that it works in a browser."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def page(runs: str, out: Path, *more: str) -> str:
 
 
 def tags(html: str) -> list[str]:
-    """Addresses that a browser would load."""
+    """Return the addresses that a browser would load."""
     return re.findall(r'(?:src|href)="([^"]*)"', html)
 
 
-def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
+def test_a_report_has_the_figures_of_the_run(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL, "evaluation=quick", "evaluation.samples=60", "runtime.min_success=0.2",
                 "runtime.faults.raises=0.2")  # fmt: skip
     html = page(str(run), tmp_path / "report.html")
@@ -57,7 +57,7 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     assert html.count("data:image/svg+xml") >= 3
     assert html.count("<figcaption>The most that any membership attack can achieve") == 1
     assert '"round 1"' in html
-    # a run of which something failed, and that was killed while it said so
+    # a run with a failure, killed while it recorded it
     with (run / "failures.jsonl").open("a") as file:
         file.write('{"round": 1, "cl')
     assert page(str(run), tmp_path / "again.html")
@@ -67,7 +67,7 @@ def test_a_page_says_what_the_run_says(train: Train, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_of_one_label_no_classifier_is_shown(train: Train, tmp_path: Path) -> None:
+def test_no_classifier_is_shown_for_one_label(train: Train, tmp_path: Path) -> None:
     (tmp_path / "photos" / "all").mkdir(parents=True)
     for grey in range(80):
         Image.new("L", (8, 8), 3 * grey).save(tmp_path / "photos" / "all" / f"{grey}.png")
@@ -78,7 +78,7 @@ def test_of_one_label_no_classifier_is_shown(train: Train, tmp_path: Path) -> No
     assert "real2gen" not in html.split("<h2>Utility</h2>")[1].split("<h2>")[0]
 
 
-def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Path) -> None:
+def test_the_headline_is_that_of_the_client_that_spent_most(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL, "method.routing=per_sample")
     record = json.loads((run / "privacy.json").read_text())
     clients = record["clients"].values()
@@ -93,23 +93,23 @@ def test_the_headline_is_the_clients_that_spent_most(train: Train, tmp_path: Pat
     assert [float(value) for value in rows] == sorted(map(float, rows), reverse=True)
 
 
-def test_what_may_be_handed_out_is_in_public_already(train: Train, tmp_path: Path) -> None:
+def test_the_publishable_report_needs_only_public(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL)
     html = page(str(run), tmp_path / "public.html", "audience=public")
     assert "What this generator reveals about the private data" in html
-    told = html
+    result = html
     for words in ("derived from its seed", "knows the seed", "From a seed"):  # there is one
-        told = told.replace(words, "")
+        result = result.replace(words, "")
     for private in ("ledger", "seed", "accountant", str(run), "real2real", "Clients"):
-        assert private not in told, private
+        assert private not in result, private
     assert "a reader of the release" in html and "the operator of the training" not in html
     # the folder alone makes the same page
-    alone = tmp_path / "handed out"
+    alone = tmp_path / "published"
     shutil.copytree(run / "public", alone)
     assert page(str(alone), tmp_path / "again.html", "audience=public") == html
 
 
-def test_runs_side_by_side_and_their_siblings(train: Train, tmp_path: Path) -> None:
+def test_several_runs_are_compared(train: Train, tmp_path: Path) -> None:
     runs = [
         train("evaluation=quick", "evaluation.samples=40", f"seed={s}", name=f"s{s}")
         for s in (0, 1)
@@ -127,17 +127,17 @@ def test_runs_side_by_side_and_their_siblings(train: Train, tmp_path: Path) -> N
     assert "s0" not in re.sub(r'"data:[^"]*"', "", public)
 
 
-def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> None:
+def test_thousands_of_clients_are_summarised_by_extremes(train: Train, tmp_path: Path) -> None:
     run = train()
     for name, change in (("privacy", "clients"), ("results", "per_client")):
-        found = json.loads((run / f"{name}.json").read_text())
-        clients = found[change] if name == "privacy" else found["bytes"][change]
+        record = json.loads((run / f"{name}.json").read_text())
+        clients = record[change] if name == "privacy" else record["bytes"][change]
         one = clients["0"]
         for client in range(1, 2200):
             clients[str(client)] = {**one, "server": client / 100} if name == "privacy" else one
         if name == "results":
-            found["sha256"] = RunDir(run).digests()
-        (run / f"{name}.json").write_text(json.dumps(found))
+            record["sha256"] = RunDir(run).digests()
+        (run / f"{name}.json").write_text(json.dumps(record))
     html = page(str(run), tmp_path / "many.html")
     assert "the 2150 between them are omitted" in html
     assert html.count('<td class="number" data-value=') == 4 * 50
@@ -156,7 +156,7 @@ def test_of_thousands_of_clients_the_extremes(train: Train, tmp_path: Path) -> N
         (["runs=no", "about.date=today"], "about.date", "there is no"),
     ],
 )
-def test_mistakes(
+def test_invalid_settings_are_refused(
     words: list[str], key: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["report", *words]) == 2
@@ -166,7 +166,7 @@ def test_mistakes(
     assert error.count("\n") == 1
 
 
-def test_settings_that_were_altered_are_not_told(
+def test_altered_settings_are_not_reported(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train()
@@ -181,7 +181,7 @@ def test_settings_that_were_altered_are_not_told(
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "message"),
     [
         ("results.json", None, "has no results; finish it: fedgen train resume="),
         ("results.json", "{", "results.json was altered; restore it"),
@@ -189,10 +189,10 @@ def test_settings_that_were_altered_are_not_told(
         ("public/samples.png", None, "has no public/samples.png; restore it"),
     ],
 )
-def test_a_run_whose_files_are_not_as_it_left_them(
+def test_a_run_with_altered_files_is_refused(
     file: str,
     text: str | None,
-    said: str,
+    message: str,
     train: Train,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -205,11 +205,11 @@ def test_a_run_whose_files_are_not_as_it_left_them(
     capsys.readouterr()
     assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'page.html'}"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("fedgen: runs: ") and said in error
+    assert error.startswith("fedgen: runs: ") and message in error
 
 
 @pytest.mark.parametrize("audience", ["server", "public"])
-def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audience: str) -> None:
+def test_no_page_mentions_noise_without_noise(train: Train, tmp_path: Path, audience: str) -> None:
     run = train("method=dpgan_small", "privacy=none", "evaluation=none")
     html = page(str(run), tmp_path / "page.html", f"audience={audience}")
     for word in ("was noised", "remove the noise", "remove it", "Protected:"):
@@ -219,15 +219,13 @@ def test_without_noise_no_page_speaks_of_any(train: Train, tmp_path: Path, audie
     assert "seed" not in (run / "public" / "README.md").read_text()
 
 
-def test_what_the_folder_lacks_the_whole_page_has(train: Train, tmp_path: Path) -> None:
-    run, said = train(), "their bounds are not in this folder"
-    assert said in page(str(run), tmp_path / "public.html", "audience=public")
-    assert said not in page(str(run), tmp_path / "page.html")
+def test_the_full_report_has_what_the_public_one_lacks(train: Train, tmp_path: Path) -> None:
+    run, result = train(), "their bounds are not in this folder"
+    assert result in page(str(run), tmp_path / "public.html", "audience=public")
+    assert result not in page(str(run), tmp_path / "page.html")
 
 
-def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
-    train: Train, tmp_path: Path
-) -> None:
+def test_the_report_states_what_is_protected_and_what_is_not(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL, "method=dp_merf_small", "evaluation=none")
     html = page(
         str(run), tmp_path / "a.html", "about.controller=St. Mary's, ${x}", "about.purpose=<b>"
@@ -252,16 +250,16 @@ def test_a_data_protection_officer_reads_what_is_known_and_what_is_missing(
 def test_an_audit_is_in_the_report(train: Train, tmp_path: Path) -> None:
     run = train("method=dp_merf_small")
     point = {"releases": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}
-    told = {"confidence": 0.95, "program": {"points": []}, "run": {"points": [point]}}
-    (run / "audit.json").write_text(json.dumps(told))
-    said = "After 1 rounds an attack on the run shows an ε of at least 0.50 (95% confidence)"
-    assert said in page(str(run), tmp_path / "a.html")
+    outcome = {"confidence": 0.95, "program": {"points": []}, "run": {"points": [point]}}
+    (run / "audit.json").write_text(json.dumps(outcome))
+    result = "After 1 rounds an attack on the run shows an ε of at least 0.50 (95% confidence)"
+    assert result in page(str(run), tmp_path / "a.html")
     (run / "audit.json").write_text("{}")
     assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'x.html'}"]) == 2
 
 
 @given(st.floats(0.05, 30), st.floats(1e-9, 1e-3))
-def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: float) -> None:
+def test_no_attack_on_two_gaussians_exceeds_the_posterior(epsilon: float, delta: float) -> None:
     """The best tests of the worst pair of an (epsilon, delta) bound, at every threshold."""
     mu = brentq(lambda mu: float(gaussian_delta(mu, epsilon)) - delta, 1e-6, 200)
     thresholds = np.linspace(-10, 10 + mu, 2000)
@@ -286,11 +284,11 @@ def test_no_attack_on_two_gaussians_is_right_more_often(epsilon: float, delta: f
         (1.0, "< 100 %"),
     ],
 )
-def test_beliefs_are_rounded_up(belief: float, shown: str) -> None:
+def test_posteriors_are_rounded_up(belief: float, shown: str) -> None:
     assert format_belief(belief) == shown
 
 
-def test_beliefs_without_a_bound() -> None:
+def test_posteriors_without_a_bound() -> None:
     assert beliefs({"epsilon": None, "guarantee": None}, 1e-5) == ["no bound"] * 3
     assert beliefs({"epsilon": 1.0}, 0.5) == ["no bound"] * 3
     assert beliefs({"epsilon": 0.0}, 1e-12) == ["≤ 1.1 %", "≤ 10.1 %", "≤ 50.1 %"]
@@ -317,7 +315,7 @@ const down = clients();
 button.click();
 const up = clients();
 document.title = JSON.stringify({
-  slid: first !== last, said: document.querySelector("output").textContent, down, up, loaded,
+  slid: first !== last, text: document.querySelector("output").textContent, down, up, loaded,
 });
 </script>
 """
@@ -334,18 +332,18 @@ def test_it_works_in_a_browser(train: Train, tmp_path: Path) -> None:
     )
     driven.write_text(html.replace("</body>", f"{late}</body>"))
     assert CHROMIUM is not None
-    found = subprocess.run(
+    error = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
          f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom",
          driven.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert "CONSOLE" not in found.stderr, found.stderr
-    title = re.search(r"<title>(\{.*?\})</title>", found.stdout)
+    assert "CONSOLE" not in error.stderr, error.stderr
+    title = re.search(r"<title>(\{.*?\})</title>", error.stdout)
     assert title is not None
-    told = json.loads(title[1])
-    assert told["slid"]
-    assert told["loaded"]
-    assert told["said"] == "round 1"
-    assert told["down"] == [3, 2, 1, 0]
-    assert told["up"] == [0, 1, 2, 3]
+    record = json.loads(title[1])
+    assert record["slid"]
+    assert record["loaded"]
+    assert record["text"] == "round 1"
+    assert record["down"] == [3, 2, 1, 0]
+    assert record["up"] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""What people and scripts read of a run."""
+"""Files of a run for people and scripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_epsilon_is_never_rounded_down(value: float) -> None:
     assert float(format_epsilon(value)) <= value + 0.0101
 
 
-def test_words() -> None:
+def test_formatting() -> None:
     assert format_epsilon(None) == "∞"
     assert format_bytes(999) == "999 B"
     assert format_bytes(2_500_000) == "2.5 MB"
@@ -63,13 +63,15 @@ def test_a_grid_shows_every_image(tmp_path: Path, channels: int) -> None:
     assert (picture == 255).sum() == 7 * 32 * 32 * channels
 
 
-def test_the_figure_bears_missing_values(tmp_path: Path) -> None:
+def test_the_figure_accepts_missing_values(tmp_path: Path) -> None:
     epsilon_against_rounds([1, 2], {"a": [None, 2.0], "b": [None, None]}, 1e-5, tmp_path / "e.png")
     assert (tmp_path / "e.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", ["privacy", "results"])
-def test_records_are_held_against_their_schema(train: Train, name: str, tmp_path: Path) -> None:
+def test_records_are_validated_against_their_schema(
+    train: Train, name: str, tmp_path: Path
+) -> None:
     run = train()
     record = json.loads((run / f"{name}.json").read_text())
     jsonschema.validate(record, schema(name))
@@ -79,7 +81,7 @@ def test_records_are_held_against_their_schema(train: Train, name: str, tmp_path
             RunDir(tmp_path).write(name, harmed)
 
 
-def test_the_statement_says_what_it_must(train: Train) -> None:
+def test_the_statement_is_complete(train: Train) -> None:
     run = train("partition=iid", "partition.clients=4", "method.routing=per_sample")
     record = json.loads((run / "privacy.json").read_text())
     text = (run / "public" / "PRIVACY.md").read_text()
@@ -95,9 +97,9 @@ def test_the_statement_says_what_it_must(train: Train) -> None:
     assert "proven ε" in summary(run)
 
 
-@pytest.mark.parametrize(("seen", "said"), [(0.3, True), (0.6, False), (None, False)])
-def test_a_teacher_whose_labels_nobody_sees_is_said(
-    train: Train, seen: float | None, said: bool
+@pytest.mark.parametrize(("seen", "message"), [(0.3, True), (0.6, False), (None, False)])
+def test_a_private_classifier_without_published_labels_is_stated(
+    train: Train, seen: float | None, message: bool
 ) -> None:
     run = train("method=mixture_small", "method.private_classifier=ridge", "evaluation=none")
     results = json.loads((run / "results.json").read_text())
@@ -105,11 +107,11 @@ def test_a_teacher_whose_labels_nobody_sees_is_said(
     results["real2real"] = {name: {"mean": 0.9} for name in ("cnn", "logistic_regression")}
     results["classifier"] = {"mean": 0.9, "n": 100}
     (run / "results.json").write_text(json.dumps(results))
-    assert ("method.private_classifier=none" in summary(run)) is said
+    assert ("method.private_classifier=none" in summary(run)) is message
 
 
-def test_the_card_is_one_that_hubs_read(train: Train) -> None:
-    """Metadata first; its lines of Python draw samples from the folder."""
+def test_the_model_card_is_readable_by_hubs(train: Train) -> None:
+    """It starts with metadata; its Python example draws samples from the folder."""
     run = train("rounds=1")
     text = (run / "public" / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
@@ -135,11 +137,11 @@ def test_the_card_is_one_that_hubs_read(train: Train) -> None:
         (10.0, "finds at most 37.3 in 100", "may find all"),
     ],
 )
-def test_the_statement_says_how_strongly(
+def test_the_statement_bounds_attacks(
     train: Train, epsilon: float, exactly: str, by_epsilon: str
 ) -> None:
-    """By the curve of a Gaussian; of a record of 0.1.0 only (ε, δ) is known: at most e^ε in 100 at
-    1 in 100 false positives, and no more than all but e^-ε."""
+    """By the curve of a Gaussian; for a record of 0.1.0 only (ε, δ) is known: at most e^ε in 100 at
+    1 in 100 false positives, and at most 1 - e^-ε."""
     record = json.loads((train("rounds=1") / "privacy.json").read_text())
     release = record["views"]["release"]
     mu = brentq(lambda mu: gaussian_epsilon(mu, 1e-5) - epsilon, 1e-3, 10)
@@ -154,12 +156,12 @@ def test_the_statement_says_how_strongly(
     assert ("excludes little" in text) == (epsilon == 10)
 
 
-def test_only_public_is_public(train: Train) -> None:
+def test_only_public_is_readable_by_others(train: Train) -> None:
     run = train("rounds=1")
     assert "`public/`" in (run / "SERVER_SIDE.md").read_text()
 
 
-def test_what_was_written_can_be_cut(tmp_path: Path) -> None:
+def test_the_metrics_log_can_be_truncated(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.add_metrics({"round": 1})
     size, _ = run.size()
@@ -185,7 +187,7 @@ def test_a_line_that_was_cut_short_is_replaced(tmp_path: Path) -> None:
     assert (run.started_rounds(), run.failures()) == ({0: 1, 1: 1, 2: 1}, {"failed": 1, "late": 1})
 
 
-def test_the_last_spend_is_a_whole_line_with_an_epsilon(tmp_path: Path) -> None:
+def test_the_last_spend_is_that_of_a_complete_line(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.last_spend() is None
     run.add_metrics({"round": 10, "epsilon": {"server": 1.5}})
@@ -195,8 +197,8 @@ def test_the_last_spend_is_a_whole_line_with_an_epsilon(tmp_path: Path) -> None:
     assert run.last_spend() == {"round": 10, "epsilon": {"server": 1.5}}
 
 
-def test_memory_counts_what_children_hold() -> None:
-    """An array of 200 MB in a child shows, and goes with it."""
+def test_memory_includes_child_processes() -> None:
+    """An array of 200 MB in a child is counted, and no longer when the child ends."""
     code = "import time; x = bytearray(200_000_000); print(flush=True); time.sleep(60)"
     before = memory_of_tree()
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
@@ -210,8 +212,8 @@ def test_memory_counts_what_children_hold() -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_memory_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no file handle left it is seen again later, or not."""
+def test_unreadable_memory_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free file handle it is read later, or not at all."""
 
     def fails() -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -222,8 +224,8 @@ def test_memory_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch
     assert watched.peak == 0
 
 
-def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
-    """And what somebody else has there is never written over."""
+def test_a_run_interrupted_before_its_start_can_start_again(tmp_path: Path) -> None:
+    """Foreign files in its folder are never overwritten."""
     config = OmegaConf.create({})
     left = tmp_path / "left"
     RunDir.create(left, config, {"run": "a", "branch": ""})
@@ -240,10 +242,10 @@ def test_a_run_cut_off_before_it_began_can_begin_again(tmp_path: Path) -> None:
     "if not _locked(held, fcntl.LOCK_EX) or not _is_unused(path):",
     "if False:",
 )
-def test_of_many_that_begin_in_one_folder_at_once_one_does(
+def test_one_of_several_simultaneous_runs_gets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them see that the folder does not exist. The identity is that of the one that starts
+    """All of them see that the folder does not exist. The identity is that of the run that starts
     there."""
     barrier = threading.Barrier(8)
 
@@ -266,10 +268,10 @@ def test_of_many_that_begin_in_one_folder_at_once_one_does(
         shutil.rmtree(tmp_path / "run")
 
 
-def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_that_start_within_one_second_have_different_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(unused_folder, [str(tmp_path / "runs" / "now")] * 40))
-    assert len(set(found)) == 40 and all(path.is_dir() for path in found)
+        result = list(pool.map(unused_folder, [str(tmp_path / "runs" / "now")] * 40))
+    assert len(set(result)) == 40 and all(path.is_dir() for path in result)
 
 
 @kills(
@@ -278,7 +280,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path)
     "if False:",
 )
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """A folder that has one is somebody's."""
+    """A folder with a symbolic link is foreign."""
     file, folder = tmp_path / "mine.md", tmp_path / "mine"
     file.write_text("mine")
     folder.mkdir()
@@ -292,10 +294,10 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-def test_what_takes_long_is_shown(
+def test_progress_of_long_steps_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what is over at once is not."""
+    """That of short steps is not."""
     with RunProgress() as progress:
         progress.show("samples", 2000, 2000, "", end=False)
         assert capsys.readouterr().out == ""
@@ -304,14 +306,14 @@ def test_what_takes_long_is_shown(
         assert capsys.readouterr().out.split() == ["samples", "1000/2000"]
 
 
-def test_a_step_that_takes_minutes_says_that_it_goes_on(
+def test_a_step_of_minutes_reports_that_it_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fedgen.reporting.progress._SILENT_SECONDS", 0.01)
     with RunProgress() as progress:
         progress.show("rounds", 4, 47, "")
-        said, ends = "", time.monotonic() + 60
-        while "still at rounds 4/47, for 0 min" not in said:
-            assert time.monotonic() < ends, said
-            said += capsys.readouterr().out
+        result, ends = "", time.monotonic() + 60
+        while "still at rounds 4/47, for 0 min" not in result:
+            assert time.monotonic() < ends, result
+            result += capsys.readouterr().out
             time.sleep(0.01)

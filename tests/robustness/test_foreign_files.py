@@ -1,4 +1,4 @@
-"""What somebody hands over is data: nothing in it is called, followed, or believed unchecked."""
+"""Files from elsewhere are data: no content is called, followed, or used unchecked."""
 
 from __future__ import annotations
 
@@ -59,32 +59,34 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def refused(capsys: Captured, *words: str) -> str:
-    """The one line that a command is refused with."""
+    """Return the line with which a command refuses."""
     capsys.readouterr()
     assert cli.run(list(words)) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1, said
-    return said[0]
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    return error[0]
 
 
 def change(path: Path, edit: Callable[[Any], None]) -> None:
-    """Edits a file of JSON or YAML in place."""
+    """Edit a JSON or YAML file in place."""
     text = path.read_text()
-    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    edit(found)
-    path.write_text(json.dumps(found) if path.suffix == ".json" else yaml.safe_dump(found))
+    record = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    edit(record)
+    path.write_text(json.dumps(record) if path.suffix == ".json" else yaml.safe_dump(record))
 
 
 # Nothing in a file is called
 
 
 @pytest.mark.parametrize("word", ["name", "type"])
-def test_a_generator_names_nothing_that_is_not_fedgens(
+def test_a_generator_can_name_only_parts_of_fedgen(
     word: str, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     owned = tmp_path / "owned"
     call = {word: CALL["type"], "command": f"touch {owned}"}
-    change(run / "public" / "generator.json", lambda told: told["method"].update(generator=call))
+    change(
+        run / "public" / "generator.json", lambda record: record["method"].update(generator=call)
+    )
     before = content(run)
     for command in (["sample", "n=10", f"out={tmp_path}/s.npz"], ["evaluate"]):
         assert "run" in refused(capsys, command[0], f"run={run}", *command[1:])
@@ -99,15 +101,15 @@ def test_a_generator_names_nothing_that_is_not_fedgens(
 )
 @pytest.mark.parametrize("command", [["evaluate", "run="], ["train", "resume="]])
 @pytest.mark.parametrize("group", ["data", "method", "partition", "runtime"])
-def test_a_runs_settings_call_nothing_that_is_not_fedgens(
+def test_settings_of_a_run_can_call_only_parts_of_fedgen(
     command: list[str], group: str, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     owned = tmp_path / "owned"
     call = CALL | {"command": f"touch {owned}"}
-    change(run / "config.yaml", lambda told: told[group].update(extra=call))
+    change(run / "config.yaml", lambda record: record[group].update(extra=call))
     before = content(run)
-    said = refused(capsys, command[0], f"{command[1]}{run}")
-    assert f"({group}.extra.type" in said and "FEDGEN_EXTENSIONS" in said
+    result = refused(capsys, command[0], f"{command[1]}{run}")
+    assert f"({group}.extra.type" in result and "FEDGEN_EXTENSIONS" in result
     assert not owned.exists()
     assert content(run) == before
 
@@ -126,10 +128,10 @@ OUT_OF_PLACE = {
 
 
 def signed(run: Path) -> None:
-    """Gives a run's settings the digest that they have: it is no signature."""
+    """Update the digest of a run's settings: it is not a signature."""
     config = OmegaConf.load(run / "config.yaml")
     assert isinstance(config, DictConfig)
-    change(run / "run.json", lambda told: told.update(settings=_settings_digest(config)))
+    change(run / "run.json", lambda record: record.update(settings=_settings_digest(config)))
 
 
 @kills(
@@ -146,14 +148,14 @@ def signed(run: Path) -> None:
     "command", [["sample", "run="], ["evaluate", "run="], ["train", "resume="]]
 )
 @pytest.mark.parametrize("key", OUT_OF_PLACE)
-def test_nor_what_is_fedgens_where_it_does_not_belong(
+def test_settings_of_a_run_can_call_parts_only_in_their_group(
     command: list[str], key: str, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     call = {**OUT_OF_PLACE[key], "place": str(tmp_path / "owned")}
 
-    def edit(told: Any) -> None:
+    def edit(record: Any) -> None:
         *inside, last = key.split(".")
-        reduce(operator.getitem, inside, told)[last] = call
+        reduce(operator.getitem, inside, record)[last] = call
 
     change(run / "config.yaml", edit)
     signed(run)
@@ -161,8 +163,8 @@ def test_nor_what_is_fedgens_where_it_does_not_belong(
     (run / "results.json").unlink()
     before = content(run)
     words = ["n=10", f"out={tmp_path}/s.npz"] if command[0] == "sample" else []
-    said = refused(capsys, command[0], f"{command[1]}{run}", *words)
-    assert "cannot be" in said or "altered" in said
+    result = refused(capsys, command[0], f"{command[1]}{run}", *words)
+    assert "cannot be" in result or "altered" in result
     assert not (tmp_path / "owned").exists()
     assert content(run) == before
 
@@ -174,13 +176,13 @@ ESCAPED = "\\${oc.create:{type: torch.utils.collect_env.run, command: 'touch OWN
     "command", [["sample", "run="], ["evaluate", "run="], ["train", "resume="]]
 )
 @pytest.mark.parametrize("text", [ESCAPED, "x\\${oc.env:HOME}", "${oc.env:HOME}", ESCAPED[1:]])
-def test_a_file_looks_nothing_up(
+def test_interpolations_in_a_file_are_refused(
     command: list[str], text: str, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Hydra resolves what it calls, so that a backslash would keep it from being looked at."""
+    """Hydra resolves strings when it calls a function, so a backslash would not protect them."""
     owned = tmp_path / "owned"
     shown = text.replace("OWNED", str(owned))
-    change(run / "config.yaml", lambda told: told["data"].update(root=shown))
+    change(run / "config.yaml", lambda record: record["data"].update(root=shown))
     if text.startswith("\\") or "x" in text[:1]:
         signed(run)
     shutil.rmtree(run / "public")
@@ -198,7 +200,7 @@ def test_a_file_looks_nothing_up(
     "        if False:",
 )
 @pytest.mark.parametrize("text", [ESCAPED, "x\\${oc.env:HOME}", "${oc.env:HOME}"])
-def test_settings_are_not_resolved_once_more(text: str, tmp_path: Path) -> None:
+def test_settings_are_not_resolved_twice(text: str, tmp_path: Path) -> None:
     settings = {"type": "digits", "root": text.replace("OWNED", "owned")}
     with pytest.raises(FedgenError, match=r"data.root: contains \$\{"):
         build(settings, "data")
@@ -219,11 +221,11 @@ def test_settings_are_not_resolved_once_more(text: str, tmp_path: Path) -> None:
     [{"hydra.searchpath": "[pkg://this]"}, {"data": "../../x"}, {"data": "[digits]"}, {"x": "y"}],
 )
 @pytest.mark.parametrize("command", [["evaluate", "run="], ["train", "resume="]])
-def test_names_are_options_and_no_words_of_hydras(
+def test_names_are_options_and_not_hydra_syntax(
     command: list[str], names: dict[str, str], run: Path, capsys: Captured
 ) -> None:
     sys.modules.pop("this", None)
-    change(run / "config.yaml", lambda told: told["names"].update(names))
+    change(run / "config.yaml", lambda record: record["names"].update(names))
     signed(run)
     before = content(run)
     assert "another version (names." in refused(capsys, command[0], f"{command[1]}{run}")
@@ -237,7 +239,7 @@ def test_names_are_options_and_no_words_of_hydras(
     "        True",
 )
 @pytest.mark.parametrize(
-    "told",
+    "value",
     [
         {"logger": {"uri": "http://127.0.0.1:1"}},
         {"names.logger": "mlflow"},
@@ -251,17 +253,17 @@ def test_names_are_options_and_no_words_of_hydras(
         [],
     ],
 )
-def test_what_was_left_open_are_numbers(told: Any, run: Path, capsys: Captured) -> None:
-    change(run / "run.json", lambda found: found.update(left_open=told))
+def test_derived_settings_are_numbers(value: Any, run: Path, capsys: Captured) -> None:
+    change(run / "run.json", lambda record: record.update(left_open=value))
     out = run.parent / "out.zip"
     assert "run.json was altered" in refused(capsys, "release", f"run={run}", f"out={out}")
     assert not out.exists()
 
 
 @kills("fedgen/run/resume.py", '    if config.get("resume") is not None:', "    if False:")
-def test_a_directory_does_not_name_another_run(run: Path, finished: Path, capsys: Captured) -> None:
-    """It would go on, and be packed, in the place of the one that was looked at."""
-    change(run / "config.yaml", lambda told: told.update(resume=str(finished), rounds=5))
+def test_a_directory_cannot_name_another_run(run: Path, finished: Path, capsys: Captured) -> None:
+    """Otherwise another run than the inspected one would be resumed and packed."""
+    change(run / "config.yaml", lambda record: record.update(resume=str(finished), rounds=5))
     signed(run)
     before, out = content(finished), run.parent / "out.zip"
     for words in (["release", f"run={run}", f"out={out}"], ["train", f"resume={run}"]):
@@ -289,22 +291,22 @@ OTHERS: dict[str, dict[str, Any]] = {
     "            if False:",
 )
 @pytest.mark.parametrize("place", OTHERS)
-def test_settings_are_of_what_their_names_say(place: str, run: Path, capsys: Captured) -> None:
-    def edit(told: Any) -> None:
+def test_settings_must_match_their_names(place: str, run: Path, capsys: Captured) -> None:
+    def edit(record: Any) -> None:
         group, _, inside = place.partition(".")
-        settings = told.setdefault(group, {})
+        settings = record.setdefault(group, {})
         (settings.setdefault(inside, {}) if inside else settings).update(OTHERS[place])
 
     change(run / "config.yaml", edit)
     signed(run)
     for words in (["evaluate", f"run={run}"], ["train", f"resume={run}"]):
-        said = refused(capsys, *words)
-        assert place.partition(".")[0] in said
-        assert "differs from" in said or "type" not in OTHERS[place]
+        result = refused(capsys, *words)
+        assert place.partition(".")[0] in result
+        assert "differs from" in result or "type" not in OTHERS[place]
 
 
-def test_of_another_folder_nothing_is_asked(tmp_path: Path, capsys: Captured) -> None:
-    """A remedy for its links or sockets would break what belongs to other programs."""
+def test_no_remedy_is_given_for_a_foreign_folder(tmp_path: Path, capsys: Captured) -> None:
+    """Removing its links or sockets would break other programs."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link").symlink_to(tmp_path)
     place = f"{tmp_path}/folder"
@@ -317,8 +319,8 @@ def test_of_another_folder_nothing_is_asked(tmp_path: Path, capsys: Captured) ->
         assert "link" not in refused(capsys, *words)
 
 
-def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) -> None:
-    change(run / "run.json", lambda told: told.update(run="\ud800"))
+def test_reformatted_text_is_accepted(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    change(run / "run.json", lambda record: record.update(run="\ud800"))
     words = ["report", f"runs=[{run}]", f"out={tmp_path}/page.html"]
     assert "is not a run directory" in refused(capsys, *words)
     assert parse_json('["\\ud83d\\ude00"]') == ["\N{GRINNING FACE}"]
@@ -330,28 +332,33 @@ def test_text_can_be_written_again(run: Path, tmp_path: Path, capsys: Captured) 
     "        if False and {name:",
 )
 @pytest.mark.parametrize("name", ["privacy", "results"])
-def test_a_lower_epsilon_is_noticed(name: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
-    def edit(told: Any) -> None:
+def test_a_lower_epsilon_is_detected(
+    name: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    def edit(record: Any) -> None:
         if name == "results":
-            told["epsilon"]["server"] = 0.1
+            record["epsilon"]["server"] = 0.1
         else:
-            told["views"]["server"]["epsilon"] = 0.1
+            record["views"]["server"]["epsilon"] = 0.1
 
-    said = {"privacy": "privacy.json was changed after the run wrote it", "results": "different ε"}
+    result = {
+        "privacy": "privacy.json was changed after the run wrote it",
+        "results": "different ε",
+    }
     change(run / f"{name}.json", edit)
     for words in (
         ["evaluate", f"run={run}"],
         ["report", f"runs=[{run}]", f"out={tmp_path}/p.html"],
     ):
-        assert said[name] in refused(capsys, *words)
-    with pytest.raises(FedgenError, match=said[name]):
+        assert result[name] in refused(capsys, *words)
+    with pytest.raises(FedgenError, match=result[name]):
         fedgen.load(run)
 
 
-def test_a_public_page_of_a_whole_run_is_of_what_it_wrote(
+def test_the_public_report_uses_only_what_the_run_wrote(
     run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    change(run / "public" / "generator.json", lambda told: told["privacy"].update(epsilon=0.1))
+    change(run / "public" / "generator.json", lambda record: record["privacy"].update(epsilon=0.1))
     words = ["report", f"runs=[{run}]", "audience=public", f"out={tmp_path}/p.html"]
     assert "generator.json was changed after the run wrote it" in refused(capsys, *words)
 
@@ -371,7 +378,7 @@ def test_a_public_page_of_a_whole_run_is_of_what_it_wrote(
         {"A": {"settings": ["method=dp_merf_small", "data.type=folder"]}},
     ],
 )
-def test_names_in_a_matrix_are_text_and_of_settings(
+def test_names_in_a_matrix_are_plain_text(
     methods: dict[Any, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     matrix, place = tmp_path / "matrix.yaml", tmp_path / "inside" / "run"
@@ -383,15 +390,15 @@ def test_names_in_a_matrix_are_text_and_of_settings(
 
 
 @pytest.mark.parametrize("axis", ["epsilons", "seeds"])
-def test_numbers_in_a_matrix_can_stand_in_a_name(
+def test_numbers_in_a_matrix_can_be_part_of_a_name(
     axis: str, tmp_path: Path, capsys: Captured
 ) -> None:
     methods = {"A": {"settings": ["method=dp_merf_small"]}}
     known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
     matrix = tmp_path / "matrix.yaml"
     matrix.write_text(yaml.safe_dump({**known, axis: [10**400]}))
-    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={tmp_path}/run")
-    assert f"matrix.{axis}" in said
+    result = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={tmp_path}/run")
+    assert f"matrix.{axis}" in result
 
 
 @kills(
@@ -412,15 +419,15 @@ def test_numbers_in_a_matrix_can_stand_in_a_name(
         "~logger=1",
     ],
 )
-def test_a_matrix_has_no_words_of_hydras(word: str, tmp_path: Path, capsys: Captured) -> None:
+def test_hydra_syntax_in_a_matrix_is_refused(word: str, tmp_path: Path, capsys: Captured) -> None:
     sys.modules.pop("this", None)
     matrix, place = tmp_path / "matrix.yaml", tmp_path / "run"
     known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": []}
     for where in ("settings", "on_digits"):
         methods = {"A": {"settings": ["method=dp_merf_small"], where: [word]}}
         matrix.write_text(yaml.safe_dump({**known, "methods": methods}))
-        said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
-        assert "is not allowed in a matrix" in said or "it has ${" in said
+        result = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
+        assert "is not allowed in a matrix" in result or "it has ${" in result
     assert "this" not in sys.modules and not place.exists()
 
 
@@ -433,15 +440,15 @@ def test_a_matrix_has_no_words_of_hydras(word: str, tmp_path: Path, capsys: Capt
     ],
 )
 @pytest.mark.parametrize("inside", [True, False])
-def test_nor_does_a_generator_name_what_is_no_part_of_a_method(
+def test_a_generator_can_name_only_parts_of_methods(
     call: dict[str, Any], inside: bool, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    def edit(told: Any) -> None:
-        told["method"] = {**told["method"], "generator": call} if inside else call
+    def edit(record: Any) -> None:
+        record["method"] = {**record["method"], "generator": call} if inside else call
 
     change(run / "public" / "generator.json", edit)
-    said = refused(capsys, "sample", f"run={run}", "n=10", f"out={tmp_path}/s.npz")
-    assert f"type: cannot be '{call['type']}'" in said
+    result = refused(capsys, "sample", f"run={run}", "n=10", f"out={tmp_path}/s.npz")
+    assert f"type: cannot be '{call['type']}'" in result
 
 
 @kills(
@@ -449,20 +456,20 @@ def test_nor_does_a_generator_name_what_is_no_part_of_a_method(
     'if (address := config.runtime.get("address")) is not None:',
     "if address := None:",
 )
-def test_a_directory_does_not_say_whose_machines_see_rows(run: Path, capsys: Captured) -> None:
-    """A cluster's machines run what they like in this process: Ray's messages are pickles."""
+def test_a_directory_cannot_choose_a_cluster(run: Path, capsys: Captured) -> None:
+    """Machines of a cluster run arbitrary code in this process: Ray's messages are pickles."""
 
-    def edit(told: Any) -> None:
-        told["names"]["runtime"] = "ray"
-        told["runtime"] |= {"type": "ray", "num_cpus": 1.0}
-        told["runtime"] |= {"address": "127.0.0.1:1", "num_gpus": 0.0, "actors": None}
-        told["runtime"] |= {"cache_gb": 2.0}
-        told["runtime"].pop("serialize"), told["runtime"].pop("store")
+    def edit(record: Any) -> None:
+        record["names"]["runtime"] = "ray"
+        record["runtime"] |= {"type": "ray", "num_cpus": 1.0}
+        record["runtime"] |= {"address": "127.0.0.1:1", "num_gpus": 0.0, "actors": None}
+        record["runtime"] |= {"cache_gb": 2.0}
+        record["runtime"].pop("serialize"), record["runtime"].pop("store")
 
     change(run / "config.yaml", edit)
     before = content(run)
-    said = refused(capsys, "train", f"resume={run}", "rounds=4")
-    assert "runtime=ray runtime.address=127.0.0.1:1; or runtime=ray" in said
+    result = refused(capsys, "train", f"resume={run}", "rounds=4")
+    assert "runtime=ray runtime.address=127.0.0.1:1; or runtime=ray" in result
     out = run.parent / "out.zip"
     assert "runtime.address=127.0.0.1:1; pack" in refused(
         capsys, "release", f"run={run}", f"out={out}", f"run_dir={run.parent}/released"
@@ -475,22 +482,22 @@ def test_a_directory_does_not_say_whose_machines_see_rows(run: Path, capsys: Cap
     ('if link is not None and not _is_this_host(str(link).rpartition(":")[0].strip("[]")):'),
     "if False:",
 )
-def test_nor_whose_link_a_coordinator_asks(run: Path, capsys: Captured) -> None:
+def test_a_directory_cannot_choose_a_link(run: Path, capsys: Captured) -> None:
     for link in ("a.example:1", "[2001:db8::1]:1", "10.0.0.1:1"):
-        change(run / "config.yaml", lambda told, at=link: told["runtime"].update(superlink=at))
-        said = refused(capsys, "train", f"resume={run}", "rounds=4")
-        assert shlex.join(["runtime=deployed", f"runtime.superlink={link}"]) in said
+        change(run / "config.yaml", lambda record, at=link: record["runtime"].update(superlink=at))
+        result = refused(capsys, "train", f"resume={run}", "rounds=4")
+        assert shlex.join(["runtime=deployed", f"runtime.superlink={link}"]) in result
 
 
-def test_what_is_quoted_steers_neither_a_terminal_nor_a_shell(run: Path, capsys: Captured) -> None:
+def test_quoted_text_controls_neither_terminal_nor_shell(run: Path, capsys: Captured) -> None:
     link = "x:1; touch owned \x1b]0;title\x07"
-    change(run / "config.yaml", lambda told: told["runtime"].update(superlink=link))
-    said = refused(capsys, "train", f"resume={run}", "rounds=4")
-    assert said.isprintable()
-    assert r"'runtime.superlink=x:1; touch owned \x1b]0;title\x07' runtime.ca=FILE" in said
+    change(run / "config.yaml", lambda record: record["runtime"].update(superlink=link))
+    result = refused(capsys, "train", f"resume={run}", "rounds=4")
+    assert result.isprintable()
+    assert r"'runtime.superlink=x:1; touch owned \x1b]0;title\x07' runtime.ca=FILE" in result
 
 
-def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
+def test_overrides_and_matrices_can_call_only_parts_of_fedgen(
     tmp_path: Path, capsys: Captured
 ) -> None:
     owned, place = tmp_path / "owned", tmp_path / "run"
@@ -521,7 +528,7 @@ def test_an_override_and_a_matrix_call_nothing_that_is_not_fedgens(
         ["privacy.noise=secure"],
     ],
 )
-def test_a_matrix_does_not_say_where_rows_or_figures_go(
+def test_a_matrix_cannot_choose_where_data_goes(
     words: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     matrix, place = tmp_path / "matrix.yaml", tmp_path / "run"
@@ -530,9 +537,9 @@ def test_a_matrix_does_not_say_where_rows_or_figures_go(
     methods = {"DP-MERF": {"settings": ["method=dp_merf_small", *own, *words]}}
     known = {"data": ["digits"], "epsilons": [10], "seeds": [0], "settings": [], "methods": methods}
     matrix.write_text(yaml.safe_dump(known))
-    said = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
+    result = refused(capsys, "benchmark", f"matrix={matrix}", f"run_dir={place}", LATE_ERROR)
     named = f"{words[-1].partition('=')[0]}, which is not allowed in a matrix"
-    assert named in said or "sets privacy.noise=secure" in said
+    assert named in result or "sets privacy.noise=secure" in result
     assert not place.exists()
 
 
@@ -541,20 +548,20 @@ def test_a_matrix_does_not_say_where_rows_or_figures_go(
     "    if not (isinstance(name, str) and name in MODELS) and not is_extension(name):",
     "    if False:",
 )
-def test_a_classifier_is_one_of_those_that_are_named(tmp_path: Path, capsys: Captured) -> None:
+def test_a_classifier_must_be_a_registered_one(tmp_path: Path, capsys: Captured) -> None:
     owned, place = tmp_path / "owned", tmp_path / "run"
     call = f"model: subprocess.Popen, args: [touch, {owned}]"
     call = f"{{type: scikit, {call}}}"
     words = [*TINY, "evaluation=quick", f"+evaluation.classifiers.own={call}"]
-    said = refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
-    assert "'subprocess.Popen' is not a registered model" in said
+    result = refused(capsys, "train", *words, "rounds=1", f"run_dir={place}")
+    assert "'subprocess.Popen' is not a registered model" in result
     rows = np.zeros((2, 1, 8, 8), np.uint8), np.arange(2)
     with pytest.raises(FedgenError, match=r"'subprocess\.Popen' is not a registered model"):
         scikit(*rows, 2, 0, model="subprocess.Popen", args=["touch", str(owned)])
     assert not owned.exists()
 
 
-def test_an_extension_is_declared_by_the_environment(
+def test_only_the_environment_declares_extensions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     package = tmp_path / "own_package"
@@ -579,14 +586,16 @@ def test_an_extension_is_declared_by_the_environment(
 @pytest.mark.parametrize(
     "name", ["clients/0", "public", "checkpoints", "samples", "metrics.jsonl", "results.json"]
 )
-def test_a_link_is_not_followed(name: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_symbolic_links_are_not_followed(
+    name: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     (run / name).rename(elsewhere)
     (run / name).symlink_to(elsewhere)
     before = content(run), content(elsewhere.parent)
     for command in (["train", "resume="], ["evaluate", "run="], ["report", "runs="]):
-        said = refused(capsys, command[0], f"{command[1]}{run}")
-        assert f"{run / name} is a link" in said
+        result = refused(capsys, command[0], f"{command[1]}{run}")
+        assert f"{run / name} is a link" in result
     assert (content(run), content(elsewhere.parent)) == before
 
 
@@ -600,21 +609,23 @@ COMPARING = {  # each with a mistake that is found later, lest anything runs
 @kills("fedgen/commands/benchmark.py", '    check_no_links(place, "run_dir")', "    pass")
 @pytest.mark.parametrize("command", COMPARING)
 @pytest.mark.parametrize("name", ["logs/lane-0.log", "0", "sweep.csv"])
-def test_nor_is_one_in_a_folder_of_many_runs(
+def test_symbolic_links_in_a_folder_of_runs_are_not_followed(
     command: str, name: str, tmp_path: Path, capsys: Captured
 ) -> None:
     place, elsewhere = tmp_path / "handed", tmp_path / "elsewhere"
     elsewhere.write_text("mine")
     (place / name).parent.mkdir(parents=True)
     (place / name).symlink_to(elsewhere)
-    said = refused(capsys, command, *COMPARING[command], f"run_dir={place}")
-    assert f"run_dir: {place / name} is a link" in said
+    result = refused(capsys, command, *COMPARING[command], f"run_dir={place}")
+    assert f"run_dir: {place / name} is a link" in result
     assert elsewhere.read_text() == "mine" and [p.name for p in place.rglob("*")] != []
 
 
 @kills("fedgen/commands/evaluate.py", "    if out.is_symlink():", "    if False:")
 @pytest.mark.parametrize("inside", [False, True])
-def test_nor_is_one_beside_samples(inside: bool, tmp_path: Path, capsys: Captured) -> None:
+def test_symbolic_links_next_to_samples_are_not_followed(
+    inside: bool, tmp_path: Path, capsys: Captured
+) -> None:
     place, elsewhere = tmp_path / "handed", tmp_path / "elsewhere"
     place.mkdir(), elsewhere.mkdir()
     images = np.zeros((200, 8, 8), np.uint8)
@@ -633,7 +644,7 @@ def test_nor_is_one_beside_samples(inside: bool, tmp_path: Path, capsys: Capture
 def test_a_folder_that_cannot_be_listed_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """Its files can be opened by name all the same, links too. (Root lists everything.)"""
+    """Its files can be opened by name all the same, links too. (Root can list all folders.)"""
     scandir = os.scandir
 
     def listed(path: str) -> Any:
@@ -646,7 +657,9 @@ def test_a_folder_that_cannot_be_listed_is_refused(
         assert "samples cannot be looked through" in refused(capsys, *words)
 
 
-def test_nor_is_one_where_another_run_begins(tmp_path: Path, capsys: Captured) -> None:
+def test_symbolic_links_in_a_new_run_directory_are_not_followed(
+    tmp_path: Path, capsys: Captured
+) -> None:
     start = tmp_path / "start"
     (start / "checkpoints").mkdir(parents=True)
     os.mkfifo(start / "checkpoints" / "checkpoint.json")
@@ -659,13 +672,13 @@ def test_nor_is_one_where_another_run_begins(tmp_path: Path, capsys: Captured) -
     assert "exists" in refused(capsys, "train", *TINY, f"run_dir={tmp_path}/free")
 
 
-def test_a_pipe_is_not_waited_for(run: Path, capsys: Captured) -> None:
+def test_pipes_are_not_opened(run: Path, capsys: Captured) -> None:
     os.mkfifo(run / "samples" / "round_000001.png.txt")
     for words in (["train", f"resume={run}"], ["report", f"runs=[{run}]"]):
         assert "round_000001.png.txt is not a file" in refused(capsys, *words)
 
 
-def test_no_secret_comes_into_a_page_by_a_link(run: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_no_linked_file_appears_in_a_report(run: Path, tmp_path: Path, capsys: Captured) -> None:
     secret = tmp_path / "secret.png"
     secret.write_bytes(b"secret")
     (run / "public" / "samples.png").unlink()
@@ -685,13 +698,13 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> No
 
 
 def reseal(run: Path) -> None:
-    """Whoever changes weights may change their digests with them."""
+    """Update digests of changed weights, as anyone who changes them could."""
     import hashlib
 
     weights = (run / "public" / "generator.safetensors").read_bytes()
-    told = {"generator_sha256": hashlib.sha256(weights).hexdigest()}
+    result = {"generator_sha256": hashlib.sha256(weights).hexdigest()}
     for path in (run / "public" / "generator.json", run / "results.json"):
-        change(path, lambda found: found.update(told))
+        change(path, lambda record: record.update(result))
 
 
 CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
@@ -711,12 +724,12 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 )
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("sealed", [False, True])
-def test_other_weights_are_not_taken(
+def test_weights_of_another_generator_are_refused(
     name: str, sealed: bool, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     rewrite(run / "public" / "generator.safetensors", CHANGES[name])
     if sealed:
-        if name == "random":  # nobody can tell any more
+        if name == "random":  # cannot be decided any more
             return
         reseal(run)
     for place in (run, run / "public"):
@@ -727,20 +740,20 @@ def test_other_weights_are_not_taken(
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda told: told["method"].update(latent=10**12),
-        lambda told: told["method"]["generator"].update(width=10**9),
-        lambda told: told.update(classes=10**9),
-        lambda told: told.update(shape=[1, 60000, 60000]),
-        lambda told: told.update(shape="abc"),
-        lambda told: told.update(method=[]),
-        lambda told: told["method"].update(generator={"name": "dcgan.Critic", "width": 2}),
-        lambda told: told["method"].update(name="fedgen.cli.main"),
-        lambda told: told["method"].update(latent="${oc.env:HOME}"),
-        lambda told: told.update(schema=1),
-        lambda told: told.pop("generator_sha256"),
+        lambda content: content["method"].update(latent=10**12),
+        lambda content: content["method"]["generator"].update(width=10**9),
+        lambda content: content.update(classes=10**9),
+        lambda content: content.update(shape=[1, 60000, 60000]),
+        lambda content: content.update(shape="abc"),
+        lambda content: content.update(method=[]),
+        lambda content: content["method"].update(generator={"name": "dcgan.Critic", "width": 2}),
+        lambda content: content["method"].update(name="fedgen.cli.main"),
+        lambda content: content["method"].update(latent="${oc.env:HOME}"),
+        lambda content: content.update(schema=1),
+        lambda content: content.pop("generator_sha256"),
     ],
 )
-def test_a_description_that_is_none_is_refused(
+def test_an_invalid_description_is_refused(
     edit: Callable[[Any], None], run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     change(run / "public" / "generator.json", edit)
@@ -765,18 +778,18 @@ def diffusion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("network", {"multipliers": [1] * 2001}),
     ],
 )
-def test_a_description_asks_for_no_endless_work(
+def test_descriptions_with_excessive_work_are_refused(
     group: str, change_to: dict[str, Any], diffusion: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     public = shutil.copytree(diffusion, tmp_path / "public")
-    change(public / "generator.json", lambda told: told["method"][group].update(change_to))
+    change(public / "generator.json", lambda record: record["method"][group].update(change_to))
     begin = time.process_time()
     refused(capsys, "sample", f"run={public}", "n=4", f"out={tmp_path}/s.npz")
     assert time.process_time() - begin < 20
 
 
 @pytest.mark.parametrize("file", ["privacy.json", "public/PRIVACY.md", "public/samples.png"])
-def test_what_says_or_shows_something_else_is_noticed(
+def test_altered_statements_and_pictures_are_detected(
     file: str, run: Path, capsys: Captured
 ) -> None:
     (run / file).write_bytes((run / file).read_bytes() + b"\n")
@@ -804,7 +817,7 @@ def header(shape: tuple[int, ...], dtype: str = "|u1") -> bytes:
 
 
 @kills("fedgen/storage/io.py", "        if size > _LARGE and", "        if False and")
-def test_an_npz_that_inflates_is_refused_first(tmp_path: Path, capsys: Captured) -> None:
+def test_an_inflating_npz_is_refused_before_it_is_read(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "bomb.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, rows in (("train", 700_000), ("test", 1000)):
@@ -820,7 +833,7 @@ def test_an_npz_that_inflates_is_refused_first(tmp_path: Path, capsys: Captured)
 
 
 @pytest.mark.parametrize("claimed", [(10**9, 60_000), (2**62, 2**62), (5,), (-3, 8, 8)])
-def test_a_header_that_claims_more_than_there_is(
+def test_a_header_with_a_false_size_is_refused(
     claimed: tuple[int, ...], tmp_path: Path, capsys: Captured
 ) -> None:
     images, labels = header(claimed) + bytes(1000), header((10,)) + bytes(10)
@@ -832,7 +845,7 @@ def test_a_header_that_claims_more_than_there_is(
     refused(capsys, "evaluate", f"samples={path}", "data=digits")
 
 
-def test_a_bare_npy_and_an_encrypted_zip(tmp_path: Path, capsys: Captured) -> None:
+def test_a_bare_npy_and_an_encrypted_zip_are_refused(tmp_path: Path, capsys: Captured) -> None:
     bare = tmp_path / "bare.npz"
     np.save(tmp_path / "bare.npy", np.zeros(3))
     (tmp_path / "bare.npy").rename(bare)
@@ -847,7 +860,7 @@ def test_a_bare_npy_and_an_encrypted_zip(tmp_path: Path, capsys: Captured) -> No
         refused(capsys, "evaluate", f"samples={path}", "data=digits")
 
 
-def test_a_picture_of_60000_by_60000(tmp_path: Path, capsys: Captured) -> None:
+def test_a_picture_of_60000_by_60000_is_refused(tmp_path: Path, capsys: Captured) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -879,7 +892,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     "text", ["a: ${b}", 'a: "\\x24{b}"', "a:\n- c: x${oc.env:HOME}", "${a}: 1", "a: '\\${b}'"]
 )
-def test_yaml_has_nothing_that_is_looked_up(text: str, tmp_path: Path) -> None:
+def test_yaml_interpolations_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"it has \$\{"):
         read_yaml(tmp_path / "a.yaml")
@@ -890,8 +903,8 @@ def test_yaml_has_nothing_that_is_looked_up(text: str, tmp_path: Path) -> None:
     "class _StrictLoader(yaml.SafeLoader):",
     "class _StrictLoader(yaml.CSafeLoader):",
 )
-def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
-    """A mark of byte order begins a comment to libyaml, and text to others."""
+def test_yaml_is_read_as_it_was_checked(tmp_path: Path) -> None:
+    """A byte order mark starts a comment for libyaml, and text for others."""
     (tmp_path / "a.yaml").write_text('{a:\n\ufeff#, b: "${oc.env:HOME}"\n, c: 1}')
     with pytest.raises(ValueError, match=r"it has \$\{"):
         read_yaml(tmp_path / "a.yaml")
@@ -916,7 +929,7 @@ def test_yaml_is_read_as_it_was_looked_at(tmp_path: Path) -> None:
         ("? [a]\n: 1", "not a valid name"),
     ],
 )
-def test_yaml_says_what_its_reader_sees(text: str, problem: str, tmp_path: Path) -> None:
+def test_yaml_with_invisible_characters_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=problem):
         read_yaml(tmp_path / "a.yaml")
@@ -927,14 +940,16 @@ def test_yaml_says_what_its_reader_sees(text: str, problem: str, tmp_path: Path)
     '            raise ValueError("it has aliases")',
     "            pass",
 )
-def test_yaml_has_no_aliases(tmp_path: Path) -> None:
+def test_yaml_aliases_are_refused(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text("a: &a [x]\nb: *a\n")
     with pytest.raises(ValueError, match="aliases"):
         read_yaml(tmp_path / "few.yaml")
 
 
 @pytest.mark.parametrize("text", [BOMB, "a: " + "[" * 10_000, "a: b: c", "x" * 2**21])
-def test_settings_that_inflate(text: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_inflating_settings_are_refused(
+    text: str, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
     beside = run.parent / "beside"
     beside.mkdir()
     (beside / "config.yaml").write_text(text)
@@ -946,7 +961,7 @@ def test_settings_that_inflate(text: str, run: Path, tmp_path: Path, capsys: Cap
 
 
 @pytest.mark.parametrize("name", ["run.json", "results.json", "checkpoints/checkpoint.json"])
-def test_json_that_is_nested_deep(name: str, run: Path, capsys: Captured) -> None:
+def test_deeply_nested_json_is_refused(name: str, run: Path, capsys: Captured) -> None:
     (run / name).write_text("[" * 100_000)
     command = ["evaluate", f"run={run}"] if name == "results.json" else ["train", f"resume={run}"]
     refused(capsys, *command)
@@ -955,18 +970,18 @@ def test_json_that_is_nested_deep(name: str, run: Path, capsys: Captured) -> Non
 JUNK = [True, None, "x", [], {}, [["x", 1]], {"0": []}, {"0": [[5, 5]]}, float("nan"), float("inf")]
 
 
-def places_in(found: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where values stand, at any depth."""
-    if isinstance(found, dict):
-        keys: list[Any] = list(found)
+def places_in(result: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the positions of all values, at any depth."""
+    if isinstance(result, dict):
+        keys: list[Any] = list(result)
     else:
-        keys = list(range(len(found))) if isinstance(found, list) else []
-    inner = [place for key in keys for place in places_in(found[key], (*above, key))]
+        keys = list(range(len(result))) if isinstance(result, list) else []
+    inner = [place for key in keys for place in places_in(result[key], (*above, key))]
     return [(*above, key) for key in keys] + inner
 
 
-def test_a_checkpoint_is_read_whole_or_refused(run: Path) -> None:
-    """With a digest that fits: each of its values in turn is left out, or is something else."""
+def test_a_checkpoint_is_read_completely_or_refused(run: Path) -> None:
+    """With valid digests: each of its values in turn is missing or replaced."""
     file = run / "checkpoints" / checkpoint.NAME
     whole = json.loads(file.read_text())["record"]
     for place in places_in(whole):
@@ -989,22 +1004,22 @@ def test_a_checkpoint_is_read_whole_or_refused(run: Path) -> None:
     [
         ("metrics.jsonl", lambda line: line.pop("claimed_epsilon")),
         ("metrics.jsonl", lambda line: line.update(round={})),
-        ("results.json", lambda found: found.pop("stopped")),
+        ("results.json", lambda content: content.pop("stopped")),
     ],
 )
-def test_a_page_is_made_of_whole_lines(
+def test_reports_ignore_incomplete_lines(
     name: str, edit: Callable[[Any], None], run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     path = run / name
     first, *rest = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
-    found = json.loads(first)
-    edit(found)
-    path.write_text("\n".join([json.dumps(found), *rest, ""]))
+    record = json.loads(first)
+    edit(record)
+    path.write_text("\n".join([json.dumps(record), *rest, ""]))
     assert "was altered" in refused(capsys, "report", f"runs={run}", f"out={tmp_path}/page.html")
 
 
-def test_another_methods_state_is_no_checkpoint(run: Path, capsys: Captured) -> None:
-    """One whose digests fit."""
+def test_the_state_of_another_method_is_refused(run: Path, capsys: Captured) -> None:
+    """With valid digests."""
     folder = run / "checkpoints"
     sealed = json.loads((folder / checkpoint.NAME).read_text())
     record = sealed["record"]

@@ -1,6 +1,5 @@
-"""Random overrides, files, run directories and messages: each is taken, or refused in one line with
-nothing changed. Case by case the same in every run; ``--fuzz N`` takes N of each kind.
-"""
+"""Random overrides, files, run directories and messages: each is accepted, or refused in one line
+without changes. Cases are the same in every run; ``--fuzz N`` takes N of each kind."""
 
 from __future__ import annotations
 
@@ -33,20 +32,20 @@ Captured = pytest.CaptureFixture[str]
 
 
 def dice(kind: str, number: int) -> random.Random:
-    """The streams of one case."""
+    """Return the random numbers of one case."""
     return random.Random(f"{kind} {number}")
 
 
 def answered(capsys: Captured, case: object, *words: str) -> int:
-    """The exit status of a command that must not fall over; a refusal is one line."""
+    """Run a command that must not crash; return its exit status. A refusal is one line."""
     capsys.readouterr()
     with no_longer_than(SECONDS):
         status = cli.run(list(words))
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert status in (0, 2, 3), (case, words, status)
     if status:
-        lines = [line for line in said.strip().splitlines() if line.startswith("fedgen: ")]
-        assert len(lines) == 1, (case, words, said)
+        lines = [line for line in error.strip().splitlines() if line.startswith("fedgen: ")]
+        assert len(lines) == 1, (case, words, error)
     return status
 
 
@@ -61,14 +60,14 @@ VALUES = [
 
 
 def keys_of(config: DictConfig, above: str = "") -> list[str]:
-    found = []
+    result = []
     for name in config:
         key = f"{above}{name}"
-        found.append(key)
+        result.append(key)
         value = OmegaConf.select(config, str(name))
         if isinstance(value, DictConfig):
-            found += keys_of(value, f"{key}.")
-    return found
+            result += keys_of(value, f"{key}.")
+    return result
 
 
 def override(rng: random.Random, keys: list[str]) -> str:
@@ -93,7 +92,7 @@ def test_overrides(fuzz: int, capsys: Captured) -> None:
 
 
 def harm(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off, put in, or something else altogether."""
+    """Flip, delete, insert or replace bytes."""
     match rng.randrange(5):
         case 0 if data:
             harmed = bytearray(data)
@@ -150,20 +149,20 @@ CUT = [*RUN, "rounds=5", "runtime.checkpoint_every=2"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, as a stranger may hand it over."""
+    """A finished run, as a stranger may pass it on."""
     place = tmp_path_factory.mktemp("finished") / "run"
     return train.train(compose("config", [*CUT, f"run_dir={place}"]))
 
 
 @pytest.fixture(scope="module", params=["seeded", "secure"])
-def cut_off(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that ended at once in its third round, a round after its checkpoint, and
-    the home in which it was charged."""
+def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that died in its third round, a round after its checkpoint, and the home
+    in which it was charged."""
     place = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDGEN_HOME", str(place / "home"))
 
-        def stop(ready: Setup, state: RunState, found: object) -> None:
+        def stop(ready: Setup, state: RunState, record: object) -> None:
             if state.rounds == 3:
                 raise KeyboardInterrupt
 
@@ -175,7 +174,7 @@ def cut_off(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def harm_one(run: Path, rng: random.Random) -> str:
-    """Harms a file of a folder; its name."""
+    """Damage a file of a folder; return its name."""
     path = rng.choice(sorted(path for path in run.rglob("*") if path.is_file()))
     if rng.random() < 0.1:
         path.unlink()
@@ -189,7 +188,7 @@ def harm_one(run: Path, rng: random.Random) -> str:
 
 
 def craft(value: Any, rng: random.Random) -> None:
-    """Puts something else somewhere into a record."""
+    """Replace a value somewhere in a record."""
     while isinstance(value, (dict, list)) and value:
         key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
         if not isinstance(value[key], (dict, list)) or rng.random() < 0.3:
@@ -200,29 +199,29 @@ def craft(value: Any, rng: random.Random) -> None:
 
 def test_resume(
     fuzz: int,
-    cut_off: Path,
+    interrupted: Path,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Captured,
 ) -> None:
-    """A harmed run is refused as it is; one that goes on ends as if nothing had been."""
+    """A damaged run is refused unchanged; a run that resumes ends as if it were undamaged."""
     whole = json.loads((finished / "results.json").read_text())
-    seeded = cut_off.name.startswith("seeded")
+    seeded = interrupted.name.startswith("seeded")
     home = tmp_path / "home"
     monkeypatch.setenv("FEDGEN_HOME", str(home))
     for number in range(fuzz // 2):
-        copied(cut_off / "home", home)
-        run = copied(cut_off / "run", tmp_path / "run")
+        copied(interrupted / "home", home)
+        run = copied(interrupted / "run", tmp_path / "run")
         harmed = harm_one(run, dice("resume", number))
         before, charged = content(run), content(home)
         if answered(capsys, (number, harmed), "train", f"resume={run}"):
             assert content(run) == before, (number, harmed)
             assert content(home) == charged, (number, harmed)
         elif seeded:
-            found = json.loads((run / "results.json").read_text())
-            assert found["generator_sha256"] == whole["generator_sha256"], (number, harmed)
-            assert found["epsilon"] == whole["epsilon"], (number, harmed)
+            record = json.loads((run / "results.json").read_text())
+            assert record["generator_sha256"] == whole["generator_sha256"], (number, harmed)
+            assert record["epsilon"] == whole["epsilon"], (number, harmed)
         else:
             privacy = json.loads((run / "privacy.json").read_text())
             released = sum(client["releases"] for client in privacy["clients"].values())
@@ -253,15 +252,15 @@ def test_finished_runs(fuzz: int, finished: Path, tmp_path: Path, capsys: Captur
 # --- messages -------------------------------------------------------------------------------------
 
 
-def lie(rng: random.Random, told: RecordDict) -> None:
-    """Changes a reply somewhere."""
-    name = rng.choice(sorted(told))
-    record = told[name]
+def lie(rng: random.Random, reply: RecordDict) -> None:
+    """Change a reply somewhere."""
+    name = rng.choice(sorted(reply))
+    record = reply[name]
     choice = rng.randrange(4)
     if choice == 0:
-        del told[name]
+        del reply[name]
     elif choice == 1:
-        told[rng.choice([name, "x"])] = ConfigRecord({"a": rng.choice([1, "b", 0.5, b"c", True])})
+        reply[rng.choice([name, "x"])] = ConfigRecord({"a": rng.choice([1, "b", 0.5, b"c", True])})
     elif isinstance(record, ArrayRecord) and record:
         key = rng.choice(sorted(record))
         kept = record[key]
@@ -269,7 +268,7 @@ def lie(rng: random.Random, told: RecordDict) -> None:
         dtype = rng.choice([kept.dtype, "float64", "complex64", "object", "<U9", "int8", "é"])
         data = rng.choice([kept.data, harm(kept.data, rng), b""])
         stype = rng.choice([kept.stype, kept.stype, "numpy.ndarray", ""])
-        told[name] = ArrayRecord({key: Array(dtype=dtype, shape=shape, stype=stype, data=data)})
+        reply[name] = ArrayRecord({key: Array(dtype=dtype, shape=shape, stype=stype, data=data)})
     elif isinstance(record, ConfigRecord) and record:
         key = rng.choice(sorted(record))
         value: Any = record[key]
@@ -282,17 +281,17 @@ def lie(rng: random.Random, told: RecordDict) -> None:
                 value = harm(value.encode(), rng).decode(errors="replace")
         else:
             value = rng.choice([-1, 2**62, 0.5, "", "x", b"\xff", [1, 2], float("nan"), True])
-        told[name] = ConfigRecord({**dict(record), key: value})
+        reply[name] = ConfigRecord({**dict(record), key: value})
 
 
 def test_messages(fuzz: int, tmp_path: Path, capsys: Captured) -> None:
-    """Of one client: the others' ε stay as they are, and its own never falls."""
+    """Of one client: the ε of others stays the same, and its own never falls."""
     kinds = [messages.ASK, messages.ASK, messages.TRAIN, messages.ACCOUNT, messages.KEEP]
     for number in range(fuzz):
         rng, run = dice("message", number), tmp_path / str(number)
         words = [*RUN, "rounds=2", "runtime.min_success=0.3", "runtime.checkpoint_every=1"]
         with pytest.MonkeyPatch.context() as patch:
-            lying(patch, rng.choice(kinds), lambda told, rng=rng: lie(rng, told))
+            lying(patch, rng.choice(kinds), lambda record, rng=rng: lie(rng, record))
             if answered(capsys, number, "train", *words, f"run_dir={run}"):
                 continue
         clients = json.loads((run / "privacy.json").read_text())["clients"]

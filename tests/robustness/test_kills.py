@@ -1,7 +1,6 @@
-"""Killed at random moments, whatever the method, a run comes to the same end and forgets nothing.
+"""A run of any method, killed at random moments, resumes to the same end and keeps its spend.
 
-Moments are of the clock: ``--fuzz N`` takes N // 4 runs, three kills each.
-"""
+Moments depend on the clock: ``--fuzz N`` takes N // 4 runs with three kills each."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MODES = ["seeded", "seeded", "secure"]
 
 
 def killed(words: list[str], run: Path, rng: random.Random) -> bool:
-    """Kills a command, up to a few rounds from its start; False if it ended before."""
+    """Kill a command within a few rounds of its start; return False if it ended before."""
     process = Command(words)
     begun = time.monotonic()
     aim = rng.choice([None, 1, 3, 6])  # rounds; None: at any moment from the start
@@ -49,7 +48,7 @@ def rounds_of(run: Path) -> int:
 
 
 def released(run: Path, name: str, clients: int, seeded: bool) -> dict[int, Any]:
-    """What each client's ledger comes to."""
+    """Return the total of each client's ledger."""
     folder = run / "clients"
     return {
         client: Ledger(
@@ -60,7 +59,7 @@ def released(run: Path, name: str, clients: int, seeded: bool) -> dict[int, Any]
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(fuzz: int, tmp_path: Path) -> None:
+def test_runs_killed_at_any_moment_resume(fuzz: int, tmp_path: Path) -> None:
     for number in range(max(1, fuzz // 4)):
         rng = random.Random(f"kills {number}")
         method, clients = CASES[(7 * number) % len(CASES)]
@@ -84,10 +83,10 @@ def test_killed_at_any_moment(fuzz: int, tmp_path: Path) -> None:
             for e in SpendDb(fedgen_home() / "spent.sqlite").entries(identity["data"])
             if e.run == identity["run"]
         ]
-        told = json.loads((run / "privacy.json").read_text())["clients"]
-        for client, account in released(run, entry.run, len(told), False).items():
+        record = json.loads((run / "privacy.json").read_text())["clients"]
+        for client, account in released(run, entry.run, len(record), False).items():
             assert entry.charged.get(client, {}) == account.spend, case
-            counted = spend_from_json(told[str(client)]["events"])
+            counted = spend_from_json(record[str(client)]["events"])
             more = total([counted])
             assert all(more.get(event, 0) >= n for event, n in account.spend.items()), case
             assert all(entry.spend.get(event, 0) >= n for event, n in more.items()), case

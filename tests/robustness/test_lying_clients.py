@@ -1,4 +1,5 @@
-"""A client may send whatever it likes: it is one failure of that client, and costs nobody else."""
+"""A client may send anything: it counts as one failure of that client, without a cost for
+others."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def with_event(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Content], Non
 
 
 def leaves(edit: Callable[[dict[str, Any]], None]) -> Callable[[Content], None]:
-    """Edits the innermost event."""
+    """Edit the innermost event."""
 
     def change(event: dict[str, Any]) -> dict[str, Any]:
         inner = event
@@ -141,7 +142,7 @@ ANSWERS: dict[str, Callable[[Content], None]] = {
     case="numbers of a million",
 )
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_lie_is_a_failure_of_one_client(
+def test_a_false_reply_is_a_failure_of_one_client(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lying(monkeypatch, messages.ASK, ANSWERS[name])
@@ -162,7 +163,7 @@ def test_a_lie_is_a_failure_of_one_client(
 
 
 @pytest.mark.parametrize("number", [1, CLIENTS, -1, 10**30, "x", "", 0.5, None])
-def test_a_client_that_says_it_is_another(
+def test_a_client_under_the_name_of_another_is_refused(
     number: object,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -193,10 +194,10 @@ ACCOUNTS: dict[str, Callable[[Content], None]] = {
 @pytest.mark.parametrize(
     "event", [{"event": "non_private"}, poisson(0.1), GAUSSIAN | {"noise_multiplier": math.nan}]
 )
-def test_what_a_client_says_that_it_spent_is_never_taken_for_less(
+def test_a_false_spend_never_lowers_epsilon(
     event: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose computation over private rows failed: only its own ledger knows."""
+    """It counts like a failure over private records: only the client's ledger has the truth."""
     lying(monkeypatch, messages.ACCOUNT, with_facts(spend=json.dumps([[event, 1]])))
     run = tmp_path / "run"
     assert cli.run(["train", *RUN, f"run_dir={run}"]) == 0
@@ -218,10 +219,10 @@ def test_what_a_client_says_that_it_spent_is_never_taken_for_less(
     assert all(0 < record["clients"][str(other)]["server"] <= 10 for other in range(1, CLIENTS))
 
 
-def test_a_client_cannot_have_spent_more_than_it_may_be_asked_for(
+def test_a_spend_beyond_the_queries_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were it believed, it would have the largest ε of all."""
+    """Otherwise it would have the largest ε of all."""
 
     def lie(content: Content) -> None:
         [[event, _]] = json.loads(str(content.config_records["facts"]["spend"]))
@@ -241,14 +242,14 @@ def test_a_client_cannot_have_spent_more_than_it_may_be_asked_for(
     "account.spend",
 )
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
-def test_a_lie_outlives_a_resume_and_stops_none(
+def test_a_false_spend_survives_a_resume(
     noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was told after the last checkpoint, or is in it, where no ledger has it."""
+    """Whether it came after the last checkpoint, or is in it, where no ledger has it."""
     for every in (1, 1000):
         run = tmp_path / str(every)
 
-        def stop(ready: Setup, state: RunState, found: object) -> None:
+        def stop(ready: Setup, state: RunState, content: object) -> None:
             if state.rounds == 2:
                 raise KeyboardInterrupt
 
@@ -266,7 +267,7 @@ def test_a_lie_outlives_a_resume_and_stops_none(
 
 
 @pytest.mark.parametrize("name", ACCOUNTS)
-def test_an_account_that_is_none_keeps_no_run_from_its_end(
+def test_an_invalid_account_does_not_stop_a_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lying(monkeypatch, messages.ACCOUNT, ACCOUNTS[name])

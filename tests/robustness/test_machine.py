@@ -1,4 +1,4 @@
-"""A mistake, or a machine that has not got what it takes: one line, and what was there stays."""
+"""Mistakes, and machines without enough resources: one line, and existing files stay."""
 
 from __future__ import annotations
 
@@ -35,28 +35,30 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("word", "key"), MISTAKES)
-def test_a_mistake_is_one_line(word: str, key: str, tmp_path: Path, capsys: Captured) -> None:
+def test_a_resource_error_is_one_line(
+    word: str, key: str, tmp_path: Path, capsys: Captured
+) -> None:
     place = tmp_path / "run"
     assert cli.run(["train", *TINY, word, f"run_dir={place}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedgen: {key}: ")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedgen: {key}: ")
+    assert error.count("\n") == 1
     assert not place.exists()
 
 
-def test_more_memory_than_there_is(tmp_path: Path, capsys: Captured) -> None:
+def test_insufficient_memory_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     words = ["method.batch=99999999999", f"run_dir={tmp_path}/run"]
     assert cli.run(["train", *TINY, *words]) == 3
-    said = capsys.readouterr().err
-    assert "out of memory" in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "out of memory" in error and error.count("\n") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "limit", ["-f 40", "-n 6", "-v 2500000"], ids=["disk", "file handles", "address space"]
 )
-def test_a_machine_that_is_full(limit: str, train: Train, tmp_path: Path) -> None:
-    """The run goes on once there is room again, to the same bit."""
+def test_a_full_disk_is_one_line(limit: str, train: Train, tmp_path: Path) -> None:
+    """The run resumes once there is space again, to the same bit."""
     words = ["rounds=6", "log_every=1", "runtime.checkpoint_every=1"]
     whole = train(*words, name="whole")
     run = tmp_path / "run"
@@ -74,9 +76,7 @@ def test_a_machine_that_is_full(limit: str, train: Train, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["s.npz", "s.png", "s.parquet"])
-def test_samples_that_do_not_fit_leave_those_before(
-    name: str, train: Train, tmp_path: Path
-) -> None:
+def test_failed_sampling_keeps_earlier_samples(name: str, train: Train, tmp_path: Path) -> None:
     run, out = train("rounds=2"), tmp_path / name
     assert cli.run(["sample", f"run={run}", "n=20", f"out={out}"]) == 0
     before = out.read_bytes()
@@ -90,17 +90,17 @@ def test_samples_that_do_not_fit_leave_those_before(
     assert [p.name for p in tmp_path.glob(f"{TEMPORARY}*")] == []
 
 
-def test_several_clients_have_the_same_threads_on_every_runtime() -> None:
+def test_clients_have_the_same_threads_on_every_runtime() -> None:
     several = ["partition=iid", "partition.clients=4"]
-    found = {
+    result = {
         compose("config", [*several, f"runtime={name}"]).runtime.threads
         for name in ("in_process", "ray", "flower")
     }
-    assert found == {1}
+    assert result == {1}
 
 
-def test_whoever_reads_what_is_printed_may_have_seen_enough() -> None:
-    """``fedgen account ... | head -1``: a closed pipe is nobody's mistake."""
+def test_a_closed_pipe_is_not_an_error() -> None:
+    """``fedgen account ... | head -1``."""
     words = [sys.executable, "-u", "-m", "fedgen.cli", "account", "published=dp_merf"]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert command.stdout is not None and command.stderr is not None

@@ -1,4 +1,4 @@
-"""Files of the user: what fedgen did not create stays, and what it creates is private."""
+"""Files of the user: foreign files stay, and created ones are private."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Captured = pytest.CaptureFixture[str]
 
 
 def tree(place: Path) -> dict[str, bytes | None]:
-    """All below a folder, with what is in it."""
-    found = sorted(place.rglob("*"))
-    return {str(f.relative_to(place)): f.read_bytes() if f.is_file() else None for f in found}
+    """All files in a folder, with their contents."""
+    result = sorted(place.rglob("*"))
+    return {str(f.relative_to(place)): f.read_bytes() if f.is_file() else None for f in result}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("out", ["samples", "grid.png", "s.npz", "s.parquet"])
-def test_samples_leave_what_lies_beside_them(out: str, run: Path, tmp_path: Path) -> None:
+def test_writing_samples_keeps_foreign_files(out: str, run: Path, tmp_path: Path) -> None:
     stem, _, suffix = out.partition(".")
     for name in (f"{stem}.new", f"{stem}.new.{suffix}", f"{out}.new", f".{out}.tmp"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -52,8 +52,8 @@ def test_samples_leave_what_lies_beside_them(out: str, run: Path, tmp_path: Path
     assert {Path(name).parts[0] for name in set(after) - set(before)} == {out}
 
 
-def test_a_refused_run_leaves_a_folder_as_it_was(tmp_path: Path, capsys: Captured) -> None:
-    """Over its budget, which is known when its folder is made."""
+def test_a_refused_run_leaves_the_folder_unchanged(tmp_path: Path, capsys: Captured) -> None:
+    """Over its budget, which is known when its folder is created."""
     place, empty = tmp_path / "place", tmp_path / "empty"
     place.mkdir()
     empty.mkdir()
@@ -72,7 +72,7 @@ def test_a_refused_run_leaves_a_folder_as_it_was(tmp_path: Path, capsys: Capture
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_run_does_not_begin_among_files_of_others(tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_does_not_start_among_foreign_files(tmp_path: Path, capsys: Captured) -> None:
     words = ["train", *tiny("dp_merf_small"), "method=dp_merf_small"]
     for name, text in (("run.json", "{}"), ("SERVER_SIDE.md", "mine"), ("config.yaml.new", "")):
         place = tmp_path / name
@@ -83,7 +83,7 @@ def test_a_run_does_not_begin_among_files_of_others(tmp_path: Path, capsys: Capt
         assert tree(place) == {name: text.encode()}
 
 
-def test_a_new_evaluation_keeps_what_others_put_there(train: Train) -> None:
+def test_a_new_evaluation_keeps_foreign_files(train: Train) -> None:
     run = train("rounds=2")
     (run / "evaluation").mkdir(exist_ok=True)
     (run / "evaluation" / "notes.txt").write_text("mine")
@@ -94,7 +94,7 @@ def test_a_new_evaluation_keeps_what_others_put_there(train: Train) -> None:
 
 
 @pytest.mark.parametrize("missing", ["samples", "public"])
-def test_folders_that_archives_leave_out_are_made_again(
+def test_empty_folders_lost_by_archives_are_recreated(
     missing: str, train: Train, tmp_path: Path
 ) -> None:
     words = ["rounds=6", "log_every=1", "runtime.checkpoint_every=2", "sample_every=6"]
@@ -115,7 +115,7 @@ def test_folders_that_archives_leave_out_are_made_again(
 
 
 @pytest.mark.parametrize("name", ["results.json", "epsilon.png", "public/samples.png"])
-def test_what_stands_in_the_way_is_said_before_anything_is_written(
+def test_obstacles_are_reported_before_anything_is_written(
     name: str, train: Train, tmp_path: Path, capsys: Captured
 ) -> None:
     run = train("rounds=2", "method=dp_merf_small", "privacy.noise=secure")
@@ -131,9 +131,11 @@ def test_what_stands_in_the_way_is_said_before_anything_is_written(
 
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("method", ["gs_wgan_small", "mixture_small"])
-def test_what_a_run_keeps_is_for_its_owner_alone(method: str, exists: bool, tmp_path: Path) -> None:
-    """Whatever the umask: models of private records and their nearest neighbours lie there. What is
-    published is for those that the umask allows."""
+def test_run_directories_are_readable_by_their_owner_alone(
+    method: str, exists: bool, tmp_path: Path
+) -> None:
+    """Whatever the umask: they contain models of private records and nearest neighbours.
+    ``public/`` follows the umask."""
     place = tmp_path / "run"
     if exists:
         place.mkdir(mode=0o755)
@@ -158,7 +160,7 @@ def test_what_a_run_keeps_is_for_its_owner_alone(method: str, exists: bool, tmp_
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
 
-def test_unfinished_files_are_new_and_removed(tmp_path: Path) -> None:
+def test_temporary_files_are_new_and_removed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"), io.temporary_path(tmp_path / "a.txt") as fresh:
         assert fresh.exists() and fresh.parent == tmp_path
         raise OSError(errno.ENOSPC, "full")
@@ -169,9 +171,7 @@ def test_unfinished_files_are_new_and_removed(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"b": None, "b/c": b""}
 
 
-def test_a_file_system_that_promises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_guarantees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(number: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -182,7 +182,7 @@ def test_a_file_system_that_promises_nothing(
 
 
 @pytest.mark.parametrize("most", [0, 10])
-def test_small_files_alone_are_read(most: int, tmp_path: Path) -> None:
+def test_large_files_are_not_read(most: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * most)
     assert io.read_bounded(tmp_path / "a", most) == b"x" * most
     (tmp_path / "a").write_bytes(b"x" * (most + 1))
@@ -210,7 +210,7 @@ def test_small_files_alone_are_read(most: int, tmp_path: Path) -> None:
          "run_dir={}/run"],
     ],
 )  # fmt: skip
-def test_a_device_in_a_keys_place_is_one_line(
+def test_a_device_in_place_of_a_key_is_one_line(
     words: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     for name in ("zero.npz", "zero.csv"):
@@ -238,7 +238,7 @@ def command(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
         ("mkdir gone; cd gone; rmdir ../gone; $FEDGEN account method=dp_merf_small", 2),
     ],
 )
-def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Path) -> None:
+def test_unusual_environments_cause_no_traceback(line: str, status: int, tmp_path: Path) -> None:
     done = command(tmp_path, line)
     assert "Traceback" not in done.stderr
     assert done.returncode == status, done.stderr
@@ -246,7 +246,7 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["account", f"rounds={'9' * 5000}"], "rounds: is too long"),
         (["account", f"seed={'[' * 500}1{']' * 500}"], "seed: is too long or nested too deeply"),
@@ -268,8 +268,12 @@ def test_odd_surroundings_are_no_traceback(line: str, status: int, tmp_path: Pat
         ),
     ],
 )  # fmt: skip
-def test_what_has_no_effect_is_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+def test_settings_without_effect_are_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
@@ -278,18 +282,18 @@ def test_what_has_no_effect_is_refused(
     before = tree(tmp_path)
     assert cli.run(words) == 2
     error = capsys.readouterr().err
-    assert f"fedgen: {said}" in error
+    assert f"fedgen: {message}" in error
     assert len(error.strip().splitlines()) == 1
     assert tree(tmp_path) == before
 
 
-def test_a_new_method_is_named_as_in_other_tools(tmp_path: Path) -> None:
+def test_names_of_new_methods_follow_python(tmp_path: Path) -> None:
     assert cli.run(["new", "method", "hinge_gan", f"out={tmp_path}"]) == 0
     assert (tmp_path / "hinge_gan" / "configs" / "method" / "hinge_gan.yaml").exists()
 
 
 def test_a_source_tree_without_metadata_has_a_version() -> None:
-    """As when fedgen is run by PYTHONPATH alone."""
+    """With fedgen on PYTHONPATH alone."""
     code = (
         "import importlib.metadata as m; v = m.version\n"
         "def gone(name):\n"
@@ -304,13 +308,13 @@ def test_a_source_tree_without_metadata_has_a_version() -> None:
 
 
 @pytest.mark.parametrize("text", ["08:30", "0:15x", "0bad12", "0b3f", "_:5", "1e-5", "1_0", "010"])
-def test_settings_that_were_written_are_read(text: str, tmp_path: Path) -> None:
-    """Texts that only look like numbers are no numbers, and those that YAML quotes are as told."""
+def test_written_settings_are_read_back(text: str, tmp_path: Path) -> None:
+    """Texts that look like numbers stay texts, and those that YAML quotes keep their value."""
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml({"labels": [text, 10, -3, 0, 0.5]}))
     assert OmegaConf.create(io.read_yaml(tmp_path / "config.yaml")).labels[0] == text
 
 
-def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
+def test_files_written_from_python_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         io.write_atomic(tmp_path / "a", b"", shared=True)
@@ -326,7 +330,7 @@ def test_what_is_shared_from_python_follows_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["epsilon: 5:30", "threshold: 010", "peers: {010: ab}", "a: 0x10"])
-def test_numbers_that_yaml_reads_otherwise_are_refused(text: str, tmp_path: Path) -> None:
+def test_ambiguous_yaml_numbers_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(ValueError, match="which YAML parses as"):
         io.read_yaml(tmp_path / "policy.yaml")
@@ -334,7 +338,7 @@ def test_numbers_that_yaml_reads_otherwise_are_refused(text: str, tmp_path: Path
     io.read_yaml(tmp_path / "policy.yaml")
 
 
-def test_ray_folders_of_killed_processes_alone_are_removed() -> None:
+def test_only_ray_folders_of_killed_processes_are_removed() -> None:
     """By a mark with host, process and start time; the name alone proves nothing."""
     theirs = Path(tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp"))
     killed = Path(tempfile.mkdtemp(prefix="fedgen-ray-", dir="/tmp"))

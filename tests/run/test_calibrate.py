@@ -38,7 +38,7 @@ TARGETS = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_noise_meets_the_target_closely(method: str, target: str) -> None:
-    """And the power that is printed for the run is below it."""
+    """And the power that the run prints is below it."""
     words = {"data": "digits", **METHODS[method], **TARGETS[target]}
     row = account(words)
     [(key, value), *_] = TARGETS[target].items()
@@ -64,7 +64,7 @@ def refused(*words: str) -> str:
 
 @kills("fedgen/config/compose.py", "        now.target_epsilon = None", "        pass")
 def test_one_target_at_a_time() -> None:
-    """The default for ε gives way; two that are asked for do not go together."""
+    """The default for ε gives way; two requested targets contradict each other."""
     config = compose("config", ["privacy.target_mu=1"])
     assert (config.privacy.target_epsilon, config.privacy.target_mu) == (None, 1)
     for words in (
@@ -117,8 +117,8 @@ def test_a_dropout_ends_a_run_only_if_it_had_not_gone_further(adversary: str) ->
 @kills(
     "fedgen/run/noise_domain.py", '("images_per_person", *TARGETS[1:])', '("images_per_person",)'
 )
-def test_targets_that_are_not_used_change_no_noise() -> None:
-    """A seed gives the same run as before there were any."""
+def test_unused_targets_change_no_noise() -> None:
+    """A seed gives the same run as before targets existed."""
     words = ["method=dp_merf_small", "data=digits", "privacy.at_fpr=0.02"]
     ready = setup(compose("config", words))
     config = ready.config.copy()

@@ -1,4 +1,4 @@
-"""Choosing settings: rows held out, evaluations along the way."""
+"""Choosing settings: held-out images, and evaluations during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedgen import cli
 from fedgen.data.digits import digits
 
 
-def test_nobody_trains_on_what_is_held_out() -> None:
+def test_no_client_trains_on_held_out_images() -> None:
     whole = digits(STREAMS)
     held = whole.hold_out(300, STREAMS)
     assert len(held.test_labels) == 300
@@ -23,7 +23,7 @@ def test_nobody_trains_on_what_is_held_out() -> None:
     assert np.array_equal(again.test_images, held.test_images)
 
 
-def test_a_run_is_judged_along_the_way(train: Train) -> None:
+def test_a_run_is_evaluated_during_training(train: Train) -> None:
     words = ["held_out=200", "evaluate_every=1", "evaluation=quick", "evaluation.samples=50"]
     run = train("method=dpgan_small", "rounds=2", *words, "evaluation.classifiers.cnn.epochs=1")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -36,6 +36,8 @@ def test_a_run_is_judged_along_the_way(train: Train) -> None:
 @pytest.mark.parametrize(
     ("word", "key"), [("held_out=1437", "held_out"), ("evaluate_every=1", "evaluate_every")]
 )
-def test_mistakes(word: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused(
+    word: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["train", "evaluation=none", word]) == 2
     assert key in capsys.readouterr().err

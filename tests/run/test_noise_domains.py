@@ -1,4 +1,4 @@
-"""Runs under one seed: those that differ share no noise, those that do not share all streams."""
+"""Runs under one seed: different runs share no noise, equal runs share all streams."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def ready(*more: str) -> Setup:
     return setup(compose("config", [*WORDS, *more]))
 
 
-def coins_of(found: Setup) -> tuple[list[float], list[float], str]:
-    """Noise, secret and public streams on the server's side, and what sets the clients' apart."""
-    place = found.streams.at("place")
+def streams_of(result: Setup) -> tuple[list[float], list[float], str]:
+    """Return noise, secret and public streams of the server, and the domain of the clients."""
+    place = result.streams.at("place")
     uniforms = [*place.secret_uniforms(2), torch.rand(1, generator=place.public()).item()]
-    return place.noise_bits(2).tolist(), uniforms, found.domain
+    return place.noise_bits(2).tolist(), uniforms, result.domain
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def coins_of(found: Setup) -> tuple[list[float], list[float], str]:
         "seed=1",
     ],
 )
-def test_runs_that_differ_share_no_coins(other: str) -> None:
-    first, second = coins_of(ready()), coins_of(ready("runtime=in_process", other))
+def test_different_runs_share_no_streams(other: str) -> None:
+    first, second = streams_of(ready()), streams_of(ready("runtime=in_process", other))
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first[2] != second[2] or other == "seed=1"  # all streams follow from the seed as well
@@ -62,12 +62,12 @@ def test_runs_that_differ_share_no_coins(other: str) -> None:
 @kills(
     "fedgen/run/noise_domain.py", "domain_inputs.append(rounded_noise(noise_multiplier))", "pass"
 )
-def test_another_noise_is_another_run() -> None:
-    """Which is solved for, and may be another one in another version."""
+def test_another_noise_multiplier_has_other_streams() -> None:
+    """It is solved for, and may differ in another version."""
     config, held = ready().config, ready().dataset
-    found = [noise_domain(config, held, [], noise) for noise in (1.0, 1.00001, 1.0 + 1e-12)]
-    assert found[0] != found[1]
-    assert found[0] == found[2], "what another machine's rounding does to it is none"
+    result = [noise_domain(config, held, [], noise) for noise in (1.0, 1.00001, 1.0 + 1e-12)]
+    assert result[0] != result[1]
+    assert result[0] == result[2], "what another machine's rounding does to it is none"
 
 
 @kills(
@@ -75,13 +75,13 @@ def test_another_noise_is_another_run() -> None:
     "    if is_extension(config.partition.type):",
     "    if False:",
 )
-def test_other_rows_by_an_own_partition_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings do not say what it does."""
+def test_a_different_own_partition_has_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings do not describe it."""
     config, held = ready().config, ready().dataset
     monkeypatch.setenv("FEDGEN_EXTENSIONS", "json")  # which is there
     config.partition.type = "json.own"
-    found = {noise_domain(config, held, [np.arange(rows)], 1.0) for rows in (3, 4)}
-    assert len(found) == 2
+    result = {noise_domain(config, held, [np.arange(rows)], 1.0) for rows in (3, 4)}
+    assert len(result) == 2
 
 
 @kills(
@@ -89,8 +89,8 @@ def test_other_rows_by_an_own_partition_are_another_run(monkeypatch: pytest.Monk
     "    if noise != rounded_noise(noise_multiplier):",
     "    if False:",
 )
-def test_a_deployment_uses_no_coins_at_another_scale(tmp_path: Path) -> None:
-    """Of a rehearsal with other noise: the two would show rows bare."""
+def test_a_deployment_shares_no_noise_at_another_scale(tmp_path: Path) -> None:
+    """With a rehearsal at another noise multiplier, both would reveal the records."""
     run = tmp_path / "run"
     assert cli.run(["train", *WORDS, "rounds=1", f"run_dir={run}"]) == 0
     again = compose("config", [*WORDS, "rounds=1"])
@@ -110,39 +110,40 @@ def test_a_deployment_uses_no_coins_at_another_scale(tmp_path: Path) -> None:
     "        pass",
 )
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [("data", "trained on different data"), ("shards", "used a different partition")],
 )
-def test_other_processes_have_the_same_rows(what: str, said: str, tmp_path: Path) -> None:
+def test_other_processes_have_the_same_records(what: str, message: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, "partition=iid", "partition.clients=3", "rounds=1", "runtime=in_process"]
     assert cli.run(["train", *words, f"run_dir={run}"]) == 0
     assert RunClientSetup(str(run))().shard(0)
     file = run / "run.json"
     file.write_text(json.dumps({**read_json(file), what: "of others"}))
-    with pytest.raises(FedgenError, match=said):
+    with pytest.raises(FedgenError, match=message):
         RunClientSetup(str(run))()
 
 
 @kills("fedgen/run/noise_domain.py", "domain_inputs.append(held.classes)", "pass")
-def test_another_number_of_labels_is_another_run() -> None:
-    """At client level noise may follow from it, and rows do not tell of a label that none has."""
+def test_another_number_of_labels_has_other_streams() -> None:
+    """At client level the noise may depend on it, and records do not reveal a label without
+    images."""
     config, held = ready().config, ready().dataset
-    found = {
+    result = {
         noise_domain(config, replace(held, classes=classes), [], 1.0) for classes in (10, 11, 12)
     }
-    assert len(found) == 3
+    assert len(result) == 3
 
 
 @pytest.mark.parametrize(
     "other",
     ["log_every=1", "runtime.checkpoint_every=3", "evaluation=quick", "runtime=flower"],
 )
-def test_runs_that_send_the_same_share_all_coins(other: str) -> None:
-    assert coins_of(ready()) == coins_of(ready(other))
+def test_runs_with_the_same_messages_share_all_streams(other: str) -> None:
+    assert streams_of(ready()) == streams_of(ready(other))
 
 
-def test_public_coins_do_not_follow_from_rows_where_noise_is_secret(
+def test_public_streams_do_not_depend_on_records_if_noise_is_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secure = ["privacy.noise=secure", "evaluation=none"]
@@ -152,8 +153,8 @@ def test_public_coins_do_not_follow_from_rows_where_noise_is_secret(
     second = ready(*secure)
     assert not np.array_equal(first.dataset.images, second.dataset.images)
     assert first.domain == "" == second.domain
-    assert coins_of(first)[1][-1] == coins_of(second)[1][-1]
-    assert coins_of(first)[0] != coins_of(second)[0]
+    assert streams_of(first)[1][-1] == streams_of(second)[1][-1]
+    assert streams_of(first)[0] != streams_of(second)[0]
 
 
 @kills(
@@ -162,15 +163,14 @@ def test_public_coins_do_not_follow_from_rows_where_noise_is_secret(
     '""',
 )
 def test_no_two_scales_of_one_noise(tmp_path: Path) -> None:
-    """Whoever has what two runs at different epsilon released does not find the sum without noise
-    on the line through both."""
+    """The sum without noise is not on the line through the releases of two runs at different ε."""
 
     def embedding(*words: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         place = tmp_path / "-".join(words).replace("=", "-")
         assert cli.run(["train", *WORDS, *words, "rounds=1", f"run_dir={place}"]) == 0
-        found = checkpoint.load(RunDir(place).checkpoints)
-        assert found is not None
-        return found[0].server["embedding"].double().numpy().ravel()
+        result = checkpoint.load(RunDir(place).checkpoints)
+        assert result is not None
+        return result[0].server["embedding"].double().numpy().ravel()
 
     bare = embedding("privacy=none")
     one, ten = (embedding(f"privacy.target_epsilon={each}") for each in (1, 10))

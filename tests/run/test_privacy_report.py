@@ -1,4 +1,4 @@
-"""What a run comes to, from plan, messages and ledgers."""
+"""The account of a run from plan, messages and ledgers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from fedgen.run.privacy_report import Accounts, amplification
     "return False",
 )
 @kills("fedgen/run/privacy_report.py", '"without_bound": sorted(lost),', '"without_bound": [],')
-def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
-    """The plan of several clients does not know of it: the ledgers do."""
+def test_the_failure_of_a_client_voids_only_its_own_bound() -> None:
+    """The plan of several clients does not contain it, the ledgers do."""
     method = make(clients=5, noise=1.0)
     privacy = Privacy(1e-5, "secure", 1.0, Budget(10, 60, 0.0))
     state = RunState({}, rounds=4, samples=Counter(dict.fromkeys(range(5), 24)))
@@ -40,13 +40,13 @@ def test_a_failure_of_one_client_ends_its_bound_and_no_others() -> None:
     record = accounts.record(state, None)
     assert record["without_bound"] == [3]
     assert "For 1 of the 5 clients there is no bound" in statement(record, "x")
-    for client, found in record["clients"].items():
-        assert (found["server"] is None) == (found["release"] is None) == (client == "3")
+    for client, result in record["clients"].items():
+        assert (result["server"] is None) == (result["release"] is None) == (client == "3")
     assert all(view["epsilon"] > 0 for view in record["views"].values())
     assert record["views"]["release"]["epsilon"] == record["views"]["server"]["epsilon"]
     assert record["views"]["release"]["amplified_by"] is None
-    everybody = dict.fromkeys(range(5), failed[3])
-    views = Accounts(method, privacy, 5, everybody).epsilon_by_adversary(state)
+    all_clients = dict.fromkeys(range(5), failed[3])
+    views = Accounts(method, privacy, 5, all_clients).epsilon_by_adversary(state)
     for name in ("server", "release"):
         assert views[name].value is None
         by, reason = amplification(method.plan, name, views[name])
@@ -65,7 +65,7 @@ def summing(noise: float = 0.5, threshold: int = 7, colluders: int = 0) -> Metho
     "math.sqrt((sums.honest - fewer) / sums.honest)",
     "math.sqrt(sums.honest / sums.honest)",
 )
-def test_what_more_colluders_learn_is_printed() -> None:
+def test_epsilon_with_more_colluders_is_printed() -> None:
     """Golden values of one Gaussian at δ = 1e-5: 10.0 becomes 11.0 with one colluder more of seven
     shares, and 35.8 if all others collude."""
     sigma = 0.49989
@@ -79,8 +79,8 @@ def test_what_more_colluders_learn_is_printed() -> None:
     assert (one["colluders"], all_others["colluders"]) == (1, 9)
     assert one["epsilon"] == pytest.approx(11.01, abs=0.01)
     assert all_others["epsilon"] == pytest.approx(35.85, abs=0.01)
-    said = statement(record, "x")
-    assert "at least 7 shares" in said and "11.01" in said and "35.85" in said
+    result = statement(record, "x")
+    assert "at least 7 shares" in result and "11.01" in result and "35.85" in result
 
 
 @kills("fedgen/run/privacy_report.py", "min(one_more + len(lost), own_alone)", "one_more")
@@ -90,8 +90,8 @@ def test_what_more_colluders_learn_is_printed() -> None:
     "(self.signed or sums.colluders >= sums.threshold)",
 )
 def test_colluders_and_clients_without_a_bound_add_up() -> None:
-    """Shares are subtracted, not noise divided twice; under masks, one colluder more than half of
-    those that are counted on has the secrets of all."""
+    """Shares are subtracted, noise is not divided twice; with masks, one colluder more than half of
+    the counted shares has the secrets of all."""
     state = RunState({}, rounds=1, samples=Counter(dict.fromkeys(range(10), 1)))
     privacy = Privacy(1e-5, "secure", 3.0, Budget(1, 1, 0.0))
     failed = {c: Account(1, 0, {NonPrivateDpEvent(): 1}) for c in range(4)}
@@ -112,9 +112,9 @@ def test_colluders_and_clients_without_a_bound_add_up() -> None:
     "(self.signed or sums.colluders >= sums.threshold // 2)",
     "(sums.colluders >= sums.threshold // 2)",
 )
-def test_one_colluder_more_counts_as_all_where_clients_sign() -> None:
-    """The coordinator of sites may deviate, and with a colluder more than was counted opens sums of
-    few clients."""
+def test_one_more_colluder_counts_as_all_if_clients_sign() -> None:
+    """The coordinator of sites may deviate, and with more colluders than counted opens sums of few
+    clients."""
     state = RunState({}, rounds=1, samples=Counter(dict.fromkeys(range(10), 1)))
     privacy = Privacy(1e-5, "secure", 3.0, Budget(1, 1, 0.0))
     for signed, shares in ((False, 6), (True, 1)):
@@ -131,37 +131,37 @@ def test_one_colluder_more_counts_as_all_where_clients_sign() -> None:
     "if not lost or isinstance(sums, Secure):",
 )
 def test_noise_of_clients_without_a_bound_is_not_relied_on() -> None:
-    """Two clients that failed or lied count as colluders beyond those that were counted: the others
-    have the noise of five shares of seven; and without any left, no bound."""
+    """Two clients that failed or lied count as colluders beyond the counted ones: the others have
+    the noise of five shares of seven; without any left, there is no bound."""
     state = RunState({}, rounds=1, samples=Counter(dict.fromkeys(range(10), 1)))
     privacy = Privacy(1e-5, "secure", 0.5, Budget(1, 1, 0.0))
     for threshold, lost, left in ((7, 2, 5), (7, 7, 0)):
         failed = {c: Account(1, 0, {NonPrivateDpEvent(): 1}) for c in range(lost)}
         record = Accounts(summing(0.5, threshold), privacy, 10, failed).record(state, None)
         expected = gaussian_epsilon(1 / (0.5 * math.sqrt(left / threshold)), 1e-5) if left else None
-        found = record["views"]["server"]["epsilon"]
-        assert found == (expected and pytest.approx(expected))
-        assert record["clients"]["9"]["server"] == found
+        result = record["views"]["server"]["epsilon"]
+        assert result == (expected and pytest.approx(expected))
+        assert record["clients"]["9"]["server"] == result
 
 
-def test_rounds_done_again_may_end_a_run_and_so_show_its_draws() -> None:
-    """Given noise plans no stop; rounds that are done again make one likely all the same."""
+def test_repeated_rounds_may_end_a_run_and_reveal_its_samples() -> None:
+    """A given noise multiplier plans no stop; repeated rounds make one likely all the same."""
     method = make(clients=5, noise=1.0, routing="per_sample")
     rows = method.plan.samples_per_round
     privacy = Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0))
-    found = {}
+    result = {}
     for times in (1, 10):
         accounts = Accounts(method, privacy, 5, started=Counter(dict.fromkeys(range(4), times)))
-        found[times] = accounts.release(RunState({}, rounds=4), stopped=False)
+        result[times] = accounts.release(RunState({}, rounds=4), stopped=False)
     assert method.plan.event_if_sampling_revealed is not None
     cap = epsilon(
         canonical(method.plan.event_if_sampling_revealed(4 * rows)), 1e-5, method.plan.relation
     )
-    assert found[1] is not None and found[1].or_infinity < cap.or_infinity
-    assert found[10] == cap
+    assert result[1] is not None and result[1].or_infinity < cap.or_infinity
+    assert result[10] == cap
 
 
-def test_rounds_done_again_tell_nothing_where_nobody_is_drawn() -> None:
+def test_repeated_rounds_reveal_nothing_without_sampling() -> None:
     method = make(clients=4, noise=1.0, routing="mean")
     rows = method.plan.samples_per_round
     privacy = Privacy(1e-5, "secure", 1.0, Budget(4, 4 * rows, 0.0))
@@ -179,20 +179,20 @@ def test_rounds_done_again_tell_nothing_where_nobody_is_drawn() -> None:
     "if planned is None or not self.dropouts() or not self.method.cohort.is_sampled:",
     "if True:",
 )
-def test_a_client_that_does_not_answer_leaves_what_was_really_answered() -> None:
-    """Draws by the plan are of everybody; a run that goes on may have met but one."""
+def test_a_dropout_leaves_the_actual_responses() -> None:
+    """The plan counts samples of all clients; a run that continues may have only one."""
     method = make(clients=2, noise=4.0, routing="per_step", unanswered=True)
     rows = method.plan.samples_per_round
     privacy, state = Privacy(1e-5, "secure", 4.0, Budget(10, 10 * rows, 0.0)), RunState({})
     state.rounds, state.samples[0] = 10, 10 * rows
     accounts = Accounts(method, privacy, 2, dropouts=lambda: True)
-    found = accounts.release(state, stopped=False)
-    assert found is not None
-    assert found.value == gaussian_epsilon(math.sqrt(10 * rows) / 4.0, 1e-5)
+    result = accounts.release(state, stopped=False)
+    assert result is not None
+    assert result.value == gaussian_epsilon(math.sqrt(10 * rows) / 4.0, 1e-5)
     assert "60 Gaussian" in accounts.describe_release(state, stopped=False)
 
 
-def test_how_many_a_poisson_cohort_had_changes_nothing_that_is_said() -> None:
+def test_the_size_of_a_poisson_cohort_does_not_change_the_statement() -> None:
     method = make(clients=5, noise=1.0, routing="per_sample", cohort_sampling="poisson")
     privacy = Privacy(1e-5, "seeded", 1.0, Budget(4, 4 * method.plan.samples_per_round, 0.0))
     accounts = Accounts(method, privacy, 5)

@@ -1,4 +1,5 @@
-"""A run that begins with another's weights, and what a discriminator makes of rows held out."""
+"""A run that starts with the weights of another, and evaluation of a discriminator on held-out
+images."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ NO_TARGET = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
 
 
 def server(run: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.load(run / "checkpoints")
-    assert found is not None
-    return dict(found[0].server)
+    result = checkpoint.load(run / "checkpoints")
+    assert result is not None
+    return dict(result[0].server)
 
 
 @kills(
@@ -27,7 +28,7 @@ def server(run: Path) -> dict[str, torch.Tensor]:
     ("    if config.start is None:\n        return method"),
     ("    if True:\n        return method"),
 )
-def test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon(train: Train) -> None:
+def test_a_run_from_weights_without_privacy_has_no_epsilon(train: Train) -> None:
     first = train("method=dpgan_small", "privacy=none", "rounds=4", name="first")
     begun = ["method=dpgan_small", *NO_TARGET, f"start={first}", "rounds=2"]
     second = train(*begun, name="second")
@@ -46,7 +47,7 @@ def test_a_run_begins_with_the_weights_of_another_and_has_no_epsilon(train: Trai
 WITHOUT_A_GENERATOR = ["central_images_small", "mixture_small", "psg_small"]
 
 
-def test_from_a_warm_start_too(train: Train) -> None:
+def test_also_from_a_warm_start(train: Train) -> None:
     warm = ["warm_up=central_images", "warm_up.method.images=1", "warm_up.rounds=1", "rounds=4"]
     first = train("method=dpgan_small", "privacy=none", *warm, name="first")
     train("method=dpgan_small", *NO_TARGET, f"start={first}", "rounds=2", name="second")
@@ -58,7 +59,7 @@ def test_from_a_warm_start_too(train: Train) -> None:
 
 
 @pytest.mark.parametrize("method", WITHOUT_A_GENERATOR)
-def test_what_begins_with_nothing_of_it_is_refused(
+def test_methods_that_cannot_use_the_weights_are_refused(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
     first = train(f"method={method}", "privacy=none", "rounds=2", name="first")
@@ -77,7 +78,7 @@ def test_what_begins_with_nothing_of_it_is_refused(
 )
 @pytest.mark.parametrize("method", [each for each in PROGRAMS if each not in WITHOUT_A_GENERATOR])
 def test_no_method_has_an_epsilon_after_weights_without_one(train: Train, method: str) -> None:
-    """Even if it asks nobody: what it begins with was spent on."""
+    """Even without queries: its initial weights have no bound."""
     first = train(f"method={method}", "privacy=none", "rounds=2", name="first")
     run = train(f"method={method}", *NO_TARGET, f"start={first}", "rounds=2", name="second")
     privacy = json.loads((run / "privacy.json").read_text())
@@ -89,21 +90,23 @@ def test_no_method_has_an_epsilon_after_weights_without_one(train: Train, method
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["start=nowhere", *NO_TARGET], "no checkpoint"),
         (["start=nowhere"], "privacy.target_epsilon=null"),
         (["start=nowhere", *NO_TARGET, "privacy.noise=secure"], "requires"),
     ],
 )
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["train", *tiny("dpgan_small"), "method=dpgan_small", *words]) == 2
     line = capsys.readouterr().err
     assert line.startswith("fedgen: start: ")
-    assert said in line
+    assert message in line
 
 
-def test_other_networks_are_no_start(
+def test_weights_of_other_networks_are_refused(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train("method=dpgan_small", "privacy=none", "rounds=2", name="first")
@@ -114,8 +117,8 @@ def test_other_networks_are_no_start(
     assert not place.exists()
 
 
-def test_held_out_rows_are_told_from_fakes_and_change_nothing(train: Train) -> None:
-    """A discriminator that learns without privacy tells untrained images from rows it never saw."""
+def test_evaluating_on_held_out_images_changes_nothing(train: Train) -> None:
+    """A discriminator without privacy distinguishes its training images from held-out ones."""
     words = ["method=dpgan_small", "privacy=none", "rounds=60", "held_out=300"]
     words += ["method.discriminator_steps=30", "method.discriminator.width=8"]
     words += ["method.discriminator_learning_rate=0.01"]
