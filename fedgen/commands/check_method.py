@@ -128,11 +128,9 @@ def _runs(config: DictConfig, folder: Path) -> list[CheckResult]:
     moved = config.copy()
     moved.runtime.store, moved.runtime.serialize = "disk", True
     return [
-        _check_budget(first, config),
-        _check_accounting(first),
-        _check_samples(first),
-        _check_same(_train(config, folder / "again"), first, "a run repeats"),
-        _check_same(
+        *check_run(first, config),
+        check_same(_train(config, folder / "again"), first, "a run repeats"),
+        check_same(
             _train(moved, folder / "moved"), first, "states on disk do not change the result"
         ),
         _check_resume(config, folder / "cut", first),
@@ -147,7 +145,12 @@ def _train(config: DictConfig, place: Path) -> RunDir:
     return RunDir(train(run_config))
 
 
-def _check_budget(run: RunDir, config: DictConfig) -> CheckResult:
+def check_run(run: RunDir, config: DictConfig) -> list[CheckResult]:
+    """Check a finished run of any method with these settings."""
+    return [check_budget(run, config), check_accounting(run), check_samples(run)]
+
+
+def check_budget(run: RunDir, config: DictConfig) -> CheckResult:
     """Check the budget against its adversary."""
     adversary, target = config.privacy.adversary, config.privacy.target_epsilon
     record = run.privacy()
@@ -165,7 +168,7 @@ def _check_budget(run: RunDir, config: DictConfig) -> CheckResult:
     )
 
 
-def _check_accounting(run: RunDir) -> CheckResult:
+def check_accounting(run: RunDir) -> CheckResult:
     """Check that the printed ε is at least that of the lines in the ledger of each client."""
     printed, lines = run.privacy(), 0
     relation, name = Relation(printed["relation"]), "ledgers add up to the printed ε"
@@ -181,7 +184,7 @@ def _check_accounting(run: RunDir) -> CheckResult:
     return CheckResult(name, f"{lines} releases", True)
 
 
-def _check_samples(run: RunDir) -> CheckResult:
+def check_samples(run: RunDir) -> CheckResult:
     """Check that samples need only ``public/``."""
     published = load_generator(run.public, "cpu")
     method, generator = published.method, published.weights
@@ -196,7 +199,8 @@ def _check_samples(run: RunDir) -> CheckResult:
     return CheckResult("samples are images, and repeat", detail, fits)
 
 
-def _check_same(run: RunDir, first: RunDir, name: str) -> CheckResult:
+def check_same(run: RunDir, first: RunDir, name: str) -> CheckResult:
+    """Check that two runs have the same generator and ε."""
     of_first, of_run = first.results()["generator_sha256"], run.results()["generator_sha256"]
     same = of_first == of_run and first.privacy()["views"] == run.privacy()["views"]
     return CheckResult(name, "to the same bit" if same else "to another generator", same)
@@ -219,7 +223,7 @@ def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult
     except Interrupted:
         if len(seen) < 2:  # interrupted as by Ctrl-C
             raise
-        return _check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, name)
+        return check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, name)
     return CheckResult(name, "too short to interrupt: use more rounds", None)
 
 
@@ -244,7 +248,7 @@ def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
         except FedgenError as error:
             results.append(CheckResult(name, f"refused ({error})", None))
             continue
-        budget = _check_budget(run, run_config)
+        budget = check_budget(run, run_config)
         results.append(CheckResult(name, budget.detail, budget.passed))
     return results
 
