@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scipy.special import ndtr, ndtri
+
 from fedgen.errors import FedgenError
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND
+from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, Guarantee
 from fedgen.reporting.progress import format_epsilon
 from fedgen.reporting.summary import guarantee_of, protected
 from fedgen.storage.io import read_json
@@ -23,37 +25,46 @@ ABOUT = {
 }
 """Statements about the data, by setting under ``about``."""
 
-_WEAK_ABOVE = math.log(90)
-"""From this ε, a test with 1 % of false alarms may find nine in ten members."""
-
 _MOST_DIGITS = 4
 
 
-def tier(value: float | None, delta: float, protected: int | None) -> str:
-    """Describe (ε, δ) in words: the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section
-    5.2, which assume a δ below 1/n.
+_TIERS = (("strong", 1, 0.26806), ("reasonable by convention", 10, 2.00048))
+"""Word, ε, and μ of the Gaussian mechanism with this ε at δ = 1e-5, rounded up."""
+
+
+def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
+    """Describe a bound in words, by the advantage of an attack and its true positive rate at 1 %
+    false positives.
+
+    The thresholds are those of a Gaussian mechanism at ε = 1 and 10 with δ = 1e-5: the tiers of
+    Ponomareva et al. 2023, "How to DP-fy ML", section 5.2, stated as the power of attacks.
 
     Args:
+        curve: bounds on attacks; None: there are none.
         protected: public number of protected records, clients or persons; None: unknown.
     """
-    if value is None:
+    if curve is None:
         return "none: there is no bound"
     if delta > delta_limit(protected):
         return f"none: δ = {delta:g} is too large for a guarantee"
-    if value <= 1:
-        return "strong (ε of at most 1)"
-    if value <= 10:
-        little = "; the guarantee alone excludes little" if value > _WEAK_ABOVE else ""
-        return f"reasonable by convention (ε of at most 10){little}"
-    return "weak: the guarantee alone excludes little (ε above 10)"
+    for word, epsilon, mu in _TIERS:
+        advantage, power = 2 * ndtr(mu / 2) - 1, ndtr(ndtri(SHARE_FOUND) + mu)
+        limits = f"advantage {100 * advantage:.3g} %, TPR {100 * power:.3g} % at FPR 1 %"
+        if curve.advantage <= advantage and curve.tpr(SHARE_FOUND) <= power:
+            return f"{word} (no better attack than on a Gaussian at ε = {epsilon}: {limits})"
+    return f"weak (an attack may be better than on a Gaussian at ε = {epsilon}: {limits})"
 
 
 def beliefs(view: Mapping[str, Any], delta: float) -> list[str]:
     """Return the posterior probability of membership after each of ``PRIORS`` as text."""
-    if view["epsilon"] is None or delta >= SHARE_FOUND:
+    curve = _curve(view, delta)
+    if curve is None or delta >= SHARE_FOUND:
         return ["no bound"] * len(PRIORS)
-    curve = guarantee_of(view, delta)
     return [format_belief(curve.posterior(prior)) for prior in PRIORS]
+
+
+def _curve(view: Mapping[str, Any], delta: float) -> Guarantee | None:
+    return None if view["epsilon"] is None else guarantee_of(view, delta)
 
 
 _NOISE = {
@@ -73,6 +84,7 @@ def headline(
         but_for: clients that these do not cover, as text.
     """
     names = {"server": "the operator of the training", "release": "a reader of the release"}
+    protects = record.get("protected")
     return {
         "protected": None
         if all(view["epsilon"] is None for view in views.values())
@@ -87,7 +99,7 @@ def headline(
             {
                 "who": names[name],
                 "epsilon": view["epsilon"],
-                "tier": tier(view["epsilon"], record["delta"], record.get("protected")),
+                "tier": tier(_curve(view, record["delta"]), record["delta"], protects),
                 "beliefs": beliefs(view, record["delta"]),
             }
             for name, view in views.items()

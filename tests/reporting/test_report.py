@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,8 +19,9 @@ from scipy.stats import norm
 from tiny import Train
 
 from fedgen import cli
+from fedgen.privacy.events import Relation
 from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
-from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, of_pair
+from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, guarantee, of_pair
 from fedgen.reporting.headline import beliefs, format_belief, tier
 from fedgen.storage.run_dir import RunDir
 
@@ -292,11 +294,21 @@ def test_posteriors_without_a_bound() -> None:
     assert beliefs({"epsilon": None, "guarantee": None}, 1e-5) == ["no bound"] * 3
     assert beliefs({"epsilon": 1.0}, 0.5) == ["no bound"] * 3
     assert beliefs({"epsilon": 0.0}, 1e-12) == ["≤ 1.1 %", "≤ 10.1 %", "≤ 50.1 %"]
-    assert tier(None, 1e-5, None).startswith("none") and tier(1, 1e-5, 100).startswith("strong")
-    assert tier(10, 1e-5, 1000).startswith("reasonable")
-    assert tier(10.1, 1e-5, 1000).startswith("weak")
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "words"), [(1, "strong"), (1.01, "reasonable"), (10, "reasonable"), (10.1, "weak")]
+)
+def test_words_of_strength_follow_from_attacks(epsilon: float, words: str) -> None:
+    """A Gaussian is at the threshold exactly at ε = 1 and 10; one (ε, δ) pair, which allows better
+    attacks, is beyond it."""
+    mu = brentq(lambda mu: gaussian_epsilon(mu, 1e-5) - epsilon, 0.01, 5)
+    release = guarantee({GaussianDpEvent(1 / mu): 1}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
+    assert tier(release, 1e-5, 1000).startswith(words)
+    assert not tier(of_pair(epsilon, 1e-5), 1e-5, 1000).startswith(("strong", "reasonable"))
     for delta, protected in ((0.9, None), (0.02, 4), (1e-3, 1437)):
-        assert tier(1, delta, protected).startswith("none: δ")
+        assert tier(release, delta, protected).startswith("none: δ")
+    assert tier(None, 1e-5, None).startswith("none")
 
 
 DRIVE = """
