@@ -108,6 +108,12 @@ class Guarantee:
             return float(2 * ndtr(self.mu / 2) - 1)
         return float(min(self.deltas[0] if self.points[0] == 0 else 1.0, 1.0))
 
+    @property
+    def rho(self) -> float | None:
+        """ρ of zero-concentrated differential privacy, μ²/2 (Bun and Steinke 2016, proposition
+        1.6); None if the bounds are not those of one Gaussian."""
+        return None if self.mu is None else self.mu**2 / 2
+
     def dominating_mu(self, fpr: float = FALSE_POSITIVE_RATES[0]) -> float:
         """Return μ if the bounds are those of one Gaussian, else the least μ of a Gaussian whose
         curve is nowhere below this one at false positive rates of at least ``fpr`` and false
@@ -190,6 +196,7 @@ def to_json(curve: Guarantee | None) -> dict[str, Any] | None:
         profile = np.stack([thinned.points, thinned.deltas], axis=1).tolist()
     return {
         "mu": curve.mu,
+        "rho": curve.rho,
         "advantage": curve.advantage,
         "tpr": {f"{fpr:g}": curve.tpr(fpr) for fpr in FALSE_POSITIVE_RATES},
         "posterior": {f"{prior:g}": curve.posterior(prior) for prior in PRIORS},

@@ -79,6 +79,17 @@ def test_a_gaussian_has_the_exact_curve(mu: float, tpr: float, posterior: float)
     assert result.mu == pytest.approx(mu, rel=1e-12)
 
 
+@pytest.mark.parametrize("order", [1.5, 2, 5])
+def test_rho_bounds_renyi_divergences(order: float) -> None:
+    """Of two Gaussians, by quadrature: ρ times the order."""
+    result = bounds({GaussianDpEvent(2.0): 3})
+    x = np.linspace(-30, 40, 400_001)
+    log_p, log_q = stats.norm.logpdf(x, result.mu), stats.norm.logpdf(x)
+    integral = np.exp(order * log_p + (1 - order) * log_q).sum() * (x[1] - x[0])
+    assert result.rho == pytest.approx(math.log(integral) / (order - 1) / order, rel=1e-9)
+    assert bounds({PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)): 9}).rho is None
+
+
 @given(mu=st.floats(0.01, 8), fpr=st.floats(1e-6, 0.999))
 def test_a_profile_on_a_grid_loses_little_and_never_allows_less(mu: float, fpr: float) -> None:
     exact = bounds({GaussianDpEvent(1 / mu): 1})
