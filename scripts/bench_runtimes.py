@@ -1,12 +1,8 @@
 """Cost of the runtimes, against plain calls and Flower's own simulation engine.
 
-First, a round of trivial clients, which receive and return 100 KB: plain calls, clients in this
-process, fedgen's Ray actors, and Flower's engine, for 1, 10 and 100 clients and for 10 of 3,400;
-medians, with start-up, shut-down, and the memory of all processes. Then the overhead of messages,
-grid, store and ledger for GS-WGAN: narrow networks (width 4), 28x28 images, 32 query samples, with
-responses of every client to each, as plain calls and in process.
-
-Print tables, and a line of JSON.
+A round of trivial clients, which receive and return 100 KB: plain calls, clients in this process,
+fedgen's Ray actors, and Flower's engine, for 1, 10 and 100 clients and for 10 of 3,400. Print a
+table of medians, with start-up, shut-down, and the memory of all processes, and a line of JSON.
 
     python scripts/bench_runtimes.py [--rounds 20] [--clients N ...]
 """
@@ -18,12 +14,8 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -34,22 +26,11 @@ from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedgen.config.build import build
-from fedgen.config.compose import compose
-from fedgen.data.datasets import Shard
-from fedgen.federation.client.app import client_app
-from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTerms
-from fedgen.federation.failures import FailureCauses
 from fedgen.federation.messages import pack_arrays, unpack_arrays
-from fedgen.federation.rounds import Rounds, RunState
 from fedgen.federation.runtimes.in_process import InProcessGrid
 from fedgen.federation.runtimes.ray_cluster import cluster
 from fedgen.federation.runtimes.ray_grid import RayGrid
-from fedgen.methods.api import ClientProgram, Method, PublicFacts
-from fedgen.privacy.budget import Budget
-from fedgen.randomness import RandomStreams
 from fedgen.run.memory import memory_of_tree
-from fedgen.strategies.sample_gradients import SampleGradients
 
 CASES = ((1, 1), (10, 10), (100, 100), (10, 3400))  # clients of a round, of all
 FLOATS = 25_000  # 100 KB
@@ -68,8 +49,8 @@ def trivial_app() -> ClientApp:
 
     @app.query("add")
     def add(message: Message, context: Context) -> Message:
-        found = unpack_arrays(message.content.array_records["a"])["x"]
-        return Message(RecordDict({"a": pack_arrays({"x": trivial(found)})}), reply_to=message)
+        array = unpack_arrays(message.content.array_records["a"])["x"]
+        return Message(RecordDict({"a": pack_arrays({"x": trivial(array)})}), reply_to=message)
 
     return app
 
@@ -158,7 +139,7 @@ def on_flower(clients: int, of: int, rounds: int) -> Cost:
 
 
 def compare_runtimes(rounds: int, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Print the first table."""
+    """Print the table; return its figures."""
     figures: dict[str, float] = {}
     print(f"trivial clients, 100 KB each way, median of {rounds} rounds")
     print(f"{'':14}{'':22}{'ms a round':>12}{'start s':>9}{'stop s':>8}{'memory':>10}")
@@ -184,136 +165,8 @@ def compare_runtimes(rounds: int, cases: Sequence[tuple[int, int]]) -> dict[str,
     return figures
 
 
-# --- GS-WGAN's clients ----------------------------------------------------------------------------
-
-
-def method(clients: int) -> Method:
-    """Create GS-WGAN with narrow networks."""
-    words = ["method=gs_wgan_small", "method.generator.width=4", "method.critic.width=4"]
-    words += ["method.batch=32", "method.fakes_per_label=4", "method.critics=1"]
-    words += ["method.critics_per_step=1", "method.critic_steps=1", "method.critic_batch=8"]
-    made = build(compose("config", words).method, "method")
-    facts = PublicFacts(clients, None, 10, (1, 28, 28))
-    found: Method = made(facts=facts, noise_multiplier=1.0, device="cpu")
-    return found
-
-
-class Bare:
-    """The loop alone."""
-
-    def __init__(self, made: Method, shards: list[Shard], streams: RandomStreams) -> None:
-        self.method, self.shards, self.streams = made, shards, streams
-        self.server = dict(made.server.init(streams.at("server")))
-        self.states: list[dict] = [{} for _ in shards]
-
-    def round(self, number: int) -> None:
-        """One round of plain calls."""
-        client, server, streams = self.method.client, self.method.server, self.streams
-        here = streams.at("server")
-        broadcast = server.broadcast(self.server, number, here)
-        trained = number % len(self.shards)
-        self.states[trained] |= client.train(
-            self.states[trained],
-            broadcast,
-            self.shards[trained],
-            number,
-            streams.at("client", trained),
-        )
-        query = server.query(self.server, number, here)
-        total = torch.zeros(query.samples["images"].shape)
-        for i, (state, shard) in enumerate(zip(self.states, self.shards, strict=True)):
-            release = client.respond(state, query, shard, number, streams.at("client", i))
-            total += torch.from_numpy(release.arrays["answer"])
-        self.server = dict(server.update(self.server, total / len(self.shards), number, here))
-
-
-class InProcess:
-    """The same rounds through messages, grid, store and ledger."""
-
-    def __init__(self, made: Method, site: ClientSetup, clients: int, serialize: bool) -> None:
-        grid = InProcessGrid(client_app(ClientContexts(site)), clients, 60.0, serialize)
-        streams = RandomStreams.from_seed(site.seed, site.noise)
-        strategy = SampleGradients(made, streams.at("strategy"))
-        state = RunState(made.server.init(streams.at("server")))
-        self.rounds = Rounds(
-            grid,
-            strategy,
-            made,
-            state,
-            clients=clients,
-            min_success=1.0,
-            timeout=60.0,
-            on_round=lambda round_: None,
-            on_failure=print,
-            max_samples=10**9,
-            causes=FailureCauses(site.folder, printed=True),
-        )
-        self.rounds.hello()
-        self.streams = streams
-
-    def round(self, number: int) -> None:
-        """One round."""
-        budget = Budget(number + 1, 10**9, 0.0)
-        self.rounds.run(self.streams.at("server"), budget, lambda *_: None, number + 1)
-
-
-def program_of(clients: int) -> ClientProgram:
-    """Return the client program of the method."""
-    return method(clients).client
-
-
-def compare_overheads(clients: int, rounds: int) -> dict[str, float]:
-    """Print the second table."""
-    streams = RandomStreams.from_seed(0, "seeded")
-    shards = [
-        Shard(torch.randint(0, 256, (50, 1, 28, 28), dtype=torch.uint8), torch.arange(50) % 10)
-        for _ in range(clients)
-    ]
-    made = method(clients)
-    with tempfile.TemporaryDirectory() as root:
-        site = ClientSetup(
-            program=partial(program_of, clients),
-            shard=shards.__getitem__,
-            seed=0,
-            domain="",
-            noise="seeded",
-            folder=Path(root) / "a",
-            terms=RunTerms(samples=10**9, run="bench"),
-            in_memory=True,
-            cache_bytes=0.0,
-            threads=1,
-        )
-        on_disk = replace(site, folder=Path(root) / "c", in_memory=False)
-        runners = {
-            "bare loop": Bare(made, shards, streams),
-            "in process": InProcess(made, site, clients, False),
-            "in process, serialized": InProcess(
-                made, replace(site, folder=Path(root) / "b"), clients, True
-            ),
-            "in process, disk store": InProcess(made, on_disk, clients, False),
-        }
-        times: dict[str, list[float]] = {name: [] for name in runners}
-        for number in range(rounds):
-            for name, runner in runners.items():
-                begin = time.perf_counter()
-                runner.round(number)
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    median = {name: statistics.median(values[2:]) for name, values in times.items()}
-    print(f"\nGS-WGAN, {clients} clients, B = 32, median of {rounds} rounds")
-    print(f"{'':26}{'ms a round':>12}{'added ms per client and round':>32}")
-    added = {n: (value - median["bare loop"]) / clients for n, value in median.items()}
-    for name, value in median.items():
-        print(f"{name:26}{value:12.2f}{added[name]:32.3f}")
-    return {
-        "in_process_ms_per_client": round(added["in process"], 4),
-        "in_process_over_bare": round(median["in process"] / median["bare loop"], 4),
-        "in_process_serialized_ms_per_client": round(added["in process, serialized"], 4),
-        "in_process_disk_ms_per_client": round(added["in process, disk store"], 4),
-    }
-
-
 def main() -> None:
-    """Print both tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", type=int, nargs="*", help="of a round, in place of all cases")
@@ -321,9 +174,7 @@ def main() -> None:
     torch.set_num_threads(1)
     chosen = arguments.clients
     cases = CASES if chosen is None else [(clients, clients) for clients in chosen]
-    overheads = compare_overheads(max(chosen, default=20) if chosen else 20, arguments.rounds + 10)
-    runtimes = compare_runtimes(arguments.rounds, cases)
-    print(json.dumps(overheads | runtimes))
+    print(json.dumps(compare_runtimes(arguments.rounds, cases)))
 
 
 if __name__ == "__main__":
