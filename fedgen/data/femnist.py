@@ -9,13 +9,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset, ExampleKeys, Labels, as_images, build_dataset, data_root
+from fedgen.data.datasets import (
+    Dataset,
+    ExampleKeys,
+    Images,
+    Labels,
+    as_images,
+    build_dataset,
+    data_root,
+)
 from fedgen.data.labels import identities, to_numbers
 from fedgen.data.npz import npz_arrays
 from fedgen.data.rows import example_uniforms
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import share, temporary_path
+
+
+def _test_split(
+    images: Images, labels: Labels, writers: Labels, streams: RandomStreams
+) -> NDArray[np.bool_]:
+    test = np.zeros(len(writers), dtype=bool)
+    order = np.argsort(writers, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
+        names = "femnist", "split", int(writers[rows[0]])
+        test[rows] = example_uniforms(images[rows], labels[rows], streams, *names) < 0.1
+    return test
 
 
 def femnist(
@@ -49,11 +68,7 @@ def femnist(
     writers = identities(f"{file}, writer", arrays["writer"])
     if not len(images) == len(labels) == len(writers):
         raise FedgenError("data", f"{file} has not one label and writer per image", "correct it")
-    test = np.zeros(len(writers), dtype=bool)
-    order = np.argsort(writers, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(writers[order])) + 1):
-        names = "femnist", "split", int(writers[rows[0]])
-        test[rows] = example_uniforms(images[rows], labels[rows], streams, *names) < 0.1
+    test = _test_split(images, labels, writers, streams)
     if classes == 10:
         kept = labels < 10
         images, labels, writers, test = images[kept], labels[kept], writers[kept], test[kept]

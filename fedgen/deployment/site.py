@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from dp_accounting import NonPrivateDpEvent
+from omegaconf import DictConfig
 
 from fedgen.data.datasets import Dataset, Shard
 from fedgen.deployment import policy as policies
@@ -83,10 +84,9 @@ def open_run(site: SiteFolder, request: Request) -> tuple[ClientContexts, Relati
         raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 
-def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Relation]:
-    config, rows = request.config(), place.dataset
-    policies.check_settings(place.policy, config)
-    clients, public = config.partition.clients, setup.dataset(config)
+def _check_match(place: SiteFolder, config: DictConfig, public: Dataset) -> None:
+    """Refuse a run with other labels, another shape of images or other clients than the site."""
+    rows, clients = place.dataset, config.partition.clients
     if (public.classes, public.shape) != (rows.classes, rows.shape):
         raise RefusedError(
             f"the run expects {public.classes} labels and images of shape {list(public.shape)}; "
@@ -104,6 +104,13 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         )
     if not 0 <= place.number < clients:
         raise RefusedError(f"the run has {clients} clients, and this is number {place.number}")
+
+
+def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Relation]:
+    config, rows = request.config(), place.dataset
+    policies.check_settings(place.policy, config)
+    clients, public = config.partition.clients, setup.dataset(config)
+    _check_match(place, config, public)
     record_count = len(rows.labels) if clients == 1 else None  # as in a simulation of one client
     resolved = setup.resolve_method(config, clients, record_count, public.classes, public.shape)
     if rounded_noise(resolved.noise) != request.noise_multiplier:

@@ -43,9 +43,7 @@ def min_noise_multiplier(
             epsilon, factor = epsilon_at(noise), 1.1
             if epsilon == rough:  # the approximation is exact
                 return min_noise_multiplier(rough_at, target, tolerance=tolerance / 10)
-            less = max(
-                rough_at(1.1 * noise), target / 10
-            )  # near zero ε is not a power of the noise
+            less = max(rough_at(1.1 * noise), target / 10)  # near 0, ε is no power of the noise
             slope = max(math.log(rough / less) / math.log(1.1), 0.1)
             for _ in range(5):
                 if target - tolerance < epsilon <= target:
@@ -60,7 +58,7 @@ def min_noise_multiplier(
                     slope = max(math.log(previous / epsilon) / math.log(guess / noise), 0.1)
                 noise = guess
     high, at_high = noise, epsilon_at(noise)
-    low, at_low = high, at_high
+    low, at_low, iteration = high, at_high, 0
     while at_high > target:
         low, at_low, high = high, at_high, factor * high
         if high > _MAX_NOISE:
@@ -71,7 +69,6 @@ def min_noise_multiplier(
         if low < _MIN_NOISE:
             return high
         at_low = epsilon_at(low)
-    iteration = 0
     while target - at_high >= tolerance and high / low > 1 + 1e-9:
         # ε is nearly a power of the noise: interpolate, and bisect every third time
         middle, iteration = math.sqrt(low * high), iteration + 1

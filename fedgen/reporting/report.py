@@ -125,6 +125,47 @@ def _public(path: Path) -> dict[str, Any]:
     }
 
 
+def _metadata(run_dir: RunDir, identity: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        published = read_json(run_dir.public / "generator.json")
+        return {
+            "run": identity["run"][:16],
+            "fedgen": published["fedgen"],
+            "date": published["date"],
+            "classes": published["classes"],
+            "shape": published["shape"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{run_dir.path}/public/generator.json is of another version"
+        raise FedgenError("runs", problem, "train it anew") from error
+
+
+def _clients(record: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table and the histogram of clients, of very many only the extremes."""
+    clients = [
+        {
+            "client": int(name),
+            "server": client["server"],
+            "release": client["release"],
+            "releases": client["releases"],
+            **{way: results["bytes"]["per_client"][name][way] for way in ("up", "down")},
+        }
+        for name, client in record["clients"].items()
+    ]
+    listed = sorted(clients, key=lambda c: (c["server"] is None, c["server"] or 0), reverse=True)
+    if len(clients) > _MOST_LISTED:
+        listed = [*listed[:_EXTREMES], *listed[-_EXTREMES:]]
+    bounded = [client["server"] for client in clients if client["server"] is not None]
+    title = f"ε (server) at δ = {record['delta']:g}"
+    return {
+        "clients": listed,
+        "left_out": len(clients) - len(listed),
+        "histogram": svg(lambda out: histogram_of_clients(bounded, title, out))
+        if len(bounded) > 1
+        else None,
+    }
+
+
 def _server(path: Path) -> dict[str, Any]:
     """Return the content of a run directory."""
     run_dir, config, identity = RunDir.open(path, "runs")
@@ -137,36 +178,6 @@ def _server(path: Path) -> dict[str, Any]:
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
     accuracies = run_dir.accuracies("runs")
-    clients = [
-        {
-            "client": int(name),
-            "server": client["server"],
-            "release": client["release"],
-            "releases": client["releases"],
-            **{way: results["bytes"]["per_client"][name][way] for way in ("up", "down")},
-        }
-        for name, client in record["clients"].items()
-    ]
-    try:
-        published = read_json(run_dir.public / "generator.json")
-        metadata = {
-            "run": identity["run"][:16],
-            "fedgen": published["fedgen"],
-            "date": published["date"],
-            "classes": published["classes"],
-            "shape": published["shape"],
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"{path}/public/generator.json is of another version"
-        raise FedgenError("runs", problem, "train it anew") from error
-    by_epsilon = sorted(
-        clients, key=lambda c: (c["server"] is None, c["server"] or 0), reverse=True
-    )
-    listed, left_out = by_epsilon, 0
-    if len(clients) > _MOST_LISTED:
-        listed = [*by_epsilon[:_EXTREMES], *by_epsilon[-_EXTREMES:]]
-        left_out = len(clients) - len(listed)
-    bounded = [client["server"] for client in clients if client["server"] is not None]
     return {
         "place": str(path),
         "title": f"{results['method']} on {results['data']}",
@@ -174,8 +185,8 @@ def _server(path: Path) -> dict[str, Any]:
         "record": record,
         "card": {
             **headline(record["views"], record, exceptions(record)),
-            **metadata,
-            "releases": max(client["releases"] for client in clients),
+            **_metadata(run_dir, identity),
+            "releases": max(client["releases"] for client in record["clients"].values()),
         },
         "trade_off": _trade_off(record["views"], record["delta"]),
         "uncovered": [
@@ -207,13 +218,7 @@ def _server(path: Path) -> dict[str, Any]:
         "partition": embed_image(path / "partition.png")
         if (path / "partition.png").exists()
         else None,
-        "clients": listed,
-        "left_out": left_out,
-        "histogram": svg(
-            lambda out: histogram_of_clients(bounded, f"ε (server) at δ = {record['delta']:g}", out)
-        )
-        if len(bounded) > 1
-        else None,
+        **_clients(record, results),
         "failures": run_dir.failure_lines(),
         "siblings": _sibling_runs(path, config),
         "held_out": config.get("held_out", 0),

@@ -256,22 +256,7 @@ _LOW_ACCURACY = 0.5
 """Accuracy relative to training on real images below which samples are called of little use."""
 
 
-def summary(path: Path) -> str:
-    """Summarize the results of a run."""
-    results = json.loads((path / "results.json").read_text())
-    record = json.loads((path / "privacy.json").read_text())
-    eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
-    lines = [
-        f"proven ε {eps['server']} (server), {eps['release']} (release) per {record['unit']} at "
-        f"δ = {record['delta']:g}"
-        + (
-            f"; the formula of its paper would claim {record['claimed']['epsilon']:.4g}"
-            if record["claimed"] and record["claimed"]["epsilon"] is not None
-            else ""
-        )
-    ]
-    if record["without_bound"]:
-        lines.append(exceptions(record).strip())
+def _bounds_on_attacks(record: Mapping[str, Any]) -> list[str]:
     views = record["views"]
     described = {
         name: guarantee_of(view, record["delta"]).describe()
@@ -280,16 +265,12 @@ def summary(path: Path) -> str:
     }
     if len(set(described.values())) == 1 and len(described) == len(views):
         described = {"server and release": described["server"]}
-    lines += [f"{name}: {text}" for name, text in described.items()]
-    lines += [
-        f"with {bound['colluders']} colluding client{'s' if bound['colluders'] > 1 else ''}: "
-        f"ε {format_epsilon(bound['epsilon'])}"
-        for bound in record["aggregation"].get("if_more_collude", [])
-    ]
-    if record["noise"] == "seeded":
-        lines.append("noise is derived from the seed: an experiment, not for release")
-    if results["stopped"]:
-        lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
+    return [f"{name}: {text}" for name, text in described.items()]
+
+
+def _warnings(results: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the samples, with remedies."""
+    lines = []
     more = "try more rounds, a larger ε, more images, or method=mixture"
     _, of_real = averages(results)
     looks = results.get("looks")
@@ -316,7 +297,36 @@ def summary(path: Path) -> str:
             "samples seldom match the labels that the private classifier assigned to them; try "
             "method.private_classifier=none"
         )
-    lines += quality(results)
+    return lines
+
+
+def summary(path: Path) -> str:
+    """Summarize the results of a run."""
+    results = json.loads((path / "results.json").read_text())
+    record = json.loads((path / "privacy.json").read_text())
+    eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
+    lines = [
+        f"proven ε {eps['server']} (server), {eps['release']} (release) per {record['unit']} at "
+        f"δ = {record['delta']:g}"
+        + (
+            f"; the formula of its paper would claim {record['claimed']['epsilon']:.4g}"
+            if record["claimed"] and record["claimed"]["epsilon"] is not None
+            else ""
+        )
+    ]
+    if record["without_bound"]:
+        lines.append(exceptions(record).strip())
+    lines += _bounds_on_attacks(record)
+    lines += [
+        f"with {bound['colluders']} colluding client{'s' if bound['colluders'] > 1 else ''}: "
+        f"ε {format_epsilon(bound['epsilon'])}"
+        for bound in record["aggregation"].get("if_more_collude", [])
+    ]
+    if record["noise"] == "seeded":
+        lines.append("noise is derived from the seed: an experiment, not for release")
+    if results["stopped"]:
+        lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
+    lines += [*_warnings(results), *quality(results)]
     taken = results["seconds_per_round"]
     parts = ", ".join(f"{name} {taken[n]:.2g} s" for n, name in PARTS.items() if n in taken)
     if results["rounds_per_second"]:

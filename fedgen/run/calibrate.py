@@ -74,6 +74,24 @@ def other_target(config: DictConfig) -> OtherTarget | None:
     return OtherTarget(f"privacy.{name}", privacy[name], measures[name])
 
 
+def _noise_for_target(
+    config: DictConfig, method: Callable[[float | None], Method], server: bool
+) -> float:
+    """Return the smallest noise multiplier that meets the target."""
+    if (other := other_target(config)) is not None:
+        return min_noise_multiplier(
+            lambda sigma: other.planned(method(sigma), config, server),
+            other.value,
+            tolerance=other.value / 500,
+            key=other.key,
+        )
+    return min_noise_multiplier(
+        lambda sigma: planned_epsilon(method(sigma), config, server, epsilon),
+        config.privacy.target_epsilon,
+        lambda sigma: planned_epsilon(method(sigma), config, server, rough_epsilon),
+    )
+
+
 def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> Privacy:
     """Return the noise multiplier and the budget. A target alone determines the noise, a noise
     multiplier alone allows all rounds, and a noise multiplier with a target for ε ends the run
@@ -84,14 +102,13 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
     """
     noise, other = config.privacy.noise_multiplier, other_target(config)
     target = config.privacy.target_epsilon if other is None else other.value
-    delta, rounds = config.privacy.delta, config.rounds
+    delta, rounds, mode = config.privacy.delta, config.rounds, config.privacy.noise
     plan = method(None).plan
     trusted = method(1.0).plan.is_trusted  # without noise, trust is irrelevant
     all_rows = plan.samples_per_round * plan.queries_in(rounds)
     if trusted:
         all_rows = UNLIMITED  # in mode secure, repeated rounds count too, and need not end a run
     unlimited = Budget(rounds, all_rows, 0.0)
-    mode = config.privacy.noise
     if rounds < plan.min_rounds:
         problem = (
             f"{rounds} are too few: the generator is not trained before round {plan.min_rounds}"
@@ -117,20 +134,8 @@ def calibrate(config: DictConfig, method: Callable[[float | None], Method]) -> P
         problem = "cannot be server: clients trust it, and there is no bound against it"
         raise FedgenError("privacy.adversary", problem, "set it to release")
     try:
-        if other is not None:
-            noise = min_noise_multiplier(
-                lambda sigma: other.planned(method(sigma), config, server),
-                other.value,
-                tolerance=other.value / 500,
-                key=other.key,
-            )
-            return Privacy(delta, mode, noise, planned_budget(method(noise), rounds))
         if noise is None:
-            noise = min_noise_multiplier(
-                lambda sigma: planned_epsilon(method(sigma), config, server, epsilon),
-                target,
-                lambda sigma: planned_epsilon(method(sigma), config, server, rough_epsilon),
-            )
+            noise = _noise_for_target(config, method, server)
             return Privacy(delta, mode, noise, planned_budget(method(noise), rounds))
         budget = affordable_rounds(method(noise), config, server, target)
         if budget.rounds < plan.min_rounds:

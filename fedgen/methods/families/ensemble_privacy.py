@@ -276,9 +276,8 @@ def _plan(
     of responders and a run that ends at a dropout, the noise of all responders adds up in these
     sums (a responder is not this adversary, because it knows its own noise). A single client
     samples its critics secretly, which amplifies against the server as well, as does secret
-    participation of clients.
-
-    Where clients share the noise of a sum, the noise of ``mechanism`` is that of the sum.
+    participation of clients. Where clients share the noise of a sum, the noise of ``mechanism`` is
+    that of the sum.
     """
     facts, federated, trains_on_query = privacy.facts, privacy.is_federated, privacy.on_query
     routing = privacy.cohort if federated else privacy.inner_routing
@@ -310,11 +309,7 @@ def _plan(
         amplified_by = f"secret participation at rate {participation.rate:.4g}"
         reason = None if participation.hidden else "a dropout reveals the sampled cohort"
     else:
-        members = "clients" if federated else "critics"
-        sample = f"sample of {routing.sample_size} of {routing.population} {members}"
-        mode = routing.mode.replace("_", " ")
-        sampler = f"{routing.sampling} {sample}, {mode}" if routing.is_sampled else "none"
-        amplified_by = f"secret {sample}"
+        sampler, amplified_by = _sampling_in_words(routing, "clients" if federated else "critics")
         reason = _not_amplified_because(routing, trains_on_query, hidden)
     queried = federated and not by_clients
     plan = Plan.from_mechanism(
@@ -335,6 +330,19 @@ def _plan(
     plan = replace(plan, release_event=release, event_if_sampling_revealed=event_of_known_cohort)
     if not noise_adds_up or routing.responses_per_sample == 1:
         return plan
+    return _with_added_noise(plan)
+
+
+def _sampling_in_words(routing: Routing, members: str) -> tuple[str, str]:
+    """Return descriptions of the sampler and of its amplification."""
+    sample = f"sample of {routing.sample_size} of {routing.population} {members}"
+    mode = routing.mode.replace("_", " ")
+    sampler = f"{routing.sampling} {sample}, {mode}" if routing.is_sampled else "none"
+    return sampler, f"secret {sample}"
+
+
+def _with_added_noise(plan: Plan) -> Plan:
+    """Mention in the words on the release that the noise of all responders adds up."""
     gain, reason = plan.amplified_by["release"], plan.not_amplified_because["release"]
     gain = gain and f"{gain}, whose noise adds up"
     reason = reason and f"{reason}; the noise of all responders adds up"
