@@ -303,16 +303,16 @@ def _train(config: DictConfig) -> str:
 
 def _print_run_dir(run_dir: Path, *more: str) -> str:
     from fedgen.reporting.summary import summary
-    from fedgen.run import privacy_budget
+    from fedgen.run import data_budget
 
-    return "\n".join([summary(run_dir), *privacy_budget.total_spend(run_dir), *more])
+    return "\n".join([summary(run_dir), *data_budget.total_spend(run_dir), *more])
 
 
 def _account(config: DictConfig) -> str:
     if config.spent:
-        from fedgen.run import privacy_budget
+        from fedgen.run import data_budget
 
-        return privacy_budget.account_spent(config)
+        return data_budget.account_spent(config)
     if config.resume is not None:
         problem = "is not read by fedgen account"
         raise FedgenError("resume", problem, "give the settings of the run")

@@ -133,7 +133,7 @@ class RandomStreams:
 
     def noise_bits(self, count: int, *domain: DomainPart) -> NDArray[np.uint64]:
         """Return ``count`` words of 64 random bits for noise
-        (``fedgen.privacy.exact_gaussian``)."""
+        (``fedgen.privacy.gaussian_noise``)."""
         return _words(self.noise_key, self._salted(self.domain, domain), count)
 
     def _salted(

@@ -18,7 +18,7 @@ import time
 import torch
 from scipy import stats
 
-from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.privacy.gaussian_noise import rounded_gaussian
 from fedgen.randomness import RandomStreams
 
 _AT_ONCE = 2**22

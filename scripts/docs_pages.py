@@ -19,7 +19,7 @@ PRIVACY = [
     f"fedgen.privacy.{name}"
     for name in (
         "events", "accounting", "subsampling", "calibration", "mechanisms", "bounds",
-        "batch_sampling", "aggregation", "routing", "clipping", "exact_gaussian", "budget",
+        "batch_sampling", "aggregation", "routing", "clipping", "gaussian_noise", "budget",
         "ledger", "audit_bounds",
     )
 ]  # fmt: skip

@@ -25,8 +25,8 @@ from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.config.overrides import shell_quote
 from fedgen.errors import FedgenError
+from fedgen.run.evaluation import JUDGED
 from fedgen.run.generator import _number
-from fedgen.run.judge import JUDGED
 from fedgen.run.setup import dataset, setup
 
 MISTAKES = [

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fedgen import cli
 from fedgen.models.cdcgan import Discriminator
 from fedgen.privacy.clipping import Precision, clipped_sum
-from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.privacy.gaussian_noise import rounded_gaussian
 from fedgen.randomness import RandomStreams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

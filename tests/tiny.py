@@ -21,7 +21,7 @@ from fedgen.data.digits import digits
 from fedgen.methods.api import Method, PublicFacts
 from fedgen.methods.gs_wgan import gs_wgan
 from fedgen.models import dcgan
-from fedgen.privacy.exact_gaussian import rounded_gaussian
+from fedgen.privacy.gaussian_noise import rounded_gaussian
 from fedgen.randomness import RandomStreams
 
 Train = Callable[..., Path]

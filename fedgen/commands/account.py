@@ -21,7 +21,7 @@ from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.calibrate import UNLIMITED, bound_for, planned_bounds
 from fedgen.run.preflight import delta_warnings, preset_warnings
-from fedgen.run.privacy_report import amplification
+from fedgen.run.privacy_record import amplification
 from fedgen.run.setup import Setup
 from fedgen.storage.schemas import or_null
 

@@ -22,8 +22,8 @@ from fedgen.randomness import RandomStreams
 from fedgen.reporting import summary as words
 from fedgen.reporting.progress import RunProgress
 from fedgen.run import setup as settings
+from fedgen.run.evaluation import JUDGED, LabelledImages, evaluate_run, suite
 from fedgen.run.generator import load_generator
-from fedgen.run.judge import JUDGED, LabelledImages, evaluate_run, suite
 from fedgen.run.resume import open_run
 from fedgen.run.snapshot import is_unfinished, load_snapshot
 from fedgen.storage.io import (

@@ -20,7 +20,7 @@ from fedgen.data.datasets import (
 )
 from fedgen.data.labels import identities, to_numbers
 from fedgen.data.npz import npz_arrays
-from fedgen.data.rows import example_uniforms
+from fedgen.data.record_streams import example_uniforms
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import share, temporary_path

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.data.rows import example_content, example_key, example_uniforms, keyed_digest
+from fedgen.data.record_streams import example_content, example_key, example_uniforms, keyed_digest
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 

@@ -23,8 +23,8 @@ from fedgen.privacy.ledger import died_while_responding
 from fedgen.privacy.spend_db import Entry, SpendDb
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
+from fedgen.run.data_budget import check_budget
 from fedgen.run.noise_domain import rounded_noise
-from fedgen.run.privacy_budget import check_budget
 from fedgen.run.setup import label_names
 from fedgen.storage.io import digest, read_bounded, write_atomic
 

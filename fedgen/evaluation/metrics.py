@@ -2,7 +2,7 @@
 
 Any file in ``fedgen/evaluation`` that defines ``METRIC`` adds a metric to ``results.json``, console
 output, reports, and the tables of benchmarks and sweeps. Accuracies of classifiers (gen2real,
-real2gen) are computed separately, by ``fedgen/run/judge.py``.
+real2gen) are computed separately, by ``fedgen/run/evaluation.py``.
 
 Metrics access private images outside any mechanism: their results are for holders of the images.
 """

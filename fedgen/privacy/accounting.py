@@ -42,7 +42,7 @@ from fedgen.privacy.events import (
     with_sampling_revealed,
 )
 from fedgen.privacy.gaussian_dp import gaussian_epsilon, smallest_epsilon
-from fedgen.privacy.profiles import (
+from fedgen.privacy.privacy_profiles import (
     Leaves,
     as_if_always_sampled,
     check_neighbours,

@@ -54,7 +54,7 @@ from torch import Tensor
 from fedgen.errors import FedgenError
 from fedgen.privacy.clipping import clip_rows
 from fedgen.privacy.events import Contribution, Unit
-from fedgen.privacy.exact_gaussian import grid_spacing, rounded_gaussian
+from fedgen.privacy.gaussian_noise import grid_spacing, rounded_gaussian
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import digest
 

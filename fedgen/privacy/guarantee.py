@@ -30,7 +30,7 @@ from scipy.special import ndtr, ndtri
 from fedgen.privacy.events import Contribution, Relation, Spend
 from fedgen.privacy.gaussian_dp import gaussian_delta
 from fedgen.privacy.ledger import elementwise_max
-from fedgen.privacy.profiles import profiles
+from fedgen.privacy.privacy_profiles import profiles
 
 GRID = np.concatenate([np.linspace(0, 20, 2001), np.geomspace(20, 600, 700)[1:]])
 """Points ε of a profile."""

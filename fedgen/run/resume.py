@@ -1,4 +1,5 @@
-"""Identify the run in a run directory, and check that it resumes as the same run."""
+"""Identify the run in a run directory, and check that it resumes as the same run. The rounds resume
+in ``Training`` (``train.py``), from the checkpoint that it loads."""
 
 from __future__ import annotations
 

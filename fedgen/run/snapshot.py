@@ -14,8 +14,8 @@ from fedgen.federation import checkpoint
 from fedgen.methods.api import Tensors
 from fedgen.privacy.accounting import Epsilon
 from fedgen.run import setup
-from fedgen.run.privacy_budget import has_dropout, progress_of
-from fedgen.run.privacy_report import (
+from fedgen.run.data_budget import has_dropout, progress_of
+from fedgen.run.privacy_record import (
     Accounts,
     count_unplanned,
     open_ledgers,

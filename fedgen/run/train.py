@@ -36,11 +36,11 @@ from fedgen.reporting.figures import partition
 from fedgen.reporting.progress import RunProgress
 from fedgen.run import setup
 from fedgen.run.clients import RunClientSetup, client_setup
-from fedgen.run.judge import JUDGED, check_judged, evaluate_run
+from fedgen.run.data_budget import finish_run, has_dropout, progress_of, register_run
+from fedgen.run.evaluation import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
-from fedgen.run.metrics import MetricsLog, RoundCallback, is_due
-from fedgen.run.privacy_budget import finish_run, has_dropout, progress_of, register_run
-from fedgen.run.privacy_report import Accounts, count_unplanned, open_ledgers
+from fedgen.run.metrics_log import MetricsLog, RoundCallback, is_due
+from fedgen.run.privacy_record import Accounts, count_unplanned, open_ledgers
 from fedgen.run.publish import Clock, build_results, epsilon_figure, publish
 from fedgen.run.resume import (
     ENDED,

@@ -19,7 +19,7 @@ from fedgen.config.compose import compose
 from fedgen.methods.api import Method
 from fedgen.privacy import aggregation as releases
 from fedgen.privacy.events import Unit, canonical
-from fedgen.privacy.exact_gaussian import grid_spacing, rounded_gaussian
+from fedgen.privacy.gaussian_noise import grid_spacing, rounded_gaussian
 from fedgen.randomness import RandomStreams
 from fedgen.run import attacks
 from fedgen.run.attacks import LowerBound, adversaries, attack

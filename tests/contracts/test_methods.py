@@ -72,7 +72,7 @@ class TestEveryMethod:
         assert privacy["rounds"] == rounds_of(method)
 
     @kills(
-        "fedgen/run/privacy_report.py",
+        "fedgen/run/privacy_record.py",
         "bounds = epsilons(list(spends.values()), self.privacy.delta, plan.relation)",
         "bounds = epsilons(list(spends.values()), 2 * self.privacy.delta, plan.relation)",
         case="dpgan_small-one",
@@ -154,7 +154,7 @@ def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "others_bounded = len(unbounded) < len(spends) and NonPrivateDpEvent() not in self.planned(1)",
     "others_bounded = len(unbounded) < len(spends)",
 )

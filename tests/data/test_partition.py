@@ -65,7 +65,7 @@ def test_replacing_a_record_moves_no_other(kind: str, row: int, label: int, writ
 
 
 @kills(
-    "fedgen/data/rows.py",
+    "fedgen/data/record_streams.py",
     "        digest = keyed_digest(key, content)",
     "        digest = keyed_digest(key, bytes(len(uniforms)))",
 )

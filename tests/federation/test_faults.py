@@ -291,7 +291,7 @@ def charged(capsys: pytest.CaptureFixture[str]) -> float:
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "        counted = ready.with_dropouts().plan\n",
     "        counted = ready.method.plan\n",
 )
@@ -323,7 +323,7 @@ def test_a_failure_counts_before_the_run_resumes(
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "run_dir.unanswered.exists() or set(run_dir.failures()) - set(IGNORED_REPLIES)",
     "run_dir.unanswered.exists()",
 )
@@ -343,7 +343,7 @@ def test_a_run_directory_records_a_failure_twice(
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "(outside and SpendDb.default().has_dropout(name, reserved=not training))",
     "False",
 )
@@ -378,7 +378,7 @@ def test_a_run_directory_does_not_forget_a_failure(
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     'return ready.privacy.noise == "secure" and not training and client_died(run_dir)',
     "return False",
 )
@@ -447,12 +447,12 @@ def test_a_death_during_a_response_may_reveal_its_sample(
     "if False:",
 )
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "died = not known or (quiet and client_died(RunDir(folder)))",
     "died = not known",
 )
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "check_budget(budget, delta, entry, list(map(_as_left, others)))",
     "check_budget(budget, delta, entry, others)",
 )

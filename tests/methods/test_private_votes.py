@@ -181,7 +181,7 @@ def test_each_of_several_clients_is_a_teacher(build: object) -> None:
 
 
 @kills(
-    "fedgen/run/metrics.py",
+    "fedgen/run/metrics_log.py",
     "        if is_due(state, facts, self._config.sample_every) or last:",
     "        if (facts.response_norm or 0) % 1 > 0.5 or last:",
 )

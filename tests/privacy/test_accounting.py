@@ -45,7 +45,7 @@ def both(spend: dict, delta: float = 1e-5) -> tuple[float, float]:
 
 
 @kills(
-    "fedgen/privacy/profiles.py",
+    "fedgen/privacy/privacy_profiles.py",
     (
         "poisson = isinstance(event, PoissonSampledDpEvent) and relation is "
         "Relation.ADD_OR_REMOVE_ONE"
@@ -181,7 +181,7 @@ def test_poisson_batches_under_replace_one_cost_more() -> None:
 
 
 @kills(
-    "fedgen/privacy/profiles.py",
+    "fedgen/privacy/privacy_profiles.py",
     "rounding = 2 * float(np.finfo(float).eps) * (releases + cells)",
     "rounding = 0.0",
 )
@@ -272,7 +272,7 @@ def test_revealed_samples_against_simulation() -> None:
 
 
 @kills(
-    "fedgen/privacy/profiles.py",
+    "fedgen/privacy/privacy_profiles.py",
     "gaussian_delta(mus, point) for point in eps]) + tail_mass",
     "gaussian_delta(mus, point) for point in eps])",
 )
@@ -376,7 +376,7 @@ def test_secret_samples_cost_no_more_than_revealed_ones() -> None:
     assert fixed.value == pytest.approx(64_764, rel=1e-4)
 
 
-@kills("fedgen/privacy/profiles.py", "many = len(eps) > _FEW_POINTS", "many = True")
+@kills("fedgen/privacy/privacy_profiles.py", "many = len(eps) > _FEW_POINTS", "many = True")
 def test_one_epsilon_does_not_loop_over_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a sequence of points, dp_accounting takes a step of Python for each cell of the loss."""
     dimensions, whole = [], pld.PrivacyLossDistribution.get_delta_for_epsilon

@@ -21,7 +21,7 @@ from fedgen.privacy.batch_sampling import FullBatch, Participation
 from fedgen.privacy.bounds import Ball
 from fedgen.privacy.clipping import sum_of_rows
 from fedgen.privacy.events import Relation, Unit
-from fedgen.privacy.exact_gaussian import grid_spacing
+from fedgen.privacy.gaussian_noise import grid_spacing
 from fedgen.privacy.mechanisms import (
     ClientGaussian,
     JointGaussian,

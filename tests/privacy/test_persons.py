@@ -53,7 +53,7 @@ def sampled(rate: float, sigma: float, size: int, count: int = 1) -> dict:
     "fedgen/privacy/events.py", ("    if size == 1:\n        return event\n"), "    return event\n"
 )
 @kills(
-    "fedgen/privacy/profiles.py",
+    "fedgen/privacy/privacy_profiles.py",
     "    weights = binom.pmf(counts, event.size, event.sampling_probability)",
     "    weights = binom.pmf(counts, 1, event.sampling_probability)",
 )

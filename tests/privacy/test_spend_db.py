@@ -252,7 +252,7 @@ def spent(capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 @kills(
-    "fedgen/run/privacy_budget.py",
+    "fedgen/run/data_budget.py",
     "composed_epsilon([*others, entry], delta)",
     "composed_epsilon([entry], delta)",
 )

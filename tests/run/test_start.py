@@ -71,7 +71,7 @@ def test_methods_that_cannot_use_the_weights_are_refused(
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     ("            if self.method.plan.prior_event is not None:\n                spends"),
     ("            if False:\n                spends"),
     case="dp_merf_small",

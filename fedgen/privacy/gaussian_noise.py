@@ -14,7 +14,7 @@ rounding of floating point, so it is the same on every processor and for any num
 The constant ``_ERROR``: the 63 bits determine U within 2^-65 of the centre of its interval, which
 is 2^-65 / phi(z) in z; down to U = 2^-29, phi(z) exceeds z U > 2^-27 (Mills' ratio), so this is
 below 2^-38. U in double precision has an error of 2^-53 U, which is below 2^-52 in z. ``ndtri``
-(Cephes) is accurate to 2^-46 there; ``tests/privacy/test_exact_gaussian.py`` compares it with
+(Cephes) is accurate to 2^-46 there; ``tests/privacy/test_gaussian_noise.py`` compares it with
 mpmath, to 2^-44. Together the error of z is below 2^-37, and with the rounding of std z, which is
 below 2^14, the error of the number before it is rounded to an integer is below 2^-26.
 """

@@ -14,9 +14,9 @@ from mutation import kills
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedgen.privacy import exact_gaussian
+from fedgen.privacy import gaussian_noise
 from fedgen.privacy.aggregation import noised
-from fedgen.privacy.exact_gaussian import MAX_STD, grid_spacing, rounded_gaussian
+from fedgen.privacy.gaussian_noise import MAX_STD, grid_spacing, rounded_gaussian
 from fedgen.randomness import RandomStreams
 
 STREAMS = RandomStreams.from_seed(3, "seeded")
@@ -67,12 +67,12 @@ def test_the_distribution_on_the_integers(mean: float, std: float) -> None:
 
 
 @kills(
-    "fedgen/privacy/exact_gaussian.py",
+    "fedgen/privacy/gaussian_noise.py",
     "(noisy.sub_(shift).abs_() >= 0.5 - _ERROR) | (magnitude < _MIN_MAGNITUDE)",
     "noisy.sub_(shift).abs_() >= 0.5 - _ERROR",
 )
 @kills(
-    "fedgen/privacy/exact_gaussian.py",
+    "fedgen/privacy/gaussian_noise.py",
     "(noisy.sub_(shift).abs_() >= 0.5 - _ERROR) | (magnitude < _MIN_MAGNITUDE)",
     "magnitude < _MIN_MAGNITUDE",
 )
@@ -113,7 +113,7 @@ def test_both_signs_are_mirror_images(words: list[int], mean: float, std: float)
 
 
 @kills(
-    "fedgen/privacy/exact_gaussian.py",
+    "fedgen/privacy/gaussian_noise.py",
     "noisy = noisy.mul_(std).add_(remainder)",
     "noisy = noisy.mul_(float(torch.tensor(std))).add_(remainder)",
 )
@@ -137,7 +137,7 @@ def test_floating_point_agrees_with_exact_arithmetic(
             apart = mpmath.mpf(0.5) + side * mpmath.ldexp(1, -power) - std * z
             mean = float(apart - mpmath.nint(apart))
         assert of_bits([word], mean, std, more=999) == [
-            exact_gaussian._resolve(mean, std, signed, more)
+            gaussian_noise._resolve(mean, std, signed, more)
         ]
 
 
@@ -168,7 +168,7 @@ def test_large_integers_are_kept() -> None:
     assert torch.equal(rounded_gaussian(far, 1.0, STREAMS), far)
 
 
-@kills("fedgen/privacy/exact_gaussian.py", "integers.add_(shift).add_(0.0)", "integers.add_(shift)")
+@kills("fedgen/privacy/gaussian_noise.py", "integers.add_(shift).add_(0.0)", "integers.add_(shift)")
 @pytest.mark.parametrize("mean", [0.0, -0.0, -1e-6, 1e-6, -0.25, -0.5, 0.5])
 def test_zero_has_one_encoding(mean: float) -> None:
     """The sign of a rounded zero would reveal the sign of the mean."""

@@ -20,15 +20,15 @@ from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.ledger import Account
 from fedgen.reporting.summary import statement
 from fedgen.run.calibrate import Privacy
-from fedgen.run.privacy_report import Accounts, amplification
+from fedgen.run.privacy_record import Accounts, amplification
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "return of_clients and bool(self.without_bound(spends))",
     "return False",
 )
-@kills("fedgen/run/privacy_report.py", '"without_bound": sorted(lost),', '"without_bound": [],')
+@kills("fedgen/run/privacy_record.py", '"without_bound": sorted(lost),', '"without_bound": [],')
 def test_the_failure_of_a_client_voids_only_its_own_bound() -> None:
     """The plan of several clients does not contain it, the ledgers do."""
     method = make(clients=5, noise=1.0)
@@ -61,7 +61,7 @@ def summing(noise: float = 0.5, threshold: int = 7, colluders: int = 0) -> Metho
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "math.sqrt((sums.honest - fewer) / sums.honest)",
     "math.sqrt(sums.honest / sums.honest)",
 )
@@ -83,9 +83,9 @@ def test_epsilon_with_more_colluders_is_printed() -> None:
     assert "at least 7 shares" in result and "11.01" in result and "35.85" in result
 
 
-@kills("fedgen/run/privacy_report.py", "min(one_more + len(lost), own_alone)", "one_more")
+@kills("fedgen/run/privacy_record.py", "min(one_more + len(lost), own_alone)", "one_more")
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "(self.signed or sums.colluders >= sums.threshold // 2)",
     "(self.signed or sums.colluders >= sums.threshold)",
 )
@@ -108,7 +108,7 @@ def test_colluders_and_clients_without_a_bound_add_up() -> None:
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "(self.signed or sums.colluders >= sums.threshold // 2)",
     "(sums.colluders >= sums.threshold // 2)",
 )
@@ -126,7 +126,7 @@ def test_one_more_colluder_counts_as_all_if_clients_sign() -> None:
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "if not lost or not isinstance(sums, Secure):",
     "if not lost or isinstance(sums, Secure):",
 )
@@ -175,7 +175,7 @@ def test_repeated_rounds_reveal_nothing_without_sampling() -> None:
 
 
 @kills(
-    "fedgen/run/privacy_report.py",
+    "fedgen/run/privacy_record.py",
     "if planned is None or not self.dropouts() or not self.method.cohort.is_sampled:",
     "if True:",
 )

@@ -24,10 +24,10 @@ from fedgen.reporting.progress import (
     format_pace,
 )
 from fedgen.run.calibrate import planned_bounds
+from fedgen.run.evaluation import utilities
 from fedgen.run.generator import judged_samples
-from fedgen.run.judge import utilities
 from fedgen.run.preflight import data_warnings, delta_warnings, preset_warnings
-from fedgen.run.privacy_report import Accounts
+from fedgen.run.privacy_record import Accounts
 from fedgen.run.publish import Clock, samples_per_label
 from fedgen.run.setup import Setup
 from fedgen.storage.run_dir import RunDir

@@ -22,7 +22,7 @@ from fedgen.privacy.spend_db import Entry, SpendDb, composed_epsilon
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.calibrate import Progress
-from fedgen.run.privacy_report import open_ledgers
+from fedgen.run.privacy_record import open_ledgers
 from fedgen.run.setup import Setup
 from fedgen.storage.io import read_json
 from fedgen.storage.run_dir import RunDir
