@@ -42,7 +42,7 @@ from fedgen.data.datasets import as_images
 from fedgen.errors import FedgenError
 from fedgen.privacy.guarantee import Guarantee, of_pair
 from fedgen.randomness import RandomStreams
-from fedgen.reporting.summary import guarantee_of
+from fedgen.reporting.privacy_statement import guarantee_of
 from fedgen.run import train as training
 from fedgen.run.generator import PublishedGenerator, draw_samples, labels_of, load_generator
 from fedgen.storage.run_dir import RunDir

@@ -29,8 +29,8 @@ from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.aggregation import Release
 from fedgen.privacy.events import Relation, Unit, canonical, from_json, total
 from fedgen.randomness import RandomStreams
+from fedgen.reporting.privacy_statement import guarantee_of
 from fedgen.reporting.progress import RunProgress, format_epsilon
-from fedgen.reporting.summary import guarantee_of
 from fedgen.run import setup
 from fedgen.run.attacks import Adversary, adversaries, attack, distinguishing_noise
 from fedgen.run.calibrate import other_target

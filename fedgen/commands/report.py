@@ -9,9 +9,9 @@ import torch
 from omegaconf import DictConfig, ListConfig
 
 from fedgen.errors import FedgenError
+from fedgen.reporting.privacy_statement import unbounded_note
 from fedgen.reporting.report import report as page
 from fedgen.reporting.so_far import SnapshotReport, render_snapshot_report
-from fedgen.reporting.summary import unbounded_note
 from fedgen.run.generator import draw_samples
 from fedgen.run.resume import check_unaltered
 from fedgen.run.snapshot import is_unfinished, load_snapshot

@@ -13,8 +13,8 @@ from scipy.special import ndtr, ndtri
 from fedgen.errors import FedgenError
 from fedgen.privacy.budget import delta_limit
 from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, Guarantee
+from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
-from fedgen.reporting.summary import guarantee_of, protected
 from fedgen.storage.io import read_json
 
 ABOUT = {

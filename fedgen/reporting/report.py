@@ -33,17 +33,15 @@ from fedgen.reporting.pages import (
     svg,
     template,
 )
-from fedgen.reporting.summary import (
+from fedgen.reporting.privacy_statement import (
     NOT_IN_THE_FOLDER,
-    PARTS,
-    averages,
     exceptions,
-    figures,
     guarantee_of,
     protected,
     strength,
     unbounded_note,
 )
+from fedgen.reporting.summary import PARTS, averages, figures
 from fedgen.storage.io import check_no_links, read_json, read_yaml
 from fedgen.storage.run_dir import RunDir
 

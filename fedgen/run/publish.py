@@ -17,7 +17,8 @@ from fedgen.config.registry import extension_types
 from fedgen.federation.rounds import RoundFacts, RunState
 from fedgen.methods.api import Tensors
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
-from fedgen.reporting.summary import card, statement
+from fedgen.reporting.model_card import card
+from fedgen.reporting.privacy_statement import statement
 from fedgen.run.generator import describe, draw_samples
 from fedgen.run.setup import Setup, published_names
 from fedgen.storage.io import share, write_atomic

@@ -32,8 +32,10 @@ from fedgen.privacy.events import Relation
 from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.guarantee import guarantee, to_json
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
+from fedgen.reporting.model_card import card
+from fedgen.reporting.privacy_statement import statement
 from fedgen.reporting.progress import RunProgress, format_bytes, format_epsilon
-from fedgen.reporting.summary import card, statement, summary
+from fedgen.reporting.summary import summary
 from fedgen.run import memory as memory_
 from fedgen.run.memory import PeakMemory, memory_of_tree
 from fedgen.storage.folders import make_folder, unused_folder

@@ -18,7 +18,7 @@ from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import canonical
 from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.ledger import Account
-from fedgen.reporting.summary import statement
+from fedgen.reporting.privacy_statement import statement
 from fedgen.run.calibrate import Privacy
 from fedgen.run.privacy_record import Accounts, amplification
 
