@@ -99,18 +99,18 @@ def main() -> None:
     PAGE.write_text(page())
     for file in pages_with_figures():
         file.write_text(with_figures(file))
-    draw(compared(kept(), "mnist"))
+    draw(compared(load_runs(), "mnist"))
 
 
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
     """Store the figures of a finished run. ``method``: its name in the matrix of its benchmark."""
-    run_dir, made, identity = open_run(run, "run")
-    asked = compose("config", shlex.split(command)[2:])
-    for key, value in identity["left_open"].items():  # what the method settled for itself
-        OmegaConf.update(made, key, value)
-    for config in (made, asked):
+    run_dir, run_config, identity = open_run(run, "run")
+    requested = compose("config", shlex.split(command)[2:])
+    for key, value in identity["left_open"].items():  # derived settings
+        OmegaConf.update(run_config, key, value)
+    for config in (run_config, requested):
         config.run_dir = config.logger = config.names.logger = None
-    plain = [OmegaConf.to_container(each, resolve=True) for each in (made, asked)]
+    plain = [OmegaConf.to_container(value, resolve=True) for value in (run_config, requested)]
     if plain[0] != plain[1]:
         sys.exit(f"results_page: {command} has other settings than {run}")
     privacy = run_dir.privacy()
@@ -130,16 +130,16 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
     runs = [*(other for other in others if other["command"] != command), record]
     runs.sort(key=lambda kept_run: kept_run["command"])
     KEPT.mkdir(exist_ok=True)
-    file.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in runs))
+    file.write_text("".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in runs))
 
 
 def _small(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: _small(each) for key, each in value.items() if key not in _LEFT_OUT}
+    return {key: _small(item) for key, item in value.items() if key not in _LEFT_OUT}
 
 
-def kept() -> list[dict[str, Any]]:
+def load_runs() -> list[dict[str, Any]]:
     """Return all stored runs."""
     return [run for file in sorted(KEPT.glob("*.jsonl")) for run in _lines(file)]
 
@@ -153,32 +153,32 @@ Cells = dict[tuple[str, str], list[dict[str, Any]]]  # (data, ε) -> runs that d
 
 def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
     """Return method -> its runs of a matrix, the best on MNIST at ε = 10 first."""
-    found: dict[str, Cells] = {}
+    cells: dict[str, Cells] = {}
     for run in runs:
         if run["section"] == COMPARED[matrix]:
             results = run["results"]
             at = results["data"], f"{results['epsilon']['server']:.0f}"
-            found.setdefault(run["method"], {}).setdefault(at, []).append(results)
+            cells.setdefault(run["method"], {}).setdefault(at, []).append(results)
 
     def first(method: str) -> float:
-        runs = found[method].get(("mnist", "10"), [])
+        runs = cells[method].get(("mnist", "10"), [])
         return -statistics.mean(_cnn(runs)) if runs else 0.0
 
-    return {method: found[method] for method in sorted(found, key=first)}
+    return {method: cells[method] for method in sorted(cells, key=first)}
 
 
 def _figures(*keys: str, scale: float = 1) -> Callable[[list[dict[str, Any]]], list[float]]:
-    """Create a function that returns one figure of each run that has it."""
+    """Create a function that returns one figure of result run that has it."""
 
     def read(results: list[dict[str, Any]]) -> list[float]:
-        found = []
-        for each in results:
-            value: Any = each
+        values = []
+        for result in results:
+            value: Any = result
             for key in keys:
                 value = value.get(key) if value else None
             if value is not None:
-                found.append(scale * value)
-        return found
+                values.append(scale * value)
+        return values
 
     return read
 
@@ -207,8 +207,8 @@ def _papers(matrix: str, method: str) -> dict[tuple[str, str], float]:
 
 
 def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
-    there = {at for cells in methods.values() for at in cells}
-    columns = [(data, e) for data in _DATA for e in _EPSILONS if (data, e) in there]
+    measured = {at for cells in methods.values() for at in cells}
+    columns = [(data, e) for data in _DATA for e in _EPSILONS if (data, e) in measured]
     heads = [f"{_DATA[data]}, ε = {e}" for data, e in columns]
     lines = [
         f"| method | {' | '.join(heads)} | seeds | minutes |",
@@ -228,7 +228,7 @@ def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
 
 
 def draw(methods: dict[str, Cells]) -> None:
-    """Plot a panel for each data set, with a line for each method."""
+    """Plot a panel for result data set, with a line for result method."""
     figure = Figure(figsize=(9, 0.3 * len(methods) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     first = None
@@ -237,11 +237,11 @@ def draw(methods: dict[str, Cells]) -> None:
         first = first or axes
         for colour, size, e in (("C0", 7, "10"), ("C1", 5, "1")):
             for line, (method, cells) in enumerate(methods.items()):
-                found, papers = _cnn(cells.get((data, e), [])), _papers("mnist", method)
+                values, papers = _cnn(cells.get((data, e), [])), _papers("mnist", method)
                 style = {"color": colour, "markersize": size, "clip_on": False}
-                if found:
-                    spread = statistics.stdev(found) if len(found) > 1 else None
-                    axes.errorbar(statistics.mean(found), line, xerr=spread, fmt="o", **style)
+                if values:
+                    spread = statistics.stdev(values) if len(values) > 1 else None
+                    axes.errorbar(statistics.mean(values), line, xerr=spread, fmt="o", **style)
                 if (data, e) in papers:
                     axes.plot(papers[data, e], line, "o", fillstyle="none", **style)
         axes.set_title(title, fontsize=10)
@@ -259,7 +259,7 @@ def draw(methods: dict[str, Cells]) -> None:
 
 def page() -> str:
     """Return the page of all stored runs."""
-    runs = kept()
+    runs = load_runs()
     parts = [_HEAD]
     for matrix, head in _TABLES.items():
         if methods := compared(runs, matrix):
@@ -275,13 +275,15 @@ def page() -> str:
             f"## {section}\n",
             f"`{shlex.join(shared)}`" + (", and:\n" if len(commands) > 1 else "\n"),
         ]
-        columns = [name for name in _COLUMNS if _told(name, commands)]
+        columns = [name for name in _COLUMNS if _has_column(name, commands)]
         heads = ["settings", "unit, clients", "ε", *columns, "min", "up"]
         parts += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for words in sorted(commands):
-            own = shlex.join(word for word in words if word not in shared)
-            parts.append(_line(f"`{own}`" if own else "as above", commands[words], columns))
-        parts += ["", *_made(run for runs in commands.values() for run in runs), ""]
+            distinct = shlex.join(word for word in words if word not in shared)
+            parts.append(
+                _line(f"`{distinct}`" if distinct else "as above", commands[words], columns)
+            )
+        parts += ["", *_provenance(run for runs in commands.values() for run in runs), ""]
     return "\n".join(parts)
 
 
@@ -294,27 +296,27 @@ def pages_with_figures() -> list[Path]:
 def with_figures(file: Path) -> str:
     """Return the text of a page, with its marked figures filled in."""
 
-    def figure(found: re.Match[str]) -> str:
-        decimals, spread, name, words, column = found.groups()
+    def figure(match: re.Match[str]) -> str:
+        decimals, spread, name, words, column = match.groups()
         settings: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for run in _lines(KEPT / f"{name}.jsonl"):
             command = shlex.split(run["command"])
             if set(shlex.split(words)) <= set(command):
-                own = tuple(word for word in command if not word.startswith("seed="))
-                settings.setdefault(own, []).append(run["results"])
-        shortest, *others = sorted(settings, key=len) or sys.exit(f"{file}: no run for {found[0]}")
+                key = tuple(word for word in command if not word.startswith("seed="))
+                settings.setdefault(key, []).append(run["results"])
+        shortest, *others = sorted(settings, key=len) or sys.exit(f"{file}: no run for {match[0]}")
         if others and len(others[0]) == len(shortest):
-            sys.exit(f"{file}: several runs for {found[0]}")
+            sys.exit(f"{file}: several runs for {match[0]}")
         values = (_COLUMNS | {"minutes": _minutes})[column](settings[shortest])
         text = f"{statistics.mean(values):.{len(decimals or '')}f}"
         if spread is not None:
             text += f" ± {statistics.stdev(values):.{len(spread)}f}"
-        return f"{text}{found[0][found[0].index('<!--') :]}"
+        return f"{text}{match[0][match[0].index('<!--') :]}"
 
     return _FIGURE.sub(figure, file.read_text())
 
 
-def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
+def _provenance(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Return dates, versions and systems of runs."""
     days: dict[str, list[str]] = {}
     for run in runs:
@@ -323,12 +325,12 @@ def _made(runs: Iterable[dict[str, Any]]) -> list[str]:
         by = ", ".join(f"{name} {version}" for name, version in environment.items())
         days.setdefault(f"{by}; {system}", []).append(run["date"])
     return [
-        f"*{' to '.join(sorted({min(each), max(each)}))}: {by}.*"
-        for by, each in sorted(days.items())
+        f"*{' to '.join(sorted({min(dates), max(dates)}))}: {by}.*"
+        for by, dates in sorted(days.items())
     ]
 
 
-def _told(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> bool:
+def _has_column(name: str, commands: dict[tuple[str, ...], list[dict[str, Any]]]) -> bool:
     """Return whether at least half of the commands have a figure for the column."""
     has = [bool(_COLUMNS[name]([run["results"] for run in runs])) for runs in commands.values()]
     return 2 * sum(has) >= len(has)
@@ -343,17 +345,17 @@ def _line(settings: str, runs: list[dict[str, Any]], columns: list[str]) -> str:
         f"{first['unit']}, {results[0]['clients']}",
         f"{server} / {release}",
         *(_mean(_COLUMNS[name](results)) for name in columns),
-        f"{statistics.mean(each['seconds'] for each in results) / 60:.1f}",
+        f"{statistics.mean(result['seconds'] for result in results) / 60:.1f}",
         format_bytes(results[0]["bytes"]["up"]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _mean(found: list[float]) -> str:
-    if not found:
+def _mean(values: list[float]) -> str:
+    if not values:
         return ""
-    spread = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):.1f}{spread}"
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Restore one thread: threads of small networks wait for each other, most of all next to other
-    tests."""
+    """Use one torch thread: for small networks, synchronization costs more than it saves, most of
+    all with parallel tests."""
     torch.set_num_threads(1)
 
 
@@ -115,8 +115,8 @@ def data_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a test that leaves a process behind, whatever its parent: processes inherit a mark. The
-    server of ``forked`` commands serves all tests, and starts without one."""
+    """Fail a test that leaves processes running. They are found by an inherited environment
+    variable; the fork server starts before it is set."""
     importlib.import_module("forked")  # it says what the server imports
     forkserver.ensure_running()  # type: ignore[attr-defined]
     mark = uuid.uuid4().hex

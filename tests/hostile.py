@@ -1,4 +1,4 @@
-"""Functions shared by the tests of files and messages from strangers."""
+"""Functions shared by the tests of untrusted files and messages."""
 
 from __future__ import annotations
 

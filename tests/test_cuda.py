@@ -1,4 +1,4 @@
-"""CPU laws on a GPU: the same noise, the same bound, every method."""
+"""Properties that hold on a CPU also hold on a GPU: noise, sensitivity, and every method."""
 
 from __future__ import annotations
 

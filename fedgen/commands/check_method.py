@@ -41,13 +41,13 @@ from fedgen.storage.run_dir import RunDir
 
 _CLIENTS = 4
 _MAX_RECORDS = 300  # records next to the additional one
-_DRAWS = 100  # samples that may omit it
+_MAX_ATTEMPTS = 100  # random streams tried until the additional record is sampled
 _LOW_NOISE = 1e-4  # noise standard deviation over sensitivity
-_NUMBERS = 3000  # noise values for a precision of 1 %
-_TOLERATED = 1.1  # factor over a bound
-UNSEEN = """\
-not checked, known only to the author: that the neighbours in worst_cases are the worst case,
-and that the server receives nothing from clients but their responses"""
+_NOISE_VALUES = 3000  # for a precision of 1 %
+_TOLERANCE = 1.1  # factor over a bound
+NOT_CHECKED = """\
+not checked; the author must ensure it: worst_cases returns the true worst case, and the server
+receives nothing from clients except their responses"""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def check(config: DictConfig) -> str:
     """
     for key in ("resume", "run_dir", "start", "group"):
         if config[key] is not None:
-            problem = "names one run directory; a check trains several runs and deletes them"
+            problem = "is not supported: a check trains several temporary runs"
             raise FedgenError(key, problem, "leave it out")
     if config.privacy.noise != "seeded":
-        problem = "is for releases: a check repeats runs"
+        problem = "must be seeded, because a check compares repeated runs"
         raise FedgenError("privacy.noise", problem, "leave it out")
     check_audit(config.audit)
     if not config.audit.releases:
@@ -98,7 +98,7 @@ def check(config: DictConfig) -> str:
     signs = {True: "pass    ", False: "FAIL    ", None: "untested"}
     lines = [f"{signs[result.passed]}  {result.name}: {result.detail}" for result in results]
     broken = [result for result in results if result.passed is False]
-    text = "\n".join([*lines, UNSEEN])
+    text = "\n".join([*lines, NOT_CHECKED])
     if broken:
         print(text)
         problem = f"{config.names.method} fails {len(broken)} of {len(results)} checks"
@@ -125,15 +125,15 @@ def _smallest_run(config: DictConfig) -> DictConfig:
 
 def _runs(config: DictConfig, folder: Path) -> list[CheckResult]:
     first = _train(config, folder / "first")
-    moved = config.copy()
-    moved.runtime.store, moved.runtime.serialize = "disk", True
+    on_disk = config.copy()
+    on_disk.runtime.store, on_disk.runtime.serialize = "disk", True
     return [
         *check_run(first, config),
-        check_same(_train(config, folder / "again"), first, "a run repeats"),
+        check_same(_train(config, folder / "repeated"), first, "a run is reproducible"),
         check_same(
-            _train(moved, folder / "moved"), first, "states on disk do not change the result"
+            _train(on_disk, folder / "on disk"), first, "states on disk do not change the result"
         ),
-        _check_resume(config, folder / "cut", first),
+        _check_resume(config, folder / "interrupted", first),
         *_check_clients(config, folder),
     ]
 
@@ -141,7 +141,7 @@ def _runs(config: DictConfig, folder: Path) -> list[CheckResult]:
 def _train(config: DictConfig, place: Path) -> RunDir:
     run_config = config.copy()
     run_config.run_dir = str(place)
-    print(f"a run, {place.name}:", flush=True)
+    print(f"training run '{place.name}':", flush=True)
     return RunDir(train(run_config))
 
 
@@ -160,18 +160,21 @@ def check_budget(run: RunDir, config: DictConfig) -> CheckResult:
         detail = f"{other.key}={other.value:g} against {adversary}: {reached:.4g}"
         return CheckResult("a run stays within its budget", detail, reached <= other.value)
     proven = view["epsilon"]
-    detail = f"ε {format_epsilon(proven)} against {adversary}, of {target}"
+    detail = f"ε {format_epsilon(proven)} against {adversary}"
     if target is None:
-        return CheckResult("a run stays within its budget", f"{detail}: none is set", None)
+        detail = f"{detail}; privacy.target_epsilon is not set"
+        return CheckResult("a run stays within its budget", detail, None)
     return CheckResult(
-        "a run stays within its budget", detail, proven is not None and proven <= target
+        "a run stays within its budget",
+        f"{detail}, of {target}",
+        proven is not None and proven <= target,
     )
 
 
 def check_accounting(run: RunDir) -> CheckResult:
     """Check that the printed ε is at least that of the lines in the ledger of each client."""
     printed, lines = run.privacy(), 0
-    relation, name = Relation(printed["relation"]), "ledgers add up to the printed ε"
+    relation, name = Relation(printed["relation"]), "the printed ε covers every ledger"
     for client, page in printed["clients"].items():
         entries = (run.clients / client / "ledger.jsonl").read_text().splitlines()[1:]
         spend = total([canonical(from_json(json.loads(line)["event"])) for line in entries])
@@ -179,7 +182,9 @@ def check_accounting(run: RunDir) -> CheckResult:
         least = epsilon(spend, printed["delta"], relation).or_infinity if spend else 0.0
         server = math.inf if page["server"] is None else page["server"]
         if server < least * (1 - 1e-9):
-            detail = f"client {client} has {format_epsilon(server)}, and spent {least:.4g}"
+            detail = (
+                f"client {client}: ε {format_epsilon(server)} is below ε {least:.4g} of its ledger"
+            )
             return CheckResult(name, detail, False)
     return CheckResult(name, f"{lines} releases", True)
 
@@ -196,32 +201,33 @@ def check_samples(run: RunDir) -> CheckResult:
     again = draw_samples(method, generator, labels, streams)
     fits &= np.array_equal(again, draw_samples(method, generator, labels, streams))
     detail = f"{count} of shape {tuple(images.shape[1:])}, from public/ alone"
-    return CheckResult("samples are images, and repeat", detail, fits)
+    return CheckResult("samples are valid images and reproducible", detail, fits)
 
 
 def check_same(run: RunDir, first: RunDir, name: str) -> CheckResult:
     """Check that two runs have the same generator and ε."""
     of_first, of_run = first.results()["generator_sha256"], run.results()["generator_sha256"]
     same = of_first == of_run and first.privacy()["views"] == run.privacy()["views"]
-    return CheckResult(name, "to the same bit" if same else "to another generator", same)
+    detail = "bit-identical generator, and ε" if same else "the generator or ε differs"
+    return CheckResult(name, detail, same)
 
 
 def _check_resume(config: DictConfig, place: Path, first: RunDir) -> CheckResult:
     """Check a run that is interrupted at its second picture, as by Ctrl-C, and resumed."""
-    run_config, seen = config.copy(), []
+    run_config, calls = config.copy(), []
     run_config.run_dir = str(place)
 
-    def cut(*arguments: object) -> None:
-        seen.append(arguments)
-        if len(seen) == 2:
+    def interrupt(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
             raise KeyboardInterrupt
 
-    print("a run, interrupted and resumed:", flush=True)
+    print("training run 'interrupted':", flush=True)
     name = "an interrupted run resumes"
     try:
-        train(run_config, watch=cut)
+        train(run_config, watch=interrupt)
     except Interrupted:
-        if len(seen) < 2:  # interrupted as by Ctrl-C
+        if len(calls) < 2:  # interrupted as by Ctrl-C
             raise
         return check_same(RunDir(train(compose("config", [f"resume='{place}'"]))), first, name)
     return CheckResult(name, "too short to interrupt: use more rounds", None)
@@ -259,90 +265,101 @@ def _check_clients(config: DictConfig, folder: Path) -> list[CheckResult]:
 def _attacks(config: DictConfig, audit: DictConfig) -> list[CheckResult]:
     """Attack each kind of query and each view: with the stated noise, and with half of it."""
     ready = setup.setup(config)
-    results = [_corrected(ready, kind) for kind in range(len(ready.method.worst_cases()))]
-    for sight in adversaries(ready.method):
+    results = [_check_sensitivity(ready, kind) for kind in range(len(ready.method.worst_cases()))]
+    for adversary in adversaries(ready.method):
         for kind, worst in enumerate(ready.method.worst_cases()):
-            name = f"{sight.name}, {next(iter(worst.query.samples))}"
-            noise = audit.noise_multiplier or distinguishing_noise(ready, sight, kind)
-            above, detail = _attack(ready, sight, kind, (noise, noise), audit)
-            results.append(CheckResult(f"no attack refutes the proof ({name})", detail, not above))
+            name = f"{adversary.name}, {next(iter(worst.query.samples))}"
+            noise = audit.noise_multiplier or distinguishing_noise(ready, adversary, kind)
+            refuted, detail = _attack(ready, adversary, kind, (noise, noise), audit)
+            results.append(
+                CheckResult(f"no attack refutes the proof ({name})", detail, not refuted)
+            )
             if worst.custom_noise:  # independent of that of the run
                 continue
-            caught, less = _attack(ready, sight, kind, (noise, noise / 2), audit)
-            if not caught:
-                less += ": the attack is too weak to decide, e.g. because of secret sampling"
+            refuted, detail = _attack(ready, adversary, kind, (noise, noise / 2), audit)
+            if not refuted:
+                detail += ": the attack is too weak to decide, e.g. because of secret sampling"
             results.append(
-                CheckResult(f"half of the noise is noticed ({name})", less, caught or None)
+                CheckResult(f"halved noise is detected ({name})", detail, refuted or None)
             )
     return results
 
 
-def _corrected(ready: Setup, kind: int) -> CheckResult:
+def _check_sensitivity(ready: Setup, kind: int) -> CheckResult:
     """Check that one more record among up to 300 of the first client's (white, grey, black, noise
-    or a duplicate, under two labels) moves the sum no further than accounted. It is appended last,
-    so that all others keep their positions."""
-    loud, quiet = ready.at_noise(1.0), ready.at_noise(_LOW_NOISE)
-    worst = loud.worst_cases()[kind]
-    name = f"one more record among many moves a sum by no more ({next(iter(worst.query.samples))})"
-    local = loud.plan.aggregation.is_local and loud.plan.unit is Unit.RECORD
+    or a duplicate, under two labels) changes the sum by no more than accounted. It is appended
+    last, so that all others keep their positions."""
+    full_noise, low_noise = ready.at_noise(1.0), ready.at_noise(_LOW_NOISE)
+    worst = full_noise.worst_cases()[kind]
+    query = next(iter(worst.query.samples))
+    name = f"adding a record changes a sum by at most its sensitivity ({query})"
+    plan = full_noise.plan
+    local = plan.aggregation.is_local and plan.unit is Unit.RECORD
     if worst.custom_noise:
-        return CheckResult(name, "not tested: the noise of a warm-up is fixed", None)
-    if not local or loud.plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
-        return CheckResult(name, "tested if clients respond with noised sums over records", None)
+        return CheckResult(name, "the noise of a warm-up is fixed", None)
+    if not local or plan.relation is not Relation.ADD_OR_REMOVE_ONE or worst.event is None:
+        detail = "requires aggregation=local, unit=record and add-or-remove neighbours"
+        return CheckResult(name, detail, None)
     [leaf] = canonical(worst.event)  # one Gaussian, with or without sampling
     proven = 1 / getattr(leaf, "event", leaf).noise_multiplier
     first_shard = ready.dataset.shard(ready.shards[0])
     images, labels = first_shard.images[:_MAX_RECORDS], first_shard.labels[:_MAX_RECORDS]
     source = ready.streams.at("check").public("rows")
 
-    def sent(method: Method, more: list[tuple[Tensor, int]], streams: int) -> NDArray[np.float64]:
+    def response(
+        method: Method, more: list[tuple[Tensor, int]], streams: int
+    ) -> NDArray[np.float64]:
         rows = torch.cat([images, *(row[None] for row, _ in more)])
         shard = Shard(rows, torch.cat([labels, torch.tensor([label for _, label in more]).long()]))
         client_streams = ready.streams.at("check", kind, streams)
-        answer = method.client.respond({}, worst.query, shard, worst.round, client_streams)
-        assert isinstance(answer, Release)
-        return np.asarray(answer.arrays["answer"], float).ravel()
+        release = method.client.respond({}, worst.query, shard, worst.round, client_streams)
+        assert isinstance(release, Release)
+        return np.asarray(release.arrays["answer"], float).ravel()
 
     noise = torch.randint(0, 256, images.shape[1:], generator=source, dtype=torch.uint8)
-    tried = [*(torch.full_like(noise, grey) for grey in (255, 219, 0)), noise, images[0]]
-    for streams in range(_DRAWS):  # until the record is sampled
-        without = sent(quiet, [], streams)
-        if np.abs(sent(quiet, [(noise, int(labels[-1]))], streams) - without).max() > 0:
+    candidates = [*(torch.full_like(noise, grey) for grey in (255, 219, 0)), noise, images[0]]
+    for streams in range(_MAX_ATTEMPTS):
+        without = response(low_noise, [], streams)
+        with_record = response(low_noise, [(noise, int(labels[-1]))], streams)
+        if np.abs(with_record - without).max() > 0:
             break
     else:
-        return CheckResult(name, f"none of {_DRAWS} samples included the record", None)
-    enough = range(-(-_NUMBERS // without.size))
-    std = float(np.std([sent(loud, [], number) - sent(quiet, [], number) for number in enough]))
-    most = max(
-        float(np.linalg.norm(sent(quiet, [(row, label)], streams) - without)) / std / proven
-        for row in tried
+        return CheckResult(name, f"none of {_MAX_ATTEMPTS} samples included the record", None)
+    noises = [
+        response(full_noise, [], number) - response(low_noise, [], number)
+        for number in range(-(-_NOISE_VALUES // without.size))
+    ]
+    unit = float(np.std(noises)) * proven
+    ratio = max(
+        float(np.linalg.norm(response(low_noise, [(record, label)], streams) - without)) / unit
+        for record in candidates
         for label in (int(labels[-1]), (int(labels[-1]) + 1) % ready.dataset.classes)
     )
-    detail = f"{most:.2f} of the accounted sensitivity, at most"
-    return CheckResult(name, detail, most < _TOLERATED)
+    detail = f"largest change: {ratio:.2f} times the accounted sensitivity"
+    return CheckResult(name, detail, ratio < _TOLERANCE)
 
 
 def _attack(
-    ready: Setup, sight: Adversary, kind: int, noise: tuple[float, float], audit: DictConfig
+    ready: Setup, adversary: Adversary, kind: int, noise: tuple[float, float], audit: DictConfig
 ) -> tuple[bool, str]:
-    """Return whether an attack refutes a program, given its ``noise`` (stated, used), and how
-    closely."""
-    claimed, really = map(ready.at_noise, noise)
+    """Attack a client program with ``noise`` multipliers (claimed, actual); return whether its
+    claimed ε is refuted, and both bounds as text."""
+    claimed, actual = map(ready.at_noise, noise)
     with RunProgress() as progress:
         points = attack(
-            really,
+            actual,
             claimed.plan,
             claimed.worst_cases()[kind],
-            sight,
+            adversary,
             releases=audit.releases,
             confidence=audit.confidence,
             delta=ready.config.privacy.delta,
-            streams=ready.streams.at("check", sight.name, kind),
+            streams=ready.streams.at("check", adversary.name, kind),
             report_progress=lambda done: progress.show(
                 "simulated releases", done, 2 * audit.releases, ""
             ),
         )
-    most = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
-    proven = format_epsilon(most.proven)
-    detail = f"the attack shows ε ≥ {most.lower_bound:.2f}; proven for its view: {proven}"
+    closest = max(points, key=lambda point: point.lower_bound / (point.proven or 1))
+    proven = format_epsilon(closest.proven)
+    detail = f"the attack shows ε ≥ {closest.lower_bound:.2f}; proven for its view: {proven}"
     return any(point.broken for point in points), detail

@@ -5,8 +5,10 @@ A profile bounds δ(ε) for all ε at once. It is exact for Gaussian releases (�
 hold at each point. Each figure here is the best that these points imply, so a coarser grid or a
 looser bound only raises it.
 
-A membership test accuses members (records, persons or clients that were included) at its true
-positive rate (TPR), and others at its false positive rate (FPR). For every ε of the profile,
+A membership test classifies a member (a record, person or client that was included) as a member
+with probability TPR, its true positive rate, and others with probability FPR, its false positive
+rate. The curve is the largest TPR at each FPR, one minus the trade-off function of Dong, Roth, Su.
+For every ε of the profile,
 
     TPR <= δ + e^ε FPR  and  1 - FPR <= δ + e^ε (1 - TPR)
 
@@ -37,8 +39,8 @@ GRID = np.concatenate([np.linspace(0, 20, 2001), np.geomspace(20, 600, 700)[1:]]
 
 PRIORS = (0.01, 0.1, 0.5)
 FALSE_POSITIVE_RATES = (0.001, 0.01)
-SHARE_FOUND = 0.01
-"""Minimum share of members that an attacker accuses: the posterior of one who accuses fewer has no
+MIN_TPR = 0.01
+"""Minimum true positive rate of an attacker: the precision of one who finds fewer members has no
 useful bound."""
 
 _MAX_DISTINCT = 16  # spends of clients that are accounted one by one
@@ -96,7 +98,7 @@ class Guarantee:
         if self.mu is not None:
             return self
         both = [self._lines(fpr).argmin(axis=1) for fpr in _CURVE_POINTS]
-        both.append(self._inverse_lines(SHARE_FOUND).argmax(axis=1))
+        both.append(self._inverse_lines(MIN_TPR).argmax(axis=1))
         kept = np.unique([0, *np.concatenate(both)])
         return Guarantee(self.points[kept], self.deltas[kept], None)
 
@@ -134,17 +136,17 @@ class Guarantee:
 
     def posterior(self, prior: float) -> float:
         """Return the largest probability that an accusation is right, for an attacker who accuses
-        at least the share ``SHARE_FOUND`` of the members.
+        at least the share ``MIN_TPR`` of the members.
 
         Args:
             prior: share of members among those that the attacker tests, in (0, 1).
 
         Proof. At TPR t and prior p the posterior is p t / (p t + (1 - p) FPR), largest at the
         smallest FPR, which is a convex function of t and 0 at t = 0. So FPR / t does not decrease
-        in t, and the posterior is largest at t = ``SHARE_FOUND``.
+        in t, and the posterior is largest at t = ``MIN_TPR``.
         """
-        false_positives = (1 - prior) * self.fpr(SHARE_FOUND)
-        return prior * SHARE_FOUND / (prior * SHARE_FOUND + false_positives)
+        false_positives = (1 - prior) * self.fpr(MIN_TPR)
+        return prior * MIN_TPR / (prior * MIN_TPR + false_positives)
 
     def describe(self) -> str:
         """Return μ, the largest true positive rates and the advantage as text, rounded up."""

@@ -12,7 +12,7 @@ from scipy.special import ndtr, ndtri
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, Guarantee
+from fedgen.privacy.guarantee import MIN_TPR, PRIORS, Guarantee
 from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
@@ -48,19 +48,19 @@ def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
     if delta > delta_limit(protected):
         return f"none: δ = {delta:g} is too large for a guarantee"
     for word, epsilon, mu in _TIERS:
-        advantage, power = 2 * ndtr(mu / 2) - 1, ndtr(ndtri(SHARE_FOUND) + mu)
+        advantage, power = 2 * ndtr(mu / 2) - 1, ndtr(ndtri(MIN_TPR) + mu)
         limits = f"advantage {100 * advantage:.3g} %, TPR {100 * power:.3g} % at FPR 1 %"
-        if curve.advantage <= advantage and curve.tpr(SHARE_FOUND) <= power:
-            return f"{word} (no better attack than on a Gaussian at ε = {epsilon}: {limits})"
-    return f"weak (an attack may be better than on a Gaussian at ε = {epsilon}: {limits})"
+        if curve.advantage <= advantage and curve.tpr(MIN_TPR) <= power:
+            return f"{word} (no stronger attack than on a Gaussian at ε = {epsilon}: {limits})"
+    return f"weak (permits stronger attacks than a Gaussian at ε = {epsilon}: {limits})"
 
 
-def beliefs(view: Mapping[str, Any], delta: float) -> list[str]:
+def posteriors(view: Mapping[str, Any], delta: float) -> list[str]:
     """Return the posterior probability of membership after each of ``PRIORS`` as text."""
     curve = _curve(view, delta)
-    if curve is None or delta >= SHARE_FOUND:
+    if curve is None or delta >= MIN_TPR:
         return ["no bound"] * len(PRIORS)
-    return [format_belief(curve.posterior(prior)) for prior in PRIORS]
+    return [format_posterior(curve.posterior(prior)) for prior in PRIORS]
 
 
 def _curve(view: Mapping[str, Any], delta: float) -> Guarantee | None:
@@ -75,42 +75,42 @@ _NOISE = {
 
 
 def headline(
-    views: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any], but_for: str
+    views: Mapping[str, Mapping[str, Any]], record: Mapping[str, Any], exceptions: str
 ) -> dict[str, Any]:
     """Describe what an adversary can achieve, for each of ``views``.
 
     Args:
         views: adversary -> its ``epsilon`` and ``guarantee``.
-        but_for: clients that these do not cover, as text.
+        exceptions: clients that these do not cover, as text.
     """
     names = {"server": "the operator of the training", "release": "a reader of the release"}
     protects = record.get("protected")
     return {
         "protected": None
         if all(view["epsilon"] is None for view in views.values())
-        else protected(dict(record)) + but_for,
+        else protected(dict(record)) + exceptions,
         "unit": record["unit"],
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",
         "noise": _NOISE[record["noise"]],
-        "found": SHARE_FOUND,
+        "found": MIN_TPR,
         "priors": PRIORS,
         "rows": [
             {
                 "who": names[name],
                 "epsilon": view["epsilon"],
                 "tier": tier(_curve(view, record["delta"]), record["delta"], protects),
-                "beliefs": beliefs(view, record["delta"]),
+                "posteriors": posteriors(view, record["delta"]),
             }
             for name, view in views.items()
         ],
     }
 
 
-def format_belief(belief: float) -> str:
-    """Format a belief in percent, rounded up, with enough digits to differ from certainty."""
+def format_posterior(posterior: float) -> str:
+    """Format a posterior in percent, rounded up, with enough digits that it is not 100 %."""
     for digits in range(1, _MOST_DIGITS + 1):
-        percent = math.ceil(belief * 10 ** (digits + 2)) / 10**digits
+        percent = math.ceil(posterior * 10 ** (digits + 2)) / 10**digits
         if percent < 100:
             return f"≤ {percent:.{digits}f} %"
     return "< 100 %"
@@ -150,10 +150,10 @@ def audit_rows(run: Path) -> list[str]:
         part, confidence = record["run"], float(record["confidence"])
         points = [*record["program"]["points"], *part["points"]]
         return [
-            f"After {point['releases']} {'rounds' if point['of'] == 'run' else 'releases'} an "
-            f"attack on {'the run' if point['of'] == 'run' else point['of']} shows an ε of at "
-            f"least {float(point['lower_bound']):.2f} ({confidence:.0%} confidence); proven: at "
-            f"most {format_epsilon(point['proven'])}."
+            f"Audit of {'the run' if point['of'] == 'run' else point['of']}, {point['releases']} "
+            f"{'rounds' if point['of'] == 'run' else 'releases'}: ε ≥ "
+            f"{float(point['lower_bound']):.2f} ({confidence:.0%} confidence); proven: ε ≤ "
+            f"{format_epsilon(point['proven'])}."
             for point in points
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:

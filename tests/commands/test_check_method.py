@@ -21,23 +21,23 @@ def test_methods_pass_all_checks(method: str, capsys: Captured) -> None:
     assert "FAIL" not in output
     for promise in (
         "a run stays within its budget: ε",
-        "ledgers add up to the printed ε",
-        "samples are images, and repeat",
-        "a run repeats: to the same bit",
+        "the printed ε covers every ledger",
+        "samples are valid images and reproducible",
+        "a run is reproducible: bit-identical",
         "states on disk do not change the result",
         "an interrupted run resumes",
         "several clients stay within the budget",
         *(() if method == "fedavg_gan" else ("secure sums stay within the budget",)),
         "no attack refutes the proof",
         *(
-            ("one more record among many moves a sum by no more",)
+            ("adding a record changes a sum by at most its sensitivity",)
             if method == "mixture_small"
             else ()
         ),
     ):
         assert f"pass      {promise}" in output, promise
-    assert "half of the noise is noticed" in output
-    assert "not checked, known only to the author" in output
+    assert "halved noise is detected" in output
+    assert "not checked; the author must ensure it" in output
 
 
 def test_checks_that_cannot_decide_are_untested(capsys: Captured) -> None:
@@ -65,17 +65,17 @@ def test_checks_that_cannot_decide_are_untested(capsys: Captured) -> None:
             "        images = torch.cat([images, images[dark]])\n"
             "        labels = torch.cat([labels, labels[dark]])\n"
             "        return sum_of_rows(images.flatten(1), clip, labels, facts.classes)",
-            "one more record among many moves a sum by no more (means)",
+            "adding a record changes a sum by at most its sensitivity (means)",
         ),
         (
             '{"means": means.clamp(0, 1)}',
             '{"means": (means + 0.1 * torch.rand(means.shape)).clamp(0, 1)}',
-            "a run repeats: to another generator",
+            "a run is reproducible: the generator or ε differs",
         ),
         (
             'generator=streams.public("samples")',
             "generator=None",
-            "samples are images, and repeat",
+            "samples are valid images and reproducible",
         ),
     ],
 )

@@ -297,11 +297,11 @@ class Round(int):
     case="dpgan_small",
 )
 @pytest.mark.parametrize("method", PROGRAMS)
-def test_secret_samples_belong_to_a_charge_and_not_to_a_round(
+def test_secret_samples_do_not_depend_on_the_round(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a death a run returns to an earlier round, whose response has the samples of the one
-    that died: no domain of a secret stream contains the round."""
+    """A crash may return a run to an earlier round, and the repeated response must have the samples
+    of the interrupted one: no domain of a secret stream contains the round."""
     words = [f"method={method}", *tiny(method), *SAMPLED.get(method, []), "audit.canaries=0"]
     ready, named = setup(compose("audit", words)), []
     bits, generator = RandomStreams.secret_bits, RandomStreams.secret

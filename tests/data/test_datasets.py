@@ -153,7 +153,7 @@ def test_the_number_of_labels_does_not_follow_from_private_images(
 
 
 @pytest.mark.parametrize("classes", [10, 62])
-def test_images_of_one_writer_do_not_move_those_of_others(
+def test_images_of_one_writer_do_not_reassign_those_of_others(
     data_root: Path, streams: RandomStreams, classes: int
 ) -> None:
     """Shards of all others stay the same if a writer has more or other images."""

@@ -153,9 +153,7 @@ def test_images_next_to_label_folders_are_refused(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-def test_an_image_that_changes_its_label_moves_no_other(
-    tmp_path: Path, streams: RandomStreams
-) -> None:
+def test_changing_a_label_reassigns_no_other_image(tmp_path: Path, streams: RandomStreams) -> None:
     """A record is its file name; its subset follows from its position."""
     for label in ("a", "b", "c"):
         (tmp_path / label).mkdir()
@@ -181,7 +179,7 @@ def test_an_image_that_changes_its_label_moves_no_other(
 )
 @given(st.data())
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_additional_image_moves_no_other(
+def test_an_additional_image_reassigns_no_other(
     tmp_path: Path, streams: RandomStreams, data: st.DataObject
 ) -> None:
     """Whatever its name, also that of an image of another label: the split of all others stays the
@@ -239,7 +237,7 @@ def test_clients_are_folders(hospitals: Path, several: bool) -> None:
     assert [len(shard) for shard in shards] == [sum(data.writers == c) for c in (0, 1)]
 
 
-def test_images_of_one_client_do_not_move_those_of_others(hospitals: Path) -> None:
+def test_images_of_one_client_do_not_reassign_those_of_others(hospitals: Path) -> None:
     def mine() -> bytes:
         data = read(str(hospitals))
         return data.images[data.writers == 0].tobytes() + data.labels[data.writers == 0].tobytes()

@@ -113,7 +113,7 @@ def pictures(place: Path, rows: int, changed: int | None = None) -> Path:
     return place
 
 
-def test_a_changed_label_moves_no_other_image(tmp_path: Path) -> None:
+def test_changing_a_label_reassigns_no_other_image(tmp_path: Path) -> None:
     """The library sorts an image folder by label."""
     before = hugging_face(str(pictures(tmp_path / "before", 30)))
     after = hugging_face(str(pictures(tmp_path / "after", 30, changed=3)))

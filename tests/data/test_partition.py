@@ -56,7 +56,9 @@ def test_every_record_belongs_to_one_client(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(row=st.integers(0, ROWS - 1), label=st.integers(0, 9), writer=st.integers(0, 11))
-def test_replacing_a_record_moves_no_other(kind: str, row: int, label: int, writer: int) -> None:
+def test_replacing_a_record_reassigns_no_other(
+    kind: str, row: int, label: int, writer: int
+) -> None:
     changed_labels, changed_writers = labels.copy(), writers.copy()
     changed_labels[row], changed_writers[row] = label, writer
     before, after = owners(kind), owners(kind, changed_labels, changed_writers)
@@ -71,7 +73,7 @@ def test_replacing_a_record_moves_no_other(kind: str, row: int, label: int, writ
 )
 @pytest.mark.parametrize("kind", KINDS)
 @given(row=st.integers(0, ROWS - 1))
-def test_removing_a_record_moves_no_other(kind: str, row: int) -> None:
+def test_removing_a_record_reassigns_no_other(kind: str, row: int) -> None:
     """By the number of records of each kind per client: equal records are interchangeable."""
     rest = np.arange(ROWS) != row
     fewer = owners(kind, labels[rest], writers[rest], images[rest])

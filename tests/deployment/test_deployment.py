@@ -41,7 +41,7 @@ def bits(run: Path) -> str:
     ("method", "how"),
     [("dp_merf_small", SECURE), ("dpgan_small", SECURE), ("gs_wgan_small", SECURE[2:])],
 )
-def test_a_rehearsal_has_the_bits_of_the_simulation(
+def test_a_rehearsal_is_bit_identical_to_the_simulation(
     sites: Deployment, method: str, how: list[str], tmp_path: Path
 ) -> None:
     alike = [*tiny(method), f"method={method}", *how, "rounds=3"]

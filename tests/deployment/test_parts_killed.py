@@ -1,5 +1,5 @@
-"""Any part of a deployment is killed and restarted: runs end, and the account is never below the
-releases that left."""
+"""Parts of a deployment are killed and restarted: runs complete, and the recorded spend covers
+every response."""
 
 from __future__ import annotations
 

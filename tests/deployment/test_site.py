@@ -641,7 +641,7 @@ def test_a_failure_over_private_records_ends_all_responses(tmp_path: Path) -> No
     "Entry(request.run, _ROWS, _ROWS,",
     "Entry(request.run, rows.digest, _ROWS,",
 )
-def test_changed_records_keep_their_account(tmp_path: Path) -> None:
+def test_changed_records_keep_their_recorded_spend(tmp_path: Path) -> None:
     here = place(tmp_path, budget_epsilon=6.0)
     open_run(here, asked())
     rows = here.dataset

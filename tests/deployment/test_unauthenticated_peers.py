@@ -1,4 +1,5 @@
-"""A stranger at the port of the link: large bodies, half-open connections, slow requests."""
+"""Unauthenticated peers at the port of the link: large bodies, half-open connections, slow
+requests."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def healthy(place: Deployment) -> float:
 
 
 @pytest.mark.slow
-def test_a_stranger_does_not_stop_a_run(link: Deployment, nothing_left: None) -> None:
+def test_an_unauthenticated_peer_does_not_stop_a_run(link: Deployment, nothing_left: None) -> None:
     """For ``FEDGEN_STRANGER_SECONDS``: the run of a node continues, and the link responds to others
     within its memory."""
     with training(link) as responses:

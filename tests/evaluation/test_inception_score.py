@@ -37,7 +37,7 @@ def test_too_few_images() -> None:
 
 
 class Handed(nn.Module):
-    """A network that returns its input as features."""
+    """Networks that return their input as features."""
 
     num_features = 12
 
@@ -46,7 +46,7 @@ class Handed(nn.Module):
 
 
 def test_torchmetrics_agrees() -> None:
-    """It shuffles images by torch's global generator before it splits them."""
+    """torchmetrics shuffles images with torch's global generator before splitting them."""
     from torchmetrics.image.inception import InceptionScore
 
     logits = 3 * torch.randn(500, 12, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The classifier of a data set, and the figures that a run gets from it."""
+"""The classifier that evaluates samples of a data set, and the metrics computed with it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_run_has_the_figures_of_the_classifier(
 def test_samples_of_other_software_are_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here real training images: a copy attack, which is detected."""
+    """Real training images as samples: the copy attack is detected."""
     data, path = digits(RandomStreams.from_seed(0, "seeded").at("data")), tmp_path / "copies.npz"
     np.savez(path, images=data.images[:300, 0], labels=data.labels[:300])
     words = ["evaluate", f"samples={path}", "data=digits", "evaluation.leakage=true"]

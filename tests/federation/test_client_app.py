@@ -326,7 +326,7 @@ def test_noise_depends_on_the_client_state(home: ClientContext, tmp_path: Path) 
 def test_a_response_of_other_streams_is_charged(
     home: ClientContext, ask: Ask, tmp_path: Path
 ) -> None:
-    """As of a run that another version started, with other names of streams."""
+    """A run that another version started may name its streams otherwise."""
     home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     first = messages.read_response(ask(0), LOCAL).arrays["answer"]
     home.streams = home.streams.at("branch", "another")

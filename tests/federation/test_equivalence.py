@@ -1,4 +1,4 @@
-"""Storage, serialization and runtime change no bit of a run."""
+"""Results do not depend on storage, serialization and runtime, to the last bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ DELTAS = ["method=fedavg_gan", "rounds=4", "log_every=1"]
     [FEDERATED, CENTRAL, STEPS, DELTAS],
     ids=["federated", "central", "parameter updates", "model deltas"],
 )
-def test_stores_and_serialization_give_the_same_bits(train: Train, kind: list[str]) -> None:
+def test_results_with_stores_and_serialization_are_bit_identical(
+    train: Train, kind: list[str]
+) -> None:
     reference = fingerprint(train(*kind, name="reference"))
     for name, overrides in {
         "disk": ["runtime.store=disk"],
@@ -58,7 +60,7 @@ def test_another_seed_is_another_run(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_runtimes_give_the_same_bits(train: Train, nothing_left: None) -> None:
+def test_results_of_all_runtimes_are_bit_identical(train: Train, nothing_left: None) -> None:
     """In process, on Ray with one or two actors, in Flower's engine; no process is left."""
     reference = fingerprint(train(*FEDERATED, name="reference"))
     steps = fingerprint(train(*STEPS, name="steps"))
@@ -124,7 +126,7 @@ OF_SUMS = {
     ("    if not ctx.terms.masked_sums:\n        words"),
 )
 @pytest.mark.parametrize("kind", OF_SUMS.values(), ids=OF_SUMS)
-def test_masked_sums_have_the_bits_of_the_ideal_sum(train: Train, kind: list[str]) -> None:
+def test_masked_sums_are_bit_identical_to_the_ideal_sum(train: Train, kind: list[str]) -> None:
     """The real protocol, and the ideal sum of a simulation."""
     reference = fingerprint(train(*kind, "log_every=1", name="ideal"))
     masked = fingerprint(train(*kind, "log_every=1", "runtime.masks=true", name="masked"))
@@ -138,7 +140,7 @@ def test_masked_sums_have_the_bits_of_the_ideal_sum(train: Train, kind: list[str
 
 
 @pytest.mark.slow
-def test_sums_have_the_same_bits_on_every_runtime(
+def test_sums_of_all_runtimes_are_bit_identical(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Added up in actors, some of which die; masked between actors; in Flower's engine. Bytes are

@@ -63,7 +63,8 @@ def fault_of(faults: FaultRates, client: int, kind: str, server_round: int) -> s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_fault(train: Train, kind: str) -> None:
-    """Faults follow from the streams; charges and reports, from the faults."""
+    """The injected faults are predicted from the random streams, and the charges and failure
+    reports from the faults."""
     rate = 0.02 if kind == "vanishes" else 0.1
     faults, clients, rounds = FaultRates(**{kind: rate}), 6, 12
     run = train(
@@ -528,8 +529,8 @@ def test_a_dropout_may_take_a_run_beyond_the_budget_of_its_data(
 def test_a_target_ends_a_run_whose_samples_were_revealed(
     value: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Next to a noise multiplier it is a limit that holds without amplification too, also if fewer
-    rounds are left than requested."""
+    """With a noise multiplier, the target also limits a run whose amplification was lost, which may
+    then stop before the requested rounds."""
     run = tmp_path / "run"
     fail_in(monkeypatch, 2)
     command = ["train", *DRAWN, "rounds=12", "privacy.target_epsilon=10", f"run_dir={run}"]

@@ -1,4 +1,4 @@
-"""A run killed at any moment resumes to the same end."""
+"""A run killed at any moment resumes and produces the same result."""
 
 from __future__ import annotations
 

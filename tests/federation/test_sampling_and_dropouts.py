@@ -121,7 +121,8 @@ def test_a_silent_client_is_sampled_again_after_each_resume(
 def test_without_the_sampling_key_nothing_amplifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples are drawn anew then, perhaps until they consist of responding clients."""
+    """A resumed run samples its cohorts again, and could do so until only responding clients are
+    sampled: ε has no amplification."""
     seen, run = Seen(monkeypatch), tmp_path / "run"
     seen.fate = lambda client, round_: "silent" if round_ == 5 else "answers"
     assert cli.run(["train", *RUN, "partition.clients=2", f"run_dir={run}"]) == 130
@@ -141,10 +142,10 @@ def test_without_the_sampling_key_nothing_amplifies(
 def test_the_published_epsilon_covers_all_contributions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """Six runs of two to four clients. In each, some fail in one of all ways, permanently or
-    temporarily; the run is resumed until it ends, or six times. If a failure was seen, ε is at
-    least the exact one of the most sampled client in the release; otherwise the samples are the
-    first ones."""
+    """Six runs of two to four clients, some of which are silent, fail or are late, permanently or
+    temporarily; each is resumed until it ends, or six times. If a failure was recorded, ε is at
+    least the exact one of the most sampled client in the release; otherwise no round was sampled
+    twice."""
     rng, published, incidents = random.Random(share), 0, 0
     for number in range(6):
         seen, run = Seen(monkeypatch), tmp_path / str(number)

@@ -54,7 +54,7 @@ def test_guidance_extrapolates() -> None:
 
 
 def test_noise_levels_are_those_of_equation_5() -> None:
-    """Of EDM's paper."""
+    """Equation 5 of EDM's paper."""
     levels = replace(SAMPLER, steps=3, sigma_min=1.0, sigma_max=16.0, rho=2.0).noise_levels
     assert levels == pytest.approx([16.0, 6.25, 1.0, 0.0])
 

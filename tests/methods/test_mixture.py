@@ -244,7 +244,7 @@ def test_moments_are_those_of_the_images() -> None:
     assert 0.499 < float(clipped.norm()) <= 0.5
 
 
-def test_non_finite_images_count_zero_in_moments() -> None:
+def test_non_finite_images_contribute_zero_to_moments() -> None:
     rows = torch.randn(4, 3)
     rows[1], rows[2, 0] = math.nan, math.inf
     result = sum_of_second_moments(rows, 1.0).flat()
@@ -331,7 +331,7 @@ def test_descent_is_softmax_regression() -> None:
     assert torch.allclose(state["weights"].double(), expected, rtol=0.02, atol=0.02)
 
 
-def test_weights_of_a_hostile_server_do_not_move_other_contributions() -> None:
+def test_weights_of_a_malicious_server_do_not_change_other_contributions() -> None:
     """Scores that cancel exactly, times 2^30: in single precision one record changed the
     contributions of others by 25 clip norms in total."""
     torch.manual_seed(0)
@@ -354,7 +354,7 @@ def test_weights_of_a_hostile_server_do_not_move_other_contributions() -> None:
 )
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.integers(1, 130), st.sampled_from([0.0, 1e14]))
-def test_directions_of_a_hostile_server_do_not_move_other_contributions(
+def test_directions_of_a_malicious_server_do_not_change_other_contributions(
     seed: int, rows: int, mean: float
 ) -> None:
     """They leave only rounding of an image, scaled to the norm. By ordinary matrix products one
@@ -490,8 +490,8 @@ def test_the_evaluated_classifier_is_the_published_one(
     "max_norm=math.inf,",
     "max_norm=mechanism.max_norm(self.queries[0].size),",
 )
-def test_sums_have_different_lengths() -> None:
-    """At client level, each has its own."""
+def test_contributions_of_clients_stay_within_the_norm_of_each_sum() -> None:
+    """At client level, each sum has its own."""
     shares = {**SHARES, "histogram": 0.168, "second_moments": 0.002}
     method = make(1.0, clients=100, unit=Unit.CLIENT, shares=shares)
     for case in method.worst_cases():

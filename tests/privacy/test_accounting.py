@@ -217,8 +217,8 @@ def test_extreme_compositions_are_bounded_or_infinite(delta: float) -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "draws", "poisson"])
 @pytest.mark.slow
 def test_each_of_thousands_of_histories_is_bounded(kind: str) -> None:
-    """The ε that each of 3,400 clients receives is at least its smallest bound, and hardly more;
-    the largest is exact."""
+    """The ε of each of 3,400 clients is at least that of its history alone, and at most slightly
+    larger; the largest is exact."""
     make = {
         "gaussian": lambda n: dict(canonical(GaussianDpEvent(3.0), n)),
         "draws": lambda n: draws(100, 1.0, n),
@@ -336,7 +336,7 @@ def test_the_best_order_is_found_without_trying_all(
     assert of_all <= result <= 1.001 * of_all
 
 
-def test_no_event_costs_nothing_and_no_noise_has_no_bound() -> None:
+def test_an_empty_spend_is_free_and_a_release_without_noise_has_no_bound() -> None:
     assert epsilon({}, 1e-5, REPLACE).value == 0.0
     assert epsilon({NonPrivateDpEvent(): 1}, 1e-5, REPLACE).value is None
 
@@ -378,7 +378,8 @@ def test_secret_samples_cost_no_more_than_revealed_ones() -> None:
 
 @kills("fedgen/privacy/privacy_profiles.py", "many = len(eps) > _FEW_POINTS", "many = True")
 def test_one_epsilon_does_not_loop_over_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a sequence of points, dp_accounting takes a step of Python for each cell of the loss."""
+    """For a sequence of ε, dp_accounting runs a Python loop over all buckets of the privacy loss
+    distribution; fedgen must pass single values."""
     dimensions, whole = [], pld.PrivacyLossDistribution.get_delta_for_epsilon
 
     def counted(loss: pld.PrivacyLossDistribution, points: object) -> object:

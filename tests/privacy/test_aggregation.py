@@ -95,7 +95,8 @@ def test_the_counted_shares_have_the_stated_noise(
     kind: str, asked: int, threshold: int, colluders: int
 ) -> None:
     """The variance of h shares is within the chi-squared interval of level 1e-6, also for clients
-    without contributions; a share less, or a share of all n or of the square root, is outside."""
+    without contributions; noise with one share too few, or with shares calibrated to all n clients,
+    is outside."""
     meeting = Secure(asked, threshold, colluders)
     words, mechanism = zip(
         *(share(kind, meeting, client) for client in range(threshold - colluders)), strict=True

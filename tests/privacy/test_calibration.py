@@ -49,7 +49,7 @@ def test_noise_for_secret_samples(target: float) -> None:
 
 @pytest.mark.parametrize("off", [0.7, 1.0, 1.3])
 def test_a_rough_account_saves_most_of_the_work(off: float) -> None:
-    """And does not change the result."""
+    """The result does not change."""
     calls = []
 
     def at(sigma: float) -> float:

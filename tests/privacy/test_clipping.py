@@ -279,7 +279,7 @@ def test_patches_equal_those_of_torch_unfold(
     assert torch.equal(extract_patches(images, kernel, stride, padding, dilation), theirs)
 
 
-def test_no_examples_give_zero() -> None:
+def test_an_empty_batch_gives_a_zero_sum() -> None:
     module = nn.Linear(3, 2)
     result = clipped_sum(module, weights_of(module), (torch.zeros(0, 3),), losses, 1.0)
     assert all(not value.any() for value in result.gradients.values())
@@ -288,7 +288,9 @@ def test_no_examples_give_zero() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "conv transposed", "norms", "conv twice"])
-def test_a_bad_example_counts_zero_and_the_others_as_before(name: str, bad: float) -> None:
+def test_a_non_finite_example_contributes_zero_and_others_are_unchanged(
+    name: str, bad: float
+) -> None:
     torch.manual_seed(2)
     make, data = NETWORKS[name]
     module, rows = make(), data(6)

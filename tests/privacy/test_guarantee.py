@@ -33,7 +33,7 @@ from fedgen.privacy.events import (
 from fedgen.privacy.gaussian_dp import gaussian_delta
 from fedgen.privacy.guarantee import (
     GRID,
-    SHARE_FOUND,
+    MIN_TPR,
     Guarantee,
     from_json,
     guarantee,
@@ -191,7 +191,7 @@ def test_figures_are_rounded_up_to_three_digits(value: float) -> None:
     assert value * (1 - 1e-11) <= float(round_up(value)) <= value * 1.0101
 
 
-def test_no_release_has_the_trivial_curve() -> None:
+def test_an_empty_spend_has_the_trivial_curve() -> None:
     result = bounds({})
     assert (result.tpr(0.01), result.advantage, result.mu) == (0.01, 0.0, 0.0)
     assert result.posterior(0.1) == pytest.approx(0.1)
@@ -233,7 +233,7 @@ def test_no_attacker_with_enough_recall_exceeds_the_posterior(
 ) -> None:
     """For any threshold of an attacker who finds at least one in a hundred members."""
     result, others = stats.norm.sf(threshold - mu), stats.norm.sf(threshold)
-    if result < SHARE_FOUND:
+    if result < MIN_TPR:
         return
     precision = prior * result / (prior * result + (1 - prior) * others)
     exact = bounds({GaussianDpEvent(1 / mu): 1})

@@ -257,9 +257,9 @@ def test_released_values_lie_on_a_grid_of_the_noise(
 
 
 @pytest.mark.parametrize("sigma", [50.0, 200.0])
-def test_gaps_of_floating_point_reveal_nothing(sigma: float) -> None:
-    """A guess by which floats the noise of one neighbour can reach. In 400 trials it is correct no
-    more often than a fair bit, except with probability 1e-6, and as this ε allows."""
+def test_reachable_floats_do_not_distinguish_neighbours(sigma: float) -> None:
+    """Mironov's attack guesses the neighbour from the floats that its noise can reach. In 400
+    trials its accuracy is consistent with the bound at this ε, at level 1e-6."""
     rng, right = np.random.default_rng(0), 0
     for trial in range(400):
         far = rng.random() < 0.5

@@ -504,12 +504,12 @@ class Dying:
         max_size=10,
     )
 )
-def test_a_reservation_covers_what_marks_in_folders_covered(
+def test_reservations_charge_at_least_as_much_as_marks_in_folders(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]]
 ) -> None:
-    """Random histories of two clients, against the earlier rule: a client left a mark in its folder
-    while it responded, a second mark if it met the first, and the account looked for marks. No
-    history counts less than by that rule, and histories without deaths count no more."""
+    """Against the former rule, on random histories of two clients: crashes were detected by marks
+    in client folders. No history has a smaller spend, and histories without crashes have the
+    same."""
     folder = tmp_path_factory.mktemp("home")
     file, seen = SpendDb(folder / "spent.sqlite"), RevealedSampling(0.5, EVENT)
     drawn = PoissonSampledDpEvent(0.5, EVENT)
@@ -562,10 +562,10 @@ def files_of(run: Path) -> dict[str, bytes]:
     "if False:",
 )
 @kills("fedgen/run/train.py", "            check_intact(run_dir, ready, name)", "            pass")
-def test_copies_and_truncated_ledgers_are_behind(
+def test_outdated_copies_and_truncated_ledgers_cannot_resume(
     home: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ten rounds happened: no directory claims eight and resumes."""
+    """A directory that lacks charged rounds is refused."""
 
     def stop(ready: Setup, state: RunState, content: object) -> None:
         if state.rounds == 10:

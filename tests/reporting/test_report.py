@@ -21,8 +21,8 @@ from tiny import Train
 from fedgen import cli
 from fedgen.privacy.events import Relation
 from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
-from fedgen.privacy.guarantee import PRIORS, SHARE_FOUND, guarantee, of_pair
-from fedgen.reporting.headline import beliefs, format_belief, tier
+from fedgen.privacy.guarantee import MIN_TPR, PRIORS, guarantee, of_pair
+from fedgen.reporting.headline import format_posterior, posteriors, tier
 from fedgen.storage.run_dir import RunDir
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -254,7 +254,7 @@ def test_an_audit_is_in_the_report(train: Train, tmp_path: Path) -> None:
     point = {"releases": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}
     outcome = {"confidence": 0.95, "program": {"points": []}, "run": {"points": [point]}}
     (run / "audit.json").write_text(json.dumps(outcome))
-    result = "After 1 rounds an attack on the run shows an ε of at least 0.50 (95% confidence)"
+    result = "Audit of the run, 1 rounds: ε ≥ 0.50 (95% confidence)"
     assert result in page(str(run), tmp_path / "a.html")
     (run / "audit.json").write_text("{}")
     assert cli.run(["report", f"runs={run}", f"out={tmp_path / 'x.html'}"]) == 2
@@ -266,7 +266,7 @@ def test_no_attack_on_two_gaussians_exceeds_the_posterior(epsilon: float, delta:
     mu = brentq(lambda mu: float(gaussian_delta(mu, epsilon)) - delta, 1e-6, 200)
     thresholds = np.linspace(-10, 10 + mu, 2000)
     there, others = norm.sf(thresholds - mu), norm.sf(thresholds)
-    enough = there >= SHARE_FOUND
+    enough = there >= MIN_TPR
     of_both = of_pair(epsilon, delta)
     assert of_both.tpr(0.01) >= norm.sf(norm.isf(0.01) - mu) - 1e-9
     for prior in PRIORS:
@@ -276,7 +276,7 @@ def test_no_attack_on_two_gaussians_exceeds_the_posterior(epsilon: float, delta:
 
 
 @pytest.mark.parametrize(
-    ("belief", "shown"),
+    ("posterior", "shown"),
     [
         (0.0268, "≤ 2.7 %"),
         (0.99591, "≤ 99.6 %"),
@@ -286,14 +286,14 @@ def test_no_attack_on_two_gaussians_exceeds_the_posterior(epsilon: float, delta:
         (1.0, "< 100 %"),
     ],
 )
-def test_posteriors_are_rounded_up(belief: float, shown: str) -> None:
-    assert format_belief(belief) == shown
+def test_posteriors_are_rounded_up(posterior: float, shown: str) -> None:
+    assert format_posterior(posterior) == shown
 
 
 def test_posteriors_without_a_bound() -> None:
-    assert beliefs({"epsilon": None, "guarantee": None}, 1e-5) == ["no bound"] * 3
-    assert beliefs({"epsilon": 1.0}, 0.5) == ["no bound"] * 3
-    assert beliefs({"epsilon": 0.0}, 1e-12) == ["≤ 1.1 %", "≤ 10.1 %", "≤ 50.1 %"]
+    assert posteriors({"epsilon": None, "guarantee": None}, 1e-5) == ["no bound"] * 3
+    assert posteriors({"epsilon": 1.0}, 0.5) == ["no bound"] * 3
+    assert posteriors({"epsilon": 0.0}, 1e-12) == ["≤ 1.1 %", "≤ 10.1 %", "≤ 50.1 %"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run of any method, killed at random moments, resumes to the same end and keeps its spend.
+"""A run of any method, killed at random moments, resumes with the same result and keeps its spend.
 
 Moments depend on the clock: ``--fuzz N`` takes N // 4 runs with three kills each."""
 

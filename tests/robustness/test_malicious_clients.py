@@ -1,5 +1,4 @@
-"""A client may send anything: it counts as one failure of that client, without a cost for
-others."""
+"""Malicious clients: any message counts as one failure of its client, without a cost for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere are data: no content is called, followed, or used unchecked."""
+"""Untrusted files are data: no content is called, followed, or used unchecked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of the user: foreign files stay, and created ones are private."""
+"""Files of the user: existing files stay, and created ones are private."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("out", ["samples", "grid.png", "s.npz", "s.parquet"])
-def test_writing_samples_keeps_foreign_files(out: str, run: Path, tmp_path: Path) -> None:
+def test_writing_samples_keeps_existing_files(out: str, run: Path, tmp_path: Path) -> None:
     stem, _, suffix = out.partition(".")
     for name in (f"{stem}.new", f"{stem}.new.{suffix}", f"{out}.new", f".{out}.tmp"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def test_a_refused_run_leaves_the_folder_unchanged(tmp_path: Path, capsys: Captu
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_run_does_not_start_among_foreign_files(tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_does_not_start_among_existing_files(tmp_path: Path, capsys: Captured) -> None:
     words = ["train", *tiny("dp_merf_small"), "method=dp_merf_small"]
     for name, text in (("run.json", "{}"), ("SERVER_SIDE.md", "mine"), ("config.yaml.new", "")):
         place = tmp_path / name
@@ -83,7 +83,7 @@ def test_a_run_does_not_start_among_foreign_files(tmp_path: Path, capsys: Captur
         assert tree(place) == {name: text.encode()}
 
 
-def test_a_new_evaluation_keeps_foreign_files(train: Train) -> None:
+def test_a_new_evaluation_keeps_other_files(train: Train) -> None:
     run = train("rounds=2")
     (run / "evaluation").mkdir(exist_ok=True)
     (run / "evaluation" / "notes.txt").write_text("mine")

@@ -93,7 +93,7 @@ def test_one_target_at_a_time() -> None:
 @kills("fedgen/run/calibrate.py", "or progress.rounds > budget.rounds", "or False")
 @kills("fedgen/run/calibrate.py", "progress.samples > budget.samples_per_client", "False")
 @pytest.mark.parametrize("adversary", ["server", "release"])
-def test_a_dropout_ends_a_run_only_if_it_had_not_gone_further(adversary: str) -> None:
+def test_a_dropout_lowers_the_limit_unless_it_is_already_exceeded(adversary: str) -> None:
     """Whether rounds or query samples are limited."""
     aggregation = "secure" if adversary == "server" else "trusted"
     words = ["method=fedavg_gan", "data=digits", "partition=iid", "partition.clients=4"]

@@ -113,8 +113,7 @@ def test_colluders_and_clients_without_a_bound_add_up() -> None:
     "(sums.colluders >= sums.threshold // 2)",
 )
 def test_one_more_colluder_counts_as_all_if_clients_sign() -> None:
-    """The coordinator of sites may deviate, and with more colluders than counted opens sums of few
-    clients."""
+    """A malicious coordinator with more colluders than assumed can unmask sums over few clients."""
     state = RunState({}, rounds=1, samples=Counter(dict.fromkeys(range(10), 1)))
     privacy = Privacy(1e-5, "secure", 3.0, Budget(1, 1, 0.0))
     for signed, shares in ((False, 6), (True, 1)):
