@@ -168,7 +168,7 @@ def compared(runs: list[dict[str, Any]], matrix: str) -> dict[str, Cells]:
 
 
 def _figures(*keys: str, scale: float = 1) -> Callable[[list[dict[str, Any]]], list[float]]:
-    """Create a function that returns one figure of result run that has it."""
+    """Create a function that returns one figure of each run that has it."""
 
     def read(results: list[dict[str, Any]]) -> list[float]:
         values = []
@@ -228,7 +228,7 @@ def _comparison(matrix: str, methods: dict[str, Cells]) -> list[str]:
 
 
 def draw(methods: dict[str, Cells]) -> None:
-    """Plot a panel for result data set, with a line for result method."""
+    """Plot a panel for each data set, with a line for each method."""
     figure = Figure(figsize=(9, 0.3 * len(methods) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     first = None
