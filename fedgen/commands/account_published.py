@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
 from dp_accounting import ComposedDpEvent, DpEvent
 from omegaconf import DictConfig
+from threadpoolctl import threadpool_limits
 
 from fedgen.config.extensions import CONFIGS
 from fedgen.errors import FedgenError
@@ -126,7 +128,8 @@ def table(which: str) -> list[dict[str, Any]]:
         return [row(which)]
     longest_first = sorted(names(), key=lambda name: -(Recipe.load(name).facts["steps"] or 0))
     rows: dict[str, dict[str, Any]] = {}
-    with ProcessPoolExecutor() as pool, RunProgress(stderr=True) as progress:
+    pool = ProcessPoolExecutor(initializer=partial(threadpool_limits, 1))
+    with pool, RunProgress(stderr=True) as progress:
         for done in as_completed([pool.submit(row, name) for name in longest_first]):
             recipe_row = done.result()
             rows[recipe_row["name"]] = recipe_row
