@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from omegaconf import OmegaConf
 from PIL import Image
+from pyarrow import parquet
 from tiny import TINY, Train, tiny
 
 import fedgen
@@ -25,9 +28,13 @@ from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.config.overrides import shell_quote
 from fedgen.errors import FedgenError
+from fedgen.reporting.figures import DIGITAL_SOURCE_TYPE
 from fedgen.run.evaluation import JUDGED
 from fedgen.run.generator import _number
 from fedgen.run.setup import dataset, setup
+
+RDF = "http://www.w3.org/1999/02/22-rdf-syntax-ns#"
+IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
 
 MISTAKES = [
     ("method", ["method=gs_wgn"], "did you mean gs_wgan"),
@@ -537,6 +544,37 @@ def test_samples_as_a_grid_and_as_a_folder(
         capsys.readouterr()
         assert cli.run([*words, *more]) == 2
         assert one_line(capsys).startswith(f"fedgen: {key}: ")
+
+
+@kills("fedgen/reporting/figures.py", "    if synthetic:\n", "    if not synthetic:\n")
+def test_samples_are_marked_as_synthetic_and_real_images_are_not(
+    train: Train, tmp_path: Path
+) -> None:
+    """By the term of IPTC for generated media, as the EU's AI Act (Article 50) requires a mark
+    that machines can read. A picture of samples next to real images has none."""
+    run = train("evaluation=quick", "evaluation.samples=40", "evaluation.leakage=true")
+
+    def digital_source_type(path: Path) -> str | None:
+        xmp = Image.open(path).info.get("XML:com.adobe.xmp")
+        if xmp is None:
+            return None
+        [description] = ElementTree.fromstring(xmp.encode()).iter(f"{{{RDF}}}Description")
+        return description.get(f"{{{IPTC}}}DigitalSourceType")
+
+    for out in ("samples.npz", "grid.png", "folder", "samples.parquet"):
+        assert cli.run(["sample", f"run={run}", "n=20", f"out={tmp_path / out}"]) == 0
+    pictures = [run / "public" / "samples.png", tmp_path / "grid.png"]
+    pictures += sorted((tmp_path / "folder").rglob("*.png"))
+    assert len(pictures) == 22
+    assert {digital_source_type(path) for path in pictures} == {DIGITAL_SOURCE_TYPE}
+    with np.load(tmp_path / "samples.npz") as file:
+        assert str(file["digital_source_type"]) == DIGITAL_SOURCE_TYPE
+    table = parquet.read_table(tmp_path / "samples.parquet")
+    assert table.schema.metadata[b"digital_source_type"].decode() == DIGITAL_SOURCE_TYPE
+    [image, *_] = table["image"].to_pylist()
+    (tmp_path / "row.png").write_bytes(image["bytes"])
+    assert digital_source_type(tmp_path / "row.png") == DIGITAL_SOURCE_TYPE
+    assert digital_source_type(run / "evaluation" / "nearest.png") is None
 
 
 def test_label_names_are_published_unless_hidden(

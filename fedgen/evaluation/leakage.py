@@ -94,7 +94,8 @@ def _compute(judged: Judged) -> dict[str, Any]:
     closest = np.argsort(distances[:, 0])[:_PICTURED]
     judged.pictures.mkdir(parents=True, exist_ok=True)
     pairs = np.stack([samples[closest], training_images[which[closest, 0]]], 1)
-    sample_grid(pairs.reshape(-1, *data.shape), 10, judged.pictures / PICTURES[0])
+    pictures = pairs.reshape(-1, *data.shape)
+    sample_grid(pictures, 10, judged.pictures / PICTURES[0], synthetic=False)  # half are real
     histograms(
         {"samples": distances[:, 0], "test split": others[:, 0]},
         "distance to the nearest training image, root mean square over pixels",

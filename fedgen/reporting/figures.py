@@ -10,13 +10,25 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, Guarantee
 
+DIGITAL_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+"""IPTC's term for media created by a model that was trained on sampled content."""
 
-def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes]) -> None:
+_XMP = f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
+<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description rdf:about="" xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
+Iptc4xmpExt:DigitalSourceType="{DIGITAL_SOURCE_TYPE}"/></rdf:RDF></x:xmpmeta>
+<?xpacket end="r"?>"""
+
+
+def sample_grid(
+    images: NDArray[np.uint8], columns: int, path: Path | IO[bytes], synthetic: bool = True
+) -> None:
     """Write images (n, channels, h, w) row by row, enlarged to at least 28 pixels each, separated
-    by thin lines."""
+    by thin lines; see ``write_image``."""
     count, channels, height, width = images.shape
     scale = max(1, -(-28 // height))
     tiles = images.repeat(scale, axis=2).repeat(scale, axis=3)
@@ -26,13 +38,21 @@ def sample_grid(images: NDArray[np.uint8], columns: int, path: Path | IO[bytes])
     for number, tile in enumerate(tiles):
         top, left = number // columns * tall + 1, number % columns * wide + 1
         sheet[top : top + tall - 2, left : left + wide - 2] = tile.transpose(1, 2, 0)
-    write_image(sheet.transpose(2, 0, 1), path)
+    write_image(sheet.transpose(2, 0, 1), path, synthetic)
 
 
-def write_image(image: NDArray[np.uint8], to: Path | IO[bytes]) -> None:
-    """Write one image (channels, h, w) with one or three channels as a PNG."""
-    pixels = image.transpose(1, 2, 0)
-    Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels).save(to, "PNG")
+def write_image(image: NDArray[np.uint8], to: Path | IO[bytes], synthetic: bool = True) -> None:
+    """Write one image (channels, h, w) with one or three channels as a PNG.
+
+    Args:
+        synthetic: whether its XMP metadata mark it as generated, with IPTC's digital source type;
+            False for pictures with real images.
+    """
+    pixels, metadata = image.transpose(1, 2, 0), PngInfo()
+    if synthetic:
+        metadata.add_itxt("XML:com.adobe.xmp", _XMP)
+    file = Image.fromarray(pixels[:, :, 0] if len(image) == 1 else pixels)
+    file.save(to, "PNG", pnginfo=metadata)
 
 
 def lower_bounds(

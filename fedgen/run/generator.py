@@ -28,7 +28,7 @@ from fedgen.data.labels import has_names
 from fedgen.errors import FedgenError
 from fedgen.methods.api import Method, PublicFacts, Tensors
 from fedgen.randomness import RandomStreams
-from fedgen.reporting.figures import sample_grid, write_image
+from fedgen.reporting.figures import DIGITAL_SOURCE_TYPE, sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
 from fedgen.reporting.progress import RunProgress
 from fedgen.run.setup import Setup, published_names
@@ -339,8 +339,9 @@ def sample(config: DictConfig) -> str:
     """Write samples of a run: images (n, channels, height, width) uint8 and labels (n,) in an .npz;
     a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
     folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
-    published. Requires only the ``public`` folder; an unfinished run requires its directory and its
-    data. Return the location as text."""
+    published. All are marked as synthetic: PNGs by XMP metadata, the others by the entry
+    ``digital_source_type``. Requires only the ``public`` folder; an unfinished run requires its
+    directory and its data. Return the location as text."""
     out, streams = Path(config.out), RandomStreams.from_seed(config.seed, "seeded").at("sample")
     if not out.suffix and out.exists():
         raise FedgenError("out", f"{out} exists", "give a folder that does not")
@@ -384,7 +385,8 @@ def _write(
 ) -> None:
     """Write samples in the format of a suffix, "" for a folder."""
     if suffix == ".npz":
-        np.savez_compressed(new, images=images, labels=labels.numpy())
+        origin = np.array(DIGITAL_SOURCE_TYPE)
+        np.savez_compressed(new, images=images, labels=labels.numpy(), digital_source_type=origin)
     elif suffix == ".png":
         sample_grid(images, min(len(images), _COLUMNS), new)
     elif suffix == ".parquet":
