@@ -37,6 +37,7 @@ BANNED = {
 _PATTERNS = {
     re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): use for pattern, use in BANNED.items()
 }
+_ANY = re.compile("|".join(pattern.pattern for pattern in _PATTERNS), re.IGNORECASE)
 
 
 def prose() -> Iterator[tuple[str, str]]:
@@ -54,7 +55,7 @@ def prose() -> Iterator[tuple[str, str]]:
 
 def code(file: Path) -> Iterator[tuple[str, str]]:
     """Yield the same of a Python file; of tests, whose texts are data, no messages."""
-    place, text = file.relative_to(ROOT), file.read_text()
+    place, text, names = file.relative_to(ROOT), file.read_text(), set[str]()
     for node in ast.walk(ast.parse(text)):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if docstring or (place.parts[0] != "tests" and isinstance(node, ast.Constant)):
@@ -62,7 +63,8 @@ def code(file: Path) -> Iterator[tuple[str, str]]:
             if isinstance(value, str) and " " in value:
                 yield f"{place}:{node.lineno}", value
         name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", "")
-        if isinstance(name, str) and "lineno" in dir(node):
+        if name and isinstance(name, str) and name not in names and hasattr(node, "lineno"):
+            names.add(name)
             yield f"{place}:{node.lineno}", name.replace("_", " ")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -73,6 +75,7 @@ def test_prose_uses_the_terms_of_the_field() -> None:
     hits = [
         f"{place}: {match[0]!r}; use {use}"
         for place, text in prose()
+        if _ANY.search(text)
         for pattern, use in _PATTERNS.items()
         for match in pattern.finditer(text)
     ]

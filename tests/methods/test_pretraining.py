@@ -89,10 +89,10 @@ def test_the_publication_names_the_warm_start(train: Train) -> None:
 
 def test_a_warm_start_resumes_to_the_same_bits(train: Train, tmp_path: Path) -> None:
     """Stopped in each of its phases."""
-    whole = train(*words("dpdm_small"), "sample_every=4", name="whole")
+    whole = train(*words("dpgan_small"), "sample_every=4", name="whole")
     for stop in (1, 4, 6):
         run = tmp_path / f"stopped{stop}"
-        died = [*words("dpdm_small"), "sample_every=4", f"run_dir={run}"]
+        died = [*words("dpgan_small"), "sample_every=4", f"run_dir={run}"]
         died += [f"runtime.faults.server_dies={stop}"]
         assert Command(["train", *died]).wait() == -signal.SIGKILL
         assert cli.run(["train", f"resume={run}"]) == 0
