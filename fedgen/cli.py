@@ -53,7 +53,7 @@ usage: fedgen <command> [key=value ...]
                                           access to the images; pack the publishable files
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
                                           a package with your own method, which runs unchanged
-  fedgen check method=NAME [overrides]    test the contract of methods: repeated, moved, interrupted
+  fedgen check method=NAME [overrides]    test the contract of methods: repeated, interrupted
                                           and federated runs; attacks
   fedgen link [hosts=[...]] [port=N]      the SuperLink of the coordinator; accept=KEY.pub admits a
                                           node
@@ -79,6 +79,8 @@ settings (defaults in brackets):
                          partition.clients=N partition.alpha=A
   privacy=<privacy> [dp]
                          privacy.target_epsilon=E privacy.noise_multiplier=S privacy.delta=D
+                         privacy.target_mu=M|target_advantage=A|target_tpr=T, in place of ε;
+                         privacy.at_fpr=F, for target_tpr
                          privacy.adversary=server|release privacy.noise=seeded|secure
                          privacy.unit=record|client|person privacy.images_per_person=N
                          privacy.budget_epsilon=E, of all secure runs on the same data

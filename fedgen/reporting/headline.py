@@ -12,7 +12,7 @@ from scipy.special import ndtr, ndtri
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.guarantee import MIN_TPR, PRIORS, Guarantee
+from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, MIN_TPR, PRIORS, Guarantee, round_up
 from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
@@ -27,9 +27,8 @@ ABOUT = {
 
 _MOST_DIGITS = 4
 
-
-_TIERS = (("strong", 1, 0.26806), ("reasonable by convention", 10, 2.00048))
-"""Word, ε, and μ of the Gaussian mechanism with this ε at δ = 1e-5, rounded up."""
+_TIERS = (("strong", 0.26806), ("reasonable by convention", 2.00048))
+"""Word, and μ of the Gaussian mechanism with ε = 1 and 10 at δ = 1e-5, rounded up."""
 
 
 def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
@@ -47,12 +46,16 @@ def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
         return "none: there is no bound"
     if delta > delta_limit(protected):
         return f"none: δ = {delta:g} is too large for a guarantee"
-    for word, epsilon, mu in _TIERS:
-        advantage, power = 2 * ndtr(mu / 2) - 1, ndtr(ndtri(MIN_TPR) + mu)
-        limits = f"advantage {100 * advantage:.3g} %, TPR {100 * power:.3g} % at FPR 1 %"
-        if curve.advantage <= advantage and curve.tpr(MIN_TPR) <= power:
-            return f"{word} (no stronger attack than on a Gaussian at ε = {epsilon}: {limits})"
-    return f"weak (permits stronger attacks than a Gaussian at ε = {epsilon}: {limits})"
+    fpr = FALSE_POSITIVE_RATES[-1]
+    advantage, power = curve.advantage, curve.tpr(fpr)
+    word = "weak"
+    for name, mu in reversed(_TIERS):
+        if advantage <= 2 * ndtr(mu / 2) - 1 and power <= ndtr(ndtri(fpr) + mu):
+            word = name
+    return (
+        f"{word}: an attack has an advantage of at most {round_up(100 * advantage)} %, and finds "
+        f"at most {round_up(100 * power)} % of the members at {100 * fpr:g} % false positives"
+    )
 
 
 def posteriors(view: Mapping[str, Any], delta: float) -> list[str]:
