@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import flwr
 import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+import fedgen
 from fedgen.federation import flower_compat
 from fedgen.federation.runtimes.in_process import InProcessGrid
+
+PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
+PACKAGE = Path(fedgen.__file__).parent
 
 
 def test_version() -> None:
     assert flwr.__version__.startswith("1.41.")
+
+
+def test_only_files_named_flower_import_private_packages() -> None:
+    """One file per role: messages in process, link, coordinator, node, limits and packing."""
+    importing, public = set(), tuple(f"{name}." for name in PUBLIC)
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("flwr.") and not module.startswith(public):
+                importing.add(file.name)
+            if isinstance(node, ast.Import):
+                assert not [name for name in node.names if name.name.startswith("flwr.")]
+    roles = ("compat", "link", "coordinator", "node", "limits", "packing")
+    assert importing == {f"flower_{role}.py" for role in roles}
 
 
 def grid(app: ClientApp, serialize: bool = False) -> InProcessGrid:
