@@ -24,8 +24,10 @@ from fedgen.privacy.exact_matmul import product
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 900), st.integers(1, 20))
 @example(0, 30, 4, 20)
 def test_the_order_of_summation_has_no_effect(seed: int, n: int, a: int, b: int) -> None:
+    """Of entries up to the limit and of one sign, whose partial sums need all bits."""
     source = torch.Generator().manual_seed(seed)
-    rows, matrix = (3 * torch.randn(shape, generator=source) for shape in ((n, a), (a, b)))
+    rows = 16 * torch.rand((n, a), generator=source)
+    matrix = 8 * torch.rand((a, b), generator=source)
     result = product(rows, matrix, (10.0, 5.0))
     assert result.dtype == torch.float64
     order = torch.randperm(a, generator=source)
