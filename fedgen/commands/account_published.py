@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import yaml
@@ -128,13 +127,17 @@ def table(which: str) -> list[dict[str, Any]]:
         return [row(which)]
     longest_first = sorted(names(), key=lambda name: -(Recipe.load(name).facts["steps"] or 0))
     rows: dict[str, dict[str, Any]] = {}
-    pool = ProcessPoolExecutor(initializer=partial(threadpool_limits, 1))
-    with pool, RunProgress(stderr=True) as progress:
-        for done in as_completed([pool.submit(row, name) for name in longest_first]):
+    with ProcessPoolExecutor() as pool, RunProgress(stderr=True) as progress:
+        for done in as_completed([pool.submit(_row_by_one_thread, name) for name in longest_first]):
             recipe_row = done.result()
             rows[recipe_row["name"]] = recipe_row
             progress.show("recipes", len(rows), len(longest_first), recipe_row["name"], end=False)
     return [rows[name] for name in names()]
+
+
+def _row_by_one_thread(name: str) -> dict[str, Any]:
+    with threadpool_limits(1):
+        return row(name)
 
 
 def row(name: str) -> dict[str, Any]:

@@ -198,6 +198,7 @@ def check_samples(run: RunDir) -> CheckResult:
     labels = labels_of(published, count, None, streams)
     images = method.server.sample(generator, labels, streams)
     fits = bool(images.isfinite().all() and images.min() >= 0 and images.max() <= 1)
+    fits &= tuple(images.shape) == (count, *published.shape)
     again = draw_samples(method, generator, labels, streams)
     fits &= np.array_equal(again, draw_samples(method, generator, labels, streams))
     detail = f"{count} of shape {tuple(images.shape[1:])}, from public/ alone"

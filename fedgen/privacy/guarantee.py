@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri
+from scipy.special import expit, ndtr, ndtri
 
 from fedgen.privacy.events import Contribution, Relation, Spend
 from fedgen.privacy.gaussian_dp import gaussian_delta
@@ -104,11 +104,13 @@ class Guarantee:
 
     @property
     def advantage(self) -> float:
-        """Largest difference of the true and the false positive rate: the total variation, δ at
-        ε = 0."""
+        """Largest difference of the true and the false positive rate: the total variation distance.
+        For each ε of the profile it is at most (e^ε - 1 + 2 δ) / (e^ε + 1), where the two lines of
+        the module meet."""
         if self.mu is not None:
             return float(2 * ndtr(self.mu / 2) - 1)
-        return float(min(self.deltas[0] if self.points[0] == 0 else 1.0, 1.0))
+        limits = np.tanh(self.points / 2) + 2 * self.deltas * expit(-self.points)
+        return float(min(limits.min(), 1.0))
 
     @property
     def rho(self) -> float | None:

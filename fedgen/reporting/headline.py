@@ -27,21 +27,24 @@ ABOUT = {
 
 _MOST_DIGITS = 4
 
-_TIERS = (("strong", 0.26806), ("reasonable by convention", 2.00048))
-"""Word, and μ of the Gaussian mechanism with ε = 1 and 10 at δ = 1e-5, rounded up."""
+_TIERS = (("strong", 1, 0.26806), ("reasonable by convention", 10, 2.00048))
+"""Word, ε, and μ of the Gaussian mechanism with this ε at δ = 1e-5, rounded up."""
 
 
-def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
-    """Describe a bound in words, by the advantage of an attack and its true positive rate at 1 %
-    false positives.
+def tier(view: Mapping[str, Any], delta: float, protected: int | None) -> str:
+    """Describe the bounds of a view in words, with the advantage and the true positive rate of an
+    attack at 1 % false positives.
 
-    The thresholds are those of a Gaussian mechanism at ε = 1 and 10 with δ = 1e-5: the tiers of
-    Ponomareva et al. 2023, "How to DP-fy ML", section 5.2, stated as the power of attacks.
+    The words are the tiers of Ponomareva et al. 2023, "How to DP-fy ML", section 5.2: ε of at most
+    1 and 10. An attack must also be no stronger, by both figures, than on a Gaussian mechanism with
+    this ε at δ = 1e-5. The figures alone do not suffice: they are small if a rare event reveals a
+    record completely.
 
     Args:
-        curve: bounds on attacks; None: there are none.
+        view: ``epsilon`` and ``guarantee``.
         protected: public number of protected records, clients or persons; None: unknown.
     """
+    curve = _curve(view, delta)
     if curve is None:
         return "none: there is no bound"
     if delta > delta_limit(protected):
@@ -49,8 +52,9 @@ def tier(curve: Guarantee | None, delta: float, protected: int | None) -> str:
     fpr = FALSE_POSITIVE_RATES[-1]
     advantage, power = curve.advantage, curve.tpr(fpr)
     word = "weak"
-    for name, mu in reversed(_TIERS):
-        if advantage <= 2 * ndtr(mu / 2) - 1 and power <= ndtr(ndtri(fpr) + mu):
+    for name, epsilon, mu in reversed(_TIERS):
+        is_weaker = advantage <= 2 * ndtr(mu / 2) - 1 and power <= ndtr(ndtri(fpr) + mu)
+        if view["epsilon"] <= epsilon and is_weaker:
             word = name
     return (
         f"{word}: an attack has an advantage of at most {round_up(100 * advantage)} %, and finds "
@@ -87,7 +91,6 @@ def headline(
         exceptions: clients that these do not cover, as text.
     """
     names = {"server": "the operator of the training", "release": "a reader of the release"}
-    protects = record.get("protected")
     return {
         "protected": None
         if all(view["epsilon"] is None for view in views.values())
@@ -102,7 +105,7 @@ def headline(
             {
                 "who": names[name],
                 "epsilon": view["epsilon"],
-                "tier": tier(_curve(view, record["delta"]), record["delta"], protects),
+                "tier": tier(view, record["delta"], record.get("protected")),
                 "posteriors": posteriors(view, record["delta"]),
             }
             for name, view in views.items()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
+from mutation import kills
 from PIL import Image
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -21,7 +22,7 @@ from tiny import Train
 from fedgen import cli
 from fedgen.privacy.events import Relation
 from fedgen.privacy.gaussian_dp import gaussian_delta, gaussian_epsilon
-from fedgen.privacy.guarantee import MIN_TPR, PRIORS, guarantee, of_pair
+from fedgen.privacy.guarantee import MIN_TPR, PRIORS, guarantee, of_pair, to_json
 from fedgen.reporting.headline import format_posterior, posteriors, tier
 from fedgen.storage.run_dir import RunDir
 
@@ -300,16 +301,31 @@ def test_posteriors_without_a_bound() -> None:
 @pytest.mark.parametrize(
     ("epsilon", "words"), [(1, "strong"), (1.01, "reasonable"), (10, "reasonable"), (10.1, "weak")]
 )
-def test_words_of_strength_follow_from_attacks(epsilon: float, words: str) -> None:
+def test_words_of_strength_follow_from_epsilon_and_attacks(epsilon: float, words: str) -> None:
     """A Gaussian is at the threshold exactly at ε = 1 and 10; one (ε, δ) pair, which allows better
     attacks, is beyond it."""
     mu = brentq(lambda mu: gaussian_epsilon(mu, 1e-5) - epsilon, 0.01, 5)
     release = guarantee({GaussianDpEvent(1 / mu): 1}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
-    assert tier(release, 1e-5, 1000).startswith(words)
-    assert not tier(of_pair(epsilon, 1e-5), 1e-5, 1000).startswith(("strong", "reasonable"))
+    view = {"epsilon": epsilon, "guarantee": to_json(release)}
+    assert tier(view, 1e-5, 1000).startswith(words)
+    assert not tier({"epsilon": epsilon}, 1e-5, 1000).startswith("strong")
     for delta, protected in ((0.9, None), (0.02, 4), (1e-3, 1437)):
-        assert tier(release, delta, protected).startswith("none: δ")
-    assert tier(None, 1e-5, None).startswith("none")
+        assert tier(view, delta, protected).startswith("none: δ")
+    assert tier({"epsilon": None}, 1e-5, None).startswith("none")
+
+
+@kills(
+    "fedgen/reporting/headline.py",
+    'if view["epsilon"] <= epsilon and is_weaker:',
+    "if is_weaker:",
+)
+def test_a_rare_exposure_is_weak() -> None:
+    """A record that one batch in a hundred reveals: both figures are small, and ε is not."""
+    event = PoissonSampledDpEvent(0.009, GaussianDpEvent(0.1))
+    release = guarantee({event: 1}, 1e-5, Relation.ADD_OR_REMOVE_ONE)
+    assert release is not None and release.advantage < 0.01 and release.tpr(0.01) < 0.02
+    view = {"epsilon": 75.0, "guarantee": to_json(release)}
+    assert tier(view, 1e-5, 1000).startswith("weak")
 
 
 DRIVE = """
