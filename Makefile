@@ -22,9 +22,8 @@ check: lint
 
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint docs
-	# three, on any number of cores: many tests wait for processes of their own; few at a time,
-	# so that those that come first, the slow ones, run in all three
-	$(BIN)/python -m pytest -n 3 --maxschedchunk 8
+	# three, on any number of cores: many tests wait for processes of their own
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed
 
 lint: $(INSTALLED)
