@@ -59,10 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ordered: list[pytest.Item] = []
     for worker in range(workers):
         part = slow[worker::workers]
-        size = (len(items) - len(ordered)) // (workers - worker)
-        ordered += [*part, *fast[: size - len(part)]]
-        del fast[: size - len(part)]
-    items[:] = ordered
+        size = max(0, (len(items) - len(ordered)) // (workers - worker) - len(part))
+        ordered += [*part, *fast[:size]]
+        del fast[:size]
+    items[:] = [*ordered, *fast]
 
 
 @pytest.fixture
