@@ -32,7 +32,6 @@ RECIPES = sorted(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()])
 def test_python_examples_of_the_pages_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page in order, in an empty folder."""
@@ -78,7 +77,6 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(r, marks=pytest.mark.slow if "runtime=ray" in r else ()) for r in RECIPES],

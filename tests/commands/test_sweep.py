@@ -69,7 +69,6 @@ def test_the_first_run_of_every_sweep_runs_two_rounds(
     assert json.loads((place / "results.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.slow
 def test_a_sweep_resumes_and_compares_its_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +95,6 @@ def test_a_sweep_resumes_and_compares_its_runs(
     assert f"run_dir: {place}/0 has a different seed" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_an_interrupted_sweep_prints_how_to_resume(tmp_path: Path) -> None:
     place = tmp_path / "sweep"
     command = ["train", "-m", *tiny("dp_merf_small"), "method=dp_merf_small", "seed=0,1", "jobs=1"]
@@ -121,7 +119,6 @@ def test_rows_of_the_table_are_labelled_by_differing_settings() -> None:
     assert sweep.labels(sweep.varied_settings(configs("method=dp_merf_small"))) == ["run 0"]
 
 
-@pytest.mark.slow
 def test_runs_with_different_evaluations_share_one_table(tmp_path: Path) -> None:
     """Settings and figures that the first run lacks are columns as well."""
     small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]
