@@ -65,9 +65,9 @@ def test_a_rehearsal_is_bit_identical_to_the_simulation(
 
 
 def test_the_printed_epsilon_is_what_clients_were_charged(
-    sites: Deployment, tmp_path: Path
+    sites: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In mode secure: noise of each site, and an account of its images."""
+    """In mode secure: noise of each site, an account of its images, and a log as text."""
     run = tmp_path / "run"
     words = [*tiny("dp_merf_small"), "method=dp_merf_small", *SECURE, "privacy.noise=secure"]
     assert cli.run(sites.asked(*words, "rounds=3", f"run_dir={run}")) == 0
@@ -76,11 +76,7 @@ def test_the_printed_epsilon_is_what_clients_were_charged(
     assert record["noise"] == "secure" and record["aggregation"]["masks"] is True
     assert all(client["releases"] == 1 for client in record["clients"].values())
     assert (sites.home(0) / "spent.sqlite").exists()
-
-
-def test_the_log_of_a_node_is_printed_as_text(
-    sites: Deployment, capsys: pytest.CaptureFixture[str]
-) -> None:
+    capsys.readouterr()
     assert cli.run(["node", "log", f"home={sites.home(0)}", "lines=1000"]) == 0
     output = capsys.readouterr().out
     assert "accepted: dp_merf_small" in output
