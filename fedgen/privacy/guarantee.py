@@ -99,7 +99,7 @@ class Guarantee:
             return self
         both = [self._lines(fpr).argmin(axis=1) for fpr in _CURVE_POINTS]
         both.append(self._inverse_lines(MIN_TPR).argmax(axis=1))
-        kept = np.unique([0, *np.concatenate(both)])
+        kept = np.unique([0, self._advantages().argmin(), *np.concatenate(both)])
         return Guarantee(self.points[kept], self.deltas[kept], None)
 
     @property
@@ -109,8 +109,11 @@ class Guarantee:
         the module meet."""
         if self.mu is not None:
             return float(2 * ndtr(self.mu / 2) - 1)
-        limits = np.tanh(self.points / 2) + 2 * self.deltas * expit(-self.points)
-        return float(min(limits.min(), 1.0))
+        return float(min(self._advantages().min(), 1.0))
+
+    def _advantages(self) -> NDArray[np.float64]:
+        """Return the bounds on the advantage by each point of the profile."""
+        return np.asarray(np.tanh(self.points / 2) + 2 * self.deltas * expit(-self.points))
 
     @property
     def rho(self) -> float | None:

@@ -316,7 +316,7 @@ def test_writers_with_few_images_do_not_participate(
     result = femnist(streams, str(data_root), 62, least_rows=least)
     assert result.writers is not None
     assert set(result.writers) == set(names[rows >= least])
-    for name in set(result.writers):  # who is left has what it had, to train on and to test
+    for name in set(result.writers):  # included writers keep their training and test images
         kept = result.images[result.writers == name]
         assert np.array_equal(kept, whole.images[whole.writers == name])
     with pytest.raises(FedgenError, match="leaves no writer"):

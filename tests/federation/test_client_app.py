@@ -41,17 +41,17 @@ CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> ClientContext:
+def client_context(tmp_path: Path) -> ClientContext:
     ledger = Ledger(tmp_path / "0" / "ledger.jsonl", "run", 0, seeded=False)
     store = ClientStore(tmp_path, in_memory=True)
     return ClientContext(0, make(noise=1.0).client, SHARD, STREAMS, store, ledger, RunTerms(18))
 
 
 @pytest.fixture
-def ask(home: ClientContext) -> Ask:
+def ask(client_context: ClientContext) -> Ask:
     method = make(noise=1.0)
     server = method.server.init(STREAMS)
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
 
     def once(server_round: int) -> Message:
         query = method.server.query(server, server_round, STREAMS)
@@ -64,20 +64,20 @@ def ask(home: ClientContext) -> Ask:
 
 
 def test_a_repeated_query_gets_the_same_response_without_a_charge(
-    home: ClientContext, ask: Ask
+    client_context: ClientContext, ask: Ask
 ) -> None:
     first, again, next_ = (messages.read_response(ask(r), LOCAL) for r in (0, 0, 1))
     assert (first.arrays["answer"] == again.arrays["answer"]).all()
     assert (first.arrays["answer"] != next_.arrays["answer"]).any()
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
 
 
-def test_a_past_round_is_not_answered_again(home: ClientContext, ask: Ask) -> None:
+def test_a_past_round_is_not_answered_again(client_context: ClientContext, ask: Ask) -> None:
     """It would have the same noise: a server with another query could subtract it."""
     assert not ask(0).has_error()
     assert not ask(1).has_error()
     assert ask(0).has_error()
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
 
 
 @kills(
@@ -85,10 +85,10 @@ def test_a_past_round_is_not_answered_again(home: ClientContext, ask: Ask) -> No
     "ctx.ledger.rows + query.count > ctx.terms.samples",
     "ctx.ledger.rows > ctx.terms.samples",
 )
-def test_the_client_enforces_its_budget(home: ClientContext, ask: Ask) -> None:
+def test_the_client_enforces_its_budget(client_context: ClientContext, ask: Ask) -> None:
     replies = [ask(server_round) for server_round in range(4)]
     assert [reply.has_error() for reply in replies] == [False, False, False, True]
-    assert home.ledger.rows == 18
+    assert client_context.ledger.rows == 18
 
 
 @kills(
@@ -97,12 +97,14 @@ def test_the_client_enforces_its_budget(home: ClientContext, ask: Ask) -> None:
     "if ctx.terms.limits is None:",
 )
 def test_no_kind_of_release_is_charged_more_often_than_planned(
-    home: ClientContext, ask: Ask
+    client_context: ClientContext, ask: Ask
 ) -> None:
     """The total budget is not used up, but that for this kind is."""
-    home.terms = replace(home.terms, limits=canonical(make(noise=1.0).plan.server_event(6)))
+    client_context.terms = replace(
+        client_context.terms, limits=canonical(make(noise=1.0).plan.server_event(6))
+    )
     assert [ask(server_round).has_error() for server_round in range(3)] == [False, True, True]
-    assert home.ledger.account().spend == home.terms.limits
+    assert client_context.ledger.account().spend == client_context.terms.limits
 
 
 @kills(
@@ -120,16 +122,16 @@ def test_no_kind_of_release_is_charged_more_often_than_planned(
     ),
 )
 def test_a_charge_precedes_the_response(
-    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    client_context: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails after the release is computed, its cost is recorded."""
 
     def fail(*_: object) -> None:
         raise OSError("the line is dead")
 
-    monkeypatch.setattr(home.store, "commit", fail)
+    monkeypatch.setattr(client_context.store, "commit", fail)
     assert ask(0).has_error()
-    assert home.ledger.releases == 1
+    assert client_context.ledger.releases == 1
 
 
 @kills(
@@ -137,24 +139,26 @@ def test_a_charge_precedes_the_response(
     "return response if stored_query == query else None",
     "return response",
 )
-def test_a_charged_response_is_sent_again_after_a_death(home: ClientContext, ask: Ask) -> None:
+def test_a_charged_response_is_sent_again_after_a_death(
+    client_context: ClientContext, ask: Ask
+) -> None:
     """The same bits, once, to the same query alone; another query is another release."""
     limits = canonical(make(noise=1.0).plan.server_event(12))
-    home.terms = replace(home.terms, stores_response=True, limits=limits)
+    client_context.terms = replace(client_context.terms, stores_response=True, limits=limits)
     first = messages.read_response(ask(0), LOCAL)
     # its process is gone, and its state is back at the last checkpoint
-    home.responded_round = -1
-    home.store.restore(0, 0)
+    client_context.responded_round = -1
+    client_context.store.restore(0, 0)
     assert (messages.read_response(ask(0), LOCAL).arrays["answer"] == first.arrays["answer"]).all()
-    assert home.ledger.releases == 1
-    home.responded_round = -1
-    home.store.restore(0, 0)
+    assert client_context.ledger.releases == 1
+    client_context.responded_round = -1
+    client_context.store.restore(0, 0)
     assert (messages.read_response(ask(1), LOCAL).arrays["answer"] != first.arrays["answer"]).any()
-    assert home.ledger.releases == 2
-    home.responded_round = -1
-    home.store.restore(0, 0)
+    assert client_context.ledger.releases == 2
+    client_context.responded_round = -1
+    client_context.store.restore(0, 0)
     assert ask(0).has_error(), "its answer is no longer held, and a third is not planned"
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
 
 
 @kills(
@@ -163,43 +167,43 @@ def test_a_charged_response_is_sent_again_after_a_death(home: ClientContext, ask
     "charged = response is not None",
 )
 def test_a_stored_response_is_charged_when_it_leaves(
-    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    client_context: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home.terms = replace(home.terms, stores_response=True)
+    client_context.terms = replace(client_context.terms, stores_response=True)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as full:
-        full.setattr(home.ledger, "charge", fail)
+        full.setattr(client_context.ledger, "charge", fail)
         assert ask(0).has_error()
-    assert home.ledger.releases == 0
-    home.responded_round = -1
+    assert client_context.ledger.releases == 0
+    client_context.responded_round = -1
     assert not ask(0).has_error()
-    assert home.ledger.releases == 1
+    assert client_context.ledger.releases == 1
 
 
-def test_an_altered_stored_response_is_not_sent(home: ClientContext, ask: Ask) -> None:
-    home.terms = replace(home.terms, stores_response=True)
+def test_an_altered_stored_response_is_not_sent(client_context: ClientContext, ask: Ask) -> None:
+    client_context.terms = replace(client_context.terms, stores_response=True)
     assert not ask(0).has_error()
-    path = home.store.folder(0) / "answer.held"
+    path = client_context.store.folder(0) / "answer.held"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(FedgenError, match="altered"):
-        home.store.check(0, 0)
-    home.responded_round = -1
-    home.store.restore(0, 0)
+        client_context.store.check(0, 0)
+    client_context.responded_round = -1
+    client_context.store.restore(0, 0)
     assert ask(0).has_error()
 
 
 def test_a_release_that_cannot_be_charged_does_not_leave(
-    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    client_context: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(home.ledger, "charge", fail)
+    monkeypatch.setattr(client_context.ledger, "charge", fail)
     assert ask(0).has_error()
 
 
@@ -209,70 +213,74 @@ def test_a_release_that_cannot_be_charged_does_not_leave(
     "Message(Error(FAILED, str(error)), reply_to=message)",
 )
 def test_the_text_of_an_exception_stays_at_the_client(
-    home: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    client_context: ClientContext, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply is a code; the text is in the client's folder."""
 
     def fail(*_: object) -> None:
         raise ValueError("label of row 17 is 3")
 
-    monkeypatch.setattr(home.store, "commit", fail)
+    monkeypatch.setattr(client_context.store, "commit", fail)
     reply = ask(0)
     assert reply.error == Error(FAILED)
     assert "label of row" not in repr(reply.__dict__)
-    [line] = (home.store.folder(0) / ERRORS).read_text().splitlines()
+    [line] = (client_context.store.folder(0) / ERRORS).read_text().splitlines()
     assert json.loads(line)["problem"] == "label of row 17 is 3"
 
 
 @pytest.mark.parametrize("mode", ["seeded", "secure"])
 def test_a_failure_over_private_records_has_no_bound(
-    home: ClientContext, ask: Ask, mode: str
+    client_context: ClientContext, ask: Ask, mode: str
 ) -> None:
     """In mode secure it is charged as unbounded; a seeded run is an experiment anyway."""
-    home.streams = RandomStreams.from_seed(0, mode)  # type: ignore[arg-type]
+    client_context.streams = RandomStreams.from_seed(0, mode)  # type: ignore[arg-type]
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("label of row 17 is 3")
 
-    object.__setattr__(home.program.respond.__self__, "weights", fail)  # type: ignore[attr-defined]
+    object.__setattr__(client_context.program.respond.__self__, "weights", fail)  # type: ignore[attr-defined]
     assert ask(0).has_error()
-    result = home.ledger.account().spend
+    result = client_context.ledger.account().spend
     assert (result == {NonPrivateDpEvent(): 1}) == (mode == "secure")
 
 
-def test_restoring_a_state_does_not_repeat_its_noise(home: ClientContext, ask: Ask) -> None:
+def test_restoring_a_state_does_not_repeat_its_noise(
+    client_context: ClientContext, ask: Ask
+) -> None:
     """In mode secure the noise of a process is a function of the round: a client that returns to a
     state before its response must not send another response with the same noise."""
-    home.streams = RandomStreams.from_seed(7, "secure")
+    client_context.streams = RandomStreams.from_seed(7, "secure")
     assert not ask(0).has_error()
-    home.store.restore(0, 0)
+    client_context.store.restore(0, 0)
     assert ask(0).has_error()
     assert not ask(1).has_error()
 
 
 def test_another_query_in_a_round_has_other_noise_and_a_charge(
-    home: ClientContext, tmp_path: Path
+    client_context: ClientContext, tmp_path: Path
 ) -> None:
     """An interrupted seeded run may reach a round with another query. Under the same noise, the
     difference of two responses would reveal the gradients."""
-    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    client_context.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
     server = make(noise=1.0).server
 
     def ask(seed: int) -> torch.Tensor:
-        home.store.restore(0, 0)
+        client_context.store.restore(0, 0)
         query = server.query(server.init(RandomStreams.from_seed(seed, "seeded")), 0, STREAMS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
         return torch.from_numpy(messages.read_response(reply, LOCAL).arrays["answer"])
 
     first, other = ask(1), ask(2)
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
     # independent noise of std 2 * C * sigma on each of 6 * 64 numbers: its difference has std 2.83
     assert 2.3 < float((first - other).std()) < 3.4
     assert torch.equal(ask(1), first)
     assert torch.equal(ask(2), other)
-    assert home.ledger.releases == 2, "the same question after the same past is the same release"
+    assert client_context.ledger.releases == 2, (
+        "the same question after the same past is the same release"
+    )
 
 
 @kills(
@@ -281,35 +289,35 @@ def test_another_query_in_a_round_has_other_noise_and_a_charge(
     "streams = ctx.streams.at_release(ctx.ledger.releases)",
 )
 def test_a_repeated_run_shares_noise_only_for_equal_queries(
-    home: ClientContext, tmp_path: Path
+    client_context: ClientContext, tmp_path: Path
 ) -> None:
     """With the same seed and settings it may differ, because other clients failed."""
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
     server = make(noise=1.0).server
     answers = []
     for run, start in enumerate([1, 2, 1]):
-        home.ledger = Ledger(tmp_path / f"{run}.jsonl", f"run {run}", 0, seeded=True)
-        home.store.restore(0, 0)
+        client_context.ledger = Ledger(tmp_path / f"{run}.jsonl", f"run {run}", 0, seeded=True)
+        client_context.store.restore(0, 0)
         query = server.query(server.init(RandomStreams.from_seed(start, "seeded")), 0, STREAMS)
         message = Message(messages.pack_query(0, query), dst_node_id=2, message_type=messages.ASK)
         [reply] = grid.send_and_receive([message])
         answers.append(messages.read_response(reply, LOCAL).arrays["answer"])
-        assert home.ledger.releases == 1
+        assert client_context.ledger.releases == 1
     first, other, again = answers
     assert (first == again).all()
     assert 2.3 < float((first - other).std()) < 3.4  # as above: independent
 
 
-def test_noise_depends_on_the_client_state(home: ClientContext, tmp_path: Path) -> None:
+def test_noise_depends_on_the_client_state(client_context: ClientContext, tmp_path: Path) -> None:
     """A critic with another history responds to the same query with other noise."""
-    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    client_context.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
     method = make(noise=1.0)
     server = method.server.init(STREAMS)
     question = messages.pack_query(0, method.server.query(server, 0, STREAMS))
     result = []
     for scale in (1.0, 0.5):
-        home.store.restore(0, 0)
+        client_context.store.restore(0, 0)
         images = method.server.broadcast(server, 0, STREAMS)["images"] * scale
         content = messages.pack_broadcast(0, messages.pack_arrays({"images": images}))
         train = Message(content, dst_node_id=2, message_type=messages.TRAIN)
@@ -318,57 +326,57 @@ def test_noise_depends_on_the_client_state(home: ClientContext, tmp_path: Path) 
         result += [
             messages.read_response(reply, LOCAL) for reply in replies if "arrays" in reply.content
         ]
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
     difference = result[0].arrays["answer"] - result[1].arrays["answer"]
     assert 2.3 < difference.std() < 3.4
 
 
 def test_a_response_of_other_streams_is_charged(
-    home: ClientContext, ask: Ask, tmp_path: Path
+    client_context: ClientContext, ask: Ask, tmp_path: Path
 ) -> None:
     """A run that another version started may name its streams otherwise."""
-    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    client_context.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     first = messages.read_response(ask(0), LOCAL).arrays["answer"]
-    home.streams = home.streams.at("branch", "another")
-    home.store.restore(0, 0)
-    home.responded_round = -1
+    client_context.streams = client_context.streams.at("branch", "another")
+    client_context.store.restore(0, 0)
+    client_context.responded_round = -1
     assert (messages.read_response(ask(0), LOCAL).arrays["answer"] != first).any()
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
 
 
 def test_a_response_of_an_older_version_is_charged(
-    home: ClientContext, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client_context: ClientContext, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answered the same query otherwise: a resume repeats nothing of it."""
-    home.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
+    client_context.ledger = Ledger(tmp_path / "seeded.jsonl", "run", 0, seeded=True)
     with monkeypatch.context() as older:
         older.setattr(app_module, "_RESPONSE_VERSION", "noise by round")
         assert not ask(0).has_error()
-    home.store.restore(0, 0)
+    client_context.store.restore(0, 0)
     assert not ask(0).has_error()
-    assert home.ledger.releases == 2
+    assert client_context.ledger.releases == 2
 
 
-def test_the_account_is_that_of_the_ledger(home: ClientContext, ask: Ask) -> None:
+def test_the_account_is_that_of_the_ledger(client_context: ClientContext, ask: Ask) -> None:
     ask(0)
     ask(1)
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=True)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=True)
     message = Message(messages.pack_hello(), dst_node_id=2, message_type=messages.ACCOUNT)
     [reply] = grid.send_and_receive([message])
     account = messages.read_account(reply)
-    assert account == home.ledger.account()
+    assert account == client_context.ledger.account()
     assert account.releases == 2
 
 
-def test_training_returns_no_information(home: ClientContext) -> None:
+def test_training_returns_no_information(client_context: ClientContext) -> None:
     """The acknowledgement of a training message is the same for any records."""
     method = make(noise=1.0)
-    grid = InProcessGrid(client_app(lambda _: home), 1, timeout=60, serialize=False)
+    grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
     broadcast = method.server.broadcast(method.server.init(STREAMS), 0, STREAMS)
     content = messages.pack_broadcast(0, messages.pack_arrays(broadcast))
     replies = []
     for shard in (SHARD, type(SHARD)(255 - SHARD.images, torch.zeros_like(SHARD.labels))):
-        home.shard = shard
+        client_context.shard = shard
         message = Message(content, dst_node_id=2, message_type=messages.TRAIN)
         replies.extend(grid.send_and_receive([message]))
     assert replies[0].content == replies[1].content == messages.pack_acknowledgement()
