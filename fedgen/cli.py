@@ -51,6 +51,8 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
                                           access to the images; pack the publishable files
+  fedgen verify FILE.zip                  recompute ε of a release from the accounts that its
+                                          participants signed; signed_by=["SHA256:..."] these keys
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
                                           a package with your own method, which runs unchanged
   fedgen check method=NAME [overrides]    test the contract of methods: repeated, interrupted
@@ -201,6 +203,10 @@ def _command(command: str, *rest: str) -> None:
             if any(word.startswith("name=") for word in rest):
                 raise FedgenError("name", "is given twice", "leave one out")
             rest = (f"name={rest[0]}", *rest[1:])
+    if command == "verify" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+        from fedgen.config.overrides import to_override_value
+
+        rest = (f"bundle={to_override_value(rest[0])}", *rest[1:])
     inner = {"account": "spent", "node": "log"}.get(command, "")
     first = rest[0] if rest and "=" not in rest[0] else ""
     if first != inner and difflib.get_close_matches(first, [inner]):
@@ -382,6 +388,12 @@ def _release(config: DictConfig) -> str:
     return _print_run_dir(run_dir, f"publish {packed} only; keep everything else on the server")
 
 
+def _verify(config: DictConfig) -> str:
+    from fedgen.commands import verify
+
+    return verify.verify(config)
+
+
 def _new(config: DictConfig) -> str:
     from fedgen.commands import new_method
 
@@ -424,6 +436,7 @@ COMMANDS = {
     "debug": _Command("debug", _debug),
     "report": _Command("report", _report),
     "release": _Command("release", _release),
+    "verify": _Command("verify", _verify),
     "new": _Command("new", _new),
     "node": _Command("node", _node),
     "link": _Command("link", _link),

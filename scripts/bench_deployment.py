@@ -29,9 +29,9 @@ import psutil
 
 from fedgen.config.compose import compose
 from fedgen.deployment.flower_link import QUIET, Link
-from fedgen.deployment.keys import load_or_create_key, read_public_key
 from fedgen.deployment.link import certificates
 from fedgen.run import setup
+from fedgen.storage.keys import load_or_create_key, read_public_key
 
 ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 METHOD = [

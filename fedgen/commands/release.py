@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import tempfile
 import zipfile
 from pathlib import Path
@@ -10,13 +12,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen import verify
+from fedgen.commands import verify as verify_command
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
+from fedgen.federation.secagg.signing import Signer
+from fedgen.federation.signed_accounts import signed
 from fedgen.privacy.budget import delta_problem
 from fedgen.run.resume import check_runtime_is_local, open_run, settings_before_derivation
 from fedgen.run.train import train
-from fedgen.storage.io import check_no_links, share, temporary_path
+from fedgen.storage.io import check_no_links, fedgen_home, share, temporary_path
+from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 from fedgen.storage.run_dir import RunDir
+from fedgen.version import VERSION
 
 
 def release(config: DictConfig) -> tuple[Path, Path]:
@@ -97,6 +105,24 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
     return now
 
 
+def _bundle(run: RunDir) -> dict[str, bytes]:
+    """Return the files of a bundle: the published ones, the script that verifies it, and a manifest
+    of their digests, signed by this machine."""
+    files = {path.name: path.read_bytes() for path in run.published}
+    files["verify.py"] = Path(verify.__file__).read_bytes()
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    _, _, identity = RunDir.open(run.path, "run")
+    manifest = {
+        "format": verify.RELEASE,
+        "run": identity["run"],
+        "fedgen": VERSION,
+        "files": digests,
+    }
+    key = load_or_create_key(fedgen_home() / MACHINE_KEY)
+    entry = signed(json.dumps(manifest, sort_keys=True), Signer(key, None))
+    return {**files, verify.MANIFEST: json.dumps(entry, indent=1).encode()}
+
+
 def _pack(run: RunDir, out: Path) -> None:
     """Pack the published files of a run atomically.
 
@@ -107,11 +133,12 @@ def _pack(run: RunDir, out: Path) -> None:
     run.check_digests("run")
     try:
         with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
-            for file in run.published:
-                member = zipfile.ZipInfo(f"{out.stem}/{file.name}")  # dated 1980: reveals no time
+            for name, content in _bundle(run).items():
+                member = zipfile.ZipInfo(f"{out.stem}/{name}")  # dated 1980: reveals no time
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                opened_.writestr(member, file.read_bytes())
+                opened_.writestr(member, content)
             opened_.close()
+            verify_command.check(new, run.path)
             if out.exists():
                 raise FileExistsError(errno.EEXIST, "it exists now", str(new))
             share(new)

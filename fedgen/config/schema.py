@@ -270,6 +270,11 @@ class _Sample(_Command):
     device: Literal["auto", "cpu", "cuda"]
 
 
+class _Verify(_Command):
+    bundle: Text
+    signed_by: list[Text]
+
+
 SCHEMAS: dict[str, type[BaseModel]] = {
     "config": _Train,
     "account": _Account,
@@ -283,6 +288,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "release": _Release,
     "report": _Report,
     "sample": _Sample,
+    "verify": _Verify,
 }
 """File of ``configs/`` -> its settings."""
 

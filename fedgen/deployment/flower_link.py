@@ -31,9 +31,9 @@ from starlette.responses import PlainTextResponse
 
 from fedgen.deployment import flower_limits
 from fedgen.deployment.flower_limits import LIMIT_HEADER, LOOPBACK, BodyLimit, LimitedListener
-from fedgen.deployment.keys import LARGEST
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_bounded
+from fedgen.storage.keys import LARGEST
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

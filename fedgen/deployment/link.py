@@ -29,9 +29,9 @@ from omegaconf import DictConfig
 
 from fedgen.deployment.flower_limits import LimitedListener, listeners
 from fedgen.deployment.flower_link import parse_address, serve
-from fedgen.deployment.keys import LARGEST, read_public_key
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_bounded, write_atomic
+from fedgen.storage.keys import LARGEST, read_public_key
 
 _OWN = ("localhost", "127.0.0.1", "::1")  # addresses for local commands
 _MACHINE = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?")

@@ -25,6 +25,7 @@ NAME = "log.jsonl"
 _TEXTS = {
     messages.HELLO: "reported its client number",
     messages.ACCOUNT: "reported its spend in this run",
+    messages.SIGN: "signed an account of its spend in this run, for readers of the release",
     messages.PREPARE: "reported that it is ready",
     messages.TRAIN: "reported that it has trained",
     messages.ASK: "sent a noised response",

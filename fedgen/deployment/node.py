@@ -31,7 +31,6 @@ from fedgen.deployment.flower_node import (
     connected,
     error_reply,
 )
-from fedgen.deployment.keys import LARGEST, load_or_create_key
 from fedgen.deployment.log import Log, plain
 from fedgen.deployment.policy import RefusedError
 from fedgen.deployment.request import Request
@@ -46,6 +45,7 @@ from fedgen.privacy.ledger import Ledger
 from fedgen.run import setup
 from fedgen.run.setup import label_names
 from fedgen.storage.io import read_bounded
+from fedgen.storage.keys import LARGEST, load_or_create_key
 from fedgen.version import VERSION
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedgen.deployment.request import Request
 from fedgen.errors import FedgenError
 from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTerms
 from fedgen.federation.secagg.signing import Signer
+from fedgen.federation.signed_accounts import AccountTerms
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import Relation, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import died_while_responding
@@ -154,6 +156,15 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         accepted_request=request.text().encode(),
         rehearsal=_rehearsal_shard(public),
         reserves=privacy.noise == "secure" and resolved.dropouts_reveal_cohorts,
+        account=AccountTerms(
+            request.run,
+            hashlib.sha256(request.text().encode()).hexdigest(),
+            privacy.noise,
+            plan,
+            lambda spend: (
+                with_sampling_revealed(spend) if place.has_dropout(request.run) else spend
+            ),
+        ),
     )
     client_setup = ClientSetup(
         program=lambda: program,

@@ -22,7 +22,8 @@ from fedgen.federation.flower_compat import (
 DEADLINE, DIED = 102, 103
 """Codes of our own grids: the client exceeded its deadline; its process died repeatedly."""
 
-IGNORED_REPLIES = ("late", "repeated")
+NOT_DROPOUTS = ("late", "repeated", "unsigned")
+"""Kinds of failure that reveal nothing about a sample."""
 
 _KINDS = {
     FAILED: "failed",
@@ -50,7 +51,7 @@ class Failure:
         for a secure sum: copied (announced a key also announced by another client), contradicted
         (rejected another client's signature or sealed share, or was rejected), wrong share
         (revealed a share inconsistent with the reconstructed secret, or dealt it); late, repeated
-        (response to a message that is over: ``IGNORED_REPLIES``).
+        (response to a message that is over); unsigned (no signed account after the last round).
     """
 
     kind: str

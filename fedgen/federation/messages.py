@@ -1,8 +1,8 @@
 """Conversion of arrays and releases to Flower records and back. Arrays are raw little-endian bytes.
 
 A reply can only contain an acknowledgement, a client index, the sum of a ledger, keys and sealed
-shares of masks with signatures, or the message that the aggregation expects (Release, Share or
-Clipped).
+shares of masks with signatures, a signed account, or the message that the aggregation expects
+(Release, Share or Clipped).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedgen.privacy.events import Unit, from_json, to_json
 from fedgen.privacy.ledger import Account, spend_from_json, spend_to_json
 from fedgen.storage.io import digest, parse_json
 
-HELLO, ACCOUNT = "query.hello", "query.account"
-"""Message types: request the client index; request the spend."""
+HELLO, ACCOUNT, SIGN = "query.hello", "query.account", "query.sign"
+"""Message types: request the client index; request the spend; request a signed account of it."""
 PREPARE, TRAIN, ASK = "train.prepare", "train.broadcast", "query.ask"
 """Message types: prepare a part of the state; train; respond to a query."""
 KEYS, SHARES, OPEN, REVEAL = "query.keys", "query.shares", "query.open", "query.reveal"
@@ -46,6 +46,7 @@ T = TypeVar("T")
 _RAW = "fedgen.raw"
 _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
 _MAX_EVENT_CHARACTERS = 10_000  # characters of an event
+_MAX_TEXT = 2**20  # characters of a text
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 _TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
 _REJECTED = "rejected"
@@ -343,6 +344,19 @@ def read_account(message: Message) -> Account:
     if not all(type(count) is int and 0 < count <= 10**12 for count in spend.values()):
         raise ValueError("no account")
     return Account(releases, samples, spend)
+
+
+def pack_text(text: str) -> RecordDict:
+    """Pack one text: facts about a release, or a signed account."""
+    return RecordDict({_FACTS: ConfigRecord({_TEXTS: text})})
+
+
+def read_text(message: Message) -> str:
+    """Return the text of ``pack_text``. Raises ValueError if there is none, or it is too long."""
+    text = _fact(message, _TEXTS)
+    if not isinstance(text, str) or len(text) > _MAX_TEXT:
+        raise ValueError("no text")
+    return text
 
 
 def response_from(message: Sent, aggregation: Aggregation) -> Response:

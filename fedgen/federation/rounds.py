@@ -17,18 +17,21 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedgen import verify
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.failures import Failure, FailureCauses, failure_kind, too_few
 from fedgen.federation.messages import Response
 from fedgen.federation.runtimes.local_nodes import message_timeout
 from fedgen.federation.secagg.server import MaskedSum, clients_in, present
+from fedgen.federation.signed_accounts import ReleaseFacts
 from fedgen.methods.api import Method, Query, Tensors
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account
 from fedgen.randomness import RandomStreams
+from fedgen.storage.io import parse_json
 
 T = TypeVar("T")
 
@@ -150,6 +153,7 @@ class Rounds:
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds of a full rotation
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
+        self._signing = False  # whether the exchange is that of signed accounts
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # messages of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
         # the bound on sums of several clients requires the planned noise of each
@@ -243,6 +247,27 @@ class Rounds:
             return account
 
         return self._exchange(sent, "to the account message", read, required=required)
+
+    def signed_accounts(self, facts: ReleaseFacts) -> list[dict[str, str]]:
+        """Return the signed accounts of responding clients (``signed_accounts``); an invalid one
+        counts as a failure of its client."""
+        sent = self._broadcast(messages.SIGN, messages.pack_text(facts.text()))
+        self._signing = True
+
+        def read(client: int, reply: Message) -> dict[str, str]:
+            entry = parse_json(messages.read_text(reply))
+            try:
+                statement, _ = verify.opened(entry, verify.ACCOUNT, ())
+                of_this_run = statement["run"] == self._run
+            except (verify.RefusedError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError("no signed account") from error
+            if not of_this_run or statement["clients"] != [[client, client]]:
+                raise ValueError("an account of another run or client")
+            return {name: str(entry[name]) for name in ("text", "key", "signature")}
+
+        accounts = self._exchange(sent, "to the sign message", read, required=0.0)
+        self._signing = False
+        return [accounts[client] for client in sorted(accounts)]
 
     def prepare(self, prepared: Callable[[int, int], None]) -> None:
         """Have each client prepare its state, part by part. ``prepared``: called with (done,
@@ -584,6 +609,7 @@ class Rounds:
                 self._note_failure(exchange[message_id])
 
     def _fail(self, kind: str, client: int) -> Failure:
+        kind = "unsigned" if self._signing else kind
         failure = Failure(kind, client, self.state.rounds + 1)
         self._note_failure(failure)
         return failure

@@ -6,11 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from dp_accounting import NonPrivateDpEvent
 
 from fedgen.federation.client.context import LEDGER
+from fedgen.federation.secagg.signing import Signer
+from fedgen.federation.signed_accounts import AccountTerms, ReleaseFacts, signed
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
 from fedgen.privacy import guarantee
@@ -264,6 +267,42 @@ class Accounts:
             )
         event = plan.release_event(rounds)
         return smaller_bound(release_bound(event, delta, plan.relation, stop), cap)
+
+    def release_facts(self, state: RunState, stopped: bool) -> ReleaseFacts:
+        """Return the public facts by which participants sign bounds for readers of the release."""
+        plan, budget = self.method.plan, self.privacy.budget
+        ledgers = [account.samples for account in self.ledgers.values()]
+        busiest = max([*state.samples.values(), *ledgers], default=0)
+        release = self._release(state, stopped)
+        if release is None:
+            return ReleaseFacts(busiest)
+        rounds = budget.rounds if stopped else state.rounds
+        most = plan.queries_in(rounds) * plan.samples_per_round
+        limit = (
+            min(most, budget.samples_per_client) if plan.is_trusted else budget.samples_per_client
+        )
+        limit = limit if self.method.cohort.is_sampled else busiest
+        revealed = min(budget.samples_per_client, most), min(busiest, most)
+        for samples in (None, *revealed):
+            facts = ReleaseFacts(limit, rounds, samples, release.stop_probability)
+            if facts.release_spend(plan) == release.spend:
+                return facts
+        return ReleaseFacts(limit)
+
+    def signed_account(
+        self, state: RunState, stopped: bool, run: str, plan_digest: str, signer: Signer
+    ) -> list[dict[str, str]]:
+        """Return one signed account for all clients with a bound, as a list; empty without one."""
+        spends = self.spends(state)
+        bounded = sorted(set(spends) - self.without_bound(spends))
+        nothing: Spend = {}
+        charged = reduce(elementwise_max, (spends[client] for client in bounded), nothing)
+        terms = AccountTerms(run, plan_digest, self.privacy.noise, self.method.plan)
+        try:
+            text = terms.statement(bounded, charged, self.release_facts(state, stopped))
+        except ValueError:
+            return []
+        return [signed(text, signer)]
 
     def claimed_epsilon(self, state: RunState, stopped: bool = False) -> float | None:
         """Return ε by the formula of the paper, None if it has none; for a run that stopped, for as

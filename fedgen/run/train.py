@@ -24,9 +24,11 @@ from fedgen.config.build import build
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence, verdict
 from fedgen.federation import checkpoint
-from fedgen.federation.failures import IGNORED_REPLIES, Failure, FailureCauses, NoResponseError
+from fedgen.federation.failures import NOT_DROPOUTS, Failure, FailureCauses, NoResponseError
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.runtimes.server_app import server_app
+from fedgen.federation.secagg.signing import Signer
+from fedgen.federation.signed_accounts import account_file
 from fedgen.methods.api import Tensors
 from fedgen.methods.families.pretraining import main_method_state
 from fedgen.privacy.ledger import Account, elementwise_max
@@ -54,7 +56,15 @@ from fedgen.run.resume import (
 )
 from fedgen.run.setup import Setup
 from fedgen.run.signals import Interrupt
-from fedgen.storage.io import check_no_links, digest, private_umask, stored_key
+from fedgen.storage.io import (
+    check_no_links,
+    digest,
+    fedgen_home,
+    private_umask,
+    stored_key,
+    write_atomic,
+)
+from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 from fedgen.storage.run_dir import RunDir
 from fedgen.testing.faults import FaultyGrid
 
@@ -205,6 +215,7 @@ class Training:
         self.clock = Clock()
         self.stopped: str | None = None
         self.begun = False  # whether clients were called
+        self._signed_accounts: list[dict[str, str]] = []  # of remote clients
         self._over = False  # all rounds are done; only output may be missing
         self._kept, self._kept_rounds = time.monotonic(), -1
         self.progress = RunProgress()
@@ -286,6 +297,9 @@ class Training:
                 self.accounts.ledgers.update(self._own_ledgers())
             self.accounts.ledgers.update(rounds.accounts())
             self._checkpoint(state, last=True)
+        if self.ready.dataset.is_remote and self.ready.privacy.noise == "secure":
+            facts = self.accounts.release_facts(state, self.stopped is not None)
+            self._signed_accounts = rounds.signed_accounts(facts)
         rounds.forget()
 
     def _check_remote_nodes(self, rounds: Rounds, nodes: dict[int, int], state: RunState) -> None:
@@ -344,7 +358,7 @@ class Training:
             )
 
     def _on_failure(self, failure: Failure) -> None:
-        if failure.kind not in IGNORED_REPLIES:
+        if failure.kind not in NOT_DROPOUTS:
             self.mark_dropout()
         self.run_dir.add_failure(asdict(failure))
 
@@ -517,6 +531,8 @@ class Training:
         # same memory layout as after loading, on which rounding may depend
         generator = {name: value.contiguous() for name, value in sorted(weights.items())}
         words = self.accounts.describe_release(state, self.stopped is not None)
+        if self.ready.privacy.noise == "secure":
+            self._write_account(state)
         sha256, grid = publish(self.ready, self.run_dir, generator, record, words)
         results = build_results(
             self.ready, self.run_dir, state, record, self.clock, self.memory.peak, self.stopped
@@ -538,6 +554,27 @@ class Training:
         judged = evaluate_run(self.ready, generator, self.progress, self.run_dir)
         self.run_dir.write("results", {**results, **judged})
         return self.run_dir.path
+
+    def _write_account(self, state: RunState) -> None:
+        """Write the signed accounts: of remote clients by their own keys, of a simulation by the
+        key of this machine."""
+        accounts, stopped = self._signed_accounts, self.stopped is not None
+        if self.ready.dataset.is_remote:
+            statements = [json.loads(account["text"]) for account in accounts]
+            lost = self.accounts.without_bound(self.accounts.spends(state))
+            plans = {text["plan"] for text in statements}
+            plan_digest = min(plans, default="")
+            accounts = [
+                account
+                for account, text in zip(accounts, statements, strict=True)
+                if text["clients"][0][0] not in lost
+            ]
+        else:
+            plan_digest = RunDir.open(self.run_dir.path, "run_dir")[2]["settings"]
+            signer = Signer(load_or_create_key(fedgen_home() / MACHINE_KEY), None)
+            accounts = self.accounts.signed_account(state, stopped, self.name, plan_digest, signer)
+        text = account_file(self.name, plan_digest, self.clients, accounts)
+        write_atomic(self.run_dir.public / "account.json", text.encode(), shared=True)
 
 
 def _start_state(fresh: Tensors, start: str | None) -> Tensors:

@@ -38,11 +38,13 @@ _SEALED = (
     *(f"public/{n}" for n in ("PRIVACY.md", "generator.json", "generator.safetensors")),
     "public/samples.png",
     "public/README.md",
+    "public/account.json",  # of runs in mode secure
 )
 _WRITTEN = (
     *("metrics.jsonl", "failures.jsonl", "sums.jsonl", "rounds_begun.txt", "results.json"),
     *("privacy.json", "epsilon.png", "public/samples.png", "public/generator.safetensors"),
     *("public/generator.json", "public/PRIVACY.md", "public/README.md"),
+    "public/account.json",
 )
 """Files that a run writes before it ends."""
 _NEW_RUN_FILES = (
@@ -216,7 +218,8 @@ class RunDir:
     @property
     def published(self) -> list[Path]:
         """Return the files that a finished run published, ignoring other files in ``public``."""
-        return [self.path / name for name in sorted(_SEALED) if name.startswith("public/")]
+        sealed = sorted(name for name in self.results()["sha256"] if name in _SEALED)
+        return [self.path / name for name in sealed if name.startswith("public/")]
 
     def failure_lines(self) -> list[dict[str, Any]]:
         """Return all failures, as seen by the server."""
@@ -335,7 +338,9 @@ class RunDir:
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each file about the spend or in the release."""
         return {
-            name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in _SEALED
+            name: hashlib.sha256((self.path / name).read_bytes()).hexdigest()
+            for name in _SEALED
+            if name != "public/account.json" or (self.path / name).exists()
         }
 
     def check_digests(self, key: str) -> None:

@@ -243,15 +243,19 @@ def test_public_contains_nothing_about_single_clients(
 
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_the_publication_does_not_depend_on_secret_samples(train: Train, method: str) -> None:
-    """Two runs of the same settings with different cohorts publish the same ε and statement."""
+    """Two runs of the same settings with different cohorts publish the same ε, statement, and
+    signed bounds, and their releases verify."""
     drawn = [word for word in ["method.routing=per_sample"] if word in tiny(method, word)]
     settings = [*drawn, "rounds=2", "privacy.noise=secure"]
     texts = set()
     for name in ("a", "b"):
         run = train(f"method={method}", *PARTITIONS["several"], *settings, name=name)
         privacy = record(run, "privacy")
-        texts.add((run / "public" / "PRIVACY.md").read_text())
+        [account] = json.loads((run / "public" / "account.json").read_text())["accounts"]
+        bounds = json.dumps(json.loads(account["text"])["bounds"])
+        texts.add((run / "public" / "PRIVACY.md").read_text() + bounds)
         assert privacy["views"]["release"]["epsilon"] is not None
+        assert cli.run(["release", f"run={run}", f"out={run}.zip"]) == 0
     assert len(texts) == 1
 
 

@@ -19,11 +19,11 @@ from mutation import kills
 from fedgen.deployment.flower_coordinator import bundle, bundle_hash
 from fedgen.deployment.flower_link import _FleetOnly
 from fedgen.deployment.flower_packing import pack_message, unpack_message
-from fedgen.deployment.keys import load_or_create_key, read_public_key
 from fedgen.deployment.link import certificates
 from fedgen.errors import FedgenError
 from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.secagg.signing import fingerprint
+from fedgen.storage.keys import load_or_create_key, read_public_key
 
 
 def test_the_version_of_flower() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from fedgen.federation.secagg.signing import (
     announcement,
     signers_needed,
 )
+from fedgen.federation.signed_accounts import ReleaseFacts, signed
 from fedgen.methods.api import Query
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import canonical, total
@@ -113,6 +115,16 @@ def _hello(ctx: ClientContext, message: Message) -> RecordDict:
 
 def _account(ctx: ClientContext, message: Message) -> RecordDict:
     return messages.pack_account(ctx.ledger.account())
+
+
+def _sign(ctx: ClientContext, message: Message) -> RecordDict:
+    """Return a signed account of the spend, for readers of a release."""
+    account, signer = ctx.terms.account, ctx.terms.signer
+    if account is None or signer is None:
+        raise ValueError("this client signs no account")
+    facts = ReleaseFacts.parse(messages.read_text(message))
+    statement = account.statement([ctx.index], ctx.ledger.account().spend, facts)
+    return messages.pack_text(json.dumps(signed(statement, signer)))
 
 
 def _keep(ctx: ClientContext, message: Message) -> RecordDict:
@@ -371,6 +383,7 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
 _HANDLERS = {
     messages.HELLO: _hello,
     messages.ACCOUNT: _account,
+    messages.SIGN: _sign,
     messages.KEEP: _keep,
     messages.RESTORE: _restore,
     messages.FORGET: _forget,

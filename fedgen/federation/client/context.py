@@ -24,6 +24,7 @@ from fedgen.federation.secagg.masking import (
 from fedgen.federation.secagg.signing import (
     Signer,
 )
+from fedgen.federation.signed_accounts import AccountTerms
 from fedgen.methods.api import ClientProgram
 from fedgen.privacy.aggregation import LOCAL, Aggregation
 from fedgen.privacy.events import Spend
@@ -52,6 +53,7 @@ class RunTerms:
     accepted_request: text of the request that all signing clients must have accepted.
     rehearsal: non-private records. A query is tried on them first, so that an invalid query fails
         before it reaches private records; None: not tried.
+    account: facts that a client signs about its spend; None: it signs nothing.
     reserves: whether a client reserves the spend of a missing response before it computes one: a
         missing or late response may reveal which records the client sampled.
     """
@@ -66,6 +68,7 @@ class RunTerms:
     accepted_request: bytes = b""
     rehearsal: Shard | None = None
     reserves: bool = False
+    account: AccountTerms | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Keys of nodes, by which the link and other sites identify them."""
+"""Signing keys: of nodes, by which the link and other sites identify them, and of machines."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -25,17 +27,13 @@ from fedgen.storage.io import read_bounded, write_atomic
 
 
 def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
-    """Load the private key of a node; create it with its public half if missing.
+    """Load a private key; create it with its public half if missing, once among processes.
 
     Raises:
         FedgenError: if the file is not a valid key.
     """
     if not path.exists():
-        new_key = generate_private_key(SECP384R1())
-        text = new_key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        write_atomic(path, text)
-        public = public_text(new_key.public_key())
-        write_atomic(path.with_name(path.name + ".pub"), public, shared=True)
+        _create(path)
     try:
         key = load_ssh_private_key(read_bounded(path, LARGEST), None)
     except OSError as error:
@@ -49,6 +47,22 @@ def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
             "key", f"{path} is no key on P-384", "give a new path: the file is created"
         )
     return key
+
+
+def _create(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if path.exists():  # another process was faster
+            return
+        new_key = generate_private_key(SECP384R1())
+        public = public_text(new_key.public_key())
+        write_atomic(path.with_name(path.name + ".pub"), public, shared=True)
+        text = new_key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        write_atomic(path, text)
+    finally:
+        os.close(folder)
 
 
 def public_text(key: EllipticCurvePublicKey) -> bytes:
@@ -73,6 +87,9 @@ def read_public_key(path: Path) -> bytes:
         raise FedgenError("accept", f"{path} is no key on P-384", _REMEDY)
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
+
+MACHINE_KEY = "key"
+"""File in ``fedgen_home`` with the key by which this machine signs accounts and releases."""
 
 LARGEST = 2**16
 """Bytes of a file of a key or certificate."""

@@ -1,0 +1,167 @@
+"""The script that verifies releases, against vectors that others can use, and a second
+accountant."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import mpmath
+import pytest
+from dp_accounting import (
+    DpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from mutation import kills
+
+from fedgen import cli, verify
+from fedgen.privacy import guarantee
+from fedgen.privacy.accounting import epsilon
+from fedgen.privacy.events import PoissonSampledGroup, Relation, RevealedSampling, to_json
+
+VECTORS = Path(__file__).parent / "vectors"
+KEYS = json.loads((VECTORS / "keys.json").read_text())
+OTHERS = {"fedgen", "torch", "flwr", "omegaconf", "opacus", "pydantic", "hydra", "ray", "sklearn"}
+ADD, REPLACE = Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE
+
+
+@pytest.mark.parametrize("path", sorted((VECTORS / "good").iterdir()), ids=lambda path: path.stem)
+def test_a_release_that_holds_verifies(path: Path) -> None:
+    rows = verify.verify(str(path), KEYS)
+    kinds = [kind for kind, _ in rows]
+    assert kinds[:4] == ["proven", "proven", "asserted", "asserted"]
+    text = verify.table(rows)
+    assert ("not covered" in kinds) == (path.stem == "secure")
+    assert ("secretly sampled" in text) == (path.stem == "amplified")
+    assert "compare their fingerprints" not in text
+    assert "compare their fingerprints" in verify.table(verify.verify(str(path)))
+
+
+def refused(name: str) -> str:
+    """Return the error code of a bad vector, by which its file is named."""
+    with pytest.raises(verify.RefusedError) as error:
+        verify.verify(str(VECTORS / "bad" / f"{name}.zip"), KEYS)
+    return error.value.code
+
+
+@kills("fedgen/verify.py", "accounts and missing <= unbounded", "accounts",
+       case="coverage-account_missing")  # fmt: skip
+@kills("fedgen/verify.py", "not numbers & covered", "True", case="coverage-account_twice")
+@kills("fedgen/verify.py", "except (InvalidSignature, ValueError) as error:\n        raise",
+       "except InvalidSignature:\n        pass\n    except ValueError as error:\n        raise",
+       case="signature-count_lowered")  # fmt: skip
+@kills("fedgen/verify.py", "not keys or name in keys", "True", case="key-stranger")
+@kills("fedgen/verify.py", "not changed", "True", case="digest-statement_changed")
+@kills("fedgen/verify.py", "epsilons[size] <= claimed * (1 + TOLERANCE) + TOLERANCE", "True",
+       case="epsilon-lowered_gaussian")  # fmt: skip
+@kills("fedgen/verify.py", "for spend in self.spends:", "for spend in list(self.spends)[:1]:",
+       case="epsilon-one_participant")  # fmt: skip
+@kills("fedgen/verify.py", "factor = math.sqrt(1 - missing / honest)", "factor = 1.0",
+       case="epsilon-lowered_secure")  # fmt: skip
+@kills("fedgen/verify.py", "+ stop * (1 + math.exp(min(eps, 700)))", "", case="epsilon-early_end")
+@kills("fedgen/verify.py", "proven <= delta * (1 + 1e-3) + truncated", "True",
+       case="curve-shifted")  # fmt: skip
+@kills("fedgen/verify.py", "claim >= value - 1e-6", "True", case="curve-advantage")
+@kills("fedgen/verify.py", 'agrees and all(agrees), "statement"', 'agrees, "statement"',
+       case="statement-epsilon")  # fmt: skip
+@pytest.mark.parametrize("name", sorted(path.stem for path in (VECTORS / "bad").iterdir()))
+def test_a_release_that_does_not_hold_is_refused(name: str) -> None:
+    assert refused(name) == name.partition("-")[0]
+
+
+def test_a_script_without_fedgen_has_an_exit_status() -> None:
+    """It imports none of the large packages that fedgen requires."""
+    watch = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    for folder, status in (("good", 0), ("bad", 1)):
+        path = min((VECTORS / folder).iterdir())
+        words = [sys.executable, "-c", watch, verify.__file__, str(path), *KEYS]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        loaded = set(done.stderr.splitlines()[-1].split())
+        assert "dp_accounting" in loaded and not loaded & OTHERS
+        assert "Traceback" not in done.stderr
+        assert ("proven" in done.stdout) == (status == 0)
+
+
+SPENDS: list[tuple[dict[DpEvent, int], Relation]] = [
+    ({GaussianDpEvent(4.0): 3, GaussianDpEvent(9.0): 1}, REPLACE),
+    ({PoissonSampledDpEvent(0.01, GaussianDpEvent(0.8)): 1000}, ADD),
+    ({PoissonSampledDpEvent(0.3, GaussianDpEvent(5.0)): 10, GaussianDpEvent(9.0): 2}, ADD),
+    ({PoissonSampledDpEvent(0.001, GaussianDpEvent(5.0)): 200}, REPLACE),
+    ({SampledWithoutReplacementDpEvent(100, 5, GaussianDpEvent(1.0)): 300}, REPLACE),
+    ({PoissonSampledGroup(0.05, 3, GaussianDpEvent(4.0)): 200}, ADD),
+    ({RevealedSampling(0.2, GaussianDpEvent(2.0)): 30}, REPLACE),
+]
+
+
+@kills("fedgen/verify.py", "(event.size / event.sigma) ** 2", "(1 / event.sigma) ** 2")
+@kills("fedgen/verify.py", "np.log1p(np.expm1(grid) / event.rate)", "grid")
+@kills("fedgen/verify.py", "visits.sf(high) + visits.cdf(max(low, 1) - 1)", "0")
+@pytest.mark.parametrize(("spend", "relation"), SPENDS)
+@pytest.mark.parametrize("delta", [1e-5, 0.01])
+def test_two_accountants_agree(spend: dict[DpEvent, int], relation: Relation, delta: float) -> None:
+    """To a thousandth of ε, for the profile as well: both round up."""
+    own = epsilon(spend, delta, relation).or_infinity
+    events = []
+    for event, count in spend.items():
+        read = verify.read_event(json.loads(json.dumps(to_json(event))))
+        assert read is not None
+        events.append((read, count))
+    profile = verify.profile_of(tuple(events), relation.value, delta)
+    assert verify.epsilon_at(profile, delta) == pytest.approx(own, rel=1e-3, abs=1e-3)
+    curve = guarantee.guarantee(spend, delta, relation)
+    assert curve is not None
+    for index in (0, 20, 100, 300):
+        point, stated = float(curve.points[index]), float(curve.deltas[index])
+        off, least = 1e-3 * (1 + point), 1e-3 * delta
+        assert profile(point + off) <= stated + least
+        assert profile(max(point - off, 0.0)) >= 0.97 * stated - 3 * least
+
+
+def test_gaussian_epsilon_is_exact() -> None:
+    """Against the closed form in 50 digits (Balle and Wang 2018)."""
+    mpmath.mp.dps = 50
+    mu = mpmath.mpf(3) / 4
+    cdf = mpmath.ncdf
+    profile = verify.profile_of(((verify.Event("gaussian", 4.0), 9),), "replace_one", 1e-5)
+    for eps in (0.0, 0.5, 3.0, 6.0):
+        exact = cdf(mu / 2 - eps / mu) - mpmath.exp(eps) * cdf(-mu / 2 - eps / mu)
+        assert profile(eps) == pytest.approx(float(exact), rel=1e-10)
+    assert verify.epsilon_at(lambda eps: 1.0, 1e-5) == math.inf
+
+
+def test_the_command_verifies_a_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    good, bad = (VECTORS / "good" / "poisson.zip", VECTORS / "bad" / "curve-shifted.zip")
+    signed_by = f"signed_by={json.dumps(KEYS)}"
+    assert cli.run(["verify", str(good), signed_by]) == 0
+    out = capsys.readouterr().out
+    assert "computed anew" in out and "keys" not in out
+    for words, problem in (
+        ([str(bad)], "does not verify (curve: "),
+        ([str(good), 'signed_by=["SHA256:no"]'], "does not verify (key: "),
+        ([str(tmp_path / "no.zip")], "there is no "),
+    ):
+        assert cli.run(["verify", *words]) == 2
+        error = capsys.readouterr().err
+        assert problem in error and len(error.splitlines()) == 1
+
+
+@kills("fedgen/verify.py", "c if c.isprintable() else repr(c)[1:-1] for c", "c for c")
+def test_texts_of_a_release_are_printed_without_control_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/\x1b[2Jevil", b"")
+    assert verify.main([str(path)]) == 1
+    assert "\x1b" not in capsys.readouterr().err
