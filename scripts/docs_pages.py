@@ -20,7 +20,7 @@ PRIVACY = [
     for name in (
         "events", "accounting", "subsampling", "calibration", "mechanisms", "bounds",
         "batch_sampling", "aggregation", "routing", "clipping", "gaussian_noise", "budget",
-        "ledger", "audit_bounds",
+        "ledger", "audit_bounds", "guarantee",
     )
 ]  # fmt: skip
 
@@ -40,6 +40,8 @@ def on_files(files: Files, config: Any) -> Files:
     }
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
+    script = (ROOT / "fedgen" / "verify.py").read_text()
+    files.append(File.generated(config, "verify.py", content=script))
     return files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -17,6 +18,8 @@ from PIL import Image
 from tiny import tiny
 
 from fedgen import cli
+from fedgen.federation.secagg.signing import fingerprint
+from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
 LINES = [
@@ -44,7 +47,7 @@ def test_three_parties_follow_the_page(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    link, key, accept, other, serve, train, log = LINES
+    link, key, accept, other, serve, train, log, release, verify = LINES
     places = {name: tmp_path / name for name in ("coordinator", "north", "south")}
     for seed, (name, place) in enumerate(places.items()):
         place.mkdir()
@@ -93,6 +96,14 @@ def test_three_parties_follow_the_page(
         assert "node 1: 2 labels, data.shape=[3,8,8]" in running[2].output
         record = json.loads((places["coordinator"] / "run" / "privacy.json").read_text())
         assert record["views"]["server"]["epsilon"] <= 5 and record["noise"] == "secure"
+        packed = here("coordinator", release.replace("runs/...", "run"))
+        assert "publish two-sites.zip only" in packed
+        own = load_or_create_key(Path(os.environ["FEDGEN_HOME"]) / MACHINE_KEY)
+        keys = json.dumps([*prints.values(), fingerprint(own.public_key())])
+        check = f"signed_by={keys}"
+        rows = here("coordinator", f"{verify.partition(' signed_by')[0]} {shlex.quote(check)}")
+        assert "2 of 2 participants" in rows and rows.count("on trust") == 1
+        assert all(key in rows for key in prints.values())
         for name in ("north", "south"):
             assert "ε so far 5.00" in here(name, f"{log} lines=100")
     finally:

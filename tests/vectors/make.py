@@ -13,7 +13,6 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     stranger[0] = stranger[0][0], STRANGER
     case("coverage-account_missing")["accounts"].pop()
     twice = case("coverage-account_twice")["accounts"]
-    twice[1][0]["clients"] = [[0, 0]]
+    twice.append(twice[1])
     case("run-other_run")["accounts"][0][0]["run"] = RUN[::-1]
     case("run-other_unit")["accounts"][0][0]["unit"] = "client"
     case("run-other_plan")["accounts"][1][0]["plan"] = "ff00"
@@ -255,11 +254,6 @@ class _Forger(Signer):
 
     def sign(self, text: bytes) -> bytes:
         return super().sign(text)[:49] + STRANGER.sign(text)[49:]
-
-
-@cache
-def _signers() -> dict[int, Signer]:
-    return {id(signer): signer for signer in (*SITES, STRANGER)}
 
 
 def copy_of(content: Bundle) -> Bundle:
