@@ -9,7 +9,8 @@ participant signs bounds on what left it: privacy events and their counts. ε an
 are computed anew from these events and compared with ``generator.json``, ``PRIVACY.md`` and
 ``README.md``. If fingerprints of keys are given, only these keys may have signed.
 
-Error codes: zip, format, digest, signature, key, run, noise, coverage, epsilon, curve, statement.
+Error codes: zip, format, digest, signature, key, run, noise, coverage, epsilon, curve, statement,
+audit.
 """
 
 from __future__ import annotations
@@ -390,6 +391,8 @@ def _verify(
     text = f"{len(covered):,} of {clients:,} participants: at most the signed events left them"
     rows += [("asserted", f"{text}; {', '.join(sorted(signers))}")]
     rows += [("asserted", f"coordinator: the files are of run {manifest['run']}; {coordinator}")]
+    if "audit.json" in texts:
+        rows += [("asserted", f"coordinator: {audit_of(json.loads(texts['audit.json']))}")]
     rows += [("on trust", text) for text in sorted(proof.assumes)]
     rows += [("on trust", "participants run unmodified fedgen, so their noise has the stated law")]
     if not keys:
@@ -399,6 +402,17 @@ def _verify(
     if unbounded:
         rows += [("not covered", f"{unbounded:,} of {clients:,} participants have no bound")]
     return rows
+
+
+def audit_of(audit: Mapping[str, Any]) -> str:
+    """Return the result of attacks on the client program. Raises RefusedError if one refutes ε."""
+    points = [(float(point["lower_bound"]), point["proven"]) for point in audit["points"]]
+    bounded = [(bound, float(proven)) for bound, proven in points if proven is not None]
+    check(all(bound <= proven for bound, proven in bounded), "audit", "an attack refutes ε")
+    check(bounded, "audit", "it attacked nothing")
+    bound, proven = max(bounded, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
+    where = f"the closest came to ε ≥ {bound:.2f} where {proven:.2f} is proven"
+    return f"of {len(points)} attacks on its program at less noise, {where}"
 
 
 def check_proof(proof: Proof, stated: Mapping[str, Any], delta: float) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fedgen.errors import FedgenError
 from fedgen.reporting.figures import lower_bounds
@@ -51,9 +53,9 @@ def audit(config: DictConfig) -> AuditResult:
     if config.resume is not None:
         raise FedgenError("resume", "an audit cannot be resumed", "finish its run by fedgen train")
     ready = setup.setup(config)
-    program = _ProgramAttacks()
+    program = ProgramAttacks()
     if settings.releases:
-        program = _attack_program(config, ready)
+        program = attack_program(ready, settings)
     guessed: list[LowerBound] = []
     lines = program.lines
     if settings.canaries:
@@ -85,7 +87,7 @@ def audit(config: DictConfig) -> AuditResult:
 
 
 @dataclass
-class _ProgramAttacks:
+class ProgramAttacks:
     """Attacks on the client program: bounds, their description, and the noise multiplier of each
     view (None: its own)."""
 
@@ -94,10 +96,14 @@ class _ProgramAttacks:
     noises: dict[str, float | None] = field(default_factory=dict)
 
 
-def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
+def attack_program(ready: Setup, settings: DictConfig) -> ProgramAttacks:
     """Attack the client program, from each view and for each kind of query, and the bytes of its
-    replies."""
-    settings, delta, result = config.audit, config.privacy.delta, _ProgramAttacks()
+    replies.
+
+    Args:
+        settings: settings ``audit.*``.
+    """
+    delta, result = ready.config.privacy.delta, ProgramAttacks()
     kinds = range(len(ready.method.worst_cases()))
     attacks = [(sight, kind) for sight in adversaries(ready.method) for kind in kinds]
     for number, (sight, kind) in enumerate(attacks):
@@ -139,8 +145,70 @@ def _attack_program(config: DictConfig, ready: Setup) -> _ProgramAttacks:
     return result
 
 
+def estimated_seconds(ready: Setup, releases: int) -> float:
+    """Return roughly how long ``attack_program`` takes, from one response to each kind of query."""
+    method, seconds = ready.method, 0.0
+    for number, worst in enumerate(method.worst_cases()):
+        state, shard = worst.first
+        for _ in range(2):  # the first also initialises libraries
+            begin = time.perf_counter()
+            streams = ready.streams.at("audit", "timing", number)
+            method.client.respond(state, worst.query, shard, worst.round, streams)
+        response = time.perf_counter() - begin
+        responses = [
+            max(2 * MIN_TRIALS * sight.sees_sum, releases) for sight in adversaries(method)
+        ]
+        seconds += 2 * response * (sum(responses) + releases)
+    return seconds
+
+
+def audit_of_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
+    """Attack the client program of a run that is released. All bounds hold together with 99 %
+    confidence, so that one release in a hundred is refused wrongly at most.
+
+    Args:
+        mode: whether to attack; "auto": if it takes at most a minute.
+
+    Returns:
+        The content of ``audit.json``; None if it was skipped.
+
+    Raises:
+        FedgenError: if an attack refutes the proven ε.
+    """
+    if mode is False or ready.privacy.noise_multiplier is None:
+        return None
+    seconds = estimated_seconds(ready, _RELEASE_TRIALS)
+    if mode == "auto" and seconds > _RELEASE_SECONDS:
+        minutes = math.ceil(seconds / 60)
+        print(f"audit skipped: it takes about {minutes} minutes; audit=true runs it")
+        return None
+    attacks = (len(adversaries(ready.method)) * len(ready.method.worst_cases())) + 1
+    settings = OmegaConf.create(
+        {
+            "releases": _RELEASE_TRIALS,
+            "noise_multiplier": None,
+            "confidence": 1 - (1 - _RELEASE_CONFIDENCE) / attacks,
+        }
+    )
+    program = attack_program(ready, settings)
+    if any(point.broken for point in program.points):
+        print("\n".join(program.lines))
+        raise FedgenError("audit", "an attack refutes the proven ε", "see SECURITY.md")
+    return {
+        "schema": 1,
+        "releases": _RELEASE_TRIALS,
+        "confidence": _RELEASE_CONFIDENCE,
+        "points": [asdict(point) for point in program.points],
+    }
+
+
+_RELEASE_TRIALS = 400
+_RELEASE_SECONDS = 60.0
+_RELEASE_CONFIDENCE = 0.99
+
+
 def _write(
-    config: DictConfig, run: Path, program: _ProgramAttacks, guessed: list[LowerBound]
+    config: DictConfig, run: Path, program: ProgramAttacks, guessed: list[LowerBound]
 ) -> None:
     """Write ``audit.json`` and ``audit.png`` into the run directory."""
     settings, delta = config.audit, config.privacy.delta

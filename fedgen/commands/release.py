@@ -14,11 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen import verify
 from fedgen.commands import verify as verify_command
+from fedgen.commands.audit import audit_of_release
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
 from fedgen.federation.signed_accounts import signed
 from fedgen.privacy.budget import delta_problem
+from fedgen.run import setup
 from fedgen.run.resume import check_runtime_is_local, open_run, settings_before_derivation
 from fedgen.run.train import train
 from fedgen.storage.io import check_no_links, fedgen_home, share, temporary_path
@@ -61,7 +63,9 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         except Interrupted as error:
             message = f"{error}, then pack it: fedgen release run=... out={out}"
             raise Interrupted(message) from error
-    _pack(RunDir(run), out)
+    _, trained, _ = open_run(run, "run")
+    audited = audit_of_release(setup.setup(trained), config.audit)
+    _pack(RunDir(run), out, audited)
     return run, out
 
 
@@ -105,11 +109,13 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
     return now
 
 
-def _bundle(run: RunDir) -> dict[str, bytes]:
+def _bundle(run: RunDir, audited: dict[str, Any] | None) -> dict[str, bytes]:
     """Return the files of a bundle: the published ones, the script that verifies it, and a manifest
     of their digests, signed by this machine."""
     files = {path.name: path.read_bytes() for path in run.published}
     files["verify.py"] = Path(verify.__file__).read_bytes()
+    if audited is not None:
+        files["audit.json"] = (json.dumps(audited, indent=1) + "\n").encode()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     _, _, identity = RunDir.open(run.path, "run")
     manifest = {
@@ -123,8 +129,11 @@ def _bundle(run: RunDir) -> dict[str, bytes]:
     return {**files, verify.MANIFEST: json.dumps(entry, indent=1).encode()}
 
 
-def _pack(run: RunDir, out: Path) -> None:
+def _pack(run: RunDir, out: Path, audited: dict[str, Any] | None) -> None:
     """Pack the published files of a run atomically.
+
+    Args:
+        audited: content of ``audit.json``, if its client program was attacked.
 
     Raises:
         FedgenError: if they differ from what the run wrote, or there is not enough space.
@@ -133,7 +142,7 @@ def _pack(run: RunDir, out: Path) -> None:
     run.check_digests("run")
     try:
         with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
-            for name, content in _bundle(run).items():
+            for name, content in _bundle(run, audited).items():
                 member = zipfile.ZipInfo(f"{out.stem}/{name}")  # dated 1980: reveals no time
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 opened_.writestr(member, content)

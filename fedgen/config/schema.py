@@ -244,6 +244,7 @@ class _Release(_Command):
     run: Text
     out: Text
     run_dir: Text | None
+    audit: Literal[True, False, "auto"]
     budget_epsilon: PrivacyLevel | None
 
 

@@ -14,7 +14,9 @@ from mutation import kills
 from tiny import Train, tiny
 
 import fedgen
-from fedgen import cli
+from fedgen import cli, verify
+from fedgen.commands import audit
+from fedgen.privacy import aggregation
 
 JUDGED = ["method=dp_merf_small", "rounds=4", "evaluation=quick", "evaluation.samples=40",
           "evaluate_every=2", "held_out=100"]  # fmt: skip
@@ -29,7 +31,7 @@ def records(run: Path) -> tuple[dict, dict]:
 def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Path) -> None:
     rehearsal = train(*JUDGED, *clients)
     run, out = tmp_path / "released", tmp_path / "hand-out.zip"
-    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}"]
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}", "audit=false"]
     assert cli.run(["release", *words]) == 0
     (before, judged), (after, results) = records(rehearsal), records(run)
     assert (before["noise"], after["noise"]) == ("seeded", "secure")
@@ -51,7 +53,7 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
     # what was released once is packed, and nothing is spent again; nor is what lies beside it
     (run / "public" / "report.html").write_text("who has what")
     again = tmp_path / "again.zip"
-    assert cli.run(["release", f"run={run}", f"out={again}"]) == 0
+    assert cli.run(["release", f"run={run}", f"out={again}", "audit=false"]) == 0
     assert records(run) == (after, results)
     with zipfile.ZipFile(again) as packed:
         assert {Path(name).name for name in packed.namelist()} == {p.name for p in public.iterdir()}
@@ -88,13 +90,39 @@ def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) ->
             os.utime(file, (1e9 + ord(name[0]) * 1e6,) * 2)
             file.chmod(0o600 if name == "a.zip" else 0o644)
         out = tmp_path / name
-        assert cli.run(["release", f"run={run}", f"out={out}"]) == 0
+        assert cli.run(["release", f"run={run}", f"out={out}", "audit=false"]) == 0
         with zipfile.ZipFile(out) as opened:
             files = opened.infolist()
             signed = f"{out.stem}/manifest.json"  # signatures are random
             contents = [i.CRC for i in files if i.filename != signed]
             packed.append([contents, *((i.date_time, i.external_attr) for i in files)])
     assert packed[0] == packed[1]
+
+
+@kills("fedgen/commands/audit.py", "for point in program.points):", "for point in ()):")
+def test_a_release_is_audited_before_it_is_packed(
+    train: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure")
+    words = ["release", f"run={run}"]
+    assert cli.run([*words, f"out={tmp_path / 'a.zip'}"]) == 0
+    assert "attacks on its program at less noise" in verify.table(
+        verify.verify(str(tmp_path / "a.zip"))
+    )
+    monkeypatch.setattr(audit, "_RELEASE_SECONDS", 0.0)
+    assert cli.run([*words, f"out={tmp_path / 'b.zip'}"]) == 0
+    assert "audit skipped: it takes about 1 minutes; audit=true" in capsys.readouterr().out
+    with zipfile.ZipFile(tmp_path / "b.zip") as packed:
+        assert "b/audit.json" not in packed.namelist()
+    # a third of the noise of each sum
+    honest = aggregation.noised
+    monkeypatch.setattr(aggregation, "noised", lambda exact, std, *to: honest(exact, std / 3, *to))
+    assert cli.run([*words, f"out={tmp_path / 'c.zip'}", "audit=true"]) == 2
+    assert "an attack refutes the proven ε" in capsys.readouterr().err
+    assert not (tmp_path / "c.zip").exists()
 
 
 def test_a_release_beyond_the_budget_is_refused(

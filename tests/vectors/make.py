@@ -237,6 +237,8 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("curve-tpr")["generator"]["privacy"]["guarantee"]["tpr"]["0.01"] *= 0.99
     case("curve-posterior")["generator"]["privacy"]["guarantee"]["posterior"]["0.5"] *= 0.99
     case("curve-rho")["generator"]["privacy"]["guarantee"]["rho"] *= 0.99
+    refuted = {"points": [{"lower_bound": 4.2, "proven": 4.0}]}
+    case("audit-refuted")["files"]["audit.json"] = json.dumps(refuted).encode()
     case("statement-epsilon")["files"]["PRIVACY.md"] = "with ε = 0.50 and δ = 1e-05".encode()
     case("statement-delta")["files"]["README.md"] = b"(9, 1e-09)-differential privacy"
     case("statement-missing")["files"]["PRIVACY.md"] = b"private"
