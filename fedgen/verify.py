@@ -46,6 +46,7 @@ TOLERANCE = 2e-3  # of ε, absolute and relative: the accountants discretise los
 STATEMENTS = {
     "PRIVACY.md": r"with ε = ([\d.]+|∞) and δ = ([\d.e-]+)",
     "README.md": r"\(([\d.]+|∞), ([\d.e-]+)\)-differential privacy",
+    "registry.yaml": r"epsilon: ([\d.]+)\n\s+delta: ([\d.e-]+)",
 }
 KINDS = ("gaussian", "draw", "poisson", "poisson_group", "revealed_draw")
 Profile = Callable[[float], float]  # ε -> upper bound on δ
@@ -378,7 +379,7 @@ def _verify(
             problem = error
     else:
         raise problem
-    for name, pattern in STATEMENTS.items():
+    for name, pattern in ((n, p) for n, p in STATEMENTS.items() if n in texts):
         pairs = re.findall(pattern, texts[name].decode())
         least = claimed - 1e-9, delta * (1 - 1e-9)
         agrees = [

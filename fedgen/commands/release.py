@@ -7,9 +7,11 @@ import hashlib
 import json
 import tempfile
 import zipfile
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen import verify
@@ -20,10 +22,22 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
 from fedgen.federation.signed_accounts import signed
 from fedgen.privacy.budget import delta_problem
+from fedgen.privacy.events import describe
+from fedgen.privacy.ledger import elementwise_max, spend_from_json
+from fedgen.reporting import registry_entry
+from fedgen.reporting.registry_entry import CONTROLLER_TYPES, SECTORS
 from fedgen.run import setup
+from fedgen.run.generator import read_description
 from fedgen.run.resume import check_runtime_is_local, open_run, settings_before_derivation
 from fedgen.run.train import train
-from fedgen.storage.io import check_no_links, fedgen_home, share, temporary_path
+from fedgen.storage.io import (
+    check_no_links,
+    fedgen_home,
+    read_json,
+    read_yaml,
+    share,
+    temporary_path,
+)
 from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
@@ -53,6 +67,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     privacy = run_dir.privacy()
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
+    about = _about(config)
     if was.privacy.noise == "seeded":
         try:
             run = train(_release_config(was, identity, config))
@@ -65,8 +80,41 @@ def release(config: DictConfig) -> tuple[Path, Path]:
             raise Interrupted(message) from error
     _, trained, _ = open_run(run, "run")
     audited = audit_of_release(setup.setup(trained), config.audit)
-    _pack(RunDir(run), out, audited)
+    _pack(RunDir(run), out, audited, about)
     return run, out
+
+
+def _about(config: DictConfig) -> dict[str, Any] | None:
+    """Return the statements of the publisher; None for a release without a registry entry.
+
+    Raises:
+        FedgenError: if mandatory statements are missing, all in one line.
+    """
+    if not config.registry:
+        return None
+    about: dict[str, Any] = {str(key): value for key, value in config.about.items()}
+    if (file := about.pop("file")) is not None:
+        try:
+            given = yaml.safe_load(read_yaml(Path(file)))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            problem = f"{file} cannot be read ({str(error)[:100]})"
+            raise FedgenError("about.file", problem, "give a YAML file of texts") from error
+        if not isinstance(given, dict) or not set(given) <= set(about):
+            problem = f"{file} has other settings than {', '.join(about)}"
+            raise FedgenError("about.file", problem, "leave them out")
+        about |= {key: str(value) for key, value in given.items() if about[key] is None}
+    for key, choices in (("controller_type", CONTROLLER_TYPES), ("sector", SECTORS)):
+        if about[key] is not None and about[key] not in choices:
+            problem = f"cannot be {about[key]!r}"
+            raise FedgenError(f"about.{key}", problem, f"choose {', '.join(choices)}")
+    if lacking := registry_entry.missing(about):
+        raise FedgenError(
+            "about",
+            f"registry.yaml lacks {'; '.join(lacking)}",
+            "give each as about.KEY=TEXT, or all in about.file=FILE.yaml; registry=false packs "
+            "without an entry",
+        )
+    return about
 
 
 def _check_place(out: Path) -> None:
@@ -109,13 +157,17 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
     return now
 
 
-def _bundle(run: RunDir, audited: dict[str, Any] | None) -> dict[str, bytes]:
+def _bundle(
+    run: RunDir, audited: dict[str, Any] | None, about: dict[str, Any] | None
+) -> dict[str, bytes]:
     """Return the files of a bundle: the published ones, the script that verifies it, and a manifest
     of their digests, signed by this machine."""
     files = {path.name: path.read_bytes() for path in run.published}
     files["verify.py"] = Path(verify.__file__).read_bytes()
     if audited is not None:
         files["audit.json"] = (json.dumps(audited, indent=1) + "\n").encode()
+    if about is not None:
+        files["registry.yaml"] = _registry_entry(run, about).encode()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     _, _, identity = RunDir.open(run.path, "run")
     manifest = {
@@ -129,11 +181,25 @@ def _bundle(run: RunDir, audited: dict[str, Any] | None) -> dict[str, bytes]:
     return {**files, verify.MANIFEST: json.dumps(entry, indent=1).encode()}
 
 
-def _pack(run: RunDir, out: Path, audited: dict[str, Any] | None) -> None:
+def _registry_entry(run: RunDir, about: dict[str, Any]) -> str:
+    """Return the entry of a run for the registry. Its events are those that its participants
+    signed for readers of the release."""
+    account = read_json(run.public / "account.json")
+    texts = [json.loads(signed_text["text"]) for signed_text in account["accounts"]]
+    spends = [spend_from_json(text["bounds"][-1]["events"]) for text in texts]
+    events = describe(reduce(elementwise_max, spends))
+    generator = read_description(run.public, "run")
+    return registry_entry.entry(about, run.privacy(), generator, account["run"], events)
+
+
+def _pack(
+    run: RunDir, out: Path, audited: dict[str, Any] | None, about: dict[str, Any] | None
+) -> None:
     """Pack the published files of a run atomically.
 
     Args:
         audited: content of ``audit.json``, if its client program was attacked.
+        about: statements of the publisher; None: no registry entry.
 
     Raises:
         FedgenError: if they differ from what the run wrote, or there is not enough space.
@@ -142,7 +208,7 @@ def _pack(run: RunDir, out: Path, audited: dict[str, Any] | None) -> None:
     run.check_digests("run")
     try:
         with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
-            for name, content in _bundle(run, audited).items():
+            for name, content in _bundle(run, audited, about).items():
                 member = zipfile.ZipInfo(f"{out.stem}/{name}")  # dated 1980: reveals no time
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 opened_.writestr(member, content)

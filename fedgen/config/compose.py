@@ -45,6 +45,7 @@ _NO_GROUPS = {"benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
 _NO_KEY = object()
+_ABOUT = ("report", "release")  # commands with statements of a publisher
 
 
 def compose(name: str, overrides: list[str]) -> DictConfig:
@@ -58,7 +59,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         if "=" not in word.lstrip("="):
             raise FedgenError(word, "has no value", "write key=value, see fedgen --help")
     plain = [word for word in overrides if override_key(word) in _NO_GROUPS.get(name, ())]
-    texts = [word for word in overrides if name == "report" and word.startswith("about.")]
+    texts = [word for word in overrides if name in _ABOUT and word.startswith("about.")]
     apart = {*plain, *texts}
     overrides = parse_overrides(
         [*_extension_folders(), *(word for word in overrides if word not in apart)]

@@ -240,12 +240,32 @@ class _Node(_Command):
     log: bool
 
 
+class _AboutRelease(_Section):
+    file: Text | None
+    name: Text | None
+    controller: Text | None
+    controller_type: Text | None
+    description: Text | None
+    purpose: Text | None
+    region: Text | None
+    data: Text | None
+    justification: Text | None
+    author: Text | None
+    sector: Text | None
+    unprotected: Text | None
+    tuning: Text | None
+    contact: Text | None
+    expires: Text | None
+
+
 class _Release(_Command):
     run: Text
     out: Text
     run_dir: Text | None
     audit: Literal[True, False, "auto"]
     budget_epsilon: PrivacyLevel | None
+    registry: bool
+    about: _AboutRelease
 
 
 class _About(_Section):

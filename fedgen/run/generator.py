@@ -28,6 +28,7 @@ from fedgen.data.labels import has_names
 from fedgen.errors import FedgenError
 from fedgen.methods.api import Method, PublicFacts, Tensors
 from fedgen.randomness import RandomStreams
+from fedgen.reporting.dataset_card import card, croissant
 from fedgen.reporting.figures import DIGITAL_SOURCE_TYPE, sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
 from fedgen.reporting.progress import RunProgress
@@ -339,9 +340,9 @@ def sample(config: DictConfig) -> str:
     """Write samples of a run: images (n, channels, height, width) uint8 and labels (n,) in an .npz;
     a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
     folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
-    published. All are marked as synthetic: PNGs by XMP metadata, the others by the entry
-    ``digital_source_type``. Requires only the ``public`` folder; an unfinished run requires its
-    directory and its data. Return the location as text."""
+    published, a dataset card and Croissant metadata. All are marked as synthetic: PNGs by XMP
+    metadata, the others by the entry ``digital_source_type``. Requires only the ``public`` folder;
+    an unfinished run requires its directory and its data. Return the location as text."""
     out, streams = Path(config.out), RandomStreams.from_seed(config.seed, "seeded").at("sample")
     if not out.suffix and out.exists():
         raise FedgenError("out", f"{out} exists", "give a folder that does not")
@@ -349,7 +350,7 @@ def sample(config: DictConfig) -> str:
         problem = f"{out} is neither .npz, .png, .parquet nor a folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
-    path, text = Path(config.run), str(out)
+    path, text, description = Path(config.run), str(out), None
     if is_unfinished(path):
         snapshot = load_snapshot(path)
         names = published_names(snapshot.setup)
@@ -360,6 +361,8 @@ def sample(config: DictConfig) -> str:
         text = f"{out}\n{snapshot.note}"
     else:
         published = load_generator(path, config.device)
+        folder = path / "public" if (path / "public").is_dir() else path
+        description = read_description(folder, "run")
     labels = labels_of(published, config.n, config.labels, streams)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values
@@ -370,6 +373,8 @@ def sample(config: DictConfig) -> str:
             out, folder=not out.suffix
         ) as new:  # atomic: an existing file is kept on failure
             _write(out.suffix, images, labels, published, new)
+            if description is not None and not out.suffix:
+                _describe_folder(description, new, out.name, len(images))
             for entry in (new, *new.rglob("*")):
                 share(entry)
             new.rename(out)
@@ -394,6 +399,25 @@ def _write(
         write_parquet(images, labels.tolist(), names, new)
     else:
         _write_folder(images, labels.tolist(), published.labels, new)
+
+
+def _describe_folder(description: dict[str, Any], new: Path, name: str, count: int) -> None:
+    """Write a dataset card and Croissant metadata into a folder of samples.
+
+    Raises:
+        FedgenError: for an altered ``generator.json``.
+    """
+    labels = [entry.name for entry in sorted(new.iterdir())]
+    try:
+        texts = {
+            "README.md": card(description, labels, count),
+            "croissant.json": croissant(description, name),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"generator.json has no valid statement on privacy ({error})"
+        raise FedgenError("run", problem, "restore it") from error
+    for file, text in texts.items():
+        (new / file).write_text(text)
 
 
 def _write_folder(

@@ -31,7 +31,7 @@ def records(run: Path) -> tuple[dict, dict]:
 def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Path) -> None:
     rehearsal = train(*JUDGED, *clients)
     run, out = tmp_path / "released", tmp_path / "hand-out.zip"
-    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}", "audit=false"]
+    words = [f"run={rehearsal}", f"out={out}", f"run_dir={run}", "audit=false", "registry=false"]
     assert cli.run(["release", *words]) == 0
     (before, judged), (after, results) = records(rehearsal), records(run)
     assert (before["noise"], after["noise"]) == ("seeded", "secure")
@@ -53,7 +53,7 @@ def test_a_rehearsal_is_released(clients: list[str], train: Train, tmp_path: Pat
     # what was released once is packed, and nothing is spent again; nor is what lies beside it
     (run / "public" / "report.html").write_text("who has what")
     again = tmp_path / "again.zip"
-    assert cli.run(["release", f"run={run}", f"out={again}", "audit=false"]) == 0
+    assert cli.run(["release", f"run={run}", f"out={again}", "audit=false", "registry=false"]) == 0
     assert records(run) == (after, results)
     with zipfile.ZipFile(again) as packed:
         assert {Path(name).name for name in packed.namelist()} == {p.name for p in public.iterdir()}
@@ -90,7 +90,9 @@ def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) ->
             os.utime(file, (1e9 + ord(name[0]) * 1e6,) * 2)
             file.chmod(0o600 if name == "a.zip" else 0o644)
         out = tmp_path / name
-        assert cli.run(["release", f"run={run}", f"out={out}", "audit=false"]) == 0
+        assert (
+            cli.run(["release", f"run={run}", f"out={out}", "audit=false", "registry=false"]) == 0
+        )
         with zipfile.ZipFile(out) as opened:
             files = opened.infolist()
             signed = f"{out.stem}/manifest.json"  # signatures are random
@@ -107,7 +109,7 @@ def test_a_release_is_audited_before_it_is_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure")
-    words = ["release", f"run={run}"]
+    words = ["release", f"run={run}", "registry=false"]
     assert cli.run([*words, f"out={tmp_path / 'a.zip'}"]) == 0
     assert "attacks on its program at less noise" in verify.table(
         verify.verify(str(tmp_path / "a.zip"))

@@ -22,6 +22,7 @@ from fedgen.federation.secagg.signing import fingerprint
 from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+RELEASING = (Path(__file__).parents[2] / "docs" / "releasing.md").read_text()
 LINES = [
     line
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -96,6 +97,8 @@ def test_three_parties_follow_the_page(
         assert "node 1: 2 labels, data.shape=[3,8,8]" in running[2].output
         record = json.loads((places["coordinator"] / "run" / "privacy.json").read_text())
         assert record["views"]["server"]["epsilon"] <= 5 and record["noise"] == "secure"
+        [about] = re.findall(r"```yaml\n(.*?)```", RELEASING, re.DOTALL)
+        (places["coordinator"] / "about.yaml").write_text(about)
         packed = here("coordinator", release.replace("runs/...", "run"))
         assert "publish two-sites.zip only" in packed
         own = load_or_create_key(Path(os.environ["FEDGEN_HOME"]) / MACHINE_KEY)

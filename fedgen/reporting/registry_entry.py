@@ -1,0 +1,203 @@
+"""Entry of a release for the Differential Privacy Deployments Registry (OpenDP and NIST), in the
+schema of github.com/opendp/deployments-registry-data: facts that the run knows, and statements of
+its publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date
+from typing import Any
+
+import yaml
+
+from fedgen.reporting.privacy_statement import (
+    exceptions,
+    guarantee_of,
+    protected,
+    strength,
+    sums,
+)
+from fedgen.reporting.progress import format_epsilon
+from fedgen.version import VERSION
+
+MANDATORY = {
+    "name": "name of the generator",
+    "controller": "who publishes it",
+    "controller_type": "Government, Industry or Nonprofit",
+    "description": "what it generates",
+    "purpose": "intended use",
+    "region": "region that the data describe, or whose laws apply",
+    "data": "which data, of whom, from which period",
+    "justification": "why this ε, δ and unit",
+    "author": "author of this entry",
+}
+"""Statements that an entry requires, by setting under ``about``."""
+
+CONTROLLER_TYPES = ("Government", "Industry", "Nonprofit")
+SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Finance")
+"""Values of ``about.controller_type`` and ``about.sector`` that the registry knows."""
+
+_UNITS = {"record": "Record-level", "person": "Person-level", "client": "Client-level"}
+
+
+_WHO_ADDS_NOISE = {
+    "one": "The holder of the images adds noise to everything that is computed from them.",
+    "several": "Participants hold their own images and add noise before anything leaves them.",
+    "trusted": "Participants trust the operator of an aggregator, which adds the noise.",
+}
+
+
+def missing(about: Mapping[str, Any]) -> list[str]:
+    """Return the mandatory statements that are not given, as ``about.KEY (meaning)``."""
+    return [f"about.{key} ({what})" for key, what in MANDATORY.items() if not about.get(key)]
+
+
+def entry(
+    about: Mapping[str, Any],
+    record: dict[str, Any],
+    generator: Mapping[str, Any],
+    run: str,
+    events: str,
+) -> str:
+    """Return the entry as YAML.
+
+    Args:
+        about: statements of the publisher.
+        record: privacy record of the run.
+        generator: content of ``generator.json``.
+        run: name of the run.
+        events: the accounted events in words.
+    """
+    content = {
+        "url_slug": f"fedgen-{run}",
+        "deployment": {
+            "basic": _basic(about),
+            "dp_variant": {
+                "variant_name": "Approximate DP",
+                "data_domain": f"{about['data']}. {_images(generator)}",
+                "unprotected_quantities": _unprotected(about, record, generator),
+            },
+            "privacy_loss": _privacy_loss(record),
+            "deployment_model": _deployment_model(record),
+            "implementation": _implementation(about, record, generator, events),
+            "administrative": {
+                "status": "Draft",
+                "registry_authors": [about["author"]],
+                "tier": 3,
+            },
+        },
+    }
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _basic(about: Mapping[str, Any]) -> dict[str, Any]:
+    sector = {"data_product_sector": about["sector"]} if about.get("sector") else {}
+    return {
+        "name": about["name"],
+        "data_curators": [
+            {
+                "data_curator_name": about["controller"],
+                "data_curator_type": about["controller_type"],
+            }
+        ],
+        "description": about["description"],
+        "intended_use": about["purpose"],
+        "data_product_type": "Machine learning model",
+        "data_product_region": about["region"],
+        **sector,
+        "publication_date": date.today().isoformat(),
+    }
+
+
+def _images(generator: Mapping[str, Any]) -> str:
+    channels, height, width = generator["shape"]
+    kind = "grey" if channels == 1 else "colour"
+    return f"Labelled {kind} images of {width} x {height} pixels, {generator['classes']} labels."
+
+
+def _unprotected(
+    about: Mapping[str, Any], record: Mapping[str, Any], generator: Mapping[str, Any]
+) -> str:
+    names = ", ".join(generator["labels"] or [])
+    named = f" and their names ({names})" if names else ""
+    count = record.get("protected")
+    parts = [
+        f"number of labels{named}",
+        "size of images",
+        "settings of the method, including rates and counts in them",
+        f"number of participants ({len(record['clients']):,}), and which sites take part",
+    ]
+    if count:
+        parts.append(f"approximate number of protected units ({count:,})")
+    if about.get("unprotected"):
+        parts.append(str(about["unprotected"]))
+    return "; ".join(parts)
+
+
+def _privacy_loss(record: dict[str, Any]) -> dict[str, Any]:
+    release, delta = record["views"]["release"], record["delta"]
+    curve = guarantee_of(release, delta)
+    parameters = {"epsilon": release["epsilon"], "delta": delta}
+    details = [strength(release, delta), f"Trade-off curve: {curve.describe()}."]
+    if groups := release.get("group_epsilon"):
+        listed = ", ".join(f"{k}: {format_epsilon(value)}" for k, value in groups.items())
+        details.append(f"ε by the number of images of one person at one client: {listed}.")
+    count = record.get("protected")
+    return {
+        "privacy_unit": _UNITS[record["unit"]],
+        "privacy_unit_details": f"Neighbours: {record['relation'].replace('_', ' ')}. "
+        f"{protected(record)}{exceptions(record)} Test splits and held-out images were not used.",
+        **({"number_of_privacy_units": count} if count else {}),
+        "privacy_parameters": parameters,
+        "privacy_parameters_details": " ".join(details),
+    }
+
+
+def _deployment_model(record: dict[str, Any]) -> dict[str, Any]:
+    several, trusted = len(record["clients"]) > 1, record["aggregation"]["kind"] == "trusted"
+    server = record["views"]["server"]
+    trust = [
+        "Readers of the release: any background knowledge, no other access to the run.",
+        _WHO_ADDS_NOISE["trusted" if trusted else "several" if several else "one"],
+    ]
+    if server["epsilon"] is not None:
+        against = format_epsilon(server["epsilon"])
+        trust.append(f"The coordinator sees all messages: ε against it is {against}.")
+    trust += [" ".join(part.split("\n\n", 1)[1].split()) for part in sums(record)]
+    return {
+        "model_name": "Federated" if several else "Central",
+        "trust_assumptions": " ".join(trust),
+        "release_type": "One release",
+        "release_type_details": "ε of other releases of the same data adds up.",
+        "data_source_type": "Static",
+        "access_type": "Non-interactive",
+    }
+
+
+def _implementation(
+    about: Mapping[str, Any], record: Mapping[str, Any], generator: Mapping[str, Any], events: str
+) -> dict[str, Any]:
+    release = record["views"]["release"]
+    method = generator["method"]["type"]
+    tuning = about.get("tuning") or (
+        "Settings may have been chosen by seeded rehearsals on the same data; ε does not cover "
+        "this choice."
+    )
+    amplified = release["amplified_by"]
+    secret = f" Sampling is secret: {amplified}." if amplified else ""
+    contact = f" Contact: {about['contact']}." if about.get("contact") else ""
+    expires = f" Expires: {about['expires']}." if about.get("expires") else ""
+    return {
+        "preprocessing_and_hyperparameter_tuning": tuning,
+        "mechanisms": f"Gaussian mechanism: {events}. Method {method}, implemented by fedgen "
+        f"{VERSION}. Noise is sampled exactly on a grid, from AES-256 in counter mode keyed by the "
+        "operating system; ε includes rounding of sums in floating point. Timing is not "
+        "protected.",
+        "composition": f"Adaptive sequential composition of all releases of a record's client; "
+        f"accountant: {release['accountant']}.{secret} Sampling: {record['sampler']}.",
+        "post_processing": "The generator is computed from the noisy releases, and samples from "
+        "the generator.",
+        "justification": about["justification"],
+        "additional_information": "ε is recomputed from signed accounts by verify.py in this "
+        f"package.{contact}{expires}",
+    }
