@@ -51,8 +51,8 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
                                           access to the images; pack the publishable files
-  fedgen verify FILE.zip                  recompute ε of a release from the accounts that its
-                                          participants signed; signed_by=["SHA256:..."] these keys
+  fedgen verify FILE.zip                  recompute ε of a release from its signed accounts;
+                                          signed_by=["SHA256:..."] accepts only these keys
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
                                           a package with your own method, which runs unchanged
   fedgen check method=NAME [overrides]    test the contract of methods: repeated, interrupted
@@ -206,7 +206,7 @@ def _command(command: str, *rest: str) -> None:
     if command == "verify" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         from fedgen.config.overrides import to_override_value
 
-        rest = (f"bundle={to_override_value(rest[0])}", *rest[1:])
+        rest = (f"package={to_override_value(rest[0])}", *rest[1:])
     inner = {"account": "spent", "node": "log"}.get(command, "")
     first = rest[0] if rest and "=" not in rest[0] else ""
     if first != inner and difflib.get_close_matches(first, [inner]):

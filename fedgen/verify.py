@@ -1,13 +1,13 @@
-"""Verify a release of fedgen: ``python verify.py BUNDLE.zip [SHA256:KEY ...]``.
+"""Verify a release of fedgen: ``python verify.py PACKAGE.zip [SHA256:KEY ...]``.
 
-This file needs Python 3.11, dp-accounting and cryptography, and not fedgen. It reads the bundle as
-data, writes nothing, and exits with 0 only if everything holds. Take it from a source that you
-trust: a publisher could alter the copy in a bundle.
+This file needs Python 3.11, dp-accounting and cryptography, and not fedgen. It reads the package as
+data, writes nothing, and exits with 0 only if all checks pass. Take it from a source that you
+trust: a publisher could alter the copy in a package.
 
 In ``manifest.json`` the coordinator signs the digests of all files, and in ``account.json`` each
-participant signs bounds on what left it: privacy events and their counts. ε and the trade-off curve
-are computed anew from these events and compared with ``generator.json``, ``PRIVACY.md`` and
-``README.md``. If fingerprints of keys are given, only these keys may have signed.
+participant signs bounds on its releases: privacy events and their counts. ε and the trade-off curve
+are recomputed from these events and compared with ``generator.json``, ``PRIVACY.md``, ``README.md``
+and ``registry.yaml``. If fingerprints of keys are given, only these keys are accepted.
 
 Error codes: zip, format, digest, signature, key, run, noise, coverage, epsilon, curve, statement,
 audit.
@@ -52,8 +52,8 @@ KINDS = ("gaussian", "draw", "poisson", "poisson_group", "revealed_draw")
 Profile = Callable[[float], float]  # ε -> upper bound on δ
 
 
-class RefusedError(Exception):
-    """The bundle does not hold, with an error code of the module."""
+class VerificationError(Exception):
+    """A package that fails verification, with one of the error codes of the module."""
 
     def __init__(self, code: str, problem: str) -> None:
         super().__init__(f"{code}: {problem}")
@@ -61,14 +61,14 @@ class RefusedError(Exception):
 
 
 def check(holds: object, code: str, problem: str) -> None:
-    """Raise RefusedError unless a condition holds."""
+    """Raise VerificationError unless a condition holds."""
     if not holds:
-        raise RefusedError(code, problem)
+        raise VerificationError(code, problem)
 
 
 class Event(NamedTuple):
-    """A Gaussian release at a noise multiplier for one record, from a sample that contains each of
-    ``size`` records with probability ``rate``."""
+    """A Gaussian release at noise multiplier ``sigma`` for one record, from a sample that contains
+    each of ``size`` records of a group with probability ``rate``."""
 
     kind: str
     sigma: float
@@ -80,7 +80,7 @@ Spend = tuple[tuple[Event, int], ...]
 
 
 def read_event(data: Mapping[str, Any]) -> Event | None:
-    """Return the event of JSON data; None for one without noise."""
+    """Parse a privacy event; return None for an event without noise."""
     kind, gate = data["event"], data.get("gates", data)
     if kind in ("contribution", "non_private"):
         return None
@@ -101,8 +101,8 @@ def gaussian_delta(mu: Any, eps: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def profile_of(spend: Spend, relation: str, delta: float) -> Profile:
-    """Return a bound on δ(ε) of composed events: the smallest of those without sampling, with
-    samples that the adversary sees, and by privacy loss distributions."""
+    """Return an upper bound on δ(ε) of composed events: the minimum of the bounds without
+    amplification, with sampling revealed to the adversary, and from privacy loss distributions."""
     mu = math.sqrt(sum(count * (event.size / event.sigma) ** 2 for event, count in spend))
     bounds: list[Profile] = [lambda eps: float(gaussian_delta(mu, eps)) if mu else 0.0]
     kinds = {event.kind for event, _ in spend}
@@ -126,30 +126,34 @@ def loss_profile(spend: Spend, relation: str, delta: float) -> Profile:
         sum(count for _, count in spend),
         [event.size / event.sigma for event, _ in spend],
     )
-    widest = max(mus) ** 2 / 2 + 9 * max(mus)
-    spread = math.sqrt(sum(n * (e.rate * e.size / e.sigma) ** 2 for e, n in spend))
-    scale = max(1.0, spread)  # ε may be off by a thousandth of it
-    step = max(min(1e-3 * scale, math.sqrt(1e-3 * scale / releases), spread / 300), widest / 1e6)
-    if widest > 600 or releases > 10**7:
+    max_loss = max(mus) ** 2 / 2 + 9 * max(mus)
+    std_bound = math.sqrt(sum(n * (e.rate * e.size / e.sigma) ** 2 for e, n in spend))
+    scale = max(1.0, std_bound)  # ε may be off by a thousandth of it
+    step = max(
+        min(1e-3 * scale, math.sqrt(1e-3 * scale / releases), std_bound / 300), max_loss / 1e6
+    )
+    if max_loss > 600 or releases > 10**7:
         return lambda eps: 1.0
     total = pld.identity(step)
     for event, count in spend:
-        loss = loss_of(event, relation, step, widest).self_compose(count, 1e-4 * delta)
+        loss = privacy_loss(event, relation, step, max_loss).self_compose(count, 1e-4 * delta)
         total = total.compose(loss, 1e-4 * delta)
-    rounding = 4e-16 * (releases + (4 * widest + 40 * spread) / step)
+    rounding = 4e-16 * (releases + (4 * max_loss + 40 * std_bound) / step)
     return lambda eps: float(total.get_delta_for_epsilon(eps)) + rounding
 
 
-def loss_of(event: Event, relation: str, step: float, widest: float) -> pld.PrivacyLossDistribution:
+def privacy_loss(
+    event: Event, relation: str, step: float, max_loss: float
+) -> pld.PrivacyLossDistribution:
     """Return the privacy loss of one release. A replaced record in a sample at rate γ has profile γ
     δ(log(1 + (e^ε - 1) / γ)), mirrored below 0 (Balle, Barthe, Gaboardi 2018, theorem 2)."""
     if event.size > 1:
-        return group_loss(event, step)
+        return group_privacy_loss(event, step)
     if event.kind == "gaussian" or (event.kind == "poisson" and relation == "add_or_remove_one"):
         return pld.from_gaussian_mechanism(
             event.sigma, sampling_prob=event.rate, value_discretization_interval=step
         )
-    cells = math.ceil(widest / step)
+    cells = math.ceil(max_loss / step)
     grid = np.arange(cells + 1) * step
     inner = np.log1p(np.expm1(grid) / event.rate)
     above = event.rate * gaussian_delta(1 / event.sigma, inner)
@@ -159,7 +163,7 @@ def loss_of(event: Event, relation: str, step: float, widest: float) -> pld.Priv
     return pld.PrivacyLossDistribution(pmf)
 
 
-def group_loss(event: Event, step: float) -> pld.PrivacyLossDistribution:
+def group_privacy_loss(event: Event, step: float) -> pld.PrivacyLossDistribution:
     """Return the privacy loss of one release for a person with several records in a Poisson sample:
     Σ binom(k) N(k, σ²) against N(0, σ²) (Ganesh 2024, "Tight group-level DP guarantees ...")."""
     sigma, counts = event.sigma, range(event.size + 1)
@@ -198,8 +202,8 @@ def epsilon_at(profile: Profile, delta: float) -> float:
 
 
 class Proof(NamedTuple):
-    """Bounds on what left the participants: the events of each, the probability of an early end,
-    which reveals something, and assumptions."""
+    """Bounds signed by the participants: the events of each, the probability that the run stops
+    early, which reveals something, and assumptions."""
 
     spends: set[Spend]
     stop: float
@@ -212,7 +216,9 @@ class Proof(NamedTuple):
             known = relation == "add_or_remove_one" and all(event.size == 1 for event, _ in spend)
             known &= all(event.kind in ("poisson", "gaussian") for event, _ in spend)
             gaussian = all(event.kind == "gaussian" for event, _ in spend)
-            check(group == 1 or known or gaussian, "epsilon", "no bound for several records")
+            check(
+                group == 1 or known or gaussian, "epsilon", "no group bound exists for these events"
+            )
             events = [(event._replace(size=event.size * group), count) for event, count in spend]
             if gaussian or group == 1:
                 events = [(e._replace(sigma=e.sigma / group), count) for e, count in spend]
@@ -228,9 +234,13 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
     participants without an account is not relied on in a secure sum."""
     honest, factor, proofs = accounts[0]["aggregation"].get("honest"), 1.0, []
     same = all(account["aggregation"] == accounts[0]["aggregation"] for account in accounts)
-    check(same, "run", "participants signed different aggregations")
+    check(same, "run", "accounts state different aggregations")
     if honest is not None and missing:
-        check(missing < honest, "coverage", "too few participants to hide a response")
+        check(
+            missing < honest,
+            "coverage",
+            f"{missing} participants signed no account; fewer than {honest} may",
+        )
         factor = math.sqrt(1 - missing / honest)
     for bounds in zip(*(account["bounds"] for account in accounts), strict=False):
         spends = set()
@@ -249,7 +259,7 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
 
 
 def check_curve(stated: Mapping[str, Any], profile: Profile, truncated: float) -> None:
-    """Raise RefusedError unless a stated trade-off curve and its figures follow from a profile.
+    """Raise VerificationError unless a stated curve and its figures follow from a profile.
 
     Args:
         truncated: mass of losses that the accountants truncate.
@@ -261,7 +271,7 @@ def check_curve(stated: Mapping[str, Any], profile: Profile, truncated: float) -
         deltas = gaussian_delta(mu, points) if mu else np.zeros(60)
         powers, advantage = ndtr(ndtri(rates) + mu), 2 * ndtr(mu / 2) - 1
         fpr = ndtr(ndtri(0.01) - mu)
-        check(stated["rho"] >= mu * mu / 2 - 1e-9, "curve", "ρ is below that of μ")
+        check(stated["rho"] >= mu * mu / 2 - 1e-9, "curve", "ρ is below μ²/2")
     else:
         points, deltas = np.array(stated["profile"], float).T
         grow, fall = np.exp(points), np.exp(-points)
@@ -271,25 +281,31 @@ def check_curve(stated: Mapping[str, Any], profile: Profile, truncated: float) -
         fpr = max((fall * (0.01 - deltas)).max(), (1 - deltas - grow * 0.99).max(), 0)
     for point, delta in zip(points, deltas, strict=True):
         proven = profile(point * (1 + TOLERANCE) + TOLERANCE)
-        problem = f"δ({point:.4g}) is {proven:.3g}, stated {delta:.3g}"
+        problem = f"recomputed δ({point:.4g}) = {proven:.3g} exceeds {delta:.3g}"
         check(proven <= delta * (1 + 1e-3) + truncated, "curve", problem)
     priors = np.array([float(prior) for prior in stated["posterior"]])
     beliefs = priors * 0.01 / (priors * 0.01 + (1 - priors) * fpr)
     implied = [*powers, *beliefs, min(advantage, 1)]
     claims = [*stated["tpr"].values(), *stated["posterior"].values(), stated["advantage"]]
     holds = all(claim >= value - 1e-6 for claim, value in zip(claims, implied, strict=True))
-    check(holds, "curve", "a rate, posterior or advantage is stated below its curve")
+    check(
+        holds, "curve", "a rate, posterior or advantage is below the value that the curve implies"
+    )
 
 
-def read_bundle(path: str) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the content of each file of a bundle, except the weights, and the digests of all."""
+def read_package(path: str) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the content of each file of a package, except the weights, and the digests of all."""
     texts, digests = {}, {}
     with zipfile.ZipFile(path) as archive:
         members = [(*m.filename.partition("/")[::2], m) for m in archive.infolist()]
         names = [name for _, name, _ in members]
         known = set(FILES) <= set(names) <= {*FILES, *OPTIONAL, MANIFEST}
         single = len(set(names)) == len(names) and len({folder for folder, *_ in members}) == 1
-        check(known and MANIFEST in names and single, "zip", f"files {sorted(names)}"[:300])
+        check(
+            known and MANIFEST in names and single,
+            "zip",
+            f"missing, unexpected or duplicate files: {sorted(names)}"[:300],
+        )
         for _, name, member in members:
             check(member.file_size <= LIMITS.get(name, 2**22), "zip", f"{name} is too large")
             hasher, kept = hashlib.sha256(), b""
@@ -301,7 +317,7 @@ def read_bundle(path: str) -> tuple[dict[str, bytes], dict[str, str]]:
     return texts, digests
 
 
-def opened(entry: Mapping[str, str], kind: str, keys: Sequence[str]) -> tuple[Any, str]:
+def read_signed(entry: Mapping[str, str], kind: str, keys: Sequence[str]) -> tuple[Any, str]:
     """Return a signed text as data, and the fingerprint of its key (ECDSA on P-384)."""
     point, signature = (
         base64.b64decode(entry[name], validate=True) for name in ("key", "signature")
@@ -313,56 +329,68 @@ def opened(entry: Mapping[str, str], kind: str, keys: Sequence[str]) -> tuple[An
         signed = utils.encode_dss_signature(*numbers)
         key.verify(signed, entry["text"].encode(), ec.ECDSA(SHA384()))
     except (InvalidSignature, ValueError) as error:
-        raise RefusedError("signature", f"{name} did not sign this {kind}") from error
-    check(not keys or name in keys, "key", f"{name} is not among the given keys")
+        raise VerificationError(
+            "signature", f"the signature of {name} on a {kind!r} text is invalid"
+        ) from error
+    check(not keys or name in keys, "key", f"{name} is not one of the accepted keys")
     data = json.loads(entry["text"])
-    check(data["format"] == kind, "format", f"not a {kind}")
+    check(data["format"] == kind, "format", f"expected the format {kind!r}")
     return data, name
 
 
 def verify(path: str, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return what a bundle proves, what is asserted, and what is taken on trust, as (kind, text).
+    """Return what a package proves, what is asserted, and what is assumed, as (kind, text).
 
     Args:
-        keys: fingerprints of the keys that may have signed; empty: any.
+        keys: fingerprints of the accepted keys; empty: any key.
 
     Raises:
-        RefusedError: unless everything holds.
+        VerificationError: unless all checks pass.
     """
     try:
-        return _verify(*read_bundle(path), keys)
+        return _verify(*read_package(path), keys)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError,
             RecursionError, ZeroDivisionError) as error:  # fmt: skip
-        raise RefusedError("format", f"{type(error).__name__}: {error}"[:200]) from error
+        raise VerificationError("format", f"{type(error).__name__}: {error}"[:200]) from error
     except (OSError, RuntimeError, NotImplementedError, EOFError, zipfile.BadZipFile,
             zlib.error) as error:  # fmt: skip
-        raise RefusedError("zip", f"it cannot be read ({error})") from error
+        raise VerificationError("zip", f"the archive cannot be read ({error})") from error
 
 
 def _verify(
     texts: Mapping[str, bytes], digests: dict[str, str], keys: Sequence[str]
 ) -> list[tuple[str, str]]:
-    manifest, coordinator = opened(json.loads(texts[MANIFEST]), RELEASE, keys)
+    manifest, coordinator = read_signed(json.loads(texts[MANIFEST]), RELEASE, keys)
     del digests[MANIFEST]
     changed = sorted({name for name, _ in manifest["files"].items() ^ digests.items()})
-    check(not changed, "digest", f"not as signed: {', '.join(changed)}")
+    check(not changed, "digest", f"files that differ from the manifest: {', '.join(changed)}")
     generator, account = (json.loads(texts[f"{name}.json"]) for name in ("generator", "account"))
-    stated, same = generator["privacy"], digests["generator.safetensors"]
-    check(generator["generator_sha256"] == same, "digest", "generator.json is of another generator")
+    stated, weights = generator["privacy"], digests["generator.safetensors"]
+    check(
+        generator["generator_sha256"] == weights, "digest", "generator.json describes other weights"
+    )
     check(account["format"] == ACCOUNTS, "format", f"not {ACCOUNTS}")
-    expected = {name: account[name] for name in ("run", "plan")}
+    expected = {name: account[name] for name in ("run", "settings")}
     expected |= {name: stated[name] for name in ("unit", "relation", "noise")}
-    check(account["run"] == manifest["run"], "run", "the account is of another run")
-    check(stated["noise"] == "secure", "noise", "an experiment, with noise derived from a seed")
+    check(
+        account["run"] == manifest["run"],
+        "run",
+        "account.json and manifest.json name different runs",
+    )
+    check(stated["noise"] == "secure", "noise", "an experiment: the noise is derived from a seed")
     accounts, signers, covered, clients = [], set[str](), set[int](), int(account["clients"])
     for entry in account["accounts"]:
-        signed, key = opened(entry, ACCOUNT, keys)
+        signed, key = read_signed(entry, ACCOUNT, keys)
         differing = [name for name, value in expected.items() if signed[name] != value]
-        check(not differing, "run", f"an account has another {', '.join(differing)}")
+        check(not differing, "run", f"an account and the release differ in {', '.join(differing)}")
         for first, last in signed["clients"]:
-            check(0 <= first <= last < clients <= 10**6, "format", "an unknown participant")
+            check(
+                0 <= first <= last < clients <= 10**6,
+                "format",
+                "a participant number is out of range",
+            )
             numbers = set(range(first, last + 1))
-            check(not numbers & covered, "coverage", "a participant signed two accounts")
+            check(not numbers & covered, "coverage", "a participant is listed in two accounts")
             covered |= numbers
         accounts.append(signed)
         signers.add(key)
@@ -370,12 +398,12 @@ def _verify(
     unsigned = f"{missing:,} of {clients:,} participants signed no account"
     check(accounts and missing <= unbounded, "coverage", unsigned)
     delta, claimed = float(stated["delta"]), float(stated["epsilon"])
-    problem = RefusedError("epsilon", "no account has a bound")
+    problem = VerificationError("epsilon", "no account has a bound")
     for proof in proofs_of(accounts, missing):
         try:
             epsilon = check_proof(proof, stated, delta)
             break
-        except RefusedError as error:
+        except VerificationError as error:
             problem = error
     else:
         raise problem
@@ -385,72 +413,84 @@ def _verify(
         agrees = [
             float(e.replace("∞", "inf")) >= least[0] and float(d) >= least[1] for e, d in pairs
         ]
-        check(agrees and all(agrees), "statement", f"{name} states another ε or δ")
-    near = f"per {stated['unit']}, neighbours: {stated['relation'].replace('_', ' ')}"
-    rows = [("proven", f"ε = {claimed:.4f} at δ = {delta:g} {near}; computed anew: {epsilon:.4f}")]
+        check(agrees and all(agrees), "statement", f"{name} states no (ε, δ), or smaller values")
+    scope = f"per {stated['unit']}, neighbours: {stated['relation'].replace('_', ' ')}"
+    rows = [("proven", f"ε = {claimed:.4f} at δ = {delta:g} {scope}; recomputed: {epsilon:.4f}")]
     rows += [("proven", "the trade-off curve, true positive rates, advantage and posteriors")]
-    text = f"{len(covered):,} of {clients:,} participants: at most the signed events left them"
+    text = f"{len(covered):,} of {clients:,} participants signed that they released at most this"
     rows += [("asserted", f"{text}; {', '.join(sorted(signers))}")]
-    rows += [("asserted", f"coordinator: the files are of run {manifest['run']}; {coordinator}")]
+    rows += [("asserted", f"coordinator: the files belong to run {manifest['run']}; {coordinator}")]
     if "audit.json" in texts:
-        rows += [("asserted", f"coordinator: {audit_of(json.loads(texts['audit.json']))}")]
-    rows += [("on trust", text) for text in sorted(proof.assumes)]
-    rows += [("on trust", "participants run unmodified fedgen, so their noise has the stated law")]
+        rows += [("asserted", f"coordinator: {audit_summary(json.loads(texts['audit.json']))}")]
+    rows += [("assumed", text) for text in sorted(proof.assumes)]
+    rows += [
+        (
+            "assumed",
+            "participants run unmodified fedgen, so that their noise has the stated distribution",
+        )
+    ]
     if not keys:
         rows += [
-            ("on trust", "keys: compare their fingerprints with the participants, and give them")
+            (
+                "assumed",
+                "key ownership: obtain the fingerprints from the participants, and pass them",
+            )
         ]
     if unbounded:
         rows += [("not covered", f"{unbounded:,} of {clients:,} participants have no bound")]
     return rows
 
 
-def audit_of(audit: Mapping[str, Any]) -> str:
-    """Return the result of attacks on the client program. Raises RefusedError if one refutes ε."""
+def audit_summary(audit: Mapping[str, Any]) -> str:
+    """Describe attacks on the client program. Raises VerificationError if one refutes ε."""
     points = [(float(point["lower_bound"]), point["proven"]) for point in audit["points"]]
     bounded = [(bound, float(proven)) for bound, proven in points if proven is not None]
     check(all(bound <= proven for bound, proven in bounded), "audit", "an attack refutes ε")
-    check(bounded, "audit", "it attacked nothing")
+    check(bounded, "audit", "audit.json contains no attack with a proven bound")
     bound, proven = max(bounded, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    where = f"the closest came to ε ≥ {bound:.2f} where {proven:.2f} is proven"
-    return f"of {len(points)} attacks on its program at less noise, {where}"
+    where = f"tightest lower bound: ε ≥ {bound:.2f} (proven: {proven:.2f})"
+    return f"{len(points)} attacks on the client program with reduced noise; {where}"
 
 
 def check_proof(proof: Proof, stated: Mapping[str, Any], delta: float) -> float:
-    """Raise RefusedError unless the stated figures follow from a proof; return its ε."""
+    """Raise VerificationError unless the stated figures follow from a proof; return its ε."""
     groups = {"1": stated["epsilon"], **(stated["group_epsilon"] or {})}
     epsilons = {}
     for size, claimed in groups.items():
         if claimed is not None:
             profile = proof.profile(stated["relation"], delta, int(size))
             epsilons[size] = epsilon_at(profile, delta)
-            problem = f"ε for {size} is {epsilons[size]:.4f}, stated {claimed:.4f}"
+            problem = (
+                f"recomputed ε for {size} records is {epsilons[size]:.4f}, above {claimed:.4f}"
+            )
             check(epsilons[size] <= claimed * (1 + TOLERANCE) + TOLERANCE, "epsilon", problem)
     check_curve(stated["guarantee"], proof.profile(stated["relation"], delta), 1e-3 * delta)
     return epsilons["1"]
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
+def format_rows(rows: Sequence[tuple[str, str]]) -> str:
     """Return the result of ``verify`` as text."""
-    return "\n".join(f"{kind:11} {printable(text)}" for kind, text in rows)
+    return "\n".join(f"{kind:11} {escape_control_codes(text)}" for kind, text in rows)
 
 
-def printable(text: str) -> str:
-    """Return a text that may be from others without control codes, which terminals execute."""
+def escape_control_codes(text: str) -> str:
+    """Escape control codes, which terminals would execute, in untrusted text."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:1000])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what a bundle proves; return the exit status."""
+    """Print what a package proves; return the exit status."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: python verify.py BUNDLE.zip [SHA256:KEY ...]", file=sys.stderr)
+        print("usage: python verify.py PACKAGE.zip [SHA256:KEY ...]", file=sys.stderr)
         return 2
     try:
         rows = verify(arguments[0], arguments[1:])
-    except RefusedError as error:
-        print(f"{arguments[0]} does not verify: {printable(str(error))}", file=sys.stderr)
+    except VerificationError as error:
+        print(
+            f"{arguments[0]} does not verify: {escape_control_codes(str(error))}", file=sys.stderr
+        )
         return 1
-    print(table(rows))
+    print(format_rows(rows))
     return 0
 
 

@@ -1,5 +1,4 @@
-"""The script that verifies releases, against vectors that others can use, and a second
-accountant."""
+"""``verify.py`` with published test vectors, and against fedgen's own accountant."""
 
 from __future__ import annotations
 
@@ -26,25 +25,35 @@ from fedgen.privacy.events import PoissonSampledGroup, Relation, RevealedSamplin
 
 VECTORS = Path(__file__).parent / "vectors"
 KEYS = json.loads((VECTORS / "keys.json").read_text())
-OTHERS = {"fedgen", "torch", "flwr", "omegaconf", "opacus", "pydantic", "hydra", "ray", "sklearn"}
+LARGE_PACKAGES = {
+    "fedgen",
+    "torch",
+    "flwr",
+    "omegaconf",
+    "opacus",
+    "pydantic",
+    "hydra",
+    "ray",
+    "sklearn",
+}
 ADD, REPLACE = Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE
 
 
 @pytest.mark.parametrize("path", sorted((VECTORS / "good").iterdir()), ids=lambda path: path.stem)
-def test_a_release_that_holds_verifies(path: Path) -> None:
+def test_valid_vectors_verify(path: Path) -> None:
     rows = verify.verify(str(path), KEYS)
     kinds = [kind for kind, _ in rows]
     assert kinds[:4] == ["proven", "proven", "asserted", "asserted"]
-    text = verify.table(rows)
+    text = verify.format_rows(rows)
     assert ("not covered" in kinds) == (path.stem == "secure")
     assert ("secretly sampled" in text) == (path.stem == "amplified")
-    assert "compare their fingerprints" not in text
-    assert "compare their fingerprints" in verify.table(verify.verify(str(path)))
+    assert "obtain the fingerprints" not in text
+    assert "obtain the fingerprints" in verify.format_rows(verify.verify(str(path)))
 
 
 def refused(name: str) -> str:
     """Return the error code of a bad vector, by which its file is named."""
-    with pytest.raises(verify.RefusedError) as error:
+    with pytest.raises(verify.VerificationError) as error:
         verify.verify(str(VECTORS / "bad" / f"{name}.zip"), KEYS)
     return error.value.code
 
@@ -70,12 +79,13 @@ def refused(name: str) -> str:
 @kills("fedgen/verify.py", 'agrees and all(agrees), "statement"', 'agrees, "statement"',
        case="statement-epsilon")  # fmt: skip
 @pytest.mark.parametrize("name", sorted(path.stem for path in (VECTORS / "bad").iterdir()))
-def test_a_release_that_does_not_hold_is_refused(name: str) -> None:
+def test_invalid_vectors_are_refused(name: str) -> None:
     assert refused(name) == name.partition("-")[0]
 
 
-def test_a_script_without_fedgen_has_an_exit_status() -> None:
-    """It imports none of the large packages that fedgen requires."""
+def test_the_standalone_script_runs_without_fedgen() -> None:
+    """The script imports none of the large packages that fedgen requires, and sets the exit
+    status."""
     watch = (
         "import runpy, sys; sys.argv = sys.argv[1:]\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -87,7 +97,7 @@ def test_a_script_without_fedgen_has_an_exit_status() -> None:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
         loaded = set(done.stderr.splitlines()[-1].split())
-        assert "dp_accounting" in loaded and not loaded & OTHERS
+        assert "dp_accounting" in loaded and not loaded & LARGE_PACKAGES
         assert "Traceback" not in done.stderr
         assert ("proven" in done.stdout) == (status == 0)
 
@@ -109,15 +119,15 @@ SPENDS: list[tuple[dict[DpEvent, int], Relation]] = [
 @pytest.mark.parametrize(("spend", "relation"), SPENDS)
 @pytest.mark.parametrize("delta", [1e-5, 0.01])
 def test_two_accountants_agree(spend: dict[DpEvent, int], relation: Relation, delta: float) -> None:
-    """To a thousandth of ε, for the profile as well: both round up."""
-    own = epsilon(spend, delta, relation).or_infinity
+    """Both accountants round up; ε and the profile agree to a thousandth of ε."""
+    expected = epsilon(spend, delta, relation).or_infinity
     events = []
     for event, count in spend.items():
         read = verify.read_event(json.loads(json.dumps(to_json(event))))
         assert read is not None
         events.append((read, count))
     profile = verify.profile_of(tuple(events), relation.value, delta)
-    assert verify.epsilon_at(profile, delta) == pytest.approx(own, rel=1e-3, abs=1e-3)
+    assert verify.epsilon_at(profile, delta) == pytest.approx(expected, rel=1e-3, abs=1e-3)
     curve = guarantee.guarantee(spend, delta, relation)
     assert curve is not None
     for index in (0, 20, 100, 300):
@@ -144,11 +154,11 @@ def test_the_command_verifies_a_release(capsys: pytest.CaptureFixture[str], tmp_
     signed_by = f"signed_by={json.dumps(KEYS)}"
     assert cli.run(["verify", str(good), signed_by]) == 0
     out = capsys.readouterr().out
-    assert "computed anew" in out and "keys" not in out
+    assert "recomputed" in out and "keys" not in out
     for words, problem in (
-        ([str(bad)], "does not verify (curve: "),
-        ([str(good), 'signed_by=["SHA256:no"]'], "does not verify (key: "),
-        ([str(tmp_path / "no.zip")], "there is no "),
+        ([str(bad)], "fails verification (curve: "),
+        ([str(good), 'signed_by=["SHA256:no"]'], "fails verification (key: "),
+        ([str(tmp_path / "no.zip")], "does not exist"),
     ):
         assert cli.run(["verify", *words]) == 2
         error = capsys.readouterr().err
@@ -157,4 +167,4 @@ def test_the_command_verifies_a_release(capsys: pytest.CaptureFixture[str], tmp_
 
 @kills("fedgen/verify.py", "c if c.isprintable() else repr(c)[1:-1] for c", "c for c")
 def test_texts_of_a_release_are_printed_without_control_codes() -> None:
-    assert verify.table([("on trust", "a\x1b[2J\nb")]) == "on trust    a\\x1b[2J\\nb"
+    assert verify.format_rows([("assumed", "a\x1b[2J\nb")]) == "assumed     a\\x1b[2J\\nb"

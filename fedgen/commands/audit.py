@@ -31,6 +31,10 @@ from fedgen.run.setup import Setup
 from fedgen.run.train import train
 from fedgen.storage.run_dir import RunDir
 
+_RELEASE_TRIALS = 400
+_RELEASE_SECONDS = 60.0
+_RELEASE_CONFIDENCE = 0.99
+
 
 @dataclass(frozen=True)
 class AuditResult:
@@ -145,8 +149,8 @@ def attack_program(ready: Setup, settings: DictConfig) -> ProgramAttacks:
     return result
 
 
-def estimated_seconds(ready: Setup, releases: int) -> float:
-    """Return roughly how long ``attack_program`` takes, from one response to each kind of query."""
+def estimate_seconds(ready: Setup, releases: int) -> float:
+    """Estimate the duration of ``attack_program`` by timing one response to each kind of query."""
     method, seconds = ready.method, 0.0
     for number, worst in enumerate(method.worst_cases()):
         state, shard = worst.first
@@ -162,12 +166,12 @@ def estimated_seconds(ready: Setup, releases: int) -> float:
     return seconds
 
 
-def audit_of_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
-    """Attack the client program of a run that is released. All bounds hold together with 99 %
-    confidence, so that one release in a hundred is refused wrongly at most.
+def audit_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
+    """Attack the client program of a run before its release. All bounds hold jointly with 99 %
+    confidence, so that at most 1 % of correct releases are refused.
 
     Args:
-        mode: whether to attack; "auto": if it takes at most a minute.
+        mode: True, False, or "auto": attack if it is estimated to take at most a minute.
 
     Returns:
         The content of ``audit.json``; None if it was skipped.
@@ -177,10 +181,10 @@ def audit_of_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
     """
     if mode is False or ready.privacy.noise_multiplier is None:
         return None
-    seconds = estimated_seconds(ready, _RELEASE_TRIALS)
+    seconds = estimate_seconds(ready, _RELEASE_TRIALS)
     if mode == "auto" and seconds > _RELEASE_SECONDS:
         minutes = math.ceil(seconds / 60)
-        print(f"audit skipped: it takes about {minutes} minutes; audit=true runs it")
+        print(f"audit skipped: estimated duration {minutes} min; audit=true runs it")
         return None
     attacks = (len(adversaries(ready.method)) * len(ready.method.worst_cases())) + 1
     settings = OmegaConf.create(
@@ -193,18 +197,14 @@ def audit_of_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
     program = attack_program(ready, settings)
     if any(point.broken for point in program.points):
         print("\n".join(program.lines))
-        raise FedgenError("audit", "an attack refutes the proven ε", "see SECURITY.md")
+        remedy = "do not publish; repeat the release, and report a second refutation (SECURITY.md)"
+        raise FedgenError("audit", "an attack refutes the proven ε", remedy)
     return {
         "schema": 1,
         "releases": _RELEASE_TRIALS,
         "confidence": _RELEASE_CONFIDENCE,
         "points": [asdict(point) for point in program.points],
     }
-
-
-_RELEASE_TRIALS = 400
-_RELEASE_SECONDS = 60.0
-_RELEASE_CONFIDENCE = 0.99
 
 
 def _write(

@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen import verify
 from fedgen.commands import verify as verify_command
-from fedgen.commands.audit import audit_of_release
+from fedgen.commands.audit import audit_release
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
-from fedgen.federation.signed_accounts import signed
+from fedgen.federation.signed_accounts import sign
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import describe
 from fedgen.privacy.ledger import elementwise_max, spend_from_json
@@ -67,10 +67,13 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     privacy = run_dir.privacy()
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
-    about = _about(config)
+    again = None
     if was.privacy.noise == "seeded":
+        again = _release_config(was, identity, config)
+    about = _about(config)
+    if again is not None:
         try:
-            run = train(_release_config(was, identity, config))
+            run = train(again)
         except FedgenError as error:
             if error.key == "privacy.budget_epsilon":  # named differently here
                 raise FedgenError("budget_epsilon", error.problem, error.remedy) from error
@@ -79,7 +82,8 @@ def release(config: DictConfig) -> tuple[Path, Path]:
             message = f"{error}, then pack it: fedgen release run=... out={out}"
             raise Interrupted(message) from error
     _, trained, _ = open_run(run, "run")
-    audited = audit_of_release(setup.setup(trained), config.audit)
+    RunDir(run).check_digests("run")  # before the audit, which takes longer
+    audited = audit_release(setup.setup(trained), config.audit)
     _pack(RunDir(run), out, audited, about)
     return run, out
 
@@ -88,7 +92,7 @@ def _about(config: DictConfig) -> dict[str, Any] | None:
     """Return the statements of the publisher; None for a release without a registry entry.
 
     Raises:
-        FedgenError: if mandatory statements are missing, all in one line.
+        FedgenError: if required statements are missing; the error lists all of them.
     """
     if not config.registry:
         return None
@@ -98,21 +102,25 @@ def _about(config: DictConfig) -> dict[str, Any] | None:
             given = yaml.safe_load(read_yaml(Path(file)))
         except (OSError, ValueError, yaml.YAMLError) as error:
             problem = f"{file} cannot be read ({str(error)[:100]})"
-            raise FedgenError("about.file", problem, "give a YAML file of texts") from error
-        if not isinstance(given, dict) or not set(given) <= set(about):
-            problem = f"{file} has other settings than {', '.join(about)}"
-            raise FedgenError("about.file", problem, "leave them out")
+            raise FedgenError("about.file", problem, "give a YAML file of KEY: TEXT") from error
+        if not isinstance(given, dict):
+            raise FedgenError("about.file", f"{file} is not a mapping", "write KEY: TEXT in lines")
+        if unknown := set(map(str, given)) - set(about):
+            problem = f"{file} contains unknown keys: {', '.join(sorted(unknown))[:200]}"
+            raise FedgenError("about.file", problem, f"use only {', '.join(about)}")
         about |= {key: str(value) for key, value in given.items() if about[key] is None}
     for key, choices in (("controller_type", CONTROLLER_TYPES), ("sector", SECTORS)):
         if about[key] is not None and about[key] not in choices:
-            problem = f"cannot be {about[key]!r}"
-            raise FedgenError(f"about.{key}", problem, f"choose {', '.join(choices)}")
-    if lacking := registry_entry.missing(about):
+            problem = f"{about[key]!r} is not a valid value"
+            raise FedgenError(
+                f"about.{key}", problem, f"use {', '.join(choices[:-1])} or {choices[-1]}"
+            )
+    if lacking := registry_entry.missing_statements(about):
         raise FedgenError(
             "about",
-            f"registry.yaml lacks {'; '.join(lacking)}",
-            "give each as about.KEY=TEXT, or all in about.file=FILE.yaml; registry=false packs "
-            "without an entry",
+            f"required statements are missing: {'; '.join(lacking)}",
+            "set about.KEY=TEXT or about.file=FILE.yaml; registry=false packs without an entry "
+            "for the registry",
         )
     return about
 
@@ -157,11 +165,11 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
     return now
 
 
-def _bundle(
+def _package_files(
     run: RunDir, audited: dict[str, Any] | None, about: dict[str, Any] | None
 ) -> dict[str, bytes]:
-    """Return the files of a bundle: the published ones, the script that verifies it, and a manifest
-    of their digests, signed by this machine."""
+    """Return the files of a package: the published ones, the script that verifies it, and a
+    manifest of their digests, signed by this machine."""
     files = {path.name: path.read_bytes() for path in run.published}
     files["verify.py"] = Path(verify.__file__).read_bytes()
     if audited is not None:
@@ -177,7 +185,7 @@ def _bundle(
         "files": digests,
     }
     key = load_or_create_key(fedgen_home() / MACHINE_KEY)
-    entry = signed(json.dumps(manifest, sort_keys=True), Signer(key, None))
+    entry = sign(json.dumps(manifest, sort_keys=True), Signer(key, None))
     return {**files, verify.MANIFEST: json.dumps(entry, indent=1).encode()}
 
 
@@ -208,12 +216,12 @@ def _pack(
     run.check_digests("run")
     try:
         with temporary_path(out) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as opened_:
-            for name, content in _bundle(run, audited, about).items():
+            for name, content in _package_files(run, audited, about).items():
                 member = zipfile.ZipInfo(f"{out.stem}/{name}")  # dated 1980: reveals no time
                 member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 opened_.writestr(member, content)
             opened_.close()
-            verify_command.check(new, run.path)
+            verify_command.check_packed(new, run.path)
             if out.exists():
                 raise FileExistsError(errno.EEXIST, "it exists now", str(new))
             share(new)

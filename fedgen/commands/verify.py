@@ -11,27 +11,28 @@ from fedgen.errors import FedgenError
 
 
 def verify(config: DictConfig) -> str:
-    """Return what a bundle proves, line by line.
+    """Return what a package proves, line by line.
 
     Raises:
-        FedgenError: if it does not hold.
+        FedgenError: if it fails verification.
     """
-    if not Path(config.bundle).exists():
-        problem = f"there is no {config.bundle}"
-        raise FedgenError("bundle", problem, "give the FILE.zip of fedgen release")
+    if not Path(config.package).exists():
+        problem = f"{config.package} does not exist"
+        raise FedgenError("package", problem, "give the ZIP file that fedgen release wrote")
     try:
-        rows = standalone.verify(str(config.bundle), list(config.signed_by))
-    except standalone.RefusedError as error:
-        problem = f"{config.bundle} does not verify ({error})"
-        raise FedgenError("bundle", problem, "request it again from its publisher") from error
-    return standalone.table(rows)
+        rows = standalone.verify(str(config.package), list(config.signed_by))
+    except standalone.VerificationError as error:
+        problem = f"{config.package} fails verification ({error})"
+        remedy = "do not rely on its ε; check signed_by, or ask its publisher for another package"
+        raise FedgenError("package", problem, remedy) from error
+    return standalone.format_rows(rows)
 
 
-def check(bundle: Path, run: Path) -> None:
-    """Raise FedgenError if a bundle that was just written from a run does not verify."""
+def check_packed(package: Path, run: Path) -> None:
+    """Raise FedgenError if a package that was just written from a run fails verification."""
     try:
-        standalone.verify(str(bundle))
-    except standalone.RefusedError as error:
-        problem = f"its release would not verify ({error})"
-        remedy = f"connect all nodes, then fedgen train resume={run}, which signs accounts anew"
+        standalone.verify(str(package))
+    except standalone.VerificationError as error:
+        problem = f"its package fails verification ({error})"
+        remedy = f"connect all nodes, then run fedgen train resume={run} to sign accounts again"
         raise FedgenError("run", problem, remedy) from error

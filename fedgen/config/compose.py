@@ -45,7 +45,7 @@ _NO_GROUPS = {"benchmark": ("matrix", "data")}
 """Settings of a command that Hydra would take for its groups: folders have these names."""
 
 _NO_KEY = object()
-_ABOUT = ("report", "release")  # commands with statements of a publisher
+_ABOUT = ("report", "release")  # commands that take statements of a publisher
 
 
 def compose(name: str, overrides: list[str]) -> DictConfig:

@@ -292,7 +292,7 @@ class _Sample(_Command):
 
 
 class _Verify(_Command):
-    bundle: Text
+    package: Text
     signed_by: list[Text]
 
 

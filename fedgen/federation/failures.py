@@ -22,8 +22,8 @@ from fedgen.federation.flower_compat import (
 DEADLINE, DIED = 102, 103
 """Codes of our own grids: the client exceeded its deadline; its process died repeatedly."""
 
-NOT_DROPOUTS = ("late", "repeated", "unsigned")
-"""Kinds of failure that reveal nothing about a sample."""
+NON_DROPOUTS = ("late", "repeated", "unsigned")
+"""Kinds of failure that do not reveal a sampled cohort."""
 
 _KINDS = {
     FAILED: "failed",

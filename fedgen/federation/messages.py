@@ -355,7 +355,7 @@ def read_text(message: Message) -> str:
     """Return the text of ``pack_text``. Raises ValueError if there is none, or it is too long."""
     text = _fact(message, _TEXTS)
     if not isinstance(text, str) or len(text) > _MAX_TEXT:
-        raise ValueError("no text")
+        raise ValueError("the text is missing or too long")
     return text
 
 

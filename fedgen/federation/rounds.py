@@ -153,7 +153,7 @@ class Rounds:
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds of a full rotation
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
-        self._signing = False  # whether the exchange is that of signed accounts
+        self._signing = False  # whether the current exchange requests signed accounts
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # messages of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
         # the bound on sums of several clients requires the planned noise of each
@@ -257,10 +257,10 @@ class Rounds:
         def read(client: int, reply: Message) -> dict[str, str]:
             entry = parse_json(messages.read_text(reply))
             try:
-                statement, _ = verify.opened(entry, verify.ACCOUNT, ())
+                statement, _ = verify.read_signed(entry, verify.ACCOUNT, ())
                 of_this_run = statement["run"] == self._run
-            except (verify.RefusedError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError("no signed account") from error
+            except (verify.VerificationError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError("invalid signed account") from error
             if not of_this_run or statement["clients"] != [[client, client]]:
                 raise ValueError("an account of another run or client")
             return {name: str(entry[name]) for name in ("text", "key", "signature")}

@@ -1,8 +1,9 @@
-"""Signed accounts: what each participant vouches for in a release (``verify.py``).
+"""Signed accounts: bounds on the spend of participants in a release (``verify.py``).
 
-A participant signs bounds on what left it, each sufficient for ε against a reader of the release:
+A participant signs bounds on its releases, each sufficient for ε against a reader of the published
+generator:
 
-    the first     its charges, at most: no assumption beyond its own noise
+    the first     an upper limit on its charges: it assumes only its own noise
     the second    where the release depends on less than all of its messages: the events that the
                   plan of the run gives for the release, with the facts that only the coordinator
                   knows as assumptions
@@ -57,9 +58,9 @@ class ReleaseFacts:
         facts = cls(**json.loads(text))
         counts = facts.samples, facts.rounds or 0, facts.revealed_samples or 0
         if not all(type(count) is int and 0 <= count <= 10**12 for count in counts):
-            raise ValueError("not a count")
+            raise ValueError("a count is not an integer from 0 to 1e12")
         if type(facts.stop_probability) is not float or not 0 <= facts.stop_probability <= 1:
-            raise ValueError("not a probability")
+            raise ValueError("stop_probability is not in [0, 1]")
         return facts
 
     def release_spend(self, plan: Plan) -> Spend | None:
@@ -74,35 +75,35 @@ class ReleaseFacts:
 
 @dataclass(frozen=True)
 class AccountTerms:
-    """Facts about a run that a participant vouches for.
+    """Facts about a run that a participant includes in its signed account.
 
     run: its name.
-    plan_digest: digest of its settings, as the participant received them.
+    settings_digest: digest of its settings, as the participant received them.
     noise: mode of its noise.
-    account_for_dropouts: returns charges as they count if a response was missing.
+    account_for_dropouts: maps charges to those that count after a dropout.
     """
 
     run: str
-    plan_digest: str
+    settings_digest: str
     noise: str
     plan: Plan
     account_for_dropouts: Callable[[Spend], Spend] = lambda spend: spend
 
-    def statement(self, clients: Iterable[int], own: Spend, facts: ReleaseFacts) -> str:
+    def statement(self, clients: Iterable[int], charges: Spend, facts: ReleaseFacts) -> str:
         """Return the text to sign.
 
         Args:
             clients: the participants that it is about.
-            own: their charges; of several, the largest count of each event.
+            charges: their charges; of several, the largest count of each event.
 
         Raises:
             ValueError: if the charges have no bound.
         """
-        own = self.account_for_dropouts(own)
-        if NonPrivateDpEvent() in own:
-            raise ValueError("there is no bound to sign")
+        charges = self.account_for_dropouts(charges)
+        if NonPrivateDpEvent() in charges:
+            raise ValueError("the charges have no bound")
         planned = canonical(self.plan.server_event(facts.samples)) if facts.samples else {}
-        bounds = [_bound(with_reported(planned, [own]), 0.0, [])]
+        bounds = [_bound(with_reported(planned, [charges]), 0.0, [])]
         release = facts.release_spend(self.plan)
         if release is not None:
             bounds.append(_bound(release, facts.stop_probability, self._assumptions(facts)))
@@ -114,7 +115,7 @@ class AccountTerms:
         content = {
             "format": ACCOUNT,
             "run": self.run,
-            "plan": self.plan_digest,
+            "settings": self.settings_digest,
             "fedgen": VERSION,
             "clients": _ranges(clients),
             "noise": self.noise,
@@ -153,8 +154,8 @@ def _ranges(clients: Iterable[int]) -> list[list[int]]:
     return ranges
 
 
-def signed(text: str, signer: Signer) -> dict[str, str]:
-    """Return a text with its public key and signature, as ``verify.opened`` reads it."""
+def sign(text: str, signer: Signer) -> dict[str, str]:
+    """Return a text with its public key and signature, as ``verify.read_signed`` reads it."""
     credential = signer.sign(text.encode())
     point, signature = credential[:_POINT], credential[_POINT:]
     encoded = {"key": point, "signature": signature}
@@ -165,18 +166,18 @@ def signed(text: str, signer: Signer) -> dict[str, str]:
 
 
 def account_file(
-    run: str, plan_digest: str, clients: int, accounts: Iterable[Mapping[str, str]]
+    run: str, settings_digest: str, clients: int, accounts: Iterable[Mapping[str, str]]
 ) -> str:
     """Return the content of ``account.json``.
 
     Args:
         clients: number of participants.
-        accounts: signed texts (``signed``).
+        accounts: signed texts (``sign``).
     """
     content = {
         "format": ACCOUNTS,
         "run": run,
-        "plan": plan_digest,
+        "settings": settings_digest,
         "clients": clients,
         "accounts": list(accounts),
     }

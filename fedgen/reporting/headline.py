@@ -16,6 +16,7 @@ from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, MIN_TPR, PRIORS, Guar
 from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
+from fedgen.verify import ACCOUNT, VerificationError, read_signed
 
 ABOUT = {
     "controller": "who determines the purposes and means of processing",
@@ -26,6 +27,7 @@ ABOUT = {
 """Statements about the data, by setting under ``about``."""
 
 _MOST_DIGITS = 4
+_MOST_KEYS = 4
 
 _TIERS = (("strong", 1, 0.26806), ("reasonable by convention", 10, 2.00048))
 """Word, ε, and μ of the Gaussian mechanism with this ε at δ = 1e-5, rounded up."""
@@ -125,6 +127,31 @@ def format_posterior(posterior: float) -> str:
 def context_rows(about: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
     """Return (subject, setting, value), None for missing values."""
     return [(what, f"about.{key}", about.get(key) or None) for key, what in ABOUT.items()]
+
+
+def vouching(public: Path) -> str:
+    """Describe who signed the accounts of a run (``fedgen.verify``), from its published folder.
+
+    Raises:
+        FedgenError: for a file that is not valid.
+    """
+    file = public / "account.json"
+    if not file.exists():
+        return "No participant: there are no signed accounts."
+    try:
+        content = read_json(file)
+        signed = [read_signed(entry, ACCOUNT, ()) for entry in content["accounts"]]
+        ranges = [pair for text, _ in signed for pair in text["clients"]]
+        covered, clients = sum(last - first + 1 for first, last in ranges), int(content["clients"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, VerificationError) as error:
+        raise FedgenError("runs", f"{file} is not valid", "restore it") from error
+    keys = sorted({key for _, key in signed})
+    names = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
+    plural = "s" if len(keys) > 1 else ""
+    return (
+        f"{covered:,} of {clients:,} participants signed bounds on what left them, by {len(keys)} "
+        f"key{plural} ({names}). fedgen verify recomputes ε from a package of fedgen release."
+    )
 
 
 def adversary_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:

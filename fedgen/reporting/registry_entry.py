@@ -22,16 +22,16 @@ from fedgen.version import VERSION
 
 MANDATORY = {
     "name": "name of the generator",
-    "controller": "who publishes it",
+    "controller": "publishing organisation",
     "controller_type": "Government, Industry or Nonprofit",
-    "description": "what it generates",
+    "description": "description of the generated images",
     "purpose": "intended use",
-    "region": "region that the data describe, or whose laws apply",
-    "data": "which data, of whom, from which period",
-    "justification": "why this ε, δ and unit",
+    "region": "region of the persons in the data, or jurisdiction",
+    "data": "training data: persons, source, period",
+    "justification": "rationale for ε, δ and unit",
     "author": "author of this entry",
 }
-"""Statements that an entry requires, by setting under ``about``."""
+"""Required statements, by setting under ``about``."""
 
 CONTROLLER_TYPES = ("Government", "Industry", "Nonprofit")
 SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Finance")
@@ -40,15 +40,15 @@ SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Fin
 _UNITS = {"record": "Record-level", "person": "Person-level", "client": "Client-level"}
 
 
-_WHO_ADDS_NOISE = {
+_NOISE_SOURCE = {
     "one": "The holder of the images adds noise to everything that is computed from them.",
     "several": "Participants hold their own images and add noise before anything leaves them.",
     "trusted": "Participants trust the operator of an aggregator, which adds the noise.",
 }
 
 
-def missing(about: Mapping[str, Any]) -> list[str]:
-    """Return the mandatory statements that are not given, as ``about.KEY (meaning)``."""
+def missing_statements(about: Mapping[str, Any]) -> list[str]:
+    """Return the required statements that are missing, as ``about.KEY (meaning)``."""
     return [f"about.{key} ({what})" for key, what in MANDATORY.items() if not about.get(key)]
 
 
@@ -74,7 +74,7 @@ def entry(
             "basic": _basic(about),
             "dp_variant": {
                 "variant_name": "Approximate DP",
-                "data_domain": f"{about['data']}. {_images(generator)}",
+                "data_domain": f"{_sentence(about['data'])} {_images(generator)}",
                 "unprotected_quantities": _unprotected(about, record, generator),
             },
             "privacy_loss": _privacy_loss(record),
@@ -109,6 +109,10 @@ def _basic(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sentence(text: str) -> str:
+    return text.rstrip(". ") + "."
+
+
 def _images(generator: Mapping[str, Any]) -> str:
     channels, height, width = generator["shape"]
     kind = "grey" if channels == 1 else "colour"
@@ -123,8 +127,8 @@ def _unprotected(
     count = record.get("protected")
     parts = [
         f"number of labels{named}",
-        "size of images",
-        "settings of the method, including rates and counts in them",
+        "image size",
+        "settings of the method, including sampling rates and counts",
         f"number of participants ({len(record['clients']):,}), and which sites take part",
     ]
     if count:
@@ -157,18 +161,18 @@ def _deployment_model(record: dict[str, Any]) -> dict[str, Any]:
     several, trusted = len(record["clients"]) > 1, record["aggregation"]["kind"] == "trusted"
     server = record["views"]["server"]
     trust = [
-        "Readers of the release: any background knowledge, no other access to the run.",
-        _WHO_ADDS_NOISE["trusted" if trusted else "several" if several else "one"],
+        "Readers of the release may have any background knowledge, but no other access to the run.",
+        _NOISE_SOURCE["trusted" if trusted else "several" if several else "one"],
     ]
     if server["epsilon"] is not None:
         against = format_epsilon(server["epsilon"])
-        trust.append(f"The coordinator sees all messages: ε against it is {against}.")
+        trust.append(f"The coordinator sees all messages: ε against the coordinator is {against}.")
     trust += [" ".join(part.split("\n\n", 1)[1].split()) for part in sums(record)]
     return {
         "model_name": "Federated" if several else "Central",
         "trust_assumptions": " ".join(trust),
         "release_type": "One release",
-        "release_type_details": "ε of other releases of the same data adds up.",
+        "release_type_details": "Releases of the same data compose: their ε add up.",
         "data_source_type": "Static",
         "access_type": "Non-interactive",
     }
@@ -185,18 +189,19 @@ def _implementation(
     )
     amplified = release["amplified_by"]
     secret = f" Sampling is secret: {amplified}." if amplified else ""
-    contact = f" Contact: {about['contact']}." if about.get("contact") else ""
-    expires = f" Expires: {about['expires']}." if about.get("expires") else ""
+    contact = f" Contact: {_sentence(about['contact'])}" if about.get("contact") else ""
+    expires = f" Expires: {_sentence(about['expires'])}" if about.get("expires") else ""
     return {
         "preprocessing_and_hyperparameter_tuning": tuning,
         "mechanisms": f"Gaussian mechanism: {events}. Method {method}, implemented by fedgen "
-        f"{VERSION}. Noise is sampled exactly on a grid, from AES-256 in counter mode keyed by the "
-        "operating system; ε includes rounding of sums in floating point. Timing is not "
-        "protected.",
-        "composition": f"Adaptive sequential composition of all releases of a record's client; "
+        f"{VERSION}. Noise is sampled exactly on a grid, with AES-256 in counter mode keyed from "
+        "the random number generator of the operating system; ε includes rounding of sums in "
+        "floating point. Timing is not protected.",
+        "composition": "Adaptive sequential composition of all messages of the client that holds "
+        "the record; "
         f"accountant: {release['accountant']}.{secret} Sampling: {record['sampler']}.",
-        "post_processing": "The generator is computed from the noisy releases, and samples from "
-        "the generator.",
+        "post_processing": "The generator is computed from the noisy releases; samples are "
+        "computed from the generator.",
         "justification": about["justification"],
         "additional_information": "ε is recomputed from signed accounts by verify.py in this "
         f"package.{contact}{expires}",

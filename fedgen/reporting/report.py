@@ -23,6 +23,7 @@ from fedgen.reporting.headline import (
     audit_rows,
     context_rows,
     headline,
+    vouching,
 )
 from fedgen.reporting.pages import (
     curve_of,
@@ -116,6 +117,7 @@ def _public(path: Path) -> dict[str, Any]:
         "title": title,
         "card": {**card, **metadata, "releases": None},
         "trade_off": curves,
+        "vouching": vouching(folder),
         "uncovered": _section(statement, "What is not covered"),
         "statement": _paragraphs(statement),
         "grids": [("", picture)],
@@ -187,6 +189,7 @@ def _server(path: Path) -> dict[str, Any]:
             "releases": max(client["releases"] for client in record["clients"].values()),
         },
         "trade_off": _trade_off(record["views"], record["delta"]),
+        "vouching": vouching(run_dir.public),
         "uncovered": [
             line
             for line in _section((run_dir.public / "PRIVACY.md").read_text(), "What is not covered")

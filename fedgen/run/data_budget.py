@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from fedgen.config import validation
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
-from fedgen.federation.failures import NOT_DROPOUTS
+from fedgen.federation.failures import NON_DROPOUTS
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import Relation, Spend, Unit, canonical
 from fedgen.privacy.ledger import died_while_responding, elementwise_max
@@ -72,7 +72,7 @@ def has_dropout(ready: Setup, run_dir: RunDir, name: str, training: bool = False
             way.
     """
     outside = ready.privacy.noise == "secure" and not ready.dataset.is_remote
-    recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(NOT_DROPOUTS)
+    recorded = run_dir.unanswered.exists() or set(run_dir.failures()) - set(NON_DROPOUTS)
     if recorded or (outside and SpendDb.default().has_dropout(name, reserved=not training)):
         return True
     return ready.privacy.noise == "secure" and not training and client_died(run_dir)

@@ -414,8 +414,8 @@ def _describe_folder(description: dict[str, Any], new: Path, name: str, count: i
             "croissant.json": croissant(description, name),
         }
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"generator.json has no valid statement on privacy ({error})"
-        raise FedgenError("run", problem, "restore it") from error
+        problem = f"generator.json has no valid privacy section ({error})"
+        raise FedgenError("run", problem, "restore the original file") from error
     for file, text in texts.items():
         (new / file).write_text(text)
 

@@ -13,7 +13,7 @@ from dp_accounting import NonPrivateDpEvent
 
 from fedgen.federation.client.context import LEDGER
 from fedgen.federation.secagg.signing import Signer
-from fedgen.federation.signed_accounts import AccountTerms, ReleaseFacts, signed
+from fedgen.federation.signed_accounts import AccountTerms, ReleaseFacts, sign
 from fedgen.methods.api import Method
 from fedgen.methods.plan import Plan
 from fedgen.privacy import guarantee
@@ -269,20 +269,21 @@ class Accounts:
         return smaller_bound(release_bound(event, delta, plan.relation, stop), cap)
 
     def release_facts(self, state: RunState, stopped: bool) -> ReleaseFacts:
-        """Return the public facts by which participants sign bounds for readers of the release."""
+        """Return the public facts that participants need to sign bounds for readers of the
+        release."""
         plan, budget = self.method.plan, self.privacy.budget
         ledgers = [account.samples for account in self.ledgers.values()]
-        busiest = max([*state.samples.values(), *ledgers], default=0)
+        max_samples = max([*state.samples.values(), *ledgers], default=0)
         release = self._release(state, stopped)
         if release is None:
-            return ReleaseFacts(busiest)
+            return ReleaseFacts(max_samples)
         rounds = budget.rounds if stopped else state.rounds
         most = plan.queries_in(rounds) * plan.samples_per_round
         limit = (
             min(most, budget.samples_per_client) if plan.is_trusted else budget.samples_per_client
         )
-        limit = limit if self.method.cohort.is_sampled else busiest
-        revealed = min(budget.samples_per_client, most), min(busiest, most)
+        limit = limit if self.method.cohort.is_sampled else max_samples
+        revealed = min(budget.samples_per_client, most), min(max_samples, most)
         for samples in (None, *revealed):
             facts = ReleaseFacts(limit, rounds, samples, release.stop_probability)
             if facts.release_spend(plan) == release.spend:
@@ -290,19 +291,20 @@ class Accounts:
         return ReleaseFacts(limit)
 
     def signed_account(
-        self, state: RunState, stopped: bool, run: str, plan_digest: str, signer: Signer
+        self, state: RunState, stopped: bool, run: str, settings_digest: str, signer: Signer
     ) -> list[dict[str, str]]:
-        """Return one signed account for all clients with a bound, as a list; empty without one."""
+        """Return a list with one signed account for all clients that have a bound; empty if none
+        has."""
         spends = self.spends(state)
         bounded = sorted(set(spends) - self.without_bound(spends))
-        nothing: Spend = {}
-        charged = reduce(elementwise_max, (spends[client] for client in bounded), nothing)
-        terms = AccountTerms(run, plan_digest, self.privacy.noise, self.method.plan)
+        no_spend: Spend = {}
+        charged = reduce(elementwise_max, (spends[client] for client in bounded), no_spend)
+        terms = AccountTerms(run, settings_digest, self.privacy.noise, self.method.plan)
         try:
             text = terms.statement(bounded, charged, self.release_facts(state, stopped))
         except ValueError:
             return []
-        return [signed(text, signer)]
+        return [sign(text, signer)]
 
     def claimed_epsilon(self, state: RunState, stopped: bool = False) -> float | None:
         """Return ε by the formula of the paper, None if it has none; for a run that stopped, for as

@@ -24,7 +24,7 @@ from fedgen.config.build import build
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.coherence import coherence, verdict
 from fedgen.federation import checkpoint
-from fedgen.federation.failures import NOT_DROPOUTS, Failure, FailureCauses, NoResponseError
+from fedgen.federation.failures import NON_DROPOUTS, Failure, FailureCauses, NoResponseError
 from fedgen.federation.rounds import RoundFacts, Rounds, RunState
 from fedgen.federation.runtimes.server_app import server_app
 from fedgen.federation.secagg.signing import Signer
@@ -358,7 +358,7 @@ class Training:
             )
 
     def _on_failure(self, failure: Failure) -> None:
-        if failure.kind not in NOT_DROPOUTS:
+        if failure.kind not in NON_DROPOUTS:
             self.mark_dropout()
         self.run_dir.add_failure(asdict(failure))
 
@@ -562,18 +562,20 @@ class Training:
         if self.ready.dataset.is_remote:
             statements = [json.loads(account["text"]) for account in accounts]
             lost = self.accounts.without_bound(self.accounts.spends(state))
-            plans = {text["plan"] for text in statements}
-            plan_digest = min(plans, default="")
+            digests = {text["settings"] for text in statements}
+            settings_digest = min(digests, default="")
             accounts = [
                 account
                 for account, text in zip(accounts, statements, strict=True)
                 if text["clients"][0][0] not in lost
             ]
         else:
-            plan_digest = RunDir.open(self.run_dir.path, "run_dir")[2]["settings"]
+            settings_digest = RunDir.open(self.run_dir.path, "run_dir")[2]["settings"]
             signer = Signer(load_or_create_key(fedgen_home() / MACHINE_KEY), None)
-            accounts = self.accounts.signed_account(state, stopped, self.name, plan_digest, signer)
-        text = account_file(self.name, plan_digest, self.clients, accounts)
+            accounts = self.accounts.signed_account(
+                state, stopped, self.name, settings_digest, signer
+            )
+        text = account_file(self.name, settings_digest, self.clients, accounts)
         write_atomic(self.run_dir.public / "account.json", text.encode(), shared=True)
 
 

@@ -27,7 +27,7 @@ from fedgen.storage.io import read_bounded, write_atomic
 
 
 def load_or_create_key(path: Path) -> EllipticCurvePrivateKey:
-    """Load a private key; create it with its public half if missing, once among processes.
+    """Load a private key. Create the pair if it is missing; of concurrent processes, one does.
 
     Raises:
         FedgenError: if the file is not a valid key.
@@ -54,7 +54,7 @@ def _create(path: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        if path.exists():  # another process was faster
+        if path.exists():  # another process created it
             return
         new_key = generate_private_key(SECP384R1())
         public = public_text(new_key.public_key())

@@ -38,7 +38,7 @@ _SEALED = (
     *(f"public/{n}" for n in ("PRIVACY.md", "generator.json", "generator.safetensors")),
     "public/samples.png",
     "public/README.md",
-    "public/account.json",  # of runs in mode secure
+    "public/account.json",  # only with privacy.noise=secure
 )
 _WRITTEN = (
     *("metrics.jsonl", "failures.jsonl", "sums.jsonl", "rounds_begun.txt", "results.json"),

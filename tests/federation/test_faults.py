@@ -325,7 +325,7 @@ def test_a_failure_counts_before_the_run_resumes(
 
 @kills(
     "fedgen/run/data_budget.py",
-    "run_dir.unanswered.exists() or set(run_dir.failures()) - set(NOT_DROPOUTS)",
+    "run_dir.unanswered.exists() or set(run_dir.failures()) - set(NON_DROPOUTS)",
     "run_dir.unanswered.exists()",
 )
 def test_a_run_directory_records_a_failure_twice(

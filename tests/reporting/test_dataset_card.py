@@ -19,7 +19,7 @@ from fedgen import cli
 def test_tools_read_a_folder_of_samples(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Croissant and by the Hugging Face hub: as many images, and their labels."""
+    """mlcroissant and ``datasets`` load all images with their labels."""
     run, out = train("method=dp_merf_small", "rounds=4", "privacy.noise=secure"), tmp_path / "out"
     assert cli.run(["sample", f"run={run}", "n=40", f"out={out}"]) == 0
     files = sorted(out.rglob("*.png"))
@@ -51,5 +51,5 @@ def test_samples_of_an_experiment_and_of_an_altered_file(
     file.write_text(json.dumps({**content, "privacy": {"noise": "secure", "epsilon": "much"}}))
     assert cli.run([*words, f"out={tmp_path / 'other'}"]) == 2
     error = capsys.readouterr().err
-    assert "no valid statement on privacy" in error and len(error.splitlines()) == 1
+    assert "no valid privacy section" in error and len(error.splitlines()) == 1
     assert not (tmp_path / "other").exists()

@@ -17,8 +17,8 @@ from fedgen.reporting.registry_entry import MANDATORY
 
 ABOUT = {key: f"text of {key}" for key in MANDATORY} | {"controller_type": "Industry"}
 
-# Of the registry's schemas/deployments-schema.yaml (github.com/opendp/deployments-registry-data,
-# version with ``dp_variant``): allowed keys of each section; required ones of sections with any
+# Allowed and required keys per section, from the registry's schemas/deployments-schema.yaml
+# (github.com/opendp/deployments-registry-data, the version with ``dp_variant``)
 ALLOWED = {
     "basic": "name data_curators description intended_use data_product_type data_product_region "
     "data_product_sector publication_date",
@@ -47,7 +47,7 @@ CHOICES = {
 }
 
 
-def packed(run: Path, *words: str) -> dict[str, Any]:
+def release_entry(run: Path, *words: str) -> dict[str, Any]:
     """Release a run; return its entry."""
     out = run.with_suffix(".zip")
     assert cli.run(["release", f"run={run}", f"out={out}", "audit=false", *words]) == 0
@@ -70,7 +70,7 @@ def test_an_entry_fits_the_schema_of_the_registry(
     )  # fmt: skip
     file = tmp_path / "about.yaml"
     file.write_text(yaml.safe_dump({**ABOUT, "region": "elsewhere", "sector": "Healthcare"}))
-    entry = packed(run, f"about.file={file}", "about.region=here")
+    entry = release_entry(run, f"about.file={file}", "about.region=here")
     assert set(entry) == {"url_slug", "deployment"}
     sections = entry["deployment"]
     assert set(sections) == set(ALLOWED)
@@ -106,10 +106,14 @@ def test_missing_statements_are_listed_at_once_before_training(
         assert (f"about.{key} (" in error) == (key not in ("name", "region"))
     file = tmp_path / "about.yaml"
     for text, more, problem in (
-        ("- 1\n", [], "about.file: "),
-        ("date: today\n", [], "has other settings than"),
+        ("- 1\n", [], "is not a mapping"),
+        ("date: today\n", [], "contains unknown keys: date"),
         ("x: !!python/object:os.system {}\n", [], "about.file: "),
-        (yaml.safe_dump({**ABOUT, "controller_type": "x"}), [], "choose Government, Industry"),
+        (
+            yaml.safe_dump({**ABOUT, "controller_type": "x"}),
+            [],
+            "use Government, Industry or Nonprofit",
+        ),
         (yaml.safe_dump(ABOUT), ["about.sector=x"], "about.sector: "),
     ):
         file.write_text(text)

@@ -250,6 +250,27 @@ def test_the_report_states_what_is_protected_and_what_is_not(train: Train, tmp_p
     assert "scans of 2024" in public and public.count('class="missing">missing: about.') == 3
 
 
+@kills(
+    "fedgen/reporting/headline.py",
+    'if not file.exists():\n        return "No participant',
+    'if True:\n        return "No participant',
+)
+def test_the_report_states_who_vouches_for_it(train: Train, tmp_path: Path) -> None:
+    assert "No participant: there are no signed accounts" in page(str(train()), tmp_path / "a.html")
+    secure = [*SEVERAL, "method=dp_merf_small", "evaluation=none", "privacy.noise=secure"]
+    run = train(*secure, name="secure")
+    clients = len(json.loads((run / "privacy.json").read_text())["clients"])
+    result = f"{clients} of {clients} participants signed bounds on what left them, by 1 key (SHA"
+    for audience in ("server", "public"):
+        assert result in page(str(run), tmp_path / f"{audience}.html", f"audience={audience}")
+    alone = tmp_path / "public"
+    shutil.copytree(run / "public", alone)
+    text = (alone / "account.json").read_text()
+    (alone / "account.json").write_text(text.replace("gaussian", "Gaussian"))
+    out = f"out={tmp_path / 'x.html'}"
+    assert cli.run(["report", f"runs={alone}", "audience=public", out]) == 2
+
+
 def test_an_audit_is_in_the_report(train: Train, tmp_path: Path) -> None:
     run = train("method=dp_merf_small")
     point = {"releases": 1, "lower_bound": 0.5, "proven": 2.0, "of": "run"}

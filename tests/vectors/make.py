@@ -1,7 +1,8 @@
 """Write the test vectors of ``verify.py``: ``python tests/vectors/make.py``.
 
-``good/NAME.zip`` must verify. ``bad/CODE-NAME.zip`` must be refused with the error code CODE. All
-are signed by keys made here, and ``keys.json`` lists the fingerprints that may have signed.
+``good/NAME.zip`` must verify. ``bad/CODE-NAME.zip`` must be refused with the error code CODE. They
+are signed with keys that this script generates; ``keys.json`` lists the fingerprints of those that
+are accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dp_accounting import (
 )
 
 from fedgen.federation.secagg.signing import Signer, fingerprint
-from fedgen.federation.signed_accounts import account_file, signed
+from fedgen.federation.signed_accounts import account_file, sign
 from fedgen.privacy import guarantee
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import PoissonSampledGroup, Relation, RevealedSampling, Spend, to_json
@@ -34,7 +35,7 @@ from fedgen.reporting.progress import format_epsilon
 from fedgen.verify import ACCOUNT, MANIFEST, RELEASE
 
 HERE = Path(__file__).parent
-DELTA, RUN, PLAN = 1e-5, "0123456789abcdef", "00ff"
+DELTA, RUN, SETTINGS = 1e-5, "0123456789abcdef", "00ff"
 ADD, REPLACE = Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE
 COORDINATOR, *SITES = (Signer(generate_private_key(SECP384R1()), None) for _ in range(4))
 STRANGER = Signer(generate_private_key(SECP384R1()), None)
@@ -69,7 +70,7 @@ def bundle(
     text = {
         "format": ACCOUNT,
         "run": RUN,
-        "plan": PLAN,
+        "settings": SETTINGS,
         "fedgen": "0.1.0",
         "noise": "secure",
         "unit": unit,
@@ -106,17 +107,17 @@ def write(content: Bundle, path: Path) -> None:
     generator.setdefault("generator_sha256", weights)
     privacy = generator["privacy"]
     stated = format_epsilon(privacy["epsilon"])
-    accounts = [signed(json.dumps(text), signer) for text, signer in content["accounts"]]
+    accounts = [sign(json.dumps(text), signer) for text, signer in content["accounts"]]
     written = {
         "PRIVACY.md": f"-differential privacy with ε = {stated} and δ = {DELTA:g} (...)".encode(),
         "README.md": f"({stated}, {DELTA:g})-differential privacy per record".encode(),
         "generator.json": json.dumps(generator).encode(),
-        "account.json": account_file(RUN, PLAN, content["clients"], accounts).encode(),
+        "account.json": account_file(RUN, SETTINGS, content["clients"], accounts).encode(),
         **files,
     }
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in written.items()}
     manifest = {"format": RELEASE, "run": RUN, "files": digests}
-    written[MANIFEST] = json.dumps(signed(json.dumps(manifest), COORDINATOR)).encode()
+    written[MANIFEST] = json.dumps(sign(json.dumps(manifest), COORDINATOR)).encode()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in written.items():
             member = zipfile.ZipInfo(f"release/{name}")
@@ -124,7 +125,7 @@ def write(content: Bundle, path: Path) -> None:
             archive.writestr(member, data)
 
 
-def altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
+def write_altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
     """Write a copy of a release whose files were changed after they were signed."""
     with zipfile.ZipFile(source) as archive:
         files = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
@@ -135,10 +136,10 @@ def altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]
 
 
 def good() -> dict[str, Bundle]:
-    """Return releases that hold: one for each kind of event and aggregation."""
+    """Return valid packages: one for each kind of event and aggregation."""
     gaussian: dict[DpEvent, int] = {GaussianDpEvent(4.0): 3, GaussianDpEvent(9.0): 1}
     share: dict[DpEvent, int] = {GaussianDpEvent(3.0): 2}
-    # one of three participants has no bound: two honest shares of the four assumed
+    # one of three participants has no bound: two of the three assumed shares of noise remain
     without_one: dict[DpEvent, int] = {GaussianDpEvent(3.0 * (2 / 3) ** 0.5): 2}
     sampled: dict[DpEvent, int] = {
         SampledWithoutReplacementDpEvent(10, 2, GaussianDpEvent(1.0)): 20
@@ -166,7 +167,7 @@ def good() -> dict[str, Bundle]:
 
 
 def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
-    """Return releases that do not hold; some as a change to a good one after it was signed."""
+    """Return invalid packages; some as a change to a valid one after it was signed."""
     made: dict[str, Any] = {}
 
     def base(name: str) -> Bundle:
@@ -176,31 +177,31 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
         made[name] = base(of)
         return made[name]
 
-    def edited(file: str, old: str, new: str) -> Callable[[dict[str, bytes]], None]:
+    def replaced_in(file: str, old: str, new: str) -> Callable[[dict[str, bytes]], None]:
         def change(files: dict[str, bytes]) -> None:
             assert old.encode() in files[file], (file, old)
             files[file] = files[file].replace(old.encode(), new.encode(), 1)
 
         return change
 
-    def edited_account(old: str, new: str) -> Callable[[dict[str, bytes]], None]:
+    def replaced_and_signed(old: str, new: str) -> Callable[[dict[str, bytes]], None]:
         """Change a signed text, and let the coordinator sign the files again."""
 
         def change(files: dict[str, bytes]) -> None:
-            edited("account.json", old, new)(files)
+            replaced_in("account.json", old, new)(files)
             digests = {n: hashlib.sha256(d).hexdigest() for n, d in files.items() if n != MANIFEST}
             manifest = json.dumps({"format": RELEASE, "run": RUN, "files": digests})
-            files[MANIFEST] = json.dumps(signed(manifest, COORDINATOR)).encode()
+            files[MANIFEST] = json.dumps(sign(manifest, COORDINATOR)).encode()
 
         return change
 
-    swapped = edited("generator.safetensors", "weights", "WEIGHTS")
+    swapped = replaced_in("generator.safetensors", "weights", "WEIGHTS")
     made["digest-generator_swapped"] = "gaussian", swapped
-    made["digest-statement_changed"] = "gaussian", edited("PRIVACY.md", "ε = ", "ε =  ")
+    made["digest-statement_changed"] = "gaussian", replaced_in("PRIVACY.md", "ε = ", "ε =  ")
     removed = '[{\\"event\\": \\"gaussian\\", \\"noise_multiplier\\": 9.0}, 1]'
-    made["signature-event_removed"] = "gaussian", edited_account(f", {removed}", "")
-    made["signature-count_lowered"] = "poisson", edited_account("}}, 500]", "}}, 100]")
-    made["signature-manifest"] = "gaussian", edited(MANIFEST, RUN, RUN[::-1])
+    made["signature-event_removed"] = "gaussian", replaced_and_signed(f", {removed}", "")
+    made["signature-count_lowered"] = "poisson", replaced_and_signed("}}, 500]", "}}, 100]")
+    made["signature-manifest"] = "gaussian", replaced_in(MANIFEST, RUN, RUN[::-1])
     made["zip-file_missing"] = "gaussian", lambda files: files.pop("account.json")
     made["zip-file_added"] = "gaussian", lambda files: files.update({"run.py": b""})
     made["zip-too_large"] = "gaussian", lambda files: files.update({"README.md": b" " * 2**23})
@@ -216,7 +217,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     twice.append(twice[1])
     case("run-other_run")["accounts"][0][0]["run"] = RUN[::-1]
     case("run-other_unit")["accounts"][0][0]["unit"] = "client"
-    case("run-other_plan")["accounts"][1][0]["plan"] = "ff00"
+    case("run-other_settings")["accounts"][1][0]["settings"] = "ff00"
     case("noise-seeded")["generator"]["privacy"]["noise"] = "seeded"
     for text, _ in made["noise-seeded"]["accounts"]:
         text["noise"] = "seeded"
@@ -252,7 +253,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
 
 
 class _Forger(Signer):
-    """Signs as another key, under the name of this one."""
+    """Attach the public key of this signer to signatures of a stranger."""
 
     def sign(self, text: bytes) -> bytes:
         return super().sign(text)[:49] + STRANGER.sign(text)[49:]
@@ -278,7 +279,7 @@ def main() -> None:
             write(made, path)
         else:
             source, change = made
-            altered(HERE / "good" / f"{source}.zip", path, change)
+            write_altered(HERE / "good" / f"{source}.zip", path, change)
     with zipfile.ZipFile(HERE / "good" / "gaussian.zip") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name twice
         with zipfile.ZipFile(HERE / "bad" / "zip-file_twice.zip", "w") as twice:

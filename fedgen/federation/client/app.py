@@ -32,7 +32,7 @@ from fedgen.federation.secagg.signing import (
     announcement,
     signers_needed,
 )
-from fedgen.federation.signed_accounts import ReleaseFacts, signed
+from fedgen.federation.signed_accounts import ReleaseFacts, sign
 from fedgen.methods.api import Query
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import canonical, total
@@ -124,7 +124,7 @@ def _sign(ctx: ClientContext, message: Message) -> RecordDict:
         raise ValueError("this client signs no account")
     facts = ReleaseFacts.parse(messages.read_text(message))
     statement = account.statement([ctx.index], ctx.ledger.account().spend, facts)
-    return messages.pack_text(json.dumps(signed(statement, signer)))
+    return messages.pack_text(json.dumps(sign(statement, signer)))
 
 
 def _keep(ctx: ClientContext, message: Message) -> RecordDict:

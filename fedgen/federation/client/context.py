@@ -53,7 +53,7 @@ class RunTerms:
     accepted_request: text of the request that all signing clients must have accepted.
     rehearsal: non-private records. A query is tried on them first, so that an invalid query fails
         before it reaches private records; None: not tried.
-    account: facts that a client signs about its spend; None: it signs nothing.
+    account: terms of the signed account of a client; None: clients sign no account.
     reserves: whether a client reserves the spend of a missing response before it computes one: a
         missing or late response may reveal which records the client sampled.
     """

@@ -43,6 +43,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fedgen.federation.secagg.masking import MaskingError
 from fedgen.privacy.aggregation import Secure
 
+_DETERMINISTIC = ECDSA(SHA384(), deterministic_signing=True)
 _NUMBER = 48  # bytes of a number below the order of P-384
 _POINT = 1 + _NUMBER
 
@@ -102,9 +103,10 @@ class Signer:
     peers: Mapping[int, str] | None
 
     def sign(self, text: bytes) -> bytes:
-        """Return a signature, preceded by its public key."""
+        """Return a signature, preceded by its public key. The same text has the same signature (RFC
+        6979), so that a file with signatures is written again without a change."""
         point = self.key.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
-        r, s = decode_dss_signature(self.key.sign(text, ECDSA(SHA384())))
+        r, s = decode_dss_signature(self.key.sign(text, _DETERMINISTIC))
         return point + r.to_bytes(_NUMBER, "big") + s.to_bytes(_NUMBER, "big")
 
     def check(self, client: int, text: bytes, credential: bytes) -> None:
