@@ -42,12 +42,20 @@ MANIFEST = "manifest.json"
 FILES = ("PRIVACY.md", "README.md", "account.json", "generator.json", "generator.safetensors")
 OPTIONAL = ("samples.png", "audit.json", "registry.yaml", "verify.py")
 LIMITS = {"account.json": 2**26, "generator.safetensors": 2**34}  # bytes; others: 4 MiB
+MAX_DELTA = 0.01
+MAX_ACCOUNTS, MAX_BOUNDS, MAX_SPENDS, MAX_EVENTS, MAX_SIZES = 20_000, 4, 32, 64, 20_000
+FPRS, PRIORS, MAX_POINTS = ["0.001", "0.01"], ["0.01", "0.1", "0.5"], 3_000
 TOLERANCE = 2e-3  # of ε, absolute and relative: the accountants discretise losses differently
+NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?|∞)"
 STATEMENTS = {
-    "PRIVACY.md": r"with ε = ([\d.]+|∞) and δ = ([\d.e-]+)",
-    "README.md": r"\(([\d.]+|∞), ([\d.e-]+)\)-differential privacy",
-    "registry.yaml": r"epsilon: ([\d.]+)\n\s+delta: ([\d.e-]+)",
+    "PRIVACY.md": f"with ε = {NUMBER} and δ = {NUMBER}",
+    "README.md": rf"\({NUMBER}, {NUMBER}\)-differential privacy",
+    "registry.yaml": rf"epsilon: {NUMBER}\n +delta: {NUMBER}",
 }
+ALWAYS_ASSUMED = (
+    "participants run unmodified fedgen, so that their noise has the stated distribution",
+    "coordinator: the generator was computed from the releases of this run only",
+)
 KINDS = ("gaussian", "draw", "poisson", "poisson_group", "revealed_draw")
 Profile = Callable[[float], float]  # ε -> upper bound on δ
 
@@ -88,7 +96,7 @@ def read_event(data: Mapping[str, Any]) -> Event | None:
     rate = 1.0 if kind == "gaussian" else float(data[key]) / (data["of"] if kind == "draw" else 1)
     event = Event(kind, float(gate["noise_multiplier"]), rate, int(data.get("size", 1)))
     check(kind in KINDS, "format", "an unknown privacy event")
-    in_range = 1e-6 < event.sigma < 1e12 and 0 < rate <= 1 and 0 < event.size <= 10**4
+    in_range = 1e-6 < event.sigma < 1e12 and 0 < rate <= 1 and 0 < event.size <= 1000
     check(in_range and gate["event"] == "gaussian", "format", "an invalid privacy event")
     return event
 
@@ -110,6 +118,7 @@ def profile_of(spend: Spend, relation: str, delta: float) -> Profile:
         [(event, count)] = spend
         tail, visits = 1e-4 * delta, binom(count, event.rate)
         low, high = visits.ppf(tail), visits.isf(tail)
+        check(high - low < 10**7, "format", "too many samples")
         numbers = np.arange(max(1, low), high + 1)
         weights, rest = visits.pmf(numbers), float(visits.sf(high) + visits.cdf(max(low, 1) - 1))
         rest -= float(visits.pmf(0)) if low <= 1 else 0.0
@@ -213,15 +222,12 @@ class Proof(NamedTuple):
         """Return the bound on δ(ε) for every participant, for a group of records together."""
         profiles = []
         for spend in self.spends:
-            known = relation == "add_or_remove_one" and all(event.size == 1 for event, _ in spend)
-            known &= all(event.kind in ("poisson", "gaussian") for event, _ in spend)
-            gaussian = all(event.kind == "gaussian" for event, _ in spend)
-            check(
-                group == 1 or known or gaussian, "epsilon", "no group bound exists for these events"
-            )
+            kinds = {event.kind for event, _ in spend}
+            single = all(event.size == 1 for event, _ in spend) and kinds <= {"poisson", "gaussian"}
+            known = kinds <= {"gaussian"} or (relation == "add_or_remove_one" and single)
+            check(group == 1 or known, "epsilon", "no group bound exists for these events")
             events = [(event._replace(size=event.size * group), count) for event, count in spend]
-            if gaussian or group == 1:
-                events = [(e._replace(sigma=e.sigma / group), count) for e, count in spend]
+            check(sum(e.size for e, _ in events) <= MAX_SIZES, "format", "too large groups")
             profiles.append(profile_of(tuple(events), relation, delta))
         stop = self.stop
         return lambda eps: min(
@@ -231,25 +237,21 @@ class Proof(NamedTuple):
 
 def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
     """Return the bounds that all accounts have, those without assumptions first. The noise of
-    participants without an account is not relied on in a secure sum."""
-    honest, factor, proofs = accounts[0]["aggregation"].get("honest"), 1.0, []
-    same = all(account["aggregation"] == accounts[0]["aggregation"] for account in accounts)
+    participants without an account is not relied on."""
+    aggregation, factor, proofs = accounts[0]["aggregation"], 1.0, []
+    same = all(account["aggregation"] == aggregation for account in accounts)
     check(same, "run", "accounts state different aggregations")
-    if honest is not None and missing:
-        check(
-            missing < honest,
-            "coverage",
-            f"{missing} participants signed no account; fewer than {honest} may",
-        )
+    if missing and aggregation["kind"] == "secure":
+        honest = int(aggregation["honest"])
+        problem = f"{missing} participants signed no account; fewer than {honest} may"
+        check(missing < honest, "coverage", problem)
         factor = math.sqrt(1 - missing / honest)
-    for bounds in zip(*(account["bounds"] for account in accounts), strict=False):
-        spends = set()
-        for bound in bounds:
-            events = [(read_event(event), count) for event, count in bound["events"]]
-            valid = all(type(count) is int and 0 < count <= 10**12 for _, count in events)
-            check(valid and len(events) <= 1000, "format", "an invalid count")
-            noisy = [(e._replace(sigma=factor * e.sigma), count) for e, count in events if e]
-            spends.add(tuple(noisy) if len(noisy) == len(events) else None)
+    of_account = [account["bounds"] for account in accounts]
+    if missing and aggregation["kind"] == "local":  # the others rely on the noise of all
+        of_account = [bounds[:1] for bounds in of_account]
+    for bounds in list(zip(*of_account, strict=False))[:MAX_BOUNDS]:
+        spends = {read_spend(bound["events"], factor) for bound in bounds}
+        check(len(spends) <= MAX_SPENDS, "format", "too many different accounts")
         stop = max(float(bound["stop_probability"]) for bound in bounds)
         check(0 <= stop <= 1, "format", "an invalid probability")
         if None not in spends:
@@ -258,12 +260,25 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
     return proofs
 
 
+def read_spend(data: Sequence[Any], factor: float) -> Spend | None:
+    """Parse events with their counts, with ``factor`` times the noise; None if one has no noise."""
+    check(len(data) <= MAX_EVENTS, "format", "too many events")
+    events = [(read_event(event), count) for event, count in data]
+    valid = all(type(count) is int and 0 < count <= 10**12 for _, count in events)
+    check(valid, "format", "an invalid count")
+    noisy = [(e._replace(sigma=factor * e.sigma), count) for e, count in events if e is not None]
+    return tuple(noisy) if len(noisy) == len(events) else None
+
+
 def check_curve(stated: Mapping[str, Any], profile: Profile, truncated: float) -> None:
     """Raise VerificationError unless a stated curve and its figures follow from a profile.
 
     Args:
         truncated: mass of losses that the accountants truncate.
     """
+    listed = list(stated["tpr"]) == FPRS and list(stated["posterior"]) == PRIORS
+    check(listed, "format", "other rates or priors than usual")
+    check(stated["mu"] is not None or stated["rho"] is None, "curve", "ρ is stated without μ")
     rates = np.array([float(rate) for rate in stated["tpr"]])
     if stated["mu"] is not None:
         mu = float(stated["mu"])
@@ -273,6 +288,7 @@ def check_curve(stated: Mapping[str, Any], profile: Profile, truncated: float) -
         fpr = ndtr(ndtri(0.01) - mu)
         check(stated["rho"] >= mu * mu / 2 - 1e-9, "curve", "ρ is below μ²/2")
     else:
+        check(len(stated["profile"]) <= MAX_POINTS, "format", "too many points")
         points, deltas = np.array(stated["profile"], float).T
         grow, fall = np.exp(points), np.exp(-points)
         lines = [deltas + np.outer(rates, grow), 1 - fall * (1 - deltas - rates[:, None])]
@@ -307,6 +323,8 @@ def read_package(path: str) -> tuple[dict[str, bytes], dict[str, str]]:
             f"missing, unexpected or duplicate files: {sorted(names)}"[:300],
         )
         for _, name, member in members:
+            plain = member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            check(plain and not member.flag_bits & 1, "zip", f"{name} is packed in another way")
             check(member.file_size <= LIMITS.get(name, 2**22), "zip", f"{name} is too large")
             hasher, kept = hashlib.sha256(), b""
             with archive.open(member) as file:
@@ -350,7 +368,7 @@ def verify(path: str, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
     try:
         return _verify(*read_package(path), keys)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError,
-            RecursionError, ZeroDivisionError) as error:  # fmt: skip
+            RecursionError, ZeroDivisionError, MemoryError) as error:  # fmt: skip
         raise VerificationError("format", f"{type(error).__name__}: {error}"[:200]) from error
     except (OSError, RuntimeError, NotImplementedError, EOFError, zipfile.BadZipFile,
             zlib.error) as error:  # fmt: skip
@@ -366,38 +384,25 @@ def _verify(
     check(not changed, "digest", f"files that differ from the manifest: {', '.join(changed)}")
     generator, account = (json.loads(texts[f"{name}.json"]) for name in ("generator", "account"))
     stated, weights = generator["privacy"], digests["generator.safetensors"]
-    check(
-        generator["generator_sha256"] == weights, "digest", "generator.json describes other weights"
-    )
+    same = generator["generator_sha256"] == weights
+    check(same, "digest", "generator.json describes other weights")
     check(account["format"] == ACCOUNTS, "format", f"not {ACCOUNTS}")
-    expected = {name: account[name] for name in ("run", "settings")}
-    expected |= {name: stated[name] for name in ("unit", "relation", "noise")}
-    check(
-        account["run"] == manifest["run"],
-        "run",
-        "account.json and manifest.json name different runs",
-    )
+    same = account["run"] == manifest["run"]
+    check(same, "run", "account.json and manifest.json name different runs")
     check(stated["noise"] == "secure", "noise", "an experiment: the noise is derived from a seed")
-    accounts, signers, covered, clients = [], set[str](), set[int](), int(account["clients"])
-    for entry in account["accounts"]:
-        signed, key = read_signed(entry, ACCOUNT, keys)
-        differing = [name for name, value in expected.items() if signed[name] != value]
-        check(not differing, "run", f"an account and the release differ in {', '.join(differing)}")
-        for first, last in signed["clients"]:
-            check(
-                0 <= first <= last < clients <= 10**6,
-                "format",
-                "a participant number is out of range",
-            )
-            numbers = set(range(first, last + 1))
-            check(not numbers & covered, "coverage", "a participant is listed in two accounts")
-            covered |= numbers
-        accounts.append(signed)
-        signers.add(key)
-    missing, unbounded = clients - len(covered), stated.get("without_bound", {}).get("clients", 0)
+    clients = account["clients"]
+    check(type(clients) is int and 0 < clients <= 10**6, "format", "an invalid number of clients")
+    accounts, signers, covered = read_accounts(account, stated, keys)
+    mixed = coordinator in signers and len(signers) > 1
+    check(not mixed, "key", f"{coordinator} signed as coordinator and as one of several")
+    missing, lost = clients - covered, stated.get("without_bound", {"clients": 0, "of": clients})
     unsigned = f"{missing:,} of {clients:,} participants signed no account"
-    check(accounts and missing <= unbounded, "coverage", unsigned)
+    accounted = accounts and missing == lost["clients"] and lost["of"] == clients
+    check(accounted, "coverage", f"{unsigned}; {lost['clients']} are stated to have no bound")
+    unused = sorted(set(keys) - signers - {coordinator})
+    check(not unused, "key", f"{', '.join(unused)} signed nothing")
     delta, claimed = float(stated["delta"]), float(stated["epsilon"])
+    check(0 < delta <= MAX_DELTA, "epsilon", f"δ = {delta:g} is not in (0, {MAX_DELTA}]")
     problem = VerificationError("epsilon", "no account has a bound")
     for proof in proofs_of(accounts, missing):
         try:
@@ -407,38 +412,71 @@ def _verify(
             problem = error
     else:
         raise problem
-    for name, pattern in ((n, p) for n, p in STATEMENTS.items() if n in texts):
-        pairs = re.findall(pattern, texts[name].decode())
-        least = claimed - 1e-9, delta * (1 - 1e-9)
-        agrees = [
-            float(e.replace("∞", "inf")) >= least[0] and float(d) >= least[1] for e, d in pairs
-        ]
-        check(agrees and all(agrees), "statement", f"{name} states no (ε, δ), or smaller values")
+    for name in sorted(STATEMENTS.keys() & texts.keys()):
+        check_statement(name, texts[name].decode(), claimed, delta)
+    if missing:
+        said = f"{missing:,} of the {clients:,} clients" in texts["PRIVACY.md"].decode()
+        check(said, "statement", "PRIVACY.md does not say how many clients have no bound")
     scope = f"per {stated['unit']}, neighbours: {stated['relation'].replace('_', ' ')}"
     rows = [("proven", f"ε = {claimed:.4f} at δ = {delta:g} {scope}; recomputed: {epsilon:.4f}")]
     rows += [("proven", "the trade-off curve, true positive rates, advantage and posteriors")]
-    text = f"{len(covered):,} of {clients:,} participants signed that they released at most this"
+    text = f"{covered:,} of {clients:,} participants signed that they released at most this"
     rows += [("asserted", f"{text}; {', '.join(sorted(signers))}")]
     rows += [("asserted", f"coordinator: the files belong to run {manifest['run']}; {coordinator}")]
+    if coordinator in signers and clients > 1:
+        rows += [("assumed", "a simulation: the coordinator signed for all participants")]
     if "audit.json" in texts:
         rows += [("asserted", f"coordinator: {audit_summary(json.loads(texts['audit.json']))}")]
     rows += [("assumed", text) for text in sorted(proof.assumes)]
-    rows += [
-        (
-            "assumed",
-            "participants run unmodified fedgen, so that their noise has the stated distribution",
-        )
-    ]
+    rows += [("assumed", text) for text in ALWAYS_ASSUMED]
     if not keys:
-        rows += [
-            (
-                "assumed",
-                "key ownership: obtain the fingerprints from the participants, and pass them",
-            )
-        ]
-    if unbounded:
-        rows += [("not covered", f"{unbounded:,} of {clients:,} participants have no bound")]
+        text = "key ownership: obtain the fingerprints from the participants, and pass them"
+        rows += [("assumed", text)]
+    if missing:
+        rows += [("not covered", f"{missing:,} of {clients:,} participants have no bound")]
     return rows
+
+
+def read_accounts(
+    account: Mapping[str, Any], stated: Mapping[str, Any], keys: Sequence[str]
+) -> tuple[list[Any], set[str], int]:
+    """Return the signed texts, the fingerprints of their keys, and the number of participants."""
+    expected = {name: account[name] for name in ("run", "settings")}
+    expected |= {name: stated[name] for name in ("unit", "relation", "noise")}
+    expected |= {"participants": account["clients"]}
+    expected |= {"images_per_person": stated.get("images_per_person", 1)}
+    accounts, signers, covered = [], set[str](), set[int]()
+    check(len(account["accounts"]) <= MAX_ACCOUNTS, "format", "too many accounts")
+    for entry in account["accounts"]:
+        signed, key = read_signed(entry, ACCOUNT, keys)
+        differing = [name for name, value in expected.items() if signed[name] != value]
+        check(not differing, "run", f"an account and the release differ in {', '.join(differing)}")
+        for first, last in signed["clients"]:
+            in_range = 0 <= first <= last < account["clients"]
+            check(in_range, "format", "a participant number is out of range")
+            numbers = set(range(first, last + 1))
+            check(not numbers & covered, "coverage", "a participant is listed in two accounts")
+            covered |= numbers
+        accounts.append(signed)
+        signers.add(key)
+    return accounts, signers, len(covered)
+
+
+def check_statement(name: str, text: str, claimed: float, delta: float) -> None:
+    """Raise VerificationError unless a text states (ε, δ), and no smaller values."""
+    plain = "<!--" not in text and all(c in "0123456789" for c in text if c.isnumeric())
+    check(plain, "statement", f"{name} contains comments or digits that are not ASCII")
+    pairs = re.findall(STATEMENTS[name], text)
+    least = claimed - 1e-9, delta * (1 - 1e-9)
+    agrees = [float(e.replace("∞", "inf")) >= least[0] and float(d) >= least[1] for e, d in pairs]
+    check(agrees and all(agrees), "statement", f"{name} states no (ε, δ), or smaller values")
+    if name == "registry.yaml":
+        check(len(re.findall("epsilon:|delta:", text)) == 2, "statement", f"{name} states two ε")
+    else:
+        smaller = [
+            e for e in re.findall(r"ε\D{0,20}?([0-9]+\.?[0-9]*)", text) if float(e) < least[0]
+        ]
+        check(not smaller, "statement", f"{name} states ε = {', '.join(smaller)}")
 
 
 def audit_summary(audit: Mapping[str, Any]) -> str:
@@ -454,18 +492,19 @@ def audit_summary(audit: Mapping[str, Any]) -> str:
 
 def check_proof(proof: Proof, stated: Mapping[str, Any], delta: float) -> float:
     """Raise VerificationError unless the stated figures follow from a proof; return its ε."""
-    groups = {"1": stated["epsilon"], **(stated["group_epsilon"] or {})}
-    epsilons = {}
-    for size, claimed in groups.items():
-        if claimed is not None:
-            profile = proof.profile(stated["relation"], delta, int(size))
-            epsilons[size] = epsilon_at(profile, delta)
-            problem = (
-                f"recomputed ε for {size} records is {epsilons[size]:.4f}, above {claimed:.4f}"
-            )
-            check(epsilons[size] <= claimed * (1 + TOLERANCE) + TOLERANCE, "epsilon", problem)
-    check_curve(stated["guarantee"], proof.profile(stated["relation"], delta), 1e-3 * delta)
-    return epsilons["1"]
+    profile = proof.profile(stated["relation"], delta)
+    epsilon = epsilon_at(profile, delta)
+    groups = [(size, value) for size, value in (stated["group_epsilon"] or {}).items() if value]
+    check({size for size, _ in groups} <= {"2", "5", "10"}, "format", "an unknown size of groups")
+    claims = [("one record", stated["epsilon"], epsilon)]
+    for size, claimed in groups:
+        group = proof.profile(stated["relation"], delta, int(size))
+        claims.append((f"{size} records", claimed, epsilon_at(group, delta)))
+    for name, claimed, proven in claims:
+        holds = proven <= float(claimed) * (1 + TOLERANCE) + TOLERANCE < math.inf
+        check(holds, "epsilon", f"recomputed ε for {name} is {proven:.4f}, stated {claimed}")
+    check_curve(stated["guarantee"], profile, min(1e-3 * delta, 1e-8))
+    return epsilon
 
 
 def format_rows(rows: Sequence[tuple[str, str]]) -> str:

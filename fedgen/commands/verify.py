@@ -16,8 +16,8 @@ def verify(config: DictConfig) -> str:
     Raises:
         FedgenError: if it fails verification.
     """
-    if not Path(config.package).exists():
-        problem = f"{config.package} does not exist"
+    if not Path(config.package).is_file():
+        problem = f"{config.package} is not a file"
         raise FedgenError("package", problem, "give the ZIP file that fedgen release wrote")
     try:
         rows = standalone.verify(str(config.package), list(config.signed_by))

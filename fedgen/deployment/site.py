@@ -159,11 +159,10 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         account=AccountTerms(
             request.run,
             hashlib.sha256(request.text().encode()).hexdigest(),
+            clients,
             privacy.noise,
             plan,
-            lambda spend: (
-                with_sampling_revealed(spend) if place.has_dropout(request.run) else spend
-            ),
+            partial(place.has_dropout, request.run),
         ),
     )
     client_setup = ClientSetup(

@@ -25,8 +25,8 @@ from dp_accounting import NonPrivateDpEvent
 from fedgen.federation.secagg.signing import Signer
 from fedgen.methods.plan import Plan
 from fedgen.privacy.aggregation import Secure
-from fedgen.privacy.events import Spend, canonical
-from fedgen.privacy.ledger import spend_to_json, with_reported
+from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
+from fedgen.privacy.ledger import Account, spend_to_json, with_reported
 from fedgen.verify import ACCOUNT, ACCOUNTS
 from fedgen.version import VERSION
 
@@ -79,35 +79,48 @@ class AccountTerms:
 
     run: its name.
     settings_digest: digest of its settings, as the participant received them.
+    participants: their number.
     noise: mode of its noise.
-    account_for_dropouts: maps charges to those that count after a dropout.
+    has_dropout: whether the sampled cohorts of this participant count as revealed.
     """
 
     run: str
     settings_digest: str
+    participants: int
     noise: str
     plan: Plan
-    account_for_dropouts: Callable[[Spend], Spend] = lambda spend: spend
+    has_dropout: Callable[[], bool] = lambda: False
 
-    def statement(self, clients: Iterable[int], charges: Spend, facts: ReleaseFacts) -> str:
+    def statement(
+        self, clients: Iterable[int], account: Account, last_round: int, facts: ReleaseFacts
+    ) -> str:
         """Return the text to sign.
 
         Args:
             clients: the participants that it is about.
-            charges: their charges; of several, the largest count of each event.
+            account: their charges; of several, the largest count of each event.
+            last_round: the last round that they responded to, from 0.
 
         Raises:
-            ValueError: if the charges have no bound.
+            ValueError: if the charges have no bound, or exceed the facts.
         """
-        charges = self.account_for_dropouts(charges)
+        revealed, plan = self.has_dropout(), self.plan
+        charges = with_sampling_revealed(account.spend) if revealed else account.spend
         if NonPrivateDpEvent() in charges:
             raise ValueError("the charges have no bound")
-        planned = canonical(self.plan.server_event(facts.samples)) if facts.samples else {}
+        if facts.rounds is not None:
+            published = plan.queries_in(facts.rounds) * plan.samples_per_round
+            too_few = facts.revealed_samples is not None and (
+                facts.revealed_samples < max(1, min(account.samples, published))
+            )
+            if last_round >= facts.rounds or too_few:
+                raise ValueError("the release contains more than the coordinator states")
+        planned = canonical(plan.server_event(facts.samples)) if facts.samples else {}
         bounds = [_bound(with_reported(planned, [charges]), 0.0, [])]
-        release = facts.release_spend(self.plan)
-        if release is not None:
+        release = facts.release_spend(plan)
+        if release is not None and not revealed:
             bounds.append(_bound(release, facts.stop_probability, self._assumptions(facts)))
-        sums = self.plan.aggregation
+        sums = plan.aggregation
         aggregation: dict[str, Any] = {"kind": type(sums).__name__.lower()}
         if isinstance(sums, Secure):
             counts = {name: getattr(sums, name) for name in ("asked", "threshold", "colluders")}
@@ -118,9 +131,11 @@ class AccountTerms:
             "settings": self.settings_digest,
             "fedgen": VERSION,
             "clients": _ranges(clients),
+            "participants": self.participants,
             "noise": self.noise,
-            "unit": self.plan.unit.value,
-            "relation": self.plan.relation.value,
+            "unit": plan.unit.value,
+            "images_per_person": plan.images_per_person,
+            "relation": plan.relation.value,
             "aggregation": aggregation,
             "bounds": bounds,
         }
@@ -130,8 +145,17 @@ class AccountTerms:
         assumptions = [f"coordinator: the release is that of {facts.rounds} rounds"]
         if self.plan.is_trusted:
             assumptions.append("aggregator: its operator added the noise and revealed no message")
-        elif facts.revealed_samples is None and self.plan.amplified_by["release"] is not None:
-            assumptions.append("coordinator: cohorts were secretly sampled, as planned")
+        else:
+            assumptions.append("participants: all others added their noise to sums")
+        if facts.revealed_samples is not None:
+            count = f"{facts.revealed_samples:,} query samples of a participant"
+            assumptions.append(f"coordinator: the release depends on at most {count}")
+        elif (by := self.plan.amplified_by["release"]) is not None:
+            stop = facts.stop_probability
+            assumptions.append(f"coordinator: secret and fair sampling, as planned ({by})")
+            assumptions.append(
+                f"coordinator: sampling ended the run early with probability at most {stop:.3g}"
+            )
         return assumptions
 
 

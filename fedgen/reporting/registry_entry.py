@@ -159,14 +159,11 @@ def _privacy_loss(record: dict[str, Any]) -> dict[str, Any]:
 
 def _deployment_model(record: dict[str, Any]) -> dict[str, Any]:
     several, trusted = len(record["clients"]) > 1, record["aggregation"]["kind"] == "trusted"
-    server = record["views"]["server"]
     trust = [
         "Readers of the release may have any background knowledge, but no other access to the run.",
         _NOISE_SOURCE["trusted" if trusted else "several" if several else "one"],
     ]
-    if server["epsilon"] is not None:
-        against = format_epsilon(server["epsilon"])
-        trust.append(f"The coordinator sees all messages: ε against the coordinator is {against}.")
+    trust.append("The coordinator sees all messages; ε against it is not part of the release.")
     trust += [" ".join(part.split("\n\n", 1)[1].split()) for part in sums(record)]
     return {
         "model_name": "Federated" if several else "Central",

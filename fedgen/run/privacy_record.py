@@ -299,9 +299,13 @@ class Accounts:
         bounded = sorted(set(spends) - self.without_bound(spends))
         no_spend: Spend = {}
         charged = reduce(elementwise_max, (spends[client] for client in bounded), no_spend)
-        terms = AccountTerms(run, settings_digest, self.privacy.noise, self.method.plan)
+        facts = self.release_facts(state, stopped)
+        terms = AccountTerms(
+            run, settings_digest, self.clients, self.privacy.noise, self.method.plan
+        )
+        account = Account(0, facts.revealed_samples or 0, charged)
         try:
-            text = terms.statement(bounded, charged, self.release_facts(state, stopped))
+            text = terms.statement(bounded, account, -1, facts)
         except ValueError:
             return []
         return [sign(text, signer)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedgen.config.compose import compose
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, canonical, from_json, total
 from fedgen.randomness import RandomStreams
+from fedgen.reporting.registry_entry import MANDATORY
 from fedgen.run import train as training
 from fedgen.run.setup import setup
 from fedgen.storage.run_dir import RunDir
@@ -241,10 +243,19 @@ def test_public_contains_nothing_about_single_clients(
     ]
 
 
+KIND = "about.controller_type=Industry"
+
+
+@kills(
+    "fedgen/reporting/registry_entry.py",
+    'ε against it is not part of the release."',
+    'ε: {record[views][server][epsilon]}".format(record=record)',
+    case="gs_wgan_small",
+)
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_the_publication_does_not_depend_on_secret_samples(train: Train, method: str) -> None:
-    """Two runs of the same settings with different cohorts publish the same ε, statement, and
-    signed bounds, and their releases verify."""
+    """Two runs of the same settings with different cohorts publish the same ε, statement, signed
+    bounds and registry entry, and their packages verify."""
     drawn = [word for word in ["method.routing=per_sample"] if word in tiny(method, word)]
     settings = [*drawn, "rounds=2", "privacy.noise=secure"]
     texts = set()
@@ -253,12 +264,12 @@ def test_the_publication_does_not_depend_on_secret_samples(train: Train, method:
         privacy = record(run, "privacy")
         [account] = json.loads((run / "public" / "account.json").read_text())["accounts"]
         bounds = json.dumps(json.loads(account["text"])["bounds"])
-        texts.add((run / "public" / "PRIVACY.md").read_text() + bounds)
         assert privacy["views"]["release"]["epsilon"] is not None
-        assert (
-            cli.run(["release", f"run={run}", f"out={run}.zip", "audit=false", "registry=false"])
-            == 0
-        )
+        words = ["release", f"run={run}", f"out={run}.zip", "audit=false"]
+        assert cli.run([*words, *(f"about.{key}=text" for key in MANDATORY), KIND]) == 0
+        with zipfile.ZipFile(f"{run}.zip") as packed:
+            entry = packed.read(f"{name}/registry.yaml").decode().partition("\n")[2]
+        texts.add((run / "public" / "PRIVACY.md").read_text() + bounds + entry)
     assert len(texts) == 1
 
 

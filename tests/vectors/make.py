@@ -2,7 +2,7 @@
 
 ``good/NAME.zip`` must verify. ``bad/CODE-NAME.zip`` must be refused with the error code CODE. They
 are signed with keys that this script generates; ``keys.json`` lists the fingerprints of those that
-are accepted.
+are accepted, by name of the package.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ COORDINATOR, *SITES = (Signer(generate_private_key(SECP384R1()), None) for _ in 
 STRANGER = Signer(generate_private_key(SECP384R1()), None)
 
 Bundle = dict[str, Any]
-"""Content of a release: ``generator`` and ``accounts`` as data (an account: text, signer), and
-``files`` as bytes, which override the others."""
+"""Content of a package: ``generator`` and ``accounts`` as data (an account: text, signer), the
+accepted ``keys``, and ``files`` as bytes, which override the others."""
 
 
 def bound(spend: Spend, stop: float = 0.0, assumes: Sequence[str] = ()) -> dict[str, Any]:
@@ -68,6 +68,8 @@ def bundle(
     """
     curve = guarantee.guarantee(spend, DELTA, relation, stop)
     text = {
+        "participants": clients,
+        "images_per_person": 1,
         "format": ACCOUNT,
         "run": RUN,
         "settings": SETTINGS,
@@ -96,6 +98,7 @@ def bundle(
             for client in range(clients)
         ],
         "files": {"generator.safetensors": b"weights"},
+        "keys": [COORDINATOR, *SITES[:clients]],
     }
 
 
@@ -108,8 +111,12 @@ def write(content: Bundle, path: Path) -> None:
     privacy = generator["privacy"]
     stated = format_epsilon(privacy["epsilon"])
     accounts = [sign(json.dumps(text), signer) for text, signer in content["accounts"]]
+    lost = privacy.get("without_bound", {"clients": 0, "of": 0})
+    but = f" For {lost['clients']} of the {lost['of']} clients there is no bound." * bool(
+        lost["of"]
+    )
     written = {
-        "PRIVACY.md": f"-differential privacy with ε = {stated} and δ = {DELTA:g} (...)".encode(),
+        "PRIVACY.md": f"-differential privacy with ε = {stated} and δ = {DELTA:g}.{but}".encode(),
         "README.md": f"({stated}, {DELTA:g})-differential privacy per record".encode(),
         "generator.json": json.dumps(generator).encode(),
         "account.json": account_file(RUN, SETTINGS, content["clients"], accounts).encode(),
@@ -151,7 +158,7 @@ def good() -> dict[str, Bundle]:
     ]
     secure = bundle(without_one, ADD, clients=3, bounds=[bound(share)],
                     aggregation={"kind": "secure", "honest": 3})  # fmt: skip
-    del secure["accounts"][1]
+    del secure["accounts"][1], secure["keys"][2]
     secure["generator"]["privacy"]["without_bound"] = {"clients": 1, "of": 3}
     return {
         "gaussian": bundle(gaussian, ADD, clients=2),
@@ -210,11 +217,18 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("digest-other_generator")["generator"]["generator_sha256"] = "00" * 32
     forged = case("signature-other_key")["accounts"]
     forged[0] = forged[0][0], _Forger(SITES[0].key, None)
+    case("key-unused")["keys"].append(SITES[2])
+    twice_signer = case("key-coordinator_signs_for_others")["accounts"]
+    twice_signer[1] = twice_signer[1][0], COORDINATOR
     stranger = case("key-stranger")["accounts"]
     stranger[0] = stranger[0][0], STRANGER
     case("coverage-account_missing")["accounts"].pop()
     twice = case("coverage-account_twice")["accounts"]
     twice.append(twice[1])
+    case("run-hidden_participant")["clients"] = 1
+    del made["run-hidden_participant"]["accounts"][1], made["run-hidden_participant"]["keys"][2]
+    hidden = case("coverage-too_many_without_bound", "secure")["generator"]["privacy"]
+    hidden["without_bound"] = {"clients": 2, "of": 3}
     case("run-other_run")["accounts"][0][0]["run"] = RUN[::-1]
     case("run-other_unit")["accounts"][0][0]["unit"] = "client"
     case("run-other_settings")["accounts"][1][0]["settings"] = "ff00"
@@ -223,6 +237,11 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
         text["noise"] = "seeded"
     for name in ("gaussian", "poisson", "replaced", "person", "revealed", "secure", "amplified"):
         case(f"epsilon-lowered_{name}", name)["generator"]["privacy"]["epsilon"] *= 0.98
+    case("format-group_of_one")["generator"]["privacy"]["group_epsilon"] = {"1": 100.0}
+    case("epsilon-delta")["generator"]["privacy"]["delta"] = 1000.0
+    case("epsilon-infinite_group")["generator"]["privacy"]["group_epsilon"]["5"] = float("inf")
+    case("format-no_rates")["generator"]["privacy"]["guarantee"]["tpr"] = {}
+    case("curve-rho_without_mu", "poisson")["generator"]["privacy"]["guarantee"]["rho"] = 0.1
     case("epsilon-group")["generator"]["privacy"]["group_epsilon"]["5"] *= 0.98
     worse = case("epsilon-one_participant")["accounts"][1][0]["bounds"][0]["events"]
     worse[0][1] += 1
@@ -241,10 +260,29 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     refuted = {"points": [{"lower_bound": 4.2, "proven": 4.0}]}
     case("audit-refuted")["files"]["audit.json"] = json.dumps(refuted).encode()
     case("statement-epsilon")["files"]["PRIVACY.md"] = "with ε = 0.50 and δ = 1e-05".encode()
+    hides = "<!-- with ε = 9 and δ = 1e-05 --> ε = 0.1".encode()
+    case("statement-comment")["files"]["PRIVACY.md"] = hides
+    arabic = "with ε = ٠٩ and δ = 1e-05".encode()
+    case("statement-digits")["files"]["PRIVACY.md"] = arabic
+    smaller = "with ε = 9.00 and δ = 1e-05. In short, ε\u00a0=\u00a00.1".encode()
+    case("statement-second_epsilon")["files"]["PRIVACY.md"] = smaller
+    silent = "with ε = 3.00 and δ = 1e-05".encode()
+    case("statement-without_bound", "secure")["files"]["PRIVACY.md"] = silent
     case("statement-delta")["files"]["README.md"] = b"(9, 1e-09)-differential privacy"
     case("statement-missing")["files"]["PRIVACY.md"] = b"private"
     event = case("format-unknown_event")["accounts"][0][0]["bounds"][0]["events"][0]
     event[0] = {"event": "laplace", "noise_multiplier": 1.0}
+    many = case("format-many_points", "poisson")["generator"]["privacy"]["guarantee"]
+    many["profile"] = [[n * 1e-4, 0.5] for n in range(10_000)]
+    large = {
+        "event": "poisson_group",
+        "rate": 0.5,
+        "size": 10**9,
+        "gates": to_json(GaussianDpEvent(9)),
+    }
+    case("format-large_group")["accounts"][0][0]["bounds"][0]["events"] = [[large, 1]]
+    events = case("format-many_events")["accounts"][0][0]["bounds"][0]["events"]
+    events += [[to_json(GaussianDpEvent(9.0 + n)), 1] for n in range(200)]
     case("format-negative_count")["accounts"][0][0]["bounds"][0]["events"][0][1] = -1
     case("format-rate", "poisson")["accounts"][0][0]["bounds"][0]["events"][0][0]["rate"] = 2.0
     case("format-participants")["accounts"][0][0]["clients"] = [[0, 10**15]]
@@ -262,8 +300,9 @@ class _Forger(Signer):
 def copy_of(content: Bundle) -> Bundle:
     """Return a copy with the same keys."""
     accounts = [(copy.deepcopy(text), signer) for text, signer in content["accounts"]]
-    rest = {name: copy.deepcopy(part) for name, part in content.items() if name != "accounts"}
-    return {**rest, "accounts": accounts}
+    kept = ("accounts", "keys")
+    rest = {name: copy.deepcopy(part) for name, part in content.items() if name not in kept}
+    return {**rest, "accounts": accounts, "keys": list(content["keys"])}
 
 
 def main() -> None:
@@ -271,14 +310,18 @@ def main() -> None:
     for folder in ("good", "bad"):
         shutil.rmtree(HERE / folder, ignore_errors=True)
         (HERE / folder).mkdir()
+    keys = {}
     for name, content in good().items():
         write(content, HERE / "good" / f"{name}.zip")
+        keys[name] = content["keys"]
     for name, made in bad().items():
         path = HERE / "bad" / f"{name}.zip"
         if isinstance(made, dict):
             write(made, path)
+            keys[name] = made["keys"]
         else:
             source, change = made
+            keys[name] = keys[source]
             write_altered(HERE / "good" / f"{source}.zip", path, change)
     with zipfile.ZipFile(HERE / "good" / "gaussian.zip") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name twice
@@ -286,8 +329,11 @@ def main() -> None:
             for name in (*archive.namelist(), archive.namelist()[0]):
                 twice.writestr(zipfile.ZipInfo(name), archive.read(name))
     (HERE / "bad" / "zip-no_archive.zip").write_bytes(b"no archive")
-    keys = [fingerprint(signer.key.public_key()) for signer in (COORDINATOR, *SITES)]
-    (HERE / "keys.json").write_text(json.dumps(keys, indent=1) + "\n")
+    accepted = {
+        name: [fingerprint(signer.key.public_key()) for signer in signers]
+        for name, signers in keys.items()
+    }
+    (HERE / "keys.json").write_text(json.dumps(accepted, indent=1) + "\n")
 
 
 if __name__ == "__main__":

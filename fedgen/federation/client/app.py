@@ -36,7 +36,7 @@ from fedgen.federation.signed_accounts import ReleaseFacts, sign
 from fedgen.methods.api import Query
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import canonical, total
-from fedgen.storage.io import digest
+from fedgen.storage.io import digest, write_atomic
 
 T = TypeVar("T")
 
@@ -46,6 +46,9 @@ the client, in ``errors.jsonl``."""
 
 REFUSED = 104
 """Error code of a site whose policy refuses the request; the reason is in its own log."""
+
+_SIGNED = "signed"
+"""Mark in the folder of a client that has signed its account."""
 
 _RESPONSE_VERSION = "exact noise on a grid with one zero, sums in parts"
 """Change this with any code that changes the response to the same query: a run started by an older
@@ -123,7 +126,11 @@ def _sign(ctx: ClientContext, message: Message) -> RecordDict:
     if account is None or signer is None:
         raise ValueError("this client signs no account")
     facts = ReleaseFacts.parse(messages.read_text(message))
-    statement = account.statement([ctx.index], ctx.ledger.account().spend, facts)
+    last_round = ctx.store.last_round(ctx.index, messages.ASK)
+    statement = account.statement(
+        [ctx.index], ctx.ledger.account(), -1 if last_round is None else last_round, facts
+    )
+    write_atomic(ctx.store.folder(ctx.index) / _SIGNED, b"")  # no release may follow
     return messages.pack_text(json.dumps(sign(statement, signer)))
 
 
@@ -328,6 +335,8 @@ def _check_query(ctx: ClientContext, server_round: int, query: Query, message: M
 
 def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     server_round = messages.read_round(message)
+    if ctx.terms.account is not None and (ctx.store.folder(ctx.index) / _SIGNED).exists():
+        raise PastRoundError  # the signed account would be too small
     last_round = ctx.store.last_round(ctx.index, messages.ASK)
     if last_round == server_round and not ctx.terms.masked_sums:
         return messages.pack_response(ctx.store.response(ctx.index))
