@@ -68,7 +68,7 @@ def refused(name: str) -> str:
 @kills("fedgen/verify.py", "not changed", "True", case="digest-statement_changed")
 @kills("fedgen/verify.py", "proven <= float(claimed) * (1 + TOLERANCE) + TOLERANCE", "0",
        case="epsilon-lowered_gaussian")  # fmt: skip
-@kills("fedgen/verify.py", "for spend in self.spends:", "for spend in list(self.spends)[:1]:",
+@kills("fedgen/verify.py", "max(profile(eps) for", "min(profile(eps) for",
        case="epsilon-one_participant")  # fmt: skip
 @kills("fedgen/verify.py", "factor = math.sqrt(1 - missing / honest)", "factor = 1.0",
        case="epsilon-lowered_secure")  # fmt: skip
@@ -86,7 +86,7 @@ def refused(name: str) -> str:
        case="curve-shifted")  # fmt: skip
 @kills("fedgen/verify.py", "claim >= value - 1e-6", "True", case="curve-advantage")
 @kills("fedgen/verify.py", 'agrees and all(agrees), "statement"', 'agrees, "statement"',
-       case="statement-epsilon")  # fmt: skip
+       case="statement-delta")  # fmt: skip
 @pytest.mark.parametrize("name", sorted(path.stem for path in (VECTORS / "bad").iterdir()))
 def test_invalid_vectors_are_refused(name: str) -> None:
     assert refused(name) == name.partition("-")[0]

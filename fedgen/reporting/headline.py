@@ -149,7 +149,7 @@ def vouching(public: Path) -> str:
     names = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
     plural = "s" if len(keys) > 1 else ""
     return (
-        f"{covered:,} of {clients:,} participants signed bounds on what left them, by {len(keys)} "
+        f"{covered:,} of {clients:,} participants signed bounds on their releases, by {len(keys)} "
         f"key{plural} ({names}). fedgen verify recomputes ε from a package of fedgen release."
     )
 

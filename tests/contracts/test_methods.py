@@ -270,6 +270,8 @@ def test_the_publication_does_not_depend_on_secret_samples(train: Train, method:
         with zipfile.ZipFile(f"{run}.zip") as packed:
             entry = packed.read(f"{name}/registry.yaml").decode().partition("\n")[2]
         texts.add((run / "public" / "PRIVACY.md").read_text() + bounds + entry)
+        server = privacy["views"]["server"]["epsilon"]
+        assert server == privacy["views"]["release"]["epsilon"] or str(server)[:6] not in entry
     assert len(texts) == 1
 
 

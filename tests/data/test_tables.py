@@ -76,8 +76,11 @@ def test_a_run_per_person_from_a_table(scans: Path, tmp_path: Path) -> None:
              "data.labels=[ill,well]",
              "partition=by_folder", "privacy.unit=person", "privacy.images_per_person=2",
              "privacy.aggregation=secure", "rounds=3", "evaluation=none",
-             "runtime=in_process"]  # fmt: skip
+             "runtime=in_process", "privacy.noise=secure"]  # fmt: skip
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
+    packed = [f"run={tmp_path / 'run'}", f"out={tmp_path / 'a.zip'}", "registry=false"]
+    assert cli.run(["release", *packed, "audit=false"]) == 0
+    assert cli.run(["verify", str(tmp_path / "a.zip")]) == 0
     statement = (tmp_path / "run" / "public" / "PRIVACY.md").read_text()
     assert "all images of one person at one client together" in statement
 

@@ -260,7 +260,7 @@ def test_the_report_states_who_vouches_for_it(train: Train, tmp_path: Path) -> N
     secure = [*SEVERAL, "method=dp_merf_small", "evaluation=none", "privacy.noise=secure"]
     run = train(*secure, name="secure")
     clients = len(json.loads((run / "privacy.json").read_text())["clients"])
-    result = f"{clients} of {clients} participants signed bounds on what left them, by 1 key (SHA"
+    result = f"{clients} of {clients} participants signed bounds on their releases, by 1 key (SHA"
     for audience in ("server", "public"):
         assert result in page(str(run), tmp_path / f"{audience}.html", f"audience={audience}")
     alone = tmp_path / "public"

@@ -220,8 +220,10 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("key-unused")["keys"].append(SITES[2])
     twice_signer = case("key-coordinator_signs_for_others")["accounts"]
     twice_signer[1] = twice_signer[1][0], COORDINATOR
+    made["key-coordinator_signs_for_others"]["keys"].remove(SITES[1])
     stranger = case("key-stranger")["accounts"]
     stranger[0] = stranger[0][0], STRANGER
+    made["key-stranger"]["keys"].remove(SITES[0])
     case("coverage-account_missing")["accounts"].pop()
     twice = case("coverage-account_twice")["accounts"]
     twice.append(twice[1])
@@ -260,7 +262,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     refuted = {"points": [{"lower_bound": 4.2, "proven": 4.0}]}
     case("audit-refuted")["files"]["audit.json"] = json.dumps(refuted).encode()
     case("statement-epsilon")["files"]["PRIVACY.md"] = "with ε = 0.50 and δ = 1e-05".encode()
-    hides = "<!-- with ε = 9 and δ = 1e-05 --> ε = 0.1".encode()
+    hides = "<!-- with ε = 9 and δ = 1e-05 --> epsilon is 0.1".encode()
     case("statement-comment")["files"]["PRIVACY.md"] = hides
     arabic = "with ε = ٠٩ and δ = 1e-05".encode()
     case("statement-digits")["files"]["PRIVACY.md"] = arabic
