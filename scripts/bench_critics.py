@@ -125,6 +125,10 @@ def chosen_stack(width: int, device: str) -> int:
     return min(TURN, critics_at_once(critic, device))
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Processes that start at once, as forks of one that has only imported packages."""
+FORKS.set_forkserver_preload(["fedgen.config.build", "fedgen.methods.gs_wgan"])
+
 WAYS: dict[str, Callable[..., Train]] = {
     "plain loop": plain_loop,
     "fedgen": fedgen,
@@ -184,7 +188,7 @@ def main() -> None:
     for width in chosen.pop("widths"):
         found = {}
         for way in WAYS:
-            with multiprocessing.get_context("spawn").Pool(1) as alone:
+            with FORKS.Pool(1) as alone:
                 found[way] = alone.apply(measure, (way, width, *chosen.values()))
             rate, peak = found[way]
             ratio = rate / found["plain loop"][0]

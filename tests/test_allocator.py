@@ -18,6 +18,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_pages_are_faulted_in_once() -> None:
     output = [

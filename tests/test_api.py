@@ -30,6 +30,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 def test_the_readme_example_in_a_fresh_interpreter(tmp_path: Path) -> None:
     """``import fedgen`` alone loads neither torch nor Flower."""
     code = f"""
@@ -44,6 +45,7 @@ assert fedgen.load(run.path / "public").samples(4).images.shape == (4, 1, 8, 8)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """All cells in order, with training of a few rounds."""
     file = Path(__file__).parents[1] / "examples" / "first_run.ipynb"

@@ -248,6 +248,7 @@ def test_values_of_the_wrong_type_are_one_line(
     assert one_line(capsys).startswith(f"fedgen: {key}: ")
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(exclude_characters="\0[]{},'\"$\\", exclude_categories=["C", "Z"])))
 def test_names_are_read_as_typed(name: str) -> None:
     """Except for Hydra's grammar, numbers and booleans."""
@@ -650,6 +651,7 @@ def test_unknown_names_are_refused(
     assert one_line(capsys).startswith("fedgen: data.classes: is 3, of 2 labels")
 
 
+@pytest.mark.slow
 def test_sample_and_evaluate(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -690,6 +692,7 @@ def everything(run: Path) -> tuple[str, set[str]]:
     return (run / "results.json").read_text(), {p.name for p in (run / "evaluation").iterdir()}
 
 
+@pytest.mark.slow
 def test_an_evaluation_survives_later_commands(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -813,6 +816,7 @@ def test_an_unfinished_run_has_no_samples(
     assert "resume=" in one_line(capsys)
 
 
+@pytest.mark.slow
 def test_sweeps_run_every_combination(tmp_path: Path) -> None:
     place = tmp_path / "sweep"
     command = ["train", "-m", *TINY, "seed=0,1", "method.clip=1.0,2.0", f"run_dir={place}"]
@@ -939,6 +943,7 @@ def test_help_and_mistakes_load_nothing_slow(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_training_in_process_loads_only_what_it_uses(tmp_path: Path) -> None:
     code = (
         "import sys; from fedgen import cli; assert cli.run(sys.argv[1:]) == 0;"

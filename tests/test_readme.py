@@ -32,6 +32,7 @@ RECIPES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()])
 def test_python_examples_of_the_pages_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page in order, in an empty folder."""

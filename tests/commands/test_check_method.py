@@ -13,6 +13,7 @@ from fedgen import cli
 Captured = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gs_wgan_small", "mixture_small", "fedavg_gan"])
 def test_methods_pass_all_checks(method: str, capsys: Captured) -> None:
     words = [] if method == "fedavg_gan" else PARTITIONS["one"]

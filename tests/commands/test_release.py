@@ -98,6 +98,7 @@ def test_a_packed_release_has_no_times_or_modes(train: Train, tmp_path: Path) ->
     assert packed[0] == packed[1]
 
 
+@pytest.mark.slow
 @kills("fedgen/commands/audit.py", "for point in program.points):", "for point in ()):")
 def test_a_release_is_audited_before_it_is_packed(
     train: Train,

@@ -69,6 +69,7 @@ def test_the_first_run_of_every_sweep_runs_two_rounds(
     assert json.loads((place / "results.json").read_text())["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_resumes_and_compares_its_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_rows_of_the_table_are_labelled_by_differing_settings() -> None:
     assert sweep.labels(sweep.varied_settings(configs("method=dp_merf_small"))) == ["run 0"]
 
 
+@pytest.mark.slow
 def test_runs_with_different_evaluations_share_one_table(tmp_path: Path) -> None:
     """Settings and figures that the first run lacks are columns as well."""
     small = [w for w in tiny("dp_merf_small") if not w.startswith("evaluation")]

@@ -253,6 +253,7 @@ def test_secret_sampling_only_helps(method: str) -> None:
         assert not point.broken
 
 
+@pytest.mark.slow
 @kills(
     "fedgen/methods/families/pretraining.py",
     "round=case.round + first_round, plan=plan)",
@@ -284,6 +285,7 @@ def test_both_phases_of_a_warm_start_are_attacked(method: str, whom: str) -> Non
         assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_an_audit_of_a_run(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"

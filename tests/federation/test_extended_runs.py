@@ -72,6 +72,7 @@ def test_server_rounds_without_queries_are_free(train: Train) -> None:
     assert (run / "public" / "samples.png").read_bytes() != drawn
 
 
+@pytest.mark.slow
 def test_extensions_interruptions_and_runtimes_give_the_same_bits(
     train: Train, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_hundred_clients_drop_out_at_each_stage(rate: float) -> None:
     assert Played(Secure(100, 67, 10), gone).right()
 
 
+@pytest.mark.slow
 def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
     """400 clients: each sends shares to some of them, and the graph stays connected without 5 %."""
     sums = Secure(400, 300, 20)

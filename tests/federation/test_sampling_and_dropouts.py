@@ -90,6 +90,7 @@ def release_of(run: Path) -> dict:
     return json.loads((run / "privacy.json").read_text())["views"]["release"]
 
 
+@pytest.mark.slow
 @kills(
     "fedgen/run/train.py",
     "ready = replace(ready, streams=ready.streams.with_secret_key(stored_key(path)))",

@@ -247,6 +247,7 @@ def test_settings_without_a_bound_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_result(train: Train, tmp_path: Path) -> None:
     words = ["method=fedavg_gan", "rounds=5", "runtime.checkpoint_every=2", "log_every=1"]
     whole, run = fingerprint(train(*words, name="whole")), tmp_path / "cut"

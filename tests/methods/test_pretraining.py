@@ -87,6 +87,7 @@ def test_the_publication_names_the_warm_start(train: Train) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_warm_start_resumes_to_the_same_bits(train: Train, tmp_path: Path) -> None:
     """Stopped in each of its phases."""
     whole = train(*words("dpgan_small"), "sample_every=4", name="whole")

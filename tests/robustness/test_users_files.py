@@ -93,6 +93,7 @@ def test_a_new_evaluation_keeps_other_files(train: Train) -> None:
     assert (run / "evaluation.new").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["samples", "public"])
 def test_empty_folders_lost_by_archives_are_recreated(
     missing: str, train: Train, tmp_path: Path

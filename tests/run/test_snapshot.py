@@ -35,6 +35,7 @@ def interrupted(place: Path, *more: str) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", PARTITIONS)
 def test_a_run_resumes_after_a_snapshot(
     clients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
