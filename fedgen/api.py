@@ -61,7 +61,7 @@ class Samples(NamedTuple):
 class Generator:
     """A published generator.
 
-    path: a finished run, or only its ``public`` folder.
+    path: a finished run, its ``public`` folder, or a package of ``fedgen release``.
     device: device for sampling.
     """
 
@@ -183,7 +183,7 @@ def train(settings: Settings | None = None, /, **more: Any) -> Run:
 
 
 def load(path: str | Path, device: str = "auto") -> Generator:
-    """Return the generator of a run directory, or of an untrusted ``public`` folder.
+    """Return the generator of a run directory, or of an untrusted ``public`` folder or package.
 
     Raises:
         FedgenError: if there is none, or it differs from what the run wrote.

@@ -44,6 +44,7 @@ from fedgen.reporting.privacy_statement import (
 )
 from fedgen.reporting.summary import PARTS, averages, figures
 from fedgen.storage.io import check_no_links, read_json, read_yaml
+from fedgen.storage.packages import unpacked
 from fedgen.storage.run_dir import RunDir
 
 _MOST_GRIDS = 24
@@ -81,7 +82,12 @@ def report(runs: Sequence[Path], audience: str, about: Mapping[str, Any]) -> str
 
 
 def _public(path: Path) -> dict[str, Any]:
-    """Return the content of the published folder."""
+    """Return the content of the published folder, or of a package of ``fedgen release``."""
+    with unpacked(path, "runs") as folder:
+        return {**_published(folder), "place": str(path)}
+
+
+def _published(path: Path) -> dict[str, Any]:
     folder = path / "public" if (path / "public").is_dir() else path
     if not os.path.lexists(folder / "generator.json"):  # another folder may contain links
         raise FedgenError("runs", f"{path} has no readable public folder", "give a finished run")
@@ -113,7 +119,6 @@ def _public(path: Path) -> dict[str, Any]:
             "runs", f"{path} has no readable public folder", "give a finished run"
         ) from error
     return {
-        "place": str(path),
         "title": title,
         "card": {**card, **metadata, "releases": None},
         "trade_off": curves,

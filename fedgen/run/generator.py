@@ -35,6 +35,7 @@ from fedgen.reporting.progress import RunProgress
 from fedgen.run.setup import Setup, published_names
 from fedgen.run.snapshot import is_unfinished, load_snapshot
 from fedgen.storage.io import check_no_links, read_bounded, read_json, share, temporary_path
+from fedgen.storage.packages import unpacked
 from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
 
@@ -143,12 +144,10 @@ def read_description(folder: Path, key: str) -> dict[str, Any]:
         description = read_json(path)
         schema = description["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "give a finished run, or its public folder"
+        remedy = "give a finished run, its public folder, or a ZIP file of fedgen release"
         problem = f"{path} cannot be read"
         if not folder.is_dir():
             problem = f"{folder} is not a folder" if folder.exists() else f"there is no {folder}"
-            zipped = folder.exists() and folder.suffix == ".zip"
-            remedy = "unpack it first" if zipped else remedy
         elif within := sorted(file.parent for file in folder.glob("*/generator.json"))[:1]:
             remedy = f"did you mean {within[0]}?"
         raise FedgenError(key, problem, remedy) from error
@@ -165,13 +164,18 @@ def read_description(folder: Path, key: str) -> dict[str, Any]:
 
 
 def load_generator(path: Path, device: str) -> PublishedGenerator:
-    """Load the generator of a finished run, or of its ``public`` folder. The folder is untrusted
-    data: only registered components, and those of declared extensions, are built, and the weights
-    must match the description.
+    """Load the generator of a finished run, of its ``public`` folder, or of a package of ``fedgen
+    release``. Folder and package are untrusted data: only registered components, and those of
+    declared extensions, are built, and the weights must match the description.
 
     Raises:
         FedgenError: if there is no valid generator.
     """
+    with unpacked(path, "run") as folder:
+        return _load_generator(folder, device)
+
+
+def _load_generator(path: Path, device: str) -> PublishedGenerator:
     folder = path / "public" if (path / "public").is_dir() else path
     if os.path.lexists(folder / "generator.json"):  # another folder may contain links
         check_no_links(folder, "run")
@@ -341,8 +345,9 @@ def sample(config: DictConfig) -> str:
     a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
     folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
     published, a dataset card and Croissant metadata. All are marked as synthetic: PNGs by XMP
-    metadata, the others by the entry ``digital_source_type``. Requires only the ``public`` folder;
-    an unfinished run requires its directory and its data. Return the location as text."""
+    metadata, the others by the entry ``digital_source_type``. Requires only the ``public`` folder
+    or a package; an unfinished run requires its directory and its data. Return the location as
+    text."""
     out, streams = Path(config.out), RandomStreams.from_seed(config.seed, "seeded").at("sample")
     if not out.suffix and out.exists():
         raise FedgenError("out", f"{out} exists", "give a folder that does not")
@@ -360,9 +365,10 @@ def sample(config: DictConfig) -> str:
         )
         text = f"{out}\n{snapshot.note}"
     else:
-        published = load_generator(path, config.device)
-        folder = path / "public" if (path / "public").is_dir() else path
-        description = read_description(folder, "run")
+        with unpacked(path, "run") as place:
+            published = _load_generator(place, config.device)
+            folder = place / "public" if (place / "public").is_dir() else place
+            description = read_description(folder, "run")
     labels = labels_of(published, config.n, config.labels, streams)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values

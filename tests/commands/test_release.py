@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -181,6 +183,30 @@ def test_an_interrupted_release_prints_how_to_pack_it(train: Train, tmp_path: Pa
     words = [f"run={tmp_path / 'released'}", f"out={out}", "registry=false", "audit=false"]
     assert cli.run(["release", *words]) == 0
     assert out.exists()
+
+
+@kills("fedgen/storage/packages.py", "if name not in _KNOWN or", "if")
+def test_a_package_is_read_like_its_folder(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = train("method=dp_merf_small", "rounds=2", "privacy.noise=secure"), tmp_path / "o.zip"
+    words = ["release", f"run={run}", f"out={out}", "registry=false", "audit=false"]
+    assert cli.run(words) == 0
+    images = [fedgen.load(place).samples(8).images for place in (out, run)]
+    assert (images[0] == images[1]).all()
+    assert cli.run(["sample", f"run={out}", "n=8", f"out={tmp_path / 'samples'}"]) == 0
+    page = tmp_path / "page.html"
+    assert cli.run(["report", f"runs={out}", "audience=public", f"out={page}"]) == 0
+    assert "Who vouches for it" in page.read_text()
+    for name in ("o/../../evil", "o/evil", "/evil", "o/README.md"):
+        bad = tmp_path / "bad.zip"
+        shutil.copy(out, bad)
+        with zipfile.ZipFile(bad, "a") as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a name twice
+            archive.writestr(name, b"")
+        assert cli.run(["sample", f"run={bad}", "n=8", f"out={tmp_path / 'x.npz'}"]) == 2
+        assert "is not a package of fedgen release (it contains" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*evil*"))
 
 
 def test_a_changed_generator_is_not_packed(

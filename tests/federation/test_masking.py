@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -136,6 +137,18 @@ def test_many_clients_have_few_neighbours_and_the_sum_is_exact() -> None:
     assert net.degree < 200
     assert all(len(set(net.neighbours(c))) == net.degree + 1 for c in range(400))
     assert all(c in net.neighbours(o) for c in range(0, 400, 37) for o in net.neighbours(c))
+
+
+def test_the_order_of_the_ring_takes_one_hash_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each client, only its number is hashed after them: n log n work, not n squared."""
+    keys = {client: bytes([client % 256, client // 256]) * 32 for client in range(500)}
+    every = b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
+    places = {c: hashlib.sha256(every + c.to_bytes(8, "big")).digest() for c in keys}
+    hashed, real = [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data=b"": hashed.append(len(data)) or real(data))
+    order = build_graph(keys, Secure(500, 334, 20)).order
+    assert sum(hashed) == len(every)
+    assert list(order) == sorted(keys, key=places.__getitem__)
 
 
 @kills(

@@ -131,10 +131,12 @@ def build_graph(keys: Mapping[int, bytes], sums: Secure, complete: bool = False)
     """
     if not sums.threshold <= len(keys) <= sums.asked:
         raise MaskingError("the keys do not match the cohort")
-    key_digest = _key_digest(keys)
+    all_keys = hashlib.sha256(_encode_keys(keys))  # hashed once, not for each client
 
     def place(client: int) -> bytes:
-        return hashlib.sha256(key_digest + client.to_bytes(8, "big")).digest()
+        own = all_keys.copy()
+        own.update(client.to_bytes(8, "big"))
+        return own.digest()
 
     degree = len(keys) - 1 if complete else _degree(len(keys), sums.threshold, sums.colluders)
     half = (degree + 1) // 2
@@ -144,7 +146,7 @@ def build_graph(keys: Mapping[int, bytes], sums: Secure, complete: bool = False)
     return Graph(tuple(sorted(keys, key=place)), degree, shamir)
 
 
-def _key_digest(keys: Mapping[int, bytes]) -> bytes:
+def _encode_keys(keys: Mapping[int, bytes]) -> bytes:
     return b"".join(client.to_bytes(8, "big") + keys[client] for client in sorted(keys))
 
 
@@ -219,7 +221,7 @@ class Masker:
         if len(set(flat)) < len(flat) or any(len(text) != KEY_BYTES for text in keys.values()):
             raise MaskingError("duplicate or malformed keys")
         self._graph, self._keys = build_graph(keys, self.sums, self.complete_graph), dict(keys)
-        self._digest = hashlib.sha256(_key_digest(keys)).digest()
+        self._digest = hashlib.sha256(_encode_keys(keys)).digest()
         neighbours, shamir = self._graph.neighbours(self.client), self._graph.shamir
         key_shares, seed_shares = (
             split_secret(secret, shamir, len(neighbours)) for secret in (self._mask_key, self._seed)
