@@ -78,6 +78,7 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(r, marks=pytest.mark.slow if "runtime=ray" in r else ()) for r in RECIPES],
