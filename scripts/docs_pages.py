@@ -68,8 +68,9 @@ def settings(configs: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Keep a figure and its spread on one line; append to a method's page its algorithm and its
-    settings."""
+    """Keep a figure and its spread on one line; link to the copy of ``verify.py`` on the site;
+    append to a method's page its algorithm and its settings."""
+    markdown = markdown.replace("](../fedgen/verify.py)", "](verify.py)")
     markdown = markdown.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     place = Path(page.file.src_uri)
     if place.parent.name != "methods":
