@@ -494,7 +494,8 @@ def check_proof(proof: Proof, stated: Mapping[str, Any], delta: float) -> float:
     """Raise VerificationError unless the stated figures follow from a proof; return its ε."""
     profile = proof.profile(stated["relation"], delta)
     epsilon = epsilon_at(profile, delta)
-    groups = [(size, value) for size, value in (stated["group_epsilon"] or {}).items() if value]
+    listed = (stated["group_epsilon"] or {}).items()
+    groups = [(size, value) for size, value in listed if value is not None]
     check({size for size, _ in groups} <= {"2", "5", "10"}, "format", "an unknown size of groups")
     claims = [("one record", stated["epsilon"], epsilon)]
     for size, claimed in groups:

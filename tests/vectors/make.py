@@ -244,6 +244,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("epsilon-infinite_group")["generator"]["privacy"]["group_epsilon"]["5"] = float("inf")
     case("format-no_rates")["generator"]["privacy"]["guarantee"]["tpr"] = {}
     case("curve-rho_without_mu", "poisson")["generator"]["privacy"]["guarantee"]["rho"] = 0.1
+    case("epsilon-group_of_zero")["generator"]["privacy"]["group_epsilon"]["5"] = 0.0
     case("epsilon-group")["generator"]["privacy"]["group_epsilon"]["5"] *= 0.98
     worse = case("epsilon-one_participant")["accounts"][1][0]["bounds"][0]["events"]
     worse[0][1] += 1
