@@ -56,9 +56,11 @@ class ReleaseFacts:
     def parse(cls, text: str) -> ReleaseFacts:
         """Return the facts of JSON data. Raises ValueError or TypeError for invalid data."""
         facts = cls(**json.loads(text))
-        counts = facts.samples, facts.rounds or 0, facts.revealed_samples or 0
-        if not all(type(count) is int and 0 <= count <= 10**12 for count in counts):
-            raise ValueError("a count is not an integer from 0 to 1e12")
+        optional = [count for count in (facts.rounds, facts.revealed_samples) if count is not None]
+        if not all(type(n) is int and 1 <= n <= 10**12 for n in (facts.samples + 1, *optional)):
+            raise ValueError("a count is not an integer in range")
+        if type(facts.samples) is not int:
+            raise ValueError("a count is not an integer in range")
         if type(facts.stop_probability) is not float or not 0 <= facts.stop_probability <= 1:
             raise ValueError("stop_probability is not in [0, 1]")
         return facts

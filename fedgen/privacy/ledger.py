@@ -101,6 +101,7 @@ class Ledger:
         self._seal = digest(self._head.encode())
         self.releases, self.rows = 0, 0
         self.last = ""  # digest of the query that was charged last
+        self.last_round = -1  # of all charges
         if not read_only:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -227,7 +228,7 @@ class Ledger:
     def _record(self, server_round: int, query: str, rows: int, event: DpEvent) -> None:
         if self._seeded:
             self._asked.setdefault(server_round, []).append(query)
-        self.last = query
+        self.last, self.last_round = query, max(self.last_round, server_round)
         self._spend.update(self._encode(event)[1])
         self.releases += 1
         self.rows += rows

@@ -105,7 +105,7 @@ def test_three_parties_follow_the_page(
         keys = json.dumps([*prints.values(), fingerprint(own.public_key())])
         check = f"signed_by={keys}"
         rows = here("coordinator", f"{verify.partition(' signed_by')[0]} {shlex.quote(check)}")
-        assert "2 of 2 participants" in rows and rows.count("assumed") == 2
+        assert "2 of 2 participants" in rows and rows.count("assumed") == 3
         assert all(key in rows for key in prints.values())
         for name in ("north", "south"):
             assert "ε so far 5.00" in here(name, f"{log} lines=100")

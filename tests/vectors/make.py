@@ -212,6 +212,10 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     made["zip-file_missing"] = "gaussian", lambda files: files.pop("account.json")
     made["zip-file_added"] = "gaussian", lambda files: files.update({"run.py": b""})
     made["zip-too_large"] = "gaussian", lambda files: files.update({"README.md": b" " * 2**23})
+    made["format-duplicate_key"] = (
+        "gaussian",
+        replaced_and_signed('"clients": 2', '"clients": 3, "clients": 2'),
+    )
     made["format-no_json"] = "gaussian", lambda files: files.update({MANIFEST: b"[" * 10**5})
 
     case("digest-other_generator")["generator"]["generator_sha256"] = "00" * 32
@@ -240,8 +244,16 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     for name in ("gaussian", "poisson", "replaced", "person", "revealed", "secure", "amplified"):
         case(f"epsilon-lowered_{name}", name)["generator"]["privacy"]["epsilon"] *= 0.98
     case("format-group_of_one")["generator"]["privacy"]["group_epsilon"] = {"1": 100.0}
+    below = case("format-negative_points", "replaced")["generator"]["privacy"]["guarantee"]
+    below |= {"profile": [[-30.0, 0.2], [0.0, 1.0]], "advantage": 0.0}
+    gaussian = {"mu": 0.0, "rho": 0.0, "profile": None, "advantage": 0.0}
+    case("curve-mu_of_samples", "poisson")["generator"]["privacy"]["guarantee"] |= gaussian
+    case("curve-mu_and_profile")["generator"]["privacy"]["guarantee"]["profile"] = [[0.0, 0.0]]
+    case("format-text_as_number")["generator"]["privacy"]["delta"] = "1e-05"
+    case("format-truth_as_number")["generator"]["privacy"]["guarantee"]["advantage"] = True
+    case("epsilon-tiny_delta")["generator"]["privacy"]["delta"] = 1e-320
     case("epsilon-delta")["generator"]["privacy"]["delta"] = 1000.0
-    case("epsilon-infinite_group")["generator"]["privacy"]["group_epsilon"]["5"] = float("inf")
+    case("format-infinite_group")["generator"]["privacy"]["group_epsilon"]["5"] = float("inf")
     case("format-no_rates")["generator"]["privacy"]["guarantee"]["tpr"] = {}
     case("curve-rho_without_mu", "poisson")["generator"]["privacy"]["guarantee"]["rho"] = 0.1
     case("epsilon-group_of_zero")["generator"]["privacy"]["group_epsilon"]["5"] = 0.0

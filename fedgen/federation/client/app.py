@@ -126,10 +126,8 @@ def _sign(ctx: ClientContext, message: Message) -> RecordDict:
     if account is None or signer is None:
         raise ValueError("this client signs no account")
     facts = ReleaseFacts.parse(messages.read_text(message))
-    last_round = ctx.store.last_round(ctx.index, messages.ASK)
-    statement = account.statement(
-        [ctx.index], ctx.ledger.account(), -1 if last_round is None else last_round, facts
-    )
+    # the round of the ledger: a restored state would be behind
+    statement = account.statement([ctx.index], ctx.ledger.account(), ctx.ledger.last_round, facts)
     write_atomic(ctx.store.folder(ctx.index) / _SIGNED, b"")  # no release may follow
     return messages.pack_text(json.dumps(sign(statement, signer)))
 
