@@ -50,19 +50,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each worker of xdist a share of the slow tests first, so that no worker waits for
-    another's last test, and then neighbouring ones, which share fixtures. ``--dist worksteal``
-    gives each worker an equal part of the list."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    fast = [item for item in items if not item.get_closest_marker("slow")]
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        part = slow[worker::workers]
-        size = max(0, (len(items) - len(ordered)) // (workers - worker) - len(part))
-        ordered += [*part, *fast[:size]]
-        del fast[:size]
-    items[:] = [*ordered, *fast]
+    """Run slow tests first, so that no worker waits for another's last test."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from pathlib import Path
 from fedgen import cli
 
 _server = multiprocessing.get_context("forkserver")
-_IMPORTED = ["fedgen.run.train", "fedgen.deployment.flower_node", "matplotlib.figure", "sklearn"]
-_server.set_forkserver_preload([*_IMPORTED, "torchvision.transforms.functional"])
+_server.set_forkserver_preload(["fedgen.run.train", "matplotlib.figure", "sklearn"])
 
 
 class Command:

@@ -78,8 +78,10 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=pytest.mark.slow if "runtime=ray" in r else ()) for r in RECIPES],
+)
 def test_a_recipe_at_two_rounds(
     recipe: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,6 @@ def test_the_control_of_the_mixture(train: Train, tmp_path: Path, data_root: Pat
     assert "both: " in result
 
 
-@pytest.mark.slow
 def test_the_figures_of_all_pages_are_those_of_the_records(tmp_path: Path) -> None:
     """Regenerated from ``docs/results``, the page of measured runs and the figures in prose are the
     present ones; a wrong figure is replaced."""

@@ -84,7 +84,6 @@ def parts(place: Path, package: str, text: str) -> list[str]:
     return ["method=dp_merf_small", *words, "runtime=in_process", "evaluation.samples=200"]
 
 
-@pytest.mark.slow
 def test_own_data_partitions_and_classifiers(own: Path) -> None:
     words = parts(own, "blur", PARTS)
     nearest = "+evaluation.classifiers.nearest={type:blur.parts.nearest}"

@@ -163,7 +163,6 @@ def test_invalid_settings_are_refused(
     assert not (tmp_path / "o.zip").exists() and not (tmp_path / "released").exists()
 
 
-@pytest.mark.slow
 def test_an_interrupted_release_prints_how_to_pack_it(train: Train, tmp_path: Path) -> None:
     run, out = train("method=dp_merf_small", "rounds=3"), tmp_path / "o.zip"
     words = [f"run={run}", f"out={out}", f"run_dir={tmp_path / 'released'}", "registry=false"]

@@ -96,7 +96,6 @@ def test_a_sweep_resumes_and_compares_its_runs(
     assert f"run_dir: {place}/0 has a different seed" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_an_interrupted_sweep_prints_how_to_resume(tmp_path: Path) -> None:
     place = tmp_path / "sweep"
     command = ["train", "-m", *tiny("dp_merf_small"), "method=dp_merf_small", "seed=0,1", "jobs=1"]

@@ -139,7 +139,6 @@ WITH_NOISE_OF_THEIR_OWN = ["gs_wgan_small", "dpgan_small", "fedavg_gan", "mixtur
 """A method of each kind of mechanism: of rows, of steps, of clients, of sums."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
 def test_attacks_come_close_to_the_proof_and_not_above(method: str) -> None:
     for kind in questions(method):
@@ -149,14 +148,12 @@ def test_attacks_come_close_to_the_proof_and_not_above(method: str) -> None:
         assert max(point.lower_bound / (point.proven or 0) for point in points) >= 0.3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", WITH_NOISE_OF_THEIR_OWN)
 def test_half_of_the_noise_is_detected(method: str) -> None:
     for kind in questions(method):
         assert any(point.broken for point in attacked(method, [], 1.0, 0.5, 400, kind=kind))
 
 
-@pytest.mark.slow
 def test_bytes_of_responses_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a value that rounds to zero keeps its sign, the attack on bytes detects it."""
     ready = prepared("dp_hp_small", [])
@@ -177,7 +174,6 @@ SUMS = ["partition=iid", "partition.clients=6", "method.routing=per_step", "meth
 SUM, DRAWN_SUM = 1, 2  # of what there is to attack
 
 
-@pytest.mark.slow
 def test_sums_of_clients_are_attacked() -> None:
     """The release depends on the sum of three clients of six: the attack comes close to the proof,
     with and without secret sampling, and detects noise that is counted more than once."""
@@ -191,7 +187,6 @@ def test_sums_of_clients_are_attacked() -> None:
         assert any(point.broken for point in less)
 
 
-@pytest.mark.slow
 @kills(
     "fedgen/privacy/routing.py",
     "math.sqrt(self.responses_per_sample) * noise_multiplier, hidden",
@@ -229,7 +224,6 @@ def test_secure_sums_without_the_colluders_shares_are_attacked(method: str) -> N
         assert any(point.broken for point in attacked(method, words, 1.0, 0.5, 400, kind=kind))
 
 
-@pytest.mark.slow
 def test_an_audit_of_several_clients_compares_with_the_published_epsilon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,6 @@ class TestEveryMethod:
         assert math.isfinite(results["rounds_per_second"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_a_run_stops_before_it_would_overspend(
     train: Train, method: str, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,6 @@ def bits(run: Path) -> str:
     return hashlib.sha256((run / "public" / "generator.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "how"),
     [("dp_merf_small", SECURE), ("dpgan_small", SECURE), ("gs_wgan_small", SECURE[2:])],
@@ -65,7 +64,6 @@ def test_a_rehearsal_is_bit_identical_to_the_simulation(
         assert any(each["kind"] == messages.AGREE for each in left) == (how is SECURE)
 
 
-@pytest.mark.slow
 def test_the_printed_epsilon_is_what_clients_were_charged(
     sites: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +83,6 @@ def test_the_printed_epsilon_is_what_clients_were_charged(
     assert "sent a noised response" in output and "ε so far 5.00" in output
 
 
-@pytest.mark.slow
 def test_runs_beyond_a_policy_are_refused(
     sites: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +157,6 @@ def test_a_node_with_an_unaccepted_key_waits(sites: Deployment, tmp_path: Path) 
     waits(sites, tmp_path / "new.key", tmp_path / "home")
 
 
-@pytest.mark.slow
 def test_a_key_admits_one_node(sites: Deployment, tmp_path: Path) -> None:
     """While the first is connected, a node with a copy of its key waits."""
     waits(sites, sites.key(0), tmp_path / "home")
@@ -197,7 +193,6 @@ def test_two_nodes_do_not_share_a_folder(sites: Deployment) -> None:
     assert "another node is using" in node.errors
 
 
-@pytest.mark.slow
 def test_messages_beyond_the_links_limit_are_refused_before_a_charge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

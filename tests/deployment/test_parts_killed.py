@@ -84,7 +84,6 @@ def killed_and_ended(sites: Deployment, run: Path, victims: Sequence[str], seed:
         assert spent >= answers(sites, node, name) > 0
 
 
-@pytest.mark.slow
 def test_a_run_survives_the_death_of_its_parts(
     sites: Deployment, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -260,7 +260,6 @@ def test_a_request_that_is_refused_uses_no_budget(tmp_path: Path, seed: int) -> 
 LEAVES = st.none() | st.integers() | st.text()
 
 
-@pytest.mark.slow
 @given(st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_invalid_requests_are_detected(result: Any) -> None:
     with pytest.raises(ValueError, match="not a request"):

@@ -142,7 +142,6 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
             yield here, proxy
 
 
-@pytest.mark.slow
 def test_the_log_lists_what_left(sites: tuple[Deployment, Proxy], tmp_path: Path) -> None:
     """A sequence of masked sums, and a run that the policy refuses."""
     here, proxy = sites

@@ -37,7 +37,6 @@ TWO_ACTORS = ["runtime=ray", "runtime.num_cpus=0.5", "runtime.actors=2"]
 DELTAS = ["method=fedavg_gan", "rounds=4", "log_every=1"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [FEDERATED, CENTRAL, STEPS, DELTAS],

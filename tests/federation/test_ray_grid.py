@@ -90,7 +90,6 @@ def test_a_failure_is_a_code_and_others_respond(grid: RayGrid) -> None:
     }
 
 
-@pytest.mark.slow
 def test_a_message_that_always_kills_is_given_up_and_others_respond(grid: RayGrid) -> None:
     result = play(grid, {0: "work", 2: "die", 4: "work", 1: "work"})
     assert result == {0: 0, 2: f"error {DIED}", 4: 4, 1: 1}

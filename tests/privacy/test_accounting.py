@@ -308,7 +308,6 @@ def test_monotone_in_steps_noise_and_rate(count: int, population: int, sigma: fl
     assert epsilon(draws(2 * population, sigma, count), 1e-5, REPLACE).or_infinity <= here + slack
 
 
-@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(1, 3000), st.floats(1e-3, 0.3), st.floats(0.6, 4), st.sampled_from(Relation))
 def test_poisson_samples_are_monotone_too(

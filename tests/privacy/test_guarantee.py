@@ -270,7 +270,6 @@ def losses(spend: Spend, pessimistic: bool) -> pld.PrivacyLossDistribution:
     return composed
 
 
-@pytest.mark.slow
 @kills(
     "fedgen/privacy/guarantee.py",
     "second = 1 - np.exp(-self.points)",
@@ -329,7 +328,6 @@ def test_a_foreign_profile_is_checked(data: dict[str, object]) -> None:
         from_json(data)
 
 
-@pytest.mark.slow
 @kills("fedgen/privacy/guarantee.py", "ndtri(powers[1:]) - ndtri", "ndtri(powers[:-1]) - ndtri")
 @settings(deadline=None, max_examples=25)
 @given(spend=compositions(), rate=st.floats(0.001, 0.5))

@@ -96,7 +96,6 @@ def test_the_event_is_canonical_and_survives_json(size: int, rate: float, sigma:
     assert from_json(json.loads(json.dumps(to_json(event)))) == event
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sigma"), [(10, 0.25), (12, 0.3), (50, 1.5)])
 def test_losses_beyond_floating_point_have_a_bound(size: int, sigma: float) -> None:
     whole = epsilon(canonical(GaussianDpEvent(sigma / size)), 1e-5, RELATION).or_infinity

@@ -112,7 +112,6 @@ def test_the_publishable_report_needs_only_public(train: Train, tmp_path: Path) 
     assert page(str(alone), tmp_path / "again.html", "audience=public") == html
 
 
-@pytest.mark.slow
 def test_several_runs_are_compared(train: Train, tmp_path: Path) -> None:
     runs = [
         train("evaluation=quick", "evaluation.samples=40", f"seed={s}", name=f"s{s}")

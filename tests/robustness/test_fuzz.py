@@ -284,7 +284,6 @@ def lie(rng: random.Random, reply: RecordDict) -> None:
         reply[name] = ConfigRecord({**dict(record), key: value})
 
 
-@pytest.mark.slow
 def test_messages(fuzz: int, tmp_path: Path, capsys: Captured) -> None:
     """Of one client: the ε of others stays the same, and its own never falls."""
     kinds = [messages.ASK, messages.ASK, messages.TRAIN, messages.ACCOUNT, messages.KEEP]
