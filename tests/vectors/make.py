@@ -244,8 +244,10 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     for name in ("gaussian", "poisson", "replaced", "person", "revealed", "secure", "amplified"):
         case(f"epsilon-lowered_{name}", name)["generator"]["privacy"]["epsilon"] *= 0.98
     case("format-group_of_one")["generator"]["privacy"]["group_epsilon"] = {"1": 100.0}
-    below = case("format-negative_points", "replaced")["generator"]["privacy"]["guarantee"]
-    below |= {"profile": [[-30.0, 0.2], [0.0, 1.0]], "advantage": 0.0}
+    below = case("format-negative_points", "revealed")["generator"]["privacy"]["guarantee"]
+    below |= {"profile": [[-30.0, 0.996], [0.0, 1.0]], "advantage": 0.993}
+    for figure in ("tpr", "posterior"):
+        below[figure] = dict.fromkeys(below[figure], 1.0)
     gaussian = {"mu": 0.0, "rho": 0.0, "profile": None, "advantage": 0.0}
     case("curve-mu_of_samples", "poisson")["generator"]["privacy"]["guarantee"] |= gaussian
     case("curve-mu_and_profile")["generator"]["privacy"]["guarantee"]["profile"] = [[0.0, 0.0]]
