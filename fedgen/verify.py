@@ -77,6 +77,11 @@ def check(holds: object, code: str, problem: str) -> None:
         raise VerificationError(code, problem)
 
 
+def up(value: float) -> str:
+    """Format a number with four digits after the point, rounded up."""
+    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"
+
+
 def read_json(text: bytes | str) -> Any:
     """Return JSON data without duplicate keys, NaN or infinity."""
 
@@ -494,15 +499,15 @@ def _verify(
         said = f"{missing:,} of the {clients:,} clients" in texts["PRIVACY.md"].decode()
         check(said, "statement", "PRIVACY.md does not say how many clients have no bound")
     scope = f"per {stated['unit']}, neighbours: {stated['relation'].replace('_', ' ')}"
-    rows = [("proven", f"ε = {claimed:.4f} at δ = {delta:g} {scope}; recomputed: {epsilon:.4f}")]
+    rows = [("proven", f"ε = {up(claimed)} at δ = {delta:g} {scope}; recomputed: {up(epsilon)}")]
     curve = stated["guarantee"]
-    tpr = ", ".join(f"{100 * p:.4g} % at {100 * float(f):g} %" for f, p in curve["tpr"].items())
-    beliefs = ", ".join(f"{p} to {value:.4f}" for p, value in curve["posterior"].items())
-    text = f"true positive rates {tpr} false positives; advantage {curve['advantage']:.4f}"
+    tpr = ", ".join(f"{up(100 * p)} % at {100 * float(f):g} %" for f, p in curve["tpr"].items())
+    beliefs = ", ".join(f"{p} to {up(value)}" for p, value in curve["posterior"].items())
+    text = f"true positive rates {tpr} false positives; advantage {up(curve['advantage'])}"
     rows += [("proven", f"trade-off curve: at most {text}; posteriors from {beliefs}")]
     groups = {size: value for size, value in (stated["group_epsilon"] or {}).items() if value}
     if groups:
-        listed = ", ".join(f"{size}: {value:.4f}" for size, value in groups.items())
+        listed = ", ".join(f"{size}: {up(value)}" for size, value in groups.items())
         rows += [("proven", f"ε by number of records of one person: {listed}")]
     text = f"{covered:,} of {clients:,} participants signed that they released at most this"
     rows += [("asserted", f"{text}; {', '.join(sorted(signers))}")]
