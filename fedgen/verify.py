@@ -59,6 +59,12 @@ ALWAYS_ASSUMED = (
     "coordinator: the generator was computed from the releases of this run only",
     "publisher: all other text, of which one sentence with (ε, δ) was compared; see above instead",
 )
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError,
+             RecursionError, ZeroDivisionError, MemoryError)  # fmt: skip
+"""Errors of JSON data, read without a check of each type; before ``UNREADABLE``, which includes
+their base classes."""
+UNREADABLE = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
+"""Errors of an archive."""
 KINDS = ("gaussian", "draw", "poisson", "poisson_group", "revealed_draw")
 Profile = Callable[[float], float]  # ε -> upper bound on δ
 
@@ -123,8 +129,9 @@ def read_event(data: Mapping[str, Any]) -> Event | None:
     key = {"revealed_draw": "probability", "draw": "take"}.get(kind, "rate")
     rate = 1.0 if kind == "gaussian" else number(data[key])
     rate /= number(data["of"]) if kind == "draw" else 1
-    event = Event(kind, number(gate["noise_multiplier"]), rate, int(number(data.get("size", 1))))
     check(kind in KINDS, "format", "an unknown privacy event")
+    size = int(number(data["size"])) if kind == "poisson_group" else 1
+    event = Event(kind, number(gate["noise_multiplier"]), rate, size)
     in_range = 1e-6 < event.sigma < 1e12 and 0 < rate <= 1 and 0 < event.size <= 1000
     check(in_range and gate["event"] == "gaussian", "format", "an invalid privacy event")
     return event
@@ -139,7 +146,8 @@ def gaussian_delta(mu: Any, eps: Any) -> Any:
 @lru_cache(maxsize=64)
 def profile_of(spend: Spend, relation: str, delta: float) -> Profile:
     """Return an upper bound on δ(ε) of composed events: the minimum of the bounds without
-    amplification, with sampling revealed to the adversary, and from privacy loss distributions."""
+    amplification, with sampling revealed to the adversary, from privacy loss distributions, and
+    from Renyi divergences."""
     mu = math.sqrt(sum(count * (event.size / event.sigma) ** 2 for event, count in spend))
     bounds: list[Profile] = [lambda eps: float(gaussian_delta(mu, eps)) if mu else 0.0]
     kinds = {event.kind for event, _ in spend}
@@ -204,11 +212,9 @@ def log_moment(event: Event, order: int) -> float:
 
 def loss_profile(spend: Spend, relation: str, delta: float) -> Profile:
     """Return the bound of composed privacy loss distributions (Doroshenko et al. 2022)."""
-    releases, mus = (
-        sum(count for _, count in spend),
-        [event.size / event.sigma for event, _ in spend],
-    )
-    max_loss = max(mus) ** 2 / 2 + 9 * max(mus)
+    releases = sum(count for _, count in spend)
+    mu = max(event.size / event.sigma for event, _ in spend)
+    max_loss = mu**2 / 2 + 9 * mu
     std_bound = math.sqrt(sum(n * (e.rate * e.size / e.sigma) ** 2 for e, n in spend))
     scale = max(1.0, std_bound)  # ε may be off by a thousandth of it
     step = max(
@@ -437,7 +443,7 @@ def read_signed(entry: Mapping[str, str], kind: str, keys: Sequence[str]) -> tup
 
 
 def verify(path: str, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return what a package proves, what is asserted, and what is assumed, as (kind, text).
+    """Return the claims of a package as (kind, text): proven, asserted, assumed, not covered.
 
     Args:
         keys: fingerprints of the accepted keys; empty: any key.
@@ -447,11 +453,9 @@ def verify(path: str, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
     """
     try:
         return _verify(*read_package(path), keys)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError,
-            RecursionError, ZeroDivisionError, MemoryError) as error:  # fmt: skip
+    except MALFORMED as error:
         raise VerificationError("format", f"{type(error).__name__}: {error}"[:200]) from error
-    except (OSError, RuntimeError, NotImplementedError, EOFError, zipfile.BadZipFile,
-            zlib.error) as error:  # fmt: skip
+    except UNREADABLE as error:
         raise VerificationError("zip", f"the archive cannot be read ({error})") from error
 
 
@@ -603,7 +607,7 @@ def escape_control_codes(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what a package proves; return the exit status."""
+    """Print the claims of a package; return the exit status."""
     if not arguments or arguments[0].startswith("-"):
         print("usage: python verify.py PACKAGE.zip [SHA256:KEY ...]", file=sys.stderr)
         return 2

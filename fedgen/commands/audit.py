@@ -166,12 +166,13 @@ def estimate_seconds(ready: Setup, releases: int) -> float:
     return seconds
 
 
-def audit_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
+def audit_release(ready: Setup, run: Path, mode: bool | str) -> dict[str, Any] | None:
     """Attack the client program of a run before its release. All bounds hold jointly with 99 %
     confidence, so that at most 1 % of correct releases are refused.
 
     Args:
-        mode: True, False, or "auto": attack if it is estimated to take at most a minute.
+        run: its directory.
+        mode: True, or "auto": attack if it is estimated to take at most a minute.
 
     Returns:
         The content of ``audit.json``; None if it was skipped.
@@ -179,8 +180,6 @@ def audit_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
     Raises:
         FedgenError: if an attack refutes the proven ε.
     """
-    if mode is False or ready.privacy.noise_multiplier is None:
-        return None
     seconds = estimate_seconds(ready, _RELEASE_TRIALS)
     if mode == "auto" and seconds > _RELEASE_SECONDS:
         minutes = math.ceil(seconds / 60)
@@ -197,7 +196,10 @@ def audit_release(ready: Setup, mode: bool | str) -> dict[str, Any] | None:
     program = attack_program(ready, settings)
     if any(point.broken for point in program.points):
         print("\n".join(program.lines))
-        remedy = "do not publish; repeat the release, and report a second refutation (SECURITY.md)"
+        remedy = (
+            f"do not publish; fedgen release run={run} attacks again, at no ε: report a second "
+            "refutation as SECURITY.md says"
+        )
         raise FedgenError("audit", "an attack refutes the proven ε", remedy)
     return {
         "schema": 1,

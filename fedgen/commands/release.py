@@ -33,6 +33,7 @@ from fedgen.run.train import train
 from fedgen.storage.io import (
     check_no_links,
     fedgen_home,
+    parse_json,
     read_json,
     read_yaml,
     share,
@@ -81,11 +82,36 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         except Interrupted as error:
             message = f"{error}, then pack it: fedgen release run=... out={out}"
             raise Interrupted(message) from error
-    _, trained, _ = open_run(run, "run")
-    RunDir(run).check_digests("run")  # before the audit, which takes longer
-    audited = audit_release(setup.setup(trained), config.audit)
-    _pack(RunDir(run), out, audited, about)
+    _check_account(RunDir(run))
+    try:
+        _pack(RunDir(run), out, _audit(run, config.audit), about)
+    except KeyboardInterrupt:
+        message = f"interrupted before it was packed; pack it: fedgen release run={run} out={out}"
+        raise Interrupted(message) from None
     return run, out
+
+
+def _check_account(run: RunDir) -> None:
+    """Raise FedgenError if the published files of a run changed, or lack signed accounts, which
+    0.1.0 did not write."""
+    run.check_digests("run")
+    if not (run.public / "account.json").exists():
+        remedy = f"fedgen train resume={run.path} signs them"
+        raise FedgenError("run", f"{run.path} has no signed accounts", remedy)
+
+
+def _audit(run: Path, mode: bool | str) -> dict[str, Any] | None:
+    """Return the content of ``audit.json``; None if the audit is skipped."""
+    if mode is False:
+        return None
+    try:
+        ready = setup.setup(open_run(run, "run")[1])
+    except FedgenError as error:
+        if mode == "auto":  # e.g. the data set was moved since
+            print(f"audit skipped: {error}")
+            return None
+        raise
+    return audit_release(ready, run, mode)
 
 
 def _about(config: DictConfig) -> dict[str, Any] | None:
@@ -193,9 +219,13 @@ def _registry_entry(run: RunDir, about: dict[str, Any]) -> str:
     """Return the entry of a run for the registry. Its events are those that its participants
     signed for readers of the release."""
     account = read_json(run.public / "account.json")
-    texts = [json.loads(signed_text["text"]) for signed_text in account["accounts"]]
-    spends = [spend_from_json(text["bounds"][-1]["events"]) for text in texts]
-    events = describe(reduce(elementwise_max, spends))
+    try:  # of participants, who may have signed anything
+        texts = [parse_json(signed_text["text"]) for signed_text in account["accounts"]]
+        spends = [spend_from_json(text["bounds"][-1]["events"]) for text in texts]
+        events = describe(reduce(elementwise_max, spends))
+    except verify.MALFORMED as error:
+        problem = f"{run.path} has no account with a bound, or an invalid one"
+        raise FedgenError("run", problem, "see fedgen verify, after registry=false") from error
     generator = read_description(run.public, "run")
     return registry_entry.entry(about, run.privacy(), generator, account["run"], events)
 

@@ -11,7 +11,7 @@ from fedgen.errors import FedgenError
 
 
 def verify(config: DictConfig) -> str:
-    """Return what a package proves, line by line.
+    """Return the claims of a package, line by line.
 
     Raises:
         FedgenError: if it fails verification.
@@ -34,5 +34,5 @@ def check_packed(package: Path, run: Path) -> None:
         standalone.verify(str(package))
     except standalone.VerificationError as error:
         problem = f"its package fails verification ({error})"
-        remedy = f"connect all nodes, then run fedgen train resume={run} to sign accounts again"
+        remedy = f"run fedgen train resume={run} to sign accounts again, with all nodes connected"
         raise FedgenError("run", problem, remedy) from error

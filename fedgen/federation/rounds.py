@@ -17,21 +17,19 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgen import verify
 from fedgen.errors import FedgenError
 from fedgen.federation import messages
 from fedgen.federation.failures import Failure, FailureCauses, failure_kind, too_few
 from fedgen.federation.messages import Response
 from fedgen.federation.runtimes.local_nodes import message_timeout
 from fedgen.federation.secagg.server import MaskedSum, clients_in, present
-from fedgen.federation.signed_accounts import ReleaseFacts
+from fedgen.federation.signed_accounts import ReleaseFacts, read_account
 from fedgen.methods.api import Method, Query, Tensors
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import Budget
 from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account
 from fedgen.randomness import RandomStreams
-from fedgen.storage.io import parse_json
 
 T = TypeVar("T")
 
@@ -255,15 +253,7 @@ class Rounds:
         self._signing = True
 
         def read(client: int, reply: Message) -> dict[str, str]:
-            entry = parse_json(messages.read_text(reply))
-            try:
-                statement, _ = verify.read_signed(entry, verify.ACCOUNT, ())
-                of_this_run = statement["run"] == self._run
-            except (verify.VerificationError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError("invalid signed account") from error
-            if not of_this_run or statement["clients"] != [[client, client]]:
-                raise ValueError("an account of another run or client")
-            return {name: str(entry[name]) for name in ("text", "key", "signature")}
+            return read_account(messages.read_text(reply), self._run, client)
 
         accounts = self._exchange(sent, "to the sign message", read, required=0.0)
         self._signing = False

@@ -22,11 +22,13 @@ from typing import Any
 
 from dp_accounting import NonPrivateDpEvent
 
+from fedgen import verify
 from fedgen.federation.secagg.signing import Signer
 from fedgen.methods.plan import Plan
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account, spend_to_json, with_reported
+from fedgen.storage.io import parse_json
 from fedgen.verify import ACCOUNT, ACCOUNTS
 from fedgen.version import VERSION
 
@@ -40,7 +42,7 @@ class ReleaseFacts:
     samples: query samples that no participant has exceeded; public.
     rounds: rounds in the release; None: the release depends on all messages of a participant.
     revealed_samples: query samples if sampled cohorts count as revealed; None: they are secret.
-    stop_probability: probability that the run ends early because of what was sampled.
+    stop_probability: probability that the run ends early because of its samples.
     """
 
     samples: int
@@ -55,11 +57,10 @@ class ReleaseFacts:
     @classmethod
     def parse(cls, text: str) -> ReleaseFacts:
         """Return the facts of JSON data. Raises ValueError or TypeError for invalid data."""
-        facts = cls(**json.loads(text))
-        optional = [count for count in (facts.rounds, facts.revealed_samples) if count is not None]
-        if not all(type(n) is int and 1 <= n <= 10**12 for n in (facts.samples + 1, *optional)):
-            raise ValueError("a count is not an integer in range")
-        if type(facts.samples) is not int:
+        facts = cls(**parse_json(text))
+        counts = [(facts.samples, 0)]
+        counts += [(n, 1) for n in (facts.rounds, facts.revealed_samples) if n is not None]
+        if not all(type(n) is int and least <= n <= 10**12 for n, least in counts):
             raise ValueError("a count is not an integer in range")
         if type(facts.stop_probability) is not float or not 0 <= facts.stop_probability <= 1:
             raise ValueError("stop_probability is not in [0, 1]")
@@ -189,6 +190,24 @@ def sign(text: str, signer: Signer) -> dict[str, str]:
         "text": text,
         **{name: base64.b64encode(part).decode() for name, part in encoded.items()},
     }
+
+
+def read_account(text: str, run: str, client: int) -> dict[str, str]:
+    """Return the signed account (``sign``) that a client of a run sent.
+
+    Raises:
+        ValueError: unless it is a signed account of this run and client; its bounds are checked by
+            ``verify`` alone.
+    """
+    try:
+        entry = parse_json(text)
+        statement, _ = verify.read_signed(entry, ACCOUNT, ())
+        facts = statement["run"], statement["clients"], type(statement["settings"])
+    except (verify.VerificationError, *verify.MALFORMED) as error:
+        raise ValueError("invalid signed account") from error
+    if facts != (run, [[client, client]], str):
+        raise ValueError("an account of another run or client")
+    return {name: str(entry[name]) for name in ("text", "key", "signature")}
 
 
 def account_file(

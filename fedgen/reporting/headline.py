@@ -16,7 +16,7 @@ from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, MIN_TPR, PRIORS, Guar
 from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
-from fedgen.verify import ACCOUNT, VerificationError, read_signed
+from fedgen.verify import ACCOUNT, MALFORMED, VerificationError, read_signed
 
 ABOUT = {
     "controller": "who determines the purposes and means of processing",
@@ -143,7 +143,7 @@ def vouching(public: Path) -> str:
         signed = [read_signed(entry, ACCOUNT, ()) for entry in content["accounts"]]
         ranges = [pair for text, _ in signed for pair in text["clients"]]
         covered, clients = sum(last - first + 1 for first, last in ranges), int(content["clients"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, VerificationError) as error:
+    except (OSError, VerificationError, *MALFORMED) as error:
         raise FedgenError("runs", f"{file} is not valid", "restore it") from error
     keys = sorted({key for _, key in signed})
     names = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")

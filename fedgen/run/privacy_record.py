@@ -279,10 +279,10 @@ class Accounts:
             return ReleaseFacts(max_samples)
         rounds = budget.rounds if stopped else state.rounds
         most = plan.queries_in(rounds) * plan.samples_per_round
-        limit = (
-            min(most, budget.samples_per_client) if plan.is_trusted else budget.samples_per_client
-        )
-        limit = limit if self.method.cohort.is_sampled else max_samples
+        limit = max_samples
+        if self.method.cohort.is_sampled:  # the largest number would reveal a cohort
+            unlimited = plan.is_trusted
+            limit = min(most, budget.samples_per_client) if unlimited else budget.samples_per_client
         revealed = min(budget.samples_per_client, most), min(max_samples, most)
         for samples in (None, *revealed):
             facts = ReleaseFacts(limit, rounds, samples, release.stop_probability)

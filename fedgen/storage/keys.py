@@ -56,11 +56,14 @@ def _create(path: Path) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX)
         if path.exists():  # another process created it
             return
+        public = path.with_name(path.name + ".pub")
+        if public.exists():
+            problem = f"{public} exists, but not its private key {path}"
+            raise FedgenError("key", problem, "restore the key, or give a new path")
         new_key = generate_private_key(SECP384R1())
-        public = public_text(new_key.public_key())
-        write_atomic(path.with_name(path.name + ".pub"), public, shared=True)
         text = new_key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         write_atomic(path, text)
+        write_atomic(public, public_text(new_key.public_key()), shared=True)
     finally:
         os.close(folder)
 

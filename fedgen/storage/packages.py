@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from fedgen.errors import FedgenError
-from fedgen.verify import FILES, LIMITS, MANIFEST, OPTIONAL
+from fedgen.verify import FILES, LIMITS, MANIFEST, OPTIONAL, UNREADABLE
 
 _KNOWN = {*FILES, *OPTIONAL, MANIFEST}
 _LARGEST = 2**22  # bytes of a file without a limit of its own
@@ -36,10 +35,7 @@ def unpacked(path: Path, key: str) -> Iterator[Path]:
         folder = Path(scratch)
         try:
             _unpack(path, folder)
-        except (
-            *(OSError, ValueError, RuntimeError, NotImplementedError, EOFError),
-            *(zipfile.BadZipFile, zlib.error),
-        ) as error:
+        except (ValueError, *UNREADABLE) as error:
             problem = f"{path} is not a package of fedgen release ({str(error)[:100]})"
             raise FedgenError(key, problem, "give the ZIP file, or its unpacked folder") from error
         yield folder

@@ -186,6 +186,50 @@ def test_an_interrupted_release_prints_how_to_pack_it(train: Train, tmp_path: Pa
 
 
 @kills("fedgen/storage/packages.py", "if name not in _KNOWN or", "if")
+def test_a_finished_run_is_packed_without_its_data(
+    train: Train, tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The audit alone needs them; accounts are signed again by resuming."""
+    words = ["data=mnist", f"data.root={data_root}", "privacy.noise=secure"]
+    run = train("method=dp_merf_small", "rounds=2", *words)
+    (data_root / "mnist.npz").rename(data_root / "elsewhere.npz")
+    release = ["release", f"run={run}", "registry=false"]
+    assert cli.run([*release, f"out={tmp_path / 'a.zip'}", "audit=true"]) == 2
+    assert cli.run([*release, f"out={tmp_path / 'b.zip'}"]) == 0
+    assert "audit skipped: " in capsys.readouterr().out
+
+
+def test_an_interrupted_audit_prints_how_to_pack(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run, out = train("method=dp_merf_small", "rounds=2", "privacy.noise=secure"), tmp_path / "a.zip"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit, "attack_program", interrupt)
+    assert cli.run(["release", f"run={run}", f"out={out}", "registry=false"]) == 130
+    assert f"pack it: fedgen release run={run} out={out}" in capsys.readouterr().err
+    assert not out.exists() and not list(tmp_path.glob(".fedgen-*"))
+
+
+def test_a_run_without_signed_accounts_is_not_packed(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of 0.1.0; resuming one at its end signs them."""
+    run = train("method=dp_merf_small", "rounds=2", "privacy.noise=secure")
+    results = json.loads((run / "results.json").read_text())
+    del results["sha256"]["public/account.json"]
+    (run / "results.json").write_text(json.dumps(results))
+    (run / "public" / "account.json").unlink()
+    words = ["release", f"run={run}", f"out={tmp_path / 'a.zip'}", "registry=false", "audit=false"]
+    assert cli.run(words) == 2
+    assert f"fedgen train resume={run} signs them" in capsys.readouterr().err
+    assert cli.run(["train", f"resume={run}"]) == 0
+    assert cli.run(words) == 0
+
+
 def test_a_package_is_read_like_its_folder(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from fedgen.federation.client.context import ClientContext, RunTerms
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.runtimes.in_process import InProcessGrid
 from fedgen.federation.secagg.signing import Signer
-from fedgen.federation.signed_accounts import AccountTerms, ReleaseFacts
+from fedgen.federation.signed_accounts import AccountTerms, ReleaseFacts, read_account, sign
 from fedgen.methods.plan import Plan
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Account, Ledger, spend_from_json
@@ -28,7 +28,7 @@ SIGNER = Signer(generate_private_key(SECP384R1()), None)
 
 
 def plan() -> Plan:
-    """Return a plan of four clients, whose release depends on sampled cohorts."""
+    """Return a plan of four clients with sampled cohorts."""
     return make(noise=1.0, clients=4, routing="per_sample").plan
 
 
@@ -106,6 +106,33 @@ def test_charges_without_a_bound_are_not_signed() -> None:
 def test_invalid_facts_are_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         ReleaseFacts.parse(text)
+
+
+def signed(text: str) -> str:
+    return json.dumps(sign(text, SIGNER))
+
+
+VALID = {"format": verify.ACCOUNT, "run": "run", "settings": "00", "clients": [[1, 1]]}
+
+
+@kills("fedgen/federation/signed_accounts.py", "if facts != (run, [[client, client]], str):",
+       "if False:")  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"text": 1, "key": "", "signature": ""}',
+        signed("[" * 10**5), signed("[]"), signed("{}"),
+        *(signed(json.dumps({**VALID, **change})) for change in (
+            {"format": verify.RELEASE}, {"run": "other"}, {"clients": [[0, 1]]},
+            {"clients": [[2, 2]]}, {"settings": None}, {"settings": ["00"]},
+        )),
+    ],
+)  # fmt: skip
+def test_a_coordinator_refuses_what_is_no_account(text: str) -> None:
+    """Also a text that its sender signed correctly."""
+    with pytest.raises(ValueError, match="account"):
+        read_account(text, "run", 1)
+    assert read_account(signed(json.dumps(VALID)), "run", 1)["key"]
 
 
 @kills(

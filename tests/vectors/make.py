@@ -61,7 +61,7 @@ def bundle(
     aggregation: dict[str, Any] | None = None,
     stop: float = 0.0,
 ) -> Bundle:
-    """Return a release whose figures are those of ``spend``.
+    """Return a release with the figures of ``spend``.
 
     Args:
         bounds: what each participant signs; empty: ``spend``.
@@ -133,7 +133,7 @@ def write(content: Bundle, path: Path) -> None:
 
 
 def write_altered(source: Path, path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
-    """Write a copy of a release whose files were changed after they were signed."""
+    """Write a copy of a release with files that were changed after they were signed."""
     with zipfile.ZipFile(source) as archive:
         files = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     change(files)
