@@ -185,7 +185,6 @@ def test_an_interrupted_release_prints_how_to_pack_it(train: Train, tmp_path: Pa
     assert out.exists()
 
 
-@kills("fedgen/storage/packages.py", "if name not in _KNOWN or", "if")
 def test_a_finished_run_is_packed_without_its_data(
     train: Train, tmp_path: Path, data_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +229,7 @@ def test_a_run_without_signed_accounts_is_not_packed(
     assert cli.run(words) == 0
 
 
+@kills("fedgen/storage/packages.py", "if name not in _KNOWN or", "if")
 def test_a_package_is_read_like_its_folder(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
