@@ -3,8 +3,10 @@ a run needs, and computed nothing."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,7 +46,11 @@ class Command:
         """Return the exit status, once it has ended."""
         self._process.join(seconds)
         status = self.poll()
-        assert status is not None, f"it runs for more than {seconds:g} s"
+        if status is None:
+            self.send_signal(signal.SIGUSR1)
+            time.sleep(1)  # for the stacks of its threads
+            shown = f"{self.output[-3000:]}\n{self.errors[-9000:]}"
+            raise AssertionError(f"it runs for more than {seconds:g} s:\n{shown}")
         return status
 
     @property
@@ -64,6 +70,7 @@ def _run(words: tuple[str, ...], message: list[str], environ: dict[str, str]) ->
     for number, place in enumerate(message, 1):
         with Path(place).open("wb") as file:
             os.dup2(file.fileno(), number)
+    faulthandler.register(signal.SIGUSR1)
     sys.argv = ["fedgen", *words]
     cli.main()
 

@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _BATCH_SIZE = 64  # prepare calls per exchange: each may take minutes
 _START_SECONDS = 60.0  # until all nodes are connected
+_REPLY_SECONDS = 600.0  # of a remote node, for messages outside rounds
 _SILENT_SECONDS = 5.0  # before a message about missing nodes
 _POLL_SECONDS = 0.003
 
@@ -113,8 +114,8 @@ class Rounds:
         on_failure: called with each failure.
         max_samples: maximum number of query samples of a client, enforced by the client.
         causes: causes of failures, if known.
-        masks: whether responses are masked; run: name of the run, which masks are bound to; signed:
-            whether clients sign keys and lists.
+        masks: whether responses are masked; run: name of the run, which masks are bound to.
+        remote: whether clients are remote nodes, which sign keys and lists.
         max_response_bytes: limit on the arrays of a response, in bytes.
         on_sum: called with each secure sum before it is used: (round, digest of the query,
             clients).
@@ -136,7 +137,7 @@ class Rounds:
         max_samples: int,
         causes: FailureCauses,
         masks: bool = False,
-        signed: bool = False,
+        remote: bool = False,
         run: str = "",
         max_response_bytes: float = math.inf,
         on_sum: Callable[[int, str, list[int]], None] = lambda round_, query_digest, clients: None,
@@ -145,7 +146,7 @@ class Rounds:
         self.grid, self.strategy, self.method, self.state = grid, strategy, method, state
         self._count, self._min_success, self._timeout = clients, min_success, timeout
         self._begins, self._failed, self._causes = on_round, on_failure, causes
-        self._masks, self._signed, self._run, self._opens = masks, signed, run, on_sum
+        self._masks, self._remote, self._run, self._opens = masks, remote, run, on_sum
         self._says, self._largest = say, max_response_bytes
         self._clients: dict[int, int] = {}  # node -> client
         trained = method.trained_per_round or clients
@@ -413,7 +414,7 @@ class Rounds:
             sums, run = self.method.plan.aggregation, self._run
             assert isinstance(sums, Secure)
             masked = MaskedSum(
-                server_round, content_by_client, sums, run, self._signed, exchange, leave_out
+                server_round, content_by_client, sums, run, self._remote, exchange, leave_out
             )
             responses = masked.query(read)
         else:
@@ -548,8 +549,11 @@ class Rounds:
         sizes: dict[int, int] = {}
         waiting: dict[str, int] = {}
         failures: list[Failure] = []
-        for message in sent:  # Flower's deadline starts now and includes waiting for a worker
-            seconds = message_timeout(message, self._timeout) * len(sent)
+        for message in sent:
+            if self._remote:
+                seconds = remote_timeout(message.metadata.message_type, self._timeout)
+            else:  # Flower's deadline starts now and includes waiting for a worker
+                seconds = message_timeout(message, self._timeout) * len(sent)
             if math.isfinite(seconds):
                 message.metadata.ttl = seconds
         self.grid.push_messages(sent)
@@ -607,6 +611,22 @@ class Rounds:
     def _note_failure(self, failure: Failure) -> None:
         self.state.failures[failure.kind] += 1
         self._failed(failure)
+
+
+def remote_timeout(kind: str, timeout: float | None) -> float:
+    """Return the deadline of a remote node for a message, in seconds: a node that dies loses the
+    messages that it has received. Only preparing may take any time, and the messages of a round if
+    no deadline is set.
+
+    Args:
+        kind: message type.
+        timeout: ``runtime.timeout``.
+    """
+    if kind == messages.PREPARE:
+        return math.inf
+    if timeout is None:
+        return math.inf if kind in messages.IN_A_ROUND else _REPLY_SECONDS
+    return max(timeout, _START_SECONDS) if kind == messages.HELLO else timeout
 
 
 def _acknowledged(client: int, reply: Message) -> None:

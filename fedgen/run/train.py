@@ -281,7 +281,7 @@ class Training:
                 self.run_dir.clients, printed=self.ready.privacy.noise == "seeded"
             ),
             masks=self.config.runtime.masks,
-            signed=self.ready.dataset.is_remote,
+            remote=self.ready.dataset.is_remote,
             run=self.name,
             max_response_bytes=largest,
             on_sum=self._on_sum_opened,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections import Counter
@@ -25,7 +26,7 @@ from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation import messages
 from fedgen.federation.failures import DEADLINE, Failure, FailureCauses, NoResponseError, too_few
-from fedgen.federation.rounds import RunState
+from fedgen.federation.rounds import RunState, remote_timeout
 from fedgen.federation.runtimes.local_nodes import GridWrapper
 from fedgen.methods.families.critic_ensemble import Critics
 from fedgen.privacy.accounting import epsilon
@@ -44,6 +45,18 @@ from fedgen.testing.faults import FaultyGrid
 FEDERATED = ["partition=iid", "method.routing=mean", "log_every=1", "method.warm_start=0"]
 NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
 KINDS = ("raises", "returns_error", "wrong_shape", "nan", "late", "twice", "vanishes")
+
+
+@kills("fedgen/federation/rounds.py", "if kind in messages.IN_A_ROUND else _REPLY_SECONDS", "")
+def test_a_node_that_dies_is_waited_for_while_its_deadline_lasts() -> None:
+    """It loses the messages that it has received, of every kind."""
+    names = [name for name in vars(messages) if name.isupper() and not name.startswith("_")]
+    kinds = {getattr(messages, name) for name in names} - {messages.PREPARE}
+    for kind in [kind for kind in kinds if isinstance(kind, str)]:
+        assert remote_timeout(kind, 90.0) == 90
+        assert (remote_timeout(kind, None) == math.inf) == (kind in messages.IN_A_ROUND)
+    assert remote_timeout(messages.HELLO, 1.0) >= 60, "a site calibrates the noise itself"
+    assert remote_timeout(messages.PREPARE, 90.0) == math.inf
 
 
 def lines(path: Path) -> list[dict]:
