@@ -36,6 +36,8 @@ usage: fedgen <command> [key=value ...]
   fedgen account published=all|NAME       published recipes: claimed and proven ε
   fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
                                           audit.releases=N audit.confidence=P
+  fedgen attack run=DIR [repetitions=N]   attack a published generator: membership inference beside
+                                          the proven bound; canaries=N samples=N jobs=N
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: trains the missing runs, with
                                           run_dir=DIR of an earlier one; jobs=N in parallel
   fedgen debug experiment=NAME            detect inverted images of clients from private generators
@@ -339,6 +341,12 @@ def _audit(config: DictConfig) -> str:
     return audit.audit(config).text
 
 
+def _attack(config: DictConfig) -> str:
+    from fedgen.commands import attack
+
+    return attack.attack(config)
+
+
 def _check(config: DictConfig) -> str:
     from fedgen.commands import check_method
 
@@ -427,6 +435,7 @@ class _Command(NamedTuple):
 COMMANDS = {
     "train": _Command("config", _train),
     "account": _Command("account", _account),
+    "attack": _Command("attack", _attack),
     "audit": _Command("audit", _audit),
     "check": _Command("audit", _check),
     "data": _Command("account", _data),

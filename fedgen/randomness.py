@@ -113,6 +113,15 @@ class RandomStreams:
         """Return the same streams with secret streams derived from a stored key."""
         return replace(self, secret_key=secret_key)
 
+    def repeated(self, number: int) -> RandomStreams:
+        """Return the same public streams with secret and noise streams of their own, for the
+        repetition of a run with this number."""
+        part = b"repetition" + number.to_bytes(8, "little")
+        secret, noise = (
+            hashlib.shake_256(key + part).digest(32) for key in (self.secret_key, self.noise_key)
+        )
+        return replace(self, secret_key=secret, noise_key=noise)
+
     def public(self, *domain: DomainPart) -> torch.Generator:
         """Return a CPU generator for public randomness in a subdomain."""
         seed = int.from_bytes(_stream(self.public_key, (*self.domain, *domain), 8), "little")

@@ -30,6 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.matrix import expand, read_matrix
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
@@ -54,8 +55,10 @@ scripts/results_page.py` writes this page from the results in `docs/results/`. S
 depend on the names of settings and on the code, so that a repeated command may have other noise.
 CNN and logistic regression: accuracy in percent on real images of a classifier trained only on
 samples. Private classifier: the one that the run publishes. real2gen: accuracy on samples of a
-classifier trained on real images. ε is at δ = 1e-5, against the server / a reader of the release.
-Minutes are of one core, with other runs on the machine. Settings common to a table are above it.
+classifier trained on real images. Attack TPR: share of canaries that `fedgen attack` finds at 1 %
+false positives, with a 95 % interval. ε is at δ = 1e-5, against the server / a reader of the
+release. Minutes are of one core, with other runs on the machine. Settings common to a table are
+above it.
 """
 
 
@@ -123,7 +126,7 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
         "unit": privacy["unit"],
         "delta": privacy["delta"],
         "aggregation": privacy["aggregation"]["kind"],
-        "results": _small(run_dir.results()),
+        "results": _small(run_dir.results()) | _attack(run_dir),
     }
     file = KEPT / f"{re.sub(r'[^a-z0-9]+', '-', section.lower()).strip('-')}.jsonl"
     others = _lines(file) if file.exists() else []
@@ -131,6 +134,17 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
     runs.sort(key=lambda kept_run: kept_run["command"])
     KEPT.mkdir(exist_ok=True)
     file.write_text("".join(f"{json.dumps(value, ensure_ascii=False)}\n" for value in runs))
+
+
+def _attack(run_dir: RunDir) -> dict[str, Any]:
+    """Return the true positive rate of the strongest attack at 1 % false positives, and the largest
+    possible; empty if the run was not attacked."""
+    if (record := run_dir.attack("run")) is None:
+        return {}
+    ratios = [point for name in LIKELIHOOD_RATIOS for point in record["attacks"][name]]
+    point = max((p for p in ratios if p["fpr"] == 0.01), key=lambda point: point["tpr"])
+    proven = {bound["fpr"]: bound["tpr"] for bound in record["proven"] or ()}.get(0.01, 1.0)
+    return {"attack": _small({**point, "proven": proven, "repetitions": record["repetitions"]})}
 
 
 def _small(value: Any) -> Any:
@@ -194,6 +208,10 @@ _COLUMNS = {
     "FCD": _figures("fcd", "generated"),
     "precision": _figures("precision", scale=100),
     "recall": _figures("recall", scale=100),
+    "attack TPR": _figures("attack", "tpr", scale=100),
+    "attack TPR low": _figures("attack", "low", scale=100),
+    "attack TPR high": _figures("attack", "high", scale=100),
+    "proven TPR": _figures("attack", "proven", scale=100),
 }
 
 

@@ -43,6 +43,8 @@ from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
 
+_GATE_FPR = 0.01  # of ``max_tpr``
+
 
 def release(config: DictConfig) -> tuple[Path, Path]:
     """Train once more with the settings of a seeded run and random streams of the operating system,
@@ -68,6 +70,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     privacy = run_dir.privacy()
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
+    _check_attack(run_dir, config.max_tpr)
     again = None
     if was.privacy.noise == "seeded":
         again = _release_config(was, identity, config)
@@ -89,6 +92,24 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         message = f"interrupted before it was packed; pack it: fedgen release run={run} out={out}"
         raise Interrupted(message) from None
     return run, out
+
+
+def _check_attack(run: RunDir, max_tpr: float | None) -> None:
+    """Raise FedgenError unless each attack of ``fedgen attack`` finds at most this share of members
+    at 1 % false positives, by the upper end of its interval."""
+    if max_tpr is None:
+        return
+    again = f"fedgen attack run={run.path}"
+    if (record := run.attack("max_tpr")) is None:
+        raise FedgenError("max_tpr", f"{run.path} was not attacked", again)
+    for name, points in record["attacks"].items():
+        highest = [point["high"] for point in points if point["fpr"] == _GATE_FPR]
+        if not highest:
+            problem = f"{name}: too few images to observe 1 % false positives"
+            raise FedgenError("max_tpr", problem, "leave max_tpr out, or use a larger test split")
+        if highest[0] > max_tpr:
+            problem = f"{name}: may find {highest[0]:.3g} at 1 % false positives"
+            raise FedgenError("max_tpr", problem, "train with more noise; this run is not packed")
 
 
 def _check_account(run: RunDir) -> None:

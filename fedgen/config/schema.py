@@ -165,10 +165,21 @@ class _AuditGroup(_Section):
     noise_multiplier: PrivacyLevel | None
     canaries: Natural
     confidence: Annotated[float, Ge(0.9), Lt(1)]
+    repetition: Natural | None = None  # of a run that fedgen attack repeats
 
 
 class _Audit(_Train):
     audit: _AuditGroup
+
+
+class _Attack(_Command):
+    run: Text
+    repetitions: Annotated[int, Ge(4), Le(10_000)] | Literal[0]
+    canaries: Annotated[int, Ge(1), Le(100_000)] | None
+    samples: Annotated[int, Ge(100), Le(10**6)]
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)]
+    jobs: Processes | None
+    device: Literal["auto", "cpu", "cuda"]
 
 
 class Run(_Train):
@@ -264,6 +275,7 @@ class _Release(_Command):
     run_dir: Text | None
     audit: Literal[True, False, "auto"]
     budget_epsilon: PrivacyLevel | None
+    max_tpr: OpenFraction | None
     registry: bool
     about: _AboutRelease
 
@@ -299,6 +311,7 @@ class _Verify(_Command):
 SCHEMAS: dict[str, type[BaseModel]] = {
     "config": _Train,
     "account": _Account,
+    "attack": _Attack,
     "audit": _Audit,
     "benchmark": _Benchmark,
     "debug": _Debug,

@@ -157,12 +157,10 @@ class Guarantee:
         """Return μ, the largest true positive rates and the advantage as text, rounded up."""
         mu = "" if self.mu is None else f"μ = {round_up(self.mu)}; "
         powers = ", ".join(
-            f"{_percent(self.tpr(fpr))} at {100 * fpr:g} % false positives"
+            f"{percent(self.tpr(fpr))} at {100 * fpr:g} % false positives"
             for fpr in FALSE_POSITIVE_RATES
         )
-        return (
-            f"{mu}any attack finds at most {powers}; advantage at most {_percent(self.advantage)}"
-        )
+        return f"{mu}any attack finds at most {powers}; advantage at most {percent(self.advantage)}"
 
 
 def guarantee(
@@ -245,7 +243,8 @@ def round_up(value: float) -> str:
     return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.6g}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Format a share in [0, 1] as a percentage, rounded up."""
     return f"{round_up(100 * share)} %"
 
 

@@ -251,6 +251,34 @@ def trade_off(curves: Mapping[str, Guarantee], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def attack_curves(
+    curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
+    proven: Guarantee | None,
+    path: Path,
+) -> None:
+    """Write the figure of attacks: true against false positive rate of each, with the proven bound
+    if there is one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, rates = figure.add_subplot(), np.geomspace(1e-4, 1, 200)
+    for name, (fpr, tpr) in curves.items():
+        axes.plot(fpr, tpr, label=name, drawstyle="steps-post")
+    if proven is not None:
+        bound = [proven.tpr(rate) for rate in rates]
+        axes.plot(rates, bound, color="black", label="proven: at most")
+        axes.fill_between(rates, bound, 1, color="black", alpha=0.06)
+    axes.plot(rates, rates, "--", color="grey", label="by chance")
+    axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1.05))
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def histogram_of_clients(values: list[float], x: str, path: Path) -> None:
     """Write a histogram of clients by value."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

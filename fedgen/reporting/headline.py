@@ -12,7 +12,14 @@ from scipy.special import ndtr, ndtri
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.budget import delta_limit
-from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, MIN_TPR, PRIORS, Guarantee, round_up
+from fedgen.privacy.guarantee import (
+    FALSE_POSITIVE_RATES,
+    MIN_TPR,
+    PRIORS,
+    Guarantee,
+    percent,
+    round_up,
+)
 from fedgen.reporting.privacy_statement import guarantee_of, protected
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
@@ -191,3 +198,24 @@ def audit_rows(run: Path) -> list[str]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedgenError("runs", f"{file} cannot be read", "restore it") from error
+
+
+def describe_attacks(record: Mapping[str, Any]) -> list[str]:
+    """Return the content of ``attack.json`` as sentences."""
+    proven = {point["fpr"]: point["tpr"] for point in record["proven"] or ()}
+    lines = []
+    for name, points in record["attacks"].items():
+        found = [
+            f"{point['tpr']:.1%} ({record['confidence']:.0%} interval {point['low']:.1%} to "
+            f"{point['high']:.1%}) at {point['fpr']:.1%} false positives"
+            for point in points
+        ]
+        too_few = "too few images that were not trained on to observe these rates"
+        lines.append(f"{name}: finds {', '.join(found)}" if found else f"{name}: {too_few}")
+    bounds = [f"{percent(tpr)} at {fpr:.1%} false positives" for fpr, tpr in proven.items()]
+    lines.append(
+        f"proven: no attack on a {record['unit']} finds more than {', '.join(bounds)}"
+        if bounds
+        else "proven: nothing; without a bound, an attack may find all"
+    )
+    return lines

@@ -22,6 +22,7 @@ from fedgen.reporting.headline import (
     adversary_rows,
     audit_rows,
     context_rows,
+    describe_attacks,
     headline,
     vouching,
 )
@@ -203,6 +204,7 @@ def _server(path: Path) -> dict[str, Any]:
         "by_adversary": adversary_rows(record),
         "of_persons": list((record["views"]["server"].get("group_epsilon") or {}).items()),
         "audited": audit_rows(path),
+        "attacked": describe_attacks(attacks) if (attacks := run_dir.attack("runs")) else [],
         "protected": protected(record) + exceptions(record),
         "strength": {
             name: strength(view, record["delta"])

@@ -41,8 +41,10 @@ def noise_domain(
         settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
     ]
     domain_inputs += [settings["runtime"][key] for key in ("threads", "min_success")]
+    audit = dict(settings.get("audit") or {})
+    audit.pop("repetition", None)  # repetitions have noise streams of their own
     domain_inputs += [
-        settings.get("audit"),
+        audit or None,
         resolve_device(config.device),
         sorted(settings["group"] or []),
     ]

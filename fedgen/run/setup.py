@@ -160,11 +160,13 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     streams = streams.at("branch", branch)
     canaries = None
     if OmegaConf.select(config, "audit.canaries"):
-        plan = resolved.method.plan
+        plan, repetition = resolved.method.plan, config.audit.get("repetition")
+        if repetition is not None:
+            streams = streams.repeated(repetition)
         # equal in all processes of a run
         audit_streams = RandomStreams.from_seed(config.seed, "seeded").at("audit")
         held, shards, canaries = add_canaries(
-            held, shards, plan.unit, plan.relation, config.audit.canaries, audit_streams
+            held, shards, plan.unit, plan.relation, config.audit.canaries, audit_streams, repetition
         )
     return Setup(
         **vars(resolved),

@@ -335,6 +335,18 @@ class RunDir:
         """
         return self._read("privacy", key)
 
+    def attack(self, key: str) -> dict[str, Any] | None:
+        """Return the results of ``fedgen attack`` on this generator; None if it was not attacked.
+
+        Raises:
+            FedgenError: named by ``key``, if they were altered.
+        """
+        if not (self.path / "attack.json").exists():
+            return None
+        record = self._read("attack", key)
+        current = self.results(key)["generator_sha256"]
+        return record if record["generator_sha256"] == current else None
+
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each file about the spend or in the release."""
         return {

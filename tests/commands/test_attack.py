@@ -1,0 +1,117 @@
+"""``fedgen attack``: it succeeds where nothing protects, and stays below the proven bound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mutation import kills
+from tiny import Train
+
+from fedgen import cli
+from fedgen.commands.attack import LIKELIHOOD_RATIOS, _repetition
+from fedgen.data.canaries import presence
+from fedgen.randomness import RandomStreams
+from fedgen.run.resume import open_run
+from fedgen.run.setup import setup
+from fedgen.storage.run_dir import RunDir
+
+MIXTURE = ["method=mixture_small", "runtime.threads=1"]
+
+
+def record(run: Path) -> dict:
+    return json.loads((run / "attack.json").read_text())
+
+
+@pytest.mark.slow
+@kills("fedgen/commands/attack.py", '"repetition": number,', '"repetition": 0,')
+def test_an_attack_succeeds_on_a_run_without_noise(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["method.dct_size=4", "method.components=4", "method.clusters=2"]
+    run = train(*MIXTURE, *sizes, "privacy=none")
+    assert cli.run(["attack", f"run={run}", "repetitions=20", "samples=1000"]) == 0
+    found = record(run)
+    [of_weights], [of_samples] = (found["attacks"][name] for name in LIKELIHOOD_RATIOS)
+    assert of_weights["fpr"] == of_samples["fpr"] == 0.01  # 100 non-members: no rate of 0.1 %
+    assert of_weights["low"] > 0.5 and of_samples["high"] <= 1
+    assert found["proven"] is None and found["canaries"] == 10
+    assert "without a bound, an attack may find all" in capsys.readouterr().out
+    assert (run / "attack.png").stat().st_size > 10_000
+    page = run.parent / "report.html"
+    assert cli.run(["report", f"runs={run}", f"out={page}"]) == 0
+    assert "likelihood ratio of weights: finds" in page.read_text()
+    capsys.readouterr()
+    # the repetitions are not trained again
+    before = (run / "attack" / "0" / "results.json").stat().st_mtime_ns
+    assert cli.run(["attack", f"run={run}", "repetitions=20", "samples=200"]) == 0
+    assert (run / "attack" / "0" / "results.json").stat().st_mtime_ns == before
+    assert cli.run(["attack", f"run={run}", "repetitions=20", "canaries=5"]) == 2
+    assert "canaries" in capsys.readouterr().err
+    assert cli.run(["release", f"run={run / 'attack' / '0'}", "out=a.zip"]) == 2
+    assert "has no noise" in capsys.readouterr().err
+
+
+def test_a_release_is_gated_by_an_attack(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*MIXTURE, "privacy.target_epsilon=3")
+    words = ["release", f"run={run}", f"out={tmp_path / 'out.zip'}", "audit=false"]
+    words += ["registry=false", f"run_dir={tmp_path / 'released'}"]
+    assert cli.run([*words, "max_tpr=0.3"]) == 2
+    assert f"was not attacked; fedgen attack run={run}" in capsys.readouterr().err
+    assert cli.run(["attack", f"run={run}", "repetitions=0"]) == 0
+    text = capsys.readouterr().out
+    assert "proven: no attack on a record finds more than 0.887 % at 0.1% false positives" in text
+    assert "nearest sample in learnt features: finds" in text
+    assert record(run)["repetitions"] == 0 and len(record(run)["attacks"]) == 3
+    assert cli.run([*words, "max_tpr=0.001"]) == 2
+    assert "may find" in capsys.readouterr().err
+    assert not (tmp_path / "released").exists()
+    assert cli.run([*words, "max_tpr=0.9"]) == 0
+    # the attack was on the rehearsal's generator, not on this one
+    assert RunDir(tmp_path / "released").attack("run") is None
+    (run / "attack.json").write_text("{}")
+    capsys.readouterr()
+    assert cli.run([*words[:2], f"out={tmp_path / 'b.zip'}", "registry=false", "max_tpr=0.9"]) == 2
+    assert "attack.json was altered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, message", [
+    (["repetitions=7"], "repetitions: must be even"),
+    (["canaries=2000"], "canaries: 2000 are more than there are records"),
+    (["repetitions=2"], "repetitions"),
+])  # fmt: skip
+def test_invalid_attacks_are_refused(
+    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(*MIXTURE, "privacy.target_epsilon=3")
+    assert cli.run(["attack", f"run={run}", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run / "attack.json").exists() and not (run / "attack" / "0").exists()
+
+
+@kills("fedgen/randomness.py", 'part = b"repetition" + number', 'part = b"repetition" + 0 * number')
+@kills("fedgen/run/noise_domain.py", 'audit.pop("repetition", None)', "pass")
+def test_repetitions_differ_in_noise_and_in_canaries_only(train: Train) -> None:
+    run = train(*MIXTURE, "privacy.target_epsilon=3")
+    _, trained, _ = open_run(run, "run")
+    first, second = (setup(_repetition(trained, 10, n, run / f"{n}")) for n in (2, 5))
+    public = [ready.streams.public("initial").initial_seed() for ready in (first, second)]
+    noise = [ready.streams.noise_bits(4, "noise").tolist() for ready in (first, second)]
+    secret = [ready.streams.secret("batch").random() for ready in (first, second)]
+    assert public[0] == public[1] and noise[0] != noise[1] and secret[0] != secret[1]
+    assert first.noise == second.noise
+    assert first.canaries is not None and second.canaries is not None
+    for one, other in zip(first.canaries.included, second.canaries.included, strict=True):
+        assert one.images.equal(other.images) and one.labels.equal(other.labels)
+    labels = [int(shard.labels[0]) for shard in first.canaries.included]
+    assert sorted(labels) == list(range(10)), "one per label"
+    assert not np.array_equal(first.canaries.present, second.canaries.present)
+    streams = RandomStreams.from_seed(trained.seed, "seeded").at("audit")
+    complement = setup(_repetition(trained, 10, 3, run / "3")).canaries
+    assert complement is not None
+    assert np.array_equal(first.canaries.present, ~complement.present)
+    assert np.array_equal(first.canaries.present, presence(10, 2, streams))
