@@ -181,8 +181,8 @@ def _attacks_on_run(
     )
     chosen = classifier.probabilities(images)[np.arange(len(labels)), labels]
     return [
-        Attack("density of samples in learnt features", scores[:, 1:2], present),
-        Attack("nearest sample in learnt features", scores[:, 2:3], present),
+        Attack("density of samples in learned features", scores[:, 1:2], present),
+        Attack("nearest sample in learned features", scores[:, 2:3], present),
         Attack("label predicted from the image", chosen[:, None], present),
     ]
 
@@ -264,7 +264,7 @@ def _statistics(
     config: DictConfig, runs: Mapping[str, DictConfig], canaries: Canaries
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield the weights of each repetition, and the proximity of its samples to the records of each
-    canary, by pixels and by learnt features, (canaries, statistics). The classifier and the widths
+    canary, by pixels and by learned features, (canaries, statistics). The classifier and the widths
     of kernels are those of the first repetition."""
     streams = RandomStreams.from_seed(config.seed, "seeded").at("attack")
     images = np.concatenate([shard.images.numpy() for shard in canaries.included])

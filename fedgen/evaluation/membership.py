@@ -5,7 +5,7 @@ S&P 2022), for generators: the attacker repeats the run with and without each re
 samples of each repetition by a few statistics relative to the record, and compares those of the
 attacked run with both distributions. Attacks on a single run, without repetitions, score records by
 the density of samples around them ("LOGAN", Hayes et al., PETS 2019; "GAN-Leaks", Chen et al., CCS
-2020) in features that a classifier of samples has learnt.
+2020) in features that a classifier of samples has learned.
 
 Results are not private. Distances of samples to the closest training record are not reported as
 evidence of privacy: data that pass such tests have been found highly vulnerable to membership

@@ -65,7 +65,7 @@ def test_a_release_is_gated_by_an_attack(
     assert cli.run(["attack", f"run={run}", "repetitions=0"]) == 0
     text = capsys.readouterr().out
     assert "proven: no attack on a record finds more than 0.887 % at 0.1% false positives" in text
-    assert "nearest sample in learnt features: finds" in text
+    assert "nearest sample in learned features: finds" in text
     assert record(run)["repetitions"] == 0 and len(record(run)["attacks"]) == 3
     assert cli.run([*words, "max_tpr=0.001"]) == 2
     assert "may find" in capsys.readouterr().err
