@@ -36,8 +36,8 @@ usage: fedgen <command> [key=value ...]
   fedgen account published=all|NAME       published recipes: claimed and proven ε
   fedgen audit [overrides]                attack a client program and a run; audit.canaries=N
                                           audit.releases=N audit.confidence=P
-  fedgen attack run=DIR [repetitions=N]   attack a published generator: membership inference beside
-                                          the proven bound; canaries=N samples=N jobs=N
+  fedgen attack run=DIR [repetitions=N]   membership inference on a finished run, compared with the
+                                          proven bound; canaries=N samples=N jobs=N
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: trains the missing runs, with
                                           run_dir=DIR of an earlier one; jobs=N in parallel
   fedgen debug experiment=NAME            detect inverted images of clients from private generators

@@ -113,10 +113,10 @@ class RandomStreams:
         """Return the same streams with secret streams derived from a stored key."""
         return replace(self, secret_key=secret_key)
 
-    def repeated(self, number: int) -> RandomStreams:
-        """Return the same public streams with secret and noise streams of their own, for the
-        repetition of a run with this number."""
-        part = b"repetition" + number.to_bytes(8, "little")
+    def for_repetition(self, index: int) -> RandomStreams:
+        """Return the streams of one repetition of a run: the same public streams, and independent
+        secret and noise streams."""
+        part = b"repetition" + index.to_bytes(8, "little")
         secret, noise = (
             hashlib.shake_256(key + part).digest(32) for key in (self.secret_key, self.noise_key)
         )

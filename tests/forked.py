@@ -48,9 +48,9 @@ class Command:
         status = self.poll()
         if status is None:
             self.send_signal(signal.SIGUSR1)
-            time.sleep(1)  # for the stacks of its threads
-            shown = f"{self.output[-3000:]}\n{self.errors[-9000:]}"
-            raise AssertionError(f"it runs for more than {seconds:g} s:\n{shown}")
+            time.sleep(1)  # let faulthandler write the stacks
+            output = f"{self.output[-3000:]}\n{self.errors[-9000:]}"
+            raise AssertionError(f"the command is still running after {seconds:g} s:\n{output}")
         return status
 
     @property

@@ -23,6 +23,7 @@ from fedgen.federation.secagg.signing import Signer
 from fedgen.federation.signed_accounts import sign
 from fedgen.privacy.budget import delta_problem
 from fedgen.privacy.events import describe
+from fedgen.privacy.guarantee import percent
 from fedgen.privacy.ledger import elementwise_max, spend_from_json
 from fedgen.reporting import registry_entry
 from fedgen.reporting.registry_entry import CONTROLLER_TYPES, SECTORS
@@ -43,7 +44,7 @@ from fedgen.storage.keys import MACHINE_KEY, load_or_create_key
 from fedgen.storage.run_dir import RunDir
 from fedgen.version import VERSION
 
-_GATE_FPR = 0.01  # of ``max_tpr``
+_GATE_FPR = 0.01  # false positive rate at which ``max_attack_tpr`` applies
 
 
 def release(config: DictConfig) -> tuple[Path, Path]:
@@ -70,7 +71,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     privacy = run_dir.privacy()
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
-    _check_attack(run_dir, config.max_tpr)
+    _check_attacks(run_dir, config.max_attack_tpr)
     again = None
     if was.privacy.noise == "seeded":
         again = _release_config(was, identity, config)
@@ -94,22 +95,27 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     return run, out
 
 
-def _check_attack(run: RunDir, max_tpr: float | None) -> None:
-    """Raise FedgenError unless each attack of ``fedgen attack`` finds at most this share of members
-    at 1 % false positives, by the upper end of its interval."""
+def _check_attacks(run: RunDir, max_tpr: float | None) -> None:
+    """Raise FedgenError unless the upper confidence limit of the true positive rate of each attack
+    of ``fedgen attack`` at 1 % false positives is at most ``max_tpr``."""
     if max_tpr is None:
         return
-    again = f"fedgen attack run={run.path}"
-    if (record := run.attack("max_tpr")) is None:
-        raise FedgenError("max_tpr", f"{run.path} was not attacked", again)
-    for name, points in record["attacks"].items():
-        highest = [point["high"] for point in points if point["fpr"] == _GATE_FPR]
-        if not highest:
-            problem = f"{name}: too few images to observe 1 % false positives"
-            raise FedgenError("max_tpr", problem, "leave max_tpr out, or use a larger test split")
-        if highest[0] > max_tpr:
-            problem = f"{name}: may find {highest[0]:.3g} at 1 % false positives"
-            raise FedgenError("max_tpr", problem, "train with more noise; this run is not packed")
+    key = "max_attack_tpr"
+    if (results := run.attack_results(key)) is None:
+        problem = f"{run.path} has no attack results for its generator"
+        raise FedgenError(key, problem, f"run: fedgen attack run={run.path}")
+    for name, points in results["attacks"].items():
+        limits = [point["high"] for point in points if point["fpr"] == _GATE_FPR]
+        if not limits:
+            problem = f"{name}: too few non-members to measure a false positive rate of 1 %"
+            remedy = "raise repetitions of fedgen attack, use a larger test split, or omit this"
+            raise FedgenError(key, problem, remedy)
+        if limits[0] > max_tpr:
+            problem = (
+                f"{name}: the true positive rate at 1 % false positives may be "
+                f"{percent(limits[0])}, above {percent(max_tpr)}"
+            )
+            raise FedgenError(key, problem, "train with more noise")
 
 
 def _check_account(run: RunDir) -> None:

@@ -165,7 +165,7 @@ class _AuditGroup(_Section):
     noise_multiplier: PrivacyLevel | None
     canaries: Natural
     confidence: Annotated[float, Ge(0.9), Lt(1)]
-    repetition: Natural | None = None  # of a run that fedgen attack repeats
+    repetition: Natural | None = None  # index of the repetition, set by fedgen attack
 
 
 class _Audit(_Train):
@@ -275,7 +275,7 @@ class _Release(_Command):
     run_dir: Text | None
     audit: Literal[True, False, "auto"]
     budget_epsilon: PrivacyLevel | None
-    max_tpr: OpenFraction | None
+    max_attack_tpr: OpenFraction | None
     registry: bool
     about: _AboutRelease
 

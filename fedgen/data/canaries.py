@@ -48,7 +48,8 @@ def add_canaries(
     exist): changing one choice gives a neighbour.
 
     Args:
-        repetition: number of the repetition of a run: all have the same canaries; see ``presence``.
+        repetition: index of the repetition; None for a single run. All repetitions have the same
+            canaries; ``presence_in_repetition`` selects those included.
 
     Raises:
         FedgenError: if there are fewer units than canaries.
@@ -62,15 +63,21 @@ def add_canaries(
         ]
     if count > len(units):
         raise FedgenError(
-            "audit.canaries", f"{count} are more than there are {unit.value}s", "lower it"
+            "audit.canaries",
+            f"{count} exceeds the number of {unit.value}s ({len(units)})",
+            "lower it",
         )
     rng = streams.secret("canaries")
     if repetition is None:
         canary_units = [units[place] for place in rng.sample(range(len(units)), count)]
     else:
         shuffled = [units[place] for place in rng.sample(range(len(units)), len(units))]
-        canary_units = _labels_in_turn(shuffled, dataset.labels)[:count]
-    present = drawn(count, rng) if repetition is None else presence(count, repetition, streams)
+        canary_units = _interleave_by_label(shuffled, dataset.labels)[:count]
+    present = (
+        _sample_presence(count, rng)
+        if repetition is None
+        else presence_in_repetition(count, repetition, streams)
+    )
     remove = relation is Relation.ADD_OR_REMOVE_ONE
     images, labels = dataset.images.copy(), dataset.labels.copy()
     inside = []
@@ -87,21 +94,23 @@ def add_canaries(
     return planted, shards, Canaries(present, inside, outside)
 
 
-def drawn(count: int, rng: random.Random) -> NDArray[np.bool_]:
+def _sample_presence(count: int, rng: random.Random) -> NDArray[np.bool_]:
     """Return whether each canary is included, independently with probability 1/2, (count,)."""
     return np.array([rng.random() < 0.5 for _ in range(count)], dtype=bool)
 
 
-def presence(count: int, repetition: int, streams: RandomStreams) -> NDArray[np.bool_]:
+def presence_in_repetition(
+    count: int, repetition: int, streams: RandomStreams
+) -> NDArray[np.bool_]:
     """Return whether each canary is included in a repetition of a run, (count,). Repetitions 2 i
-    and 2 i + 1 are complements, so that each canary is in half of all."""
-    first = drawn(count, streams.secret("repetition", repetition // 2))
+    and 2 i + 1 include complementary canaries, so that each canary is in exactly half of them."""
+    first = _sample_presence(count, streams.secret("repetition", repetition // 2))
     return ~first if repetition % 2 else first
 
 
-def _labels_in_turn(units: list[Index], labels: Index) -> list[Index]:
-    """Return units in an order in which the labels of their first records take turns: canaries of
-    one label hide each other."""
+def _interleave_by_label(units: list[Index], labels: Index) -> list[Index]:
+    """Order units so that the labels of their first records alternate: canaries with the same label
+    mask each other's effect."""
     seen = Counter[int]()
     turns = []
     for unit in units:

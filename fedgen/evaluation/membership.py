@@ -1,15 +1,15 @@
-"""Membership inference from samples of a published generator.
+"""Membership inference on generators.
 
-The likelihood ratio of "Membership Inference Attacks From First Principles" (Carlini et al., IEEE
-S&P 2022), for generators: the attacker repeats the run with and without each record, describes the
-samples of each repetition by a few statistics relative to the record, and compares those of the
-attacked run with both distributions. Attacks on a single run, without repetitions, score records by
-the density of samples around them ("LOGAN", Hayes et al., PETS 2019; "GAN-Leaks", Chen et al., CCS
-2020) in features that a classifier of samples has learned.
+``log_likelihood_ratios`` adapts the attack of "Membership Inference Attacks From First Principles"
+(Carlini et al., IEEE S&P 2022) to generators: repeat the run with and without each record, compute
+statistics of the weights or of the samples, and compare both distributions. Attacks on a single
+generator, without repetitions, score a record by the density of samples around it (as the Monte
+Carlo attack of Hilprecht et al., PETS 2019) and by the distance to the nearest sample
+("GAN-Leaks", Chen et al., CCS 2020), in features of a classifier that is trained on samples.
 
-Results are not private. Distances of samples to the closest training record are not reported as
-evidence of privacy: data that pass such tests have been found highly vulnerable to membership
-inference ("The DCR Delusion", arXiv 2505.01524).
+Results have no privacy guarantee. Distances of samples to the closest training record are not
+reported as evidence of privacy: data that pass such tests have been found highly vulnerable to
+membership inference ("The DCR Delusion", arXiv 2505.01524).
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from fedgen.randomness import RandomStreams
 
 Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
-_HIDDEN = 128  # units of the classifier
+_HIDDEN = 128  # hidden units of the classifier
 _EPOCHS = 30
-_RESAMPLES = 400
+_BOOTSTRAP_RESAMPLES = 400
 _BATCH = 256  # records whose distances to samples are computed at once
 _BANDWIDTH_SAMPLES = 500
-_SELECTED = 20  # statistics of many that are used
-_FLOOR = 1e-6  # of a variance, relative: without noise, statistics may be constant
-_MEMORY = 2000  # samples per label that a record is compared with
+_MAX_STATISTICS = 20  # statistics with the largest standardized difference
+# added to standard deviations, relative to means, and to the diagonal of covariances: without noise
+# statistics may be constant
+_REGULARIZATION = 1e-6
+_MAX_SAMPLES_PER_LABEL = 2000
 
 
 class SampleClassifier:
-    """A classifier of labels that is trained on samples: one hidden layer.
+    """Classifier of labels with one hidden layer, trained on samples.
 
     Args:
         images: samples (n, channels, height, width) uint8.
@@ -65,9 +67,9 @@ class SampleClassifier:
 
     def probabilities(self, images: Images) -> Floats:
         """Return the probability of each label, (n, classes)."""
-        every = np.zeros((len(images), self._classes))
-        every[:, self._model.classes_] = self._model.predict_proba(flat(images))
-        return every
+        probabilities = np.zeros((len(images), self._classes))
+        probabilities[:, self._model.classes_] = self._model.predict_proba(flat(images))
+        return probabilities
 
 
 def flat(images: Images) -> Floats:
@@ -79,15 +81,20 @@ def bandwidth(samples: Floats) -> float:
     """Return the median distance of a sample (n, d) to the nearest other sample, for a kernel."""
     from sklearn.neighbors import NearestNeighbors
 
-    some = samples[:_BANDWIDTH_SAMPLES]
-    distances, _ = NearestNeighbors(n_neighbors=2).fit(some).kneighbors(some)
+    first = samples[:_BANDWIDTH_SAMPLES]
+    distances, _ = NearestNeighbors(n_neighbors=2).fit(first).kneighbors(first)
     return max(float(np.median(distances[:, 1])), 1e-6)
 
 
 def proximity(records: Floats, samples: Floats, width: float) -> Floats:
-    """Return for each record (n, d) its mean product with samples (k, d), the logarithm of their
-    density around it (a Gaussian kernel of this width), and minus its distance to the nearest,
-    (n, 3)."""
+    """Return three scores of each record, (n, 3): its mean inner product with the samples; the
+    logarithm of a kernel density estimate at the record (Gaussian kernel with standard deviation
+    ``width``, up to a constant); and its negative distance to the nearest sample.
+
+    Args:
+        records: (n, d).
+        samples: (k, d).
+    """
     from scipy.special import logsumexp
 
     statistics = np.empty((len(records), 3))
@@ -110,50 +117,53 @@ def proximity_by_label(
     none of its label."""
     statistics = np.empty((len(records), 3))
     for label in np.unique(labels):
-        among = samples[sample_labels == label][:_MEMORY]
+        with_label = samples[sample_labels == label][:_MAX_SAMPLES_PER_LABEL]
         rows = labels == label
-        statistics[rows] = proximity(records[rows], among if len(among) else samples, width)
+        compared = with_label if len(with_label) else samples
+        statistics[rows] = proximity(records[rows], compared, width)
     return statistics
 
 
-def likelihood_ratios(statistics: Floats, present: NDArray[np.bool_]) -> Floats:
-    """Return the score of each record in each repetition, (repetitions, records): the logarithm of
-    the likelihood ratio of two Gaussians with one covariance, fitted to the statistics of all other
+def log_likelihood_ratios(statistics: Floats, members: NDArray[np.bool_]) -> Floats:
+    """Return the log-likelihood ratio of each record in each repetition, (repetitions, records),
+    under two Gaussians with a shared covariance (Ledoit-Wolf), fitted to the other pairs of
     repetitions.
 
-    Repetitions 2 i and 2 i + 1 include complementary records (``canaries.presence``). Both are left
-    out together: otherwise the means of the others would be biased against the true answer. Of many
-    statistics, those are taken that differ most in the others.
+    Repetitions 2 i and 2 i + 1 include complementary records (``presence_in_repetition``). Both are
+    left out together: leaving out one would bias the fitted means against the true membership. Of
+    many statistics, those with the largest standardized difference of means are used.
 
     Args:
         statistics: (repetitions, records or 1, statistics); 1: all records have the same.
-        present: whether each record was included, (repetitions, records).
+        members: whether each record was included, (repetitions, records).
     """
-    repetitions, records = present.shape
+    repetitions, records = members.shape
     scores = np.empty((repetitions, records))
     for record in range(records):
-        rows, included = statistics[:, min(record, statistics.shape[1] - 1)], present[:, record]
+        rows, included = statistics[:, min(record, statistics.shape[1] - 1)], members[:, record]
         for pair in range(0, repetitions, 2):
-            others = np.r_[:pair, pair + 2 : repetitions]
-            attacked = rows[pair : pair + 2]
-            scores[pair : pair + 2, record] = _ratio(rows[others], included[others], attacked)
+            fitted = np.r_[:pair, pair + 2 : repetitions]
+            scores[pair : pair + 2, record] = _log_likelihood_ratio(
+                rows[fitted], included[fitted], rows[pair : pair + 2]
+            )
     return scores
 
 
-def _ratio(rows: Floats, included: NDArray[np.bool_], attacked: Floats) -> Floats:
-    """Return the logarithm of the likelihood ratio of attacked rows, by Gaussians that are fitted
-    to others."""
+def _log_likelihood_ratio(rows: Floats, included: NDArray[np.bool_], attacked: Floats) -> Floats:
+    """Return the log-likelihood ratio of attacked rows, under Gaussians fitted to ``rows``."""
     from sklearn.covariance import ledoit_wolf
 
     means = np.stack([rows[~included].mean(0), rows[included].mean(0)])
     within = rows - means[included.astype(int)]
-    scale = within.std(0) + _FLOOR * np.abs(means).max(0) + np.finfo(float).tiny
-    if rows.shape[1] > _SELECTED:
+    scale = within.std(0) + _REGULARIZATION * np.abs(means).max(0) + np.finfo(float).tiny
+    if rows.shape[1] > _MAX_STATISTICS:
         distances = np.abs(means[1] - means[0]) / scale
-        chosen = np.argpartition(-distances, _SELECTED)[:_SELECTED]
-        within, means, scale = within[:, chosen], means[:, chosen], scale[chosen]
-        attacked = attacked[:, chosen]
-    covariance = ledoit_wolf(within / scale, assume_centered=True)[0] + _FLOOR * np.eye(len(scale))
+        columns = np.argpartition(-distances, _MAX_STATISTICS)[:_MAX_STATISTICS]
+        within, means, scale = within[:, columns], means[:, columns], scale[columns]
+        attacked = attacked[:, columns]
+    covariance = ledoit_wolf(within / scale, assume_centered=True)[0] + _REGULARIZATION * np.eye(
+        len(scale)
+    )
     direction = np.linalg.solve(covariance, (means[1] - means[0]) / scale)
     return np.asarray((attacked - means.mean(0)) / scale @ direction)
 
@@ -170,46 +180,48 @@ class OperatingPoint:
 
 
 def operating_point(
-    scores: Floats, present: NDArray[np.bool_], fpr: float, streams: RandomStreams
+    scores: Floats, members: NDArray[np.bool_], fpr: float, streams: RandomStreams
 ) -> OperatingPoint | None:
-    """Return the point of an attack that accepts scores above a threshold; None if there are too
-    few non-members to observe this rate.
+    """Return the true positive rate at ``fpr`` of the attack that classifies scores above a
+    threshold as members; None if there are fewer than 1 / fpr non-members.
 
-    The interval is the wider of two: of resampled rows, because records of one run are not
-    independent, and that of Clopper and Pearson, because no resample of none is some.
+    The interval is the union of a bootstrap interval over rows, because scores within a row are
+    dependent, and the Clopper-Pearson interval, because the first has zero width if no member is
+    detected. Repetitions are resampled one by one: their pairs are complementary, and resampling
+    pairs would fix how many repetitions include a canary.
 
     Args:
-        scores: (rows, columns); rows are independent.
-        present: whether each was a member.
+        scores: (rows, columns); rows, repetitions or images, are resampled.
+        members: membership of each score.
     """
     from scipy.stats import binomtest
 
-    if fpr * np.count_nonzero(~present) < 1:
+    if fpr * np.count_nonzero(~members) < 1:
         return None
-    tpr = _tpr(scores[present], scores[~present], fpr)
+    tpr = _tpr(scores[members], scores[~members], fpr)
     generator = np.random.default_rng(streams.public("resamples").initial_seed())
     resampled = []
-    for _ in range(_RESAMPLES):
+    for _ in range(_BOOTSTRAP_RESAMPLES):
         rows = generator.integers(0, len(scores), len(scores))
-        members = present[rows]
-        if members.any() and not members.all():
-            resampled.append(_tpr(scores[rows][members], scores[rows][~members], fpr))
+        are_members = members[rows]
+        if are_members.any() and not are_members.all():
+            resampled.append(_tpr(scores[rows][are_members], scores[rows][~are_members], fpr))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
-    count = np.count_nonzero(present)
+    count = np.count_nonzero(members)
     exact = binomtest(round(tpr * count), count).proportion_ci(CONFIDENCE)
     return OperatingPoint(fpr, tpr, min(float(low), exact.low), max(float(high), exact.high))
 
 
-def _tpr(members: Floats, others: Floats, fpr: float) -> float:
-    allowed = math.floor(fpr * len(others))
-    threshold = np.partition(others, -allowed - 1)[-allowed - 1]
+def _tpr(members: Floats, non_members: Floats, fpr: float) -> float:
+    allowed = math.floor(fpr * len(non_members))
+    threshold = np.partition(non_members, -allowed - 1)[-allowed - 1]
     return float((members > threshold).mean())
 
 
-def roc(scores: Floats, present: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def roc(scores: Floats, members: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Return false and true positive rates at all thresholds."""
     from sklearn.metrics import roc_curve
 
-    fpr, tpr, _ = roc_curve(present.ravel(), scores.ravel())
+    fpr, tpr, _ = roc_curve(members.ravel(), scores.ravel())
     return fpr, tpr

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _BATCH_SIZE = 64  # prepare calls per exchange: each may take minutes
 _START_SECONDS = 60.0  # until all nodes are connected
-_REPLY_SECONDS = 600.0  # of a remote node, for messages outside rounds
+_DEFAULT_REPLY_SECONDS = 600.0  # of a remote node outside rounds, without runtime.timeout
 _SILENT_SECONDS = 5.0  # before a message about missing nodes
 _POLL_SECONDS = 0.003
 
@@ -614,9 +614,10 @@ class Rounds:
 
 
 def remote_timeout(kind: str, timeout: float | None) -> float:
-    """Return the deadline of a remote node for a message, in seconds: a node that dies loses the
-    messages that it has received. Only preparing may take any time, and the messages of a round if
-    no deadline is set.
+    """Return the deadline for the reply of a remote node, in seconds. A node that dies never
+    replies to a message that it has received, so only preparation has no deadline, and the messages
+    of a round without ``runtime.timeout``. A greeting includes the calibration of noise at the
+    site.
 
     Args:
         kind: message type.
@@ -625,7 +626,7 @@ def remote_timeout(kind: str, timeout: float | None) -> float:
     if kind == messages.PREPARE:
         return math.inf
     if timeout is None:
-        return math.inf if kind in messages.IN_A_ROUND else _REPLY_SECONDS
+        return math.inf if kind in messages.IN_A_ROUND else _DEFAULT_REPLY_SECONDS
     return max(timeout, _START_SECONDS) if kind == messages.HELLO else timeout
 
 

@@ -240,7 +240,7 @@ def trade_off(curves: Mapping[str, Guarantee], path: Path) -> None:
         curve = curves[name.partition(",")[0]]
         stated = [(fpr, curve.tpr(fpr)) for fpr in FALSE_POSITIVE_RATES]
         axes.plot(*zip(*stated, strict=True), "o", color=line.get_color())
-    axes.plot(rates, rates, "--", color="grey", label="by chance")
+    axes.plot(rates, rates, "--", color="grey", label="random guessing")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("false positive rate")
@@ -251,13 +251,13 @@ def trade_off(curves: Mapping[str, Guarantee], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def attack_curves(
+def roc_curves(
     curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
     proven: Guarantee | None,
     path: Path,
 ) -> None:
-    """Write the figure of attacks: true against false positive rate of each, with the proven bound
-    if there is one."""
+    """Plot the ROC curve of each attack on logarithmic axes, with the proven bound if there is
+    one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -268,9 +268,9 @@ def attack_curves(
         axes.plot(fpr, tpr, label=name, drawstyle="steps-post")
     if proven is not None:
         bound = [proven.tpr(rate) for rate in rates]
-        axes.plot(rates, bound, color="black", label="proven: at most")
+        axes.plot(rates, bound, color="black", label="proven upper bound")
         axes.fill_between(rates, bound, 1, color="black", alpha=0.06)
-    axes.plot(rates, rates, "--", color="grey", label="by chance")
+    axes.plot(rates, rates, "--", color="grey", label="random guessing")
     axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1.05))
     axes.set_xlabel("false positive rate")
     axes.set_ylabel("true positive rate")

@@ -201,21 +201,21 @@ def audit_rows(run: Path) -> list[str]:
 
 
 def describe_attacks(record: Mapping[str, Any]) -> list[str]:
-    """Return the content of ``attack.json`` as sentences."""
+    """Return the content of ``attack.json`` as sentences: shares of members that are detected."""
     proven = {point["fpr"]: point["tpr"] for point in record["proven"] or ()}
     lines = []
     for name, points in record["attacks"].items():
-        found = [
-            f"{point['tpr']:.1%} ({record['confidence']:.0%} interval {point['low']:.1%} to "
-            f"{point['high']:.1%}) at {point['fpr']:.1%} false positives"
+        rates = [
+            f"{100 * point['tpr']:.1f} % (95 % confidence interval {100 * point['low']:.1f} to "
+            f"{100 * point['high']:.1f} %) at {100 * point['fpr']:g} % false positives"
             for point in points
         ]
-        too_few = "too few images that were not trained on to observe these rates"
-        lines.append(f"{name}: finds {', '.join(found)}" if found else f"{name}: {too_few}")
-    bounds = [f"{percent(tpr)} at {fpr:.1%} false positives" for fpr, tpr in proven.items()]
+        too_few = "too few non-members to measure these false positive rates"
+        lines.append(f"{name}: detects {'; '.join(rates)}" if rates else f"{name}: {too_few}")
+    bounds = [f"{percent(tpr)} at {100 * fpr:g} % false positives" for fpr, tpr in proven.items()]
     lines.append(
-        f"proven: no attack on a {record['unit']} finds more than {', '.join(bounds)}"
+        f"proven bound: no attack detects more than {', '.join(bounds)} (unit: {record['unit']})"
         if bounds
-        else "proven: nothing; without a bound, an attack may find all"
+        else "no proven bound: an attack may detect every member"
     )
     return lines

@@ -204,7 +204,9 @@ def _server(path: Path) -> dict[str, Any]:
         "by_adversary": adversary_rows(record),
         "of_persons": list((record["views"]["server"].get("group_epsilon") or {}).items()),
         "audited": audit_rows(path),
-        "attacked": describe_attacks(attacks) if (attacks := run_dir.attack("runs")) else [],
+        "attacked": describe_attacks(attacks)
+        if (attacks := run_dir.attack_results("runs"))
+        else [],
         "protected": protected(record) + exceptions(record),
         "strength": {
             name: strength(view, record["delta"])

@@ -42,7 +42,7 @@ def noise_domain(
     ]
     domain_inputs += [settings["runtime"][key] for key in ("threads", "min_success")]
     audit = dict(settings.get("audit") or {})
-    audit.pop("repetition", None)  # repetitions have noise streams of their own
+    audit.pop("repetition", None)  # see RandomStreams.for_repetition
     domain_inputs += [
         audit or None,
         resolve_device(config.device),

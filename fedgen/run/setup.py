@@ -162,7 +162,7 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     if OmegaConf.select(config, "audit.canaries"):
         plan, repetition = resolved.method.plan, config.audit.get("repetition")
         if repetition is not None:
-            streams = streams.repeated(repetition)
+            streams = streams.for_repetition(repetition)
         # equal in all processes of a run
         audit_streams = RandomStreams.from_seed(config.seed, "seeded").at("audit")
         held, shards, canaries = add_canaries(

@@ -335,8 +335,8 @@ class RunDir:
         """
         return self._read("privacy", key)
 
-    def attack(self, key: str) -> dict[str, Any] | None:
-        """Return the results of ``fedgen attack`` on this generator; None if it was not attacked.
+    def attack_results(self, key: str) -> dict[str, Any] | None:
+        """Return the results of ``fedgen attack`` on the current generator; None if there are none.
 
         Raises:
             FedgenError: named by ``key``, if they were altered.

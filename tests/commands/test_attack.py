@@ -1,4 +1,4 @@
-"""``fedgen attack``: it succeeds where nothing protects, and stays below the proven bound."""
+"""``fedgen attack`` detects canaries in a run without noise, and gates a release."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from mutation import kills
 from tiny import Train
 
 from fedgen import cli
-from fedgen.commands.attack import LIKELIHOOD_RATIOS, _repetition
-from fedgen.data.canaries import presence
+from fedgen.commands.attack import LIKELIHOOD_RATIOS, _check_bound, _repetition
+from fedgen.data.canaries import presence_in_repetition
+from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.run.resume import open_run
 from fedgen.run.setup import setup
@@ -33,16 +34,16 @@ def test_an_attack_succeeds_on_a_run_without_noise(
     sizes = ["method.dct_size=4", "method.components=4", "method.clusters=2"]
     run = train(*MIXTURE, *sizes, "privacy=none")
     assert cli.run(["attack", f"run={run}", "repetitions=20", "samples=1000"]) == 0
-    found = record(run)
-    [of_weights], [of_samples] = (found["attacks"][name] for name in LIKELIHOOD_RATIOS)
+    results = record(run)
+    [of_weights], [of_samples] = (results["attacks"][name] for name in LIKELIHOOD_RATIOS)
     assert of_weights["fpr"] == of_samples["fpr"] == 0.01  # 100 non-members: no rate of 0.1 %
     assert of_weights["low"] > 0.5 and of_samples["high"] <= 1
-    assert found["proven"] is None and found["canaries"] == 10
-    assert "without a bound, an attack may find all" in capsys.readouterr().out
+    assert results["proven"] is None and results["canaries"] == 10
+    assert "no proven bound: an attack may detect every member" in capsys.readouterr().out
     assert (run / "attack.png").stat().st_size > 10_000
     page = run.parent / "report.html"
     assert cli.run(["report", f"runs={run}", f"out={page}"]) == 0
-    assert "likelihood ratio of weights: finds" in page.read_text()
+    assert "likelihood ratio (weights): detects" in page.read_text()
     capsys.readouterr()
     # the repetitions are not trained again
     before = (run / "attack" / "0" / "results.json").stat().st_mtime_ns
@@ -54,37 +55,59 @@ def test_an_attack_succeeds_on_a_run_without_noise(
     assert "has no noise" in capsys.readouterr().err
 
 
-def test_a_release_is_gated_by_an_attack(
+def test_the_rate_of_an_attack_gates_a_release(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*MIXTURE, "privacy.target_epsilon=3")
     words = ["release", f"run={run}", f"out={tmp_path / 'out.zip'}", "audit=false"]
     words += ["registry=false", f"run_dir={tmp_path / 'released'}"]
-    assert cli.run([*words, "max_tpr=0.3"]) == 2
-    assert f"was not attacked; fedgen attack run={run}" in capsys.readouterr().err
+    assert cli.run([*words, "max_attack_tpr=0.3"]) == 2
+    assert (
+        f"has no attack results for its generator; run: fedgen attack run={run}"
+        in capsys.readouterr().err
+    )
     assert cli.run(["attack", f"run={run}", "repetitions=0"]) == 0
     text = capsys.readouterr().out
-    assert "proven: no attack on a record finds more than 0.887 % at 0.1% false positives" in text
-    assert "nearest sample in learned features: finds" in text
+    assert "proven bound: no attack detects more than 0.887 % at 0.1 % false positives" in text
+    assert "nearest sample: detects" in text
     assert record(run)["repetitions"] == 0 and len(record(run)["attacks"]) == 3
-    assert cli.run([*words, "max_tpr=0.001"]) == 2
-    assert "may find" in capsys.readouterr().err
+    assert cli.run([*words, "max_attack_tpr=0.001"]) == 2
+    assert "may be" in capsys.readouterr().err
     assert not (tmp_path / "released").exists()
-    assert cli.run([*words, "max_tpr=0.9"]) == 0
+    assert cli.run([*words, "max_attack_tpr=0.9"]) == 0
     # the attack was on the rehearsal's generator, not on this one
-    assert RunDir(tmp_path / "released").attack("run") is None
+    assert RunDir(tmp_path / "released").attack_results("run") is None
     (run / "attack.json").write_text("{}")
     capsys.readouterr()
-    assert cli.run([*words[:2], f"out={tmp_path / 'b.zip'}", "registry=false", "max_tpr=0.9"]) == 2
+    assert (
+        cli.run([*words[:2], f"out={tmp_path / 'b.zip'}", "registry=false", "max_attack_tpr=0.9"])
+        == 2
+    )
     assert "attack.json was altered" in capsys.readouterr().err
 
 
+@kills("fedgen/commands/attack.py", 'point["low"] > proven', 'point["tpr"] > proven')
+@kills("fedgen/commands/attack.py", 'proven.get(point["fpr"], 1.0)', "1.0")
+def test_an_interval_above_the_bound_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    point = {"fpr": 0.01, "tpr": 0.08, "low": 0.04, "high": 0.1}
+    results = {
+        "attacks": {"sample density": [{**point, "low": 0.07}], LIKELIHOOD_RATIOS[1]: [point]},
+        "proven": [{"fpr": 0.001, "tpr": 0.01}, {"fpr": 0.01, "tpr": 0.05}],
+    }
+    assert _check_bound("text", results) == "text", "not on the unit, and by chance"
+    point["low"] = 0.051
+    with pytest.raises(FedgenError, match="exceeds the proven bound"):
+        _check_bound("text", results)
+    assert capsys.readouterr().out == "text\n"
+    assert _check_bound("text", {**results, "proven": None}) == "text"
+
+
 @pytest.mark.parametrize("words, message", [
-    (["repetitions=7"], "repetitions: must be even"),
-    (["canaries=2000"], "canaries: 2000 are more than there are records"),
+    (["repetitions=7"], "repetitions: 7 is odd"),
+    (["canaries=2000"], "canaries: 2000 exceeds the number of records (1437)"),
     (["repetitions=2"], "repetitions"),
 ])  # fmt: skip
-def test_invalid_attacks_are_refused(
+def test_invalid_settings_of_an_attack_are_refused(
     words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(*MIXTURE, "privacy.target_epsilon=3")
@@ -93,9 +116,9 @@ def test_invalid_attacks_are_refused(
     assert not (run / "attack.json").exists() and not (run / "attack" / "0").exists()
 
 
-@kills("fedgen/randomness.py", 'part = b"repetition" + number', 'part = b"repetition" + 0 * number')
+@kills("fedgen/randomness.py", 'part = b"repetition" + index', 'part = b"repetition" + 0 * index')
 @kills("fedgen/run/noise_domain.py", 'audit.pop("repetition", None)', "pass")
-def test_repetitions_differ_in_noise_and_in_canaries_only(train: Train) -> None:
+def test_repetitions_differ_only_in_canaries_and_secret_streams(train: Train) -> None:
     run = train(*MIXTURE, "privacy.target_epsilon=3")
     _, trained, _ = open_run(run, "run")
     first, second = (setup(_repetition(trained, 10, n, run / f"{n}")) for n in (2, 5))
@@ -114,4 +137,4 @@ def test_repetitions_differ_in_noise_and_in_canaries_only(train: Train) -> None:
     complement = setup(_repetition(trained, 10, 3, run / "3")).canaries
     assert complement is not None
     assert np.array_equal(first.canaries.present, ~complement.present)
-    assert np.array_equal(first.canaries.present, presence(10, 2, streams))
+    assert np.array_equal(first.canaries.present, presence_in_repetition(10, 2, streams))
