@@ -14,7 +14,8 @@ Everything here accesses private images outside any mechanism: results stay with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from fedgen.evaluation.membership import (
     roc,
 )
 from fedgen.evaluation.utility import Images, Labels
+from fedgen.privacy.events import Unit
 from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, Guarantee
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.figures import roc_curves
@@ -47,7 +49,7 @@ from fedgen.reporting.headline import describe_attacks
 from fedgen.reporting.privacy_statement import guarantee_of
 from fedgen.reporting.progress import RunProgress
 from fedgen.run import setup
-from fedgen.run.generator import PublishedGenerator, load_generator
+from fedgen.run.generator import PublishedGenerator, draw_samples, load_generator
 from fedgen.run.resume import check_runtime_is_local, open_run
 from fedgen.run.setup import Setup
 from fedgen.run.worker_pool import complete
@@ -56,7 +58,7 @@ from fedgen.storage.folders import make_folder
 LIKELIHOOD_RATIOS = "likelihood ratio (weights)", "likelihood ratio (samples)"
 _MAX_RECORDS = 5000  # limit on members, and on non-members, of attacks without repetitions
 _MAX_WEIGHTS = 2000  # per tensor
-_BATCH = 1000
+_FALSE_ALARM = 0.001
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,17 @@ class Attack:
     scores: Floats
     members: NDArray[np.bool_]
 
-    def points(self, streams: RandomStreams) -> list[OperatingPoint]:
+    def points(
+        self, streams: RandomStreams, confidence: float = CONFIDENCE
+    ) -> list[OperatingPoint]:
         """Return operating points at ``FALSE_POSITIVE_RATES``, without those that need more
-        non-members."""
+        non-members.
+
+        Args:
+            confidence: of each interval.
+        """
         points = [
-            operating_point(self.scores, self.members, fpr, streams.at(self.name))
+            operating_point(self.scores, self.members, fpr, streams.at(self.name), confidence)
             for fpr in FALSE_POSITIVE_RATES
         ]
         return [point for point in points if point is not None]
@@ -88,6 +96,9 @@ def attack(config: DictConfig) -> str:
         problem = f"{config.repetitions} is odd, and repetitions come in complementary pairs"
         raise FedgenError("repetitions", problem, f"take {config.repetitions + 1}")
     run_dir, trained, identity = open_run(Path(config.run), "run")
+    if trained.get("audit") is not None:
+        problem = f"{run_dir.path} was an audit, with canaries among the images"
+        raise FedgenError("run", problem, "attack a run of fedgen train")
     if not run_dir.finished:
         remedy = f"finish it: fedgen train resume={run_dir.path}"
         raise FedgenError("run", f"{run_dir.path} is not finished", remedy)
@@ -100,14 +111,21 @@ def attack(config: DictConfig) -> str:
         raise FedgenError("run", problem, "restore the original data set")
     run_dir.check_digests("run")
     generator = load_generator(run_dir.path, config.device)
-    attacks = _attacks_on_run(config, run_setup, generator)
+    samples = sample_images(generator, config.samples, _streams(config))
+    classifier = None
+    if len(np.unique(samples[1])) > 1:
+        classifier = SampleClassifier(*samples, generator.classes, _streams(config))
+    attacks = []
     if config.repetitions:
-        config.canaries = config.canaries or run_setup.dataset.classes
-        attacks = [*_attacks_on_repetitions(config, trained, run_dir.path), *attacks]
+        config.canaries = config.canaries or min(run_setup.dataset.classes, _units(run_setup))
+        _check_size(config)
+        attacks += _attacks_on_repetitions(config, trained, run_dir.path, classifier)
+    if classifier is not None:
+        attacks += _attacks_on_run(config, run_setup, samples, classifier)
     privacy, proven = run_dir.privacy(), None
     if not privacy["without_bound"] and privacy["views"]["release"]["epsilon"] is not None:
         proven = guarantee_of(privacy["views"]["release"], privacy["delta"])
-    streams = RandomStreams.from_seed(config.seed, "seeded").at("attack")
+    streams = _streams(config)
     points = {attack_.name: attack_.points(streams) for attack_ in attacks}
     result = _results(
         config, privacy["unit"], run_dir.results()["generator_sha256"], points, proven
@@ -120,7 +138,37 @@ def attack(config: DictConfig) -> str:
         str(run_dir.path / "attack.json"),
         str(run_dir.path / "attack.png"),
     ]
-    return _check_bound("\n".join(lines), result)
+    print("\n".join(lines[:-2]))
+    check_bound(attacks, proven, streams)
+    return "\n".join(lines[-2:])
+
+
+def _streams(config: DictConfig) -> RandomStreams:
+    return RandomStreams.from_seed(config.seed, "seeded").at("attack")
+
+
+def _units(run_setup: Setup) -> int:
+    """Return the number of records, clients or persons."""
+    unit, persons = run_setup.method.plan.unit, run_setup.dataset.persons
+    if unit is Unit.CLIENT:
+        return len(run_setup.shards)
+    rows = np.concatenate(run_setup.shards)
+    if unit is Unit.RECORD:
+        return len(rows)
+    assert persons is not None
+    return len(np.unique(persons[rows]))
+
+
+def _check_size(config: DictConfig) -> None:
+    """Raise FedgenError for too few repetitions to measure the larger false positive rate."""
+    least = math.ceil(1 / FALSE_POSITIVE_RATES[-1]) - 1
+    if config.repetitions * config.canaries // 2 < least:
+        repetitions = 2 * math.ceil(least / config.canaries)
+        problem = (
+            f"{config.repetitions} with {config.canaries} canaries are too few to measure a false "
+            f"positive rate of {100 * FALSE_POSITIVE_RATES[-1]:g} %"
+        )
+        raise FedgenError("repetitions", problem, f"take {repetitions} or more")
 
 
 def _results(
@@ -134,6 +182,7 @@ def _results(
         "schema": 1,
         "generator_sha256": sha256,
         "unit": unit,
+        "seed": config.seed,
         "repetitions": config.repetitions,
         "canaries": config.canaries if config.repetitions else 0,
         "samples": config.samples,
@@ -145,40 +194,47 @@ def _results(
     }
 
 
-def _check_bound(text: str, results: Mapping[str, Any]) -> str:
-    """Return ``text``; if an attack on the protected unit exceeds its bound, print it and raise
-    FedgenError."""
-    proven = {point["fpr"]: point["tpr"] for point in results["proven"] or ()}
-    points = [point for name in LIKELIHOOD_RATIOS for point in results["attacks"].get(name, ())]
-    if any(point["low"] > proven.get(point["fpr"], 1.0) for point in points):
-        print(text)
-        problem = "an attack exceeds the proven bound: the lower end of its interval is above it"
-        remedy = (
-            "attack the same settings with another seed; report a second one as SECURITY.md says"
-        )
-        raise FedgenError("run", problem, remedy)
-    return text
+def check_bound(
+    attacks: Sequence[Attack], proven: Guarantee | None, streams: RandomStreams
+) -> None:
+    """Raise FedgenError if an attack on the protected unit exceeds its bound. Attacks on a correct
+    program do so with probability at most ``_FALSE_ALARM``, if the scores within a repetition are
+    independent."""
+    on_unit = [attack_ for attack_ in attacks if attack_.name in LIKELIHOOD_RATIOS]
+    tests = len(LIKELIHOOD_RATIOS) * len(FALSE_POSITIVE_RATES)
+    for attack_ in on_unit if proven is not None else ():
+        assert proven is not None
+        for point in attack_.points(streams, 1 - 2 * _FALSE_ALARM / tests):
+            if point.low > proven.tpr(point.fpr):
+                problem = f"{attack_.name} exceeds the proven bound"
+                remedy = (
+                    "attack the run with another seed=N, which trains other repetitions; report a "
+                    "second one as SECURITY.md says"
+                )
+                raise FedgenError("run", problem, remedy)
 
 
 # --- one run --------------------------------------------------------------------------------------
 
 
 def _attacks_on_run(
-    config: DictConfig, run_setup: Setup, generator: PublishedGenerator
+    config: DictConfig,
+    run_setup: Setup,
+    samples: tuple[Images, Labels],
+    classifier: SampleClassifier,
 ) -> list[Attack]:
-    """Return attacks that compare training images with the test split."""
-    streams = RandomStreams.from_seed(config.seed, "seeded").at("attack")
-    data, rows = run_setup.dataset, np.unique(np.concatenate(run_setup.shards))
-    order = torch.randperm(len(rows), generator=streams.public("members")).numpy()
-    rows = rows[order[: min(_MAX_RECORDS, len(data.test_labels))]]
-    tested = slice(0, _MAX_RECORDS)
+    """Return attacks that compare training images with the test split, both chosen at random."""
+    streams, data = _streams(config), run_setup.dataset
+    rows = np.unique(np.concatenate(run_setup.shards))
+    count = min(_MAX_RECORDS, len(rows), len(data.test_labels))
+    rows, tested = (
+        torch.randperm(total, generator=streams.public(name)).numpy()[:count]
+        for name, total in (("members", len(rows)), ("non-members", len(data.test_labels)))
+    )
+    rows = np.unique(np.concatenate(run_setup.shards))[rows]
     images = np.concatenate([data.images[rows], data.test_images[tested]])
     labels = np.concatenate([data.labels[rows], data.test_labels[tested]])
-    members = (np.arange(len(labels)) < len(rows))[:, None]
-    samples = sample_images(generator, config.samples, np.arange(data.classes), streams)
-    if len(np.unique(samples[1])) < 2:
-        return []
-    classifier = SampleClassifier(*samples, data.classes, streams)
+    members = (np.arange(2 * count) < count)[:, None]
     features = classifier.features(samples[0])
     scores = proximity_by_label(
         classifier.features(images), labels, features, samples[1], bandwidth(features)
@@ -192,32 +248,28 @@ def _attacks_on_run(
 
 
 def sample_images(
-    generator: PublishedGenerator, count: int, labels: NDArray[np.int64], streams: RandomStreams
+    generator: PublishedGenerator, count: int, streams: RandomStreams
 ) -> tuple[Images, Labels]:
-    """Return ``count`` samples, cycling through ``labels``; for a generator that publishes a fixed
-    set, all its images. The same streams for several generators (common random numbers) remove
-    sampling noise from their comparison."""
-    server = generator.method.server
-    if server.distinct_images is not None:
-        wanted = np.arange(server.distinct_images) % generator.classes
-    else:
-        wanted = labels[np.arange(count) % len(labels)]
-    parts = [
-        server.sample(generator.weights, part, streams.at("samples", number)).cpu()
-        for number, part in enumerate(torch.split(torch.from_numpy(wanted), _BATCH))
-    ]
-    return (torch.cat(parts) * 255).round().to(torch.uint8).numpy(), wanted
+    """Return samples with as many of each label; for a generator that publishes a fixed set, all
+    its images. The same streams for several generators (common random numbers) remove sampling
+    noise from their comparison."""
+    total = generator.method.server.distinct_images or count
+    labels = torch.arange(total) % generator.classes
+    images = draw_samples(generator.method, generator.weights, labels, streams.at("samples"))
+    return images, labels.numpy()
 
 
 # --- repetitions ----------------------------------------------------------------------------------
 
 
-def _attacks_on_repetitions(config: DictConfig, trained: DictConfig, run: Path) -> list[Attack]:
+def _attacks_on_repetitions(
+    config: DictConfig, trained: DictConfig, run: Path, classifier: SampleClassifier | None
+) -> list[Attack]:
     """Train the repetitions, and return the likelihood ratios of all canaries in each."""
-    place = run / "attack"
+    place = run / "attack" / f"seed{config.seed}_canaries{config.canaries}"
     make_folder(place)
     runs = {
-        f"{number}": _repetition(trained, config.canaries, number, place / f"{number}")
+        f"{number}": _repetition(trained, config, number, place / f"{number}")
         for number in range(config.repetitions)
     }
     try:
@@ -229,17 +281,22 @@ def _attacks_on_repetitions(config: DictConfig, trained: DictConfig, run: Path) 
     assert canaries is not None
     try:
         failed = complete(runs, place, config.jobs, "repetitions")
+    except FedgenError as error:
+        if error.key == "run_dir":
+            problem = f"{place} has repetitions with other settings"
+            raise FedgenError("run", problem, "move this folder away") from error
+        raise
     except Interrupted as error:
         raise Interrupted(f"{error}; repeat the command to resume") from error
     if failed:
         problem = f"{len(failed)} of {len(runs)} repetitions failed"
         raise FedgenError("repetitions", problem, f"see {failed[0]}")
-    audit_streams = RandomStreams.from_seed(trained.seed, "seeded").at("audit")
+    audit_streams = setup.canary_streams(runs["0"])
     numbers = range(config.repetitions)
     members = np.stack(
         [presence_in_repetition(config.canaries, number, audit_streams) for number in numbers]
     )
-    described = list(_statistics(config, runs, canaries))
+    described = list(_statistics(config, runs, canaries, classifier))
     weights, samples = (np.stack(parts) for parts in zip(*described, strict=True))
     return [
         Attack(name, log_likelihood_ratios(statistics, members), members)
@@ -247,7 +304,9 @@ def _attacks_on_repetitions(config: DictConfig, trained: DictConfig, run: Path) 
     ]
 
 
-def _repetition(trained: DictConfig, canaries: int, number: int, place: Path) -> DictConfig:
+def _repetition(
+    trained: DictConfig, attack_config: DictConfig, number: int, place: Path
+) -> DictConfig:
     """Return the settings of a repetition of a run."""
     check_runtime_is_local(trained, "attack a run with a local runtime, not one at {}")
     config, quiet = trained.copy(), compose("config", ["evaluation=none", "logger=none"])
@@ -255,9 +314,10 @@ def _repetition(trained: DictConfig, canaries: int, number: int, place: Path) ->
         config.audit = {
             "releases": 0,
             "noise_multiplier": None,
-            "canaries": canaries,
+            "canaries": attack_config.canaries,
             "confidence": CONFIDENCE,
             "repetition": number,
+            "seed": attack_config.seed,
         }
     config.evaluation, config.logger, config.evaluate_every = quiet.evaluation, quiet.logger, 0
     config.names.evaluation = config.names.logger = "none"
@@ -268,25 +328,23 @@ def _repetition(trained: DictConfig, canaries: int, number: int, place: Path) ->
 
 
 def _statistics(
-    config: DictConfig, runs: Mapping[str, DictConfig], canaries: Canaries
+    config: DictConfig,
+    runs: Mapping[str, DictConfig],
+    canaries: Canaries,
+    classifier: SampleClassifier | None,
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield the weights of each repetition, and the proximity of its samples to the records of each
-    canary, by pixels and by learned features, (canaries, statistics). The classifier and the kernel
-    bandwidths are fitted to the samples of the first repetition."""
-    streams = RandomStreams.from_seed(config.seed, "seeded").at("attack")
+    canary, by pixels and in the features of a classifier, (canaries, statistics). Kernel bandwidths
+    are those of the first repetition."""
+    streams = _streams(config)
     records = np.concatenate([shard.images.numpy() for shard in canaries.included])
     labels = np.concatenate([shard.labels.numpy() for shard in canaries.included])
     owner = np.repeat(np.arange(len(canaries.included)), [len(s) for s in canaries.included])
-    classifier, widths = None, list[float]()
+    maps, widths = [flat, *([classifier.features] if classifier else [])], list[float]()
     with RunProgress() as progress:
         for number, repetition in enumerate(runs.values()):
             generator = load_generator(Path(repetition.run_dir), config.device)
-            images, image_labels = sample_images(
-                generator, config.samples, np.unique(labels), streams
-            )
-            if classifier is None and len(np.unique(image_labels)) > 1:
-                classifier = SampleClassifier(images, image_labels, generator.classes, streams)
-            maps = [flat, *([classifier.features] if classifier else [])]
+            images, image_labels = sample_images(generator, config.samples, streams)
             spaces = [(feature_map(records), feature_map(images)) for feature_map in maps]
             if not number:
                 widths = [bandwidth(samples) for _, samples in spaces]

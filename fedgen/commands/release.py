@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen import verify
 from fedgen.commands import verify as verify_command
+from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.audit import audit_release
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
@@ -104,6 +105,9 @@ def _check_attacks(run: RunDir, max_tpr: float | None) -> None:
     if (results := run.attack_results(key)) is None:
         problem = f"{run.path} has no attack results for its generator"
         raise FedgenError(key, problem, f"run: fedgen attack run={run.path}")
+    if lacking := [name for name in LIKELIHOOD_RATIOS if name not in results["attacks"]]:
+        problem = f"{run.path} was attacked without {lacking[0]}"
+        raise FedgenError(key, problem, f"run: fedgen attack run={run.path} with repetitions")
     for name, points in results["attacks"].items():
         limits = [point["high"] for point in points if point["fpr"] == _GATE_FPR]
         if not limits:

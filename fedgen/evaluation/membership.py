@@ -82,6 +82,8 @@ def bandwidth(samples: Floats) -> float:
     from sklearn.neighbors import NearestNeighbors
 
     first = samples[:_BANDWIDTH_SAMPLES]
+    if len(first) < 2:
+        return 1.0
     distances, _ = NearestNeighbors(n_neighbors=2).fit(first).kneighbors(first)
     return max(float(np.median(distances[:, 1])), 1e-6)
 
@@ -180,43 +182,82 @@ class OperatingPoint:
 
 
 def operating_point(
-    scores: Floats, members: NDArray[np.bool_], fpr: float, streams: RandomStreams
+    scores: Floats,
+    members: NDArray[np.bool_],
+    fpr: float,
+    streams: RandomStreams,
+    confidence: float = CONFIDENCE,
 ) -> OperatingPoint | None:
     """Return the true positive rate at ``fpr`` of the attack that classifies scores above a
-    threshold as members; None if there are fewer than 1 / fpr non-members.
+    threshold as members; None if there are too few non-members to set the threshold.
 
-    The interval is the union of a bootstrap interval over rows, because scores within a row are
-    dependent, and the Clopper-Pearson interval, because the first has zero width if no member is
-    detected. Repetitions are resampled one by one: their pairs are complementary, and resampling
-    pairs would fix how many repetitions include a canary.
+    The threshold is the j-th largest score of n non-members, whose false positive rate is
+    distributed as Beta(j, n + 1 - j), with mean j / (n + 1), the largest not above ``fpr``. The
+    interval is the union of two. One is exact for independent scores: it takes the Clopper-Pearson
+    limits at thresholds whose rate is below (for the lower limit) and above ``fpr`` with high
+    probability. The other is the bootstrap interval over rows, because scores within a row are
+    dependent.
 
     Args:
         scores: (rows, columns); rows, repetitions or images, are resampled.
         members: membership of each score.
+        confidence: of the interval.
     """
-    from scipy.stats import binomtest
-
-    if fpr * np.count_nonzero(~members) < 1:
+    non_members = np.sort(scores[~members])[::-1]
+    rank = _rank(len(non_members), fpr)
+    if not rank:
         return None
-    tpr = _tpr(scores[members], scores[~members], fpr)
     generator = np.random.default_rng(streams.public("resamples").initial_seed())
     resampled = []
     for _ in range(_BOOTSTRAP_RESAMPLES):
         rows = generator.integers(0, len(scores), len(scores))
         are_members = members[rows]
-        if are_members.any() and not are_members.all():
-            resampled.append(_tpr(scores[rows][are_members], scores[rows][~are_members], fpr))
-    tail = (1 - CONFIDENCE) / 2
+        others = scores[rows][~are_members]
+        if are_members.any() and _rank(len(others), fpr):
+            resampled.append(_tpr(scores[rows][are_members], others, fpr))
+    tail = (1 - confidence) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
-    count = np.count_nonzero(members)
-    exact = binomtest(round(tpr * count), count).proportion_ci(CONFIDENCE)
-    return OperatingPoint(fpr, tpr, min(float(low), exact.low), max(float(high), exact.high))
+    exact_low, exact_high = _exact_interval(scores[members], non_members, fpr, tail)
+    tpr = _tpr(scores[members], non_members, fpr)
+    return OperatingPoint(fpr, tpr, min(float(low), exact_low), max(float(high), exact_high))
+
+
+def _rank(non_members: int, fpr: float) -> int:
+    """Return the rank, from 1, of the non-member whose score is the threshold; 0 if there is
+    none."""
+    return math.floor(fpr * (non_members + 1) * (1 + 1e-9))
 
 
 def _tpr(members: Floats, non_members: Floats, fpr: float) -> float:
-    allowed = math.floor(fpr * len(non_members))
-    threshold = np.partition(non_members, -allowed - 1)[-allowed - 1]
+    rank = _rank(len(non_members), fpr)
+    threshold = np.partition(non_members, -rank)[-rank]
     return float((members > threshold).mean())
+
+
+def _exact_interval(
+    members: Floats, descending: Floats, fpr: float, tail: float
+) -> tuple[float, float]:
+    """Return a confidence interval of the true positive rate at ``fpr`` for independent scores.
+    Each limit may fail by the threshold or by the number of members above it, with probability
+    ``tail`` / 2 each.
+
+    Args:
+        members: scores of members.
+        descending: scores of non-members in descending order.
+    """
+    from scipy.stats import beta, binomtest
+
+    n, ranks = len(descending), np.arange(1, len(descending) + 1)
+    below = beta.cdf(fpr, ranks, n + 1 - ranks)  # probability that the rate is at most fpr
+    strict, loose = ranks[below >= 1 - tail / 2], ranks[below <= tail / 2]
+    low, high = 0.0, 1.0
+    if len(strict):
+        above = int((members > descending[strict[-1] - 1]).sum())
+        low = float(binomtest(above, len(members)).proportion_ci(1 - tail).low)
+    if len(loose):
+        above = int((members > descending[loose[0] - 1]).sum())
+        high = float(binomtest(above, len(members)).proportion_ci(1 - tail).high)
+    return low, high
 
 
 def roc(scores: Floats, members: NDArray[np.bool_]) -> tuple[Floats, Floats]:

@@ -20,7 +20,7 @@ from fedgen.privacy.guarantee import (
     percent,
     round_up,
 )
-from fedgen.reporting.privacy_statement import guarantee_of, protected
+from fedgen.reporting.privacy_statement import guarantee_of, protected, several_records
 from fedgen.reporting.progress import format_epsilon
 from fedgen.storage.io import read_json
 from fedgen.verify import ACCOUNT, MALFORMED, VerificationError, read_signed
@@ -84,8 +84,8 @@ def _curve(view: Mapping[str, Any], delta: float) -> Guarantee | None:
 
 
 _NOISE = {
-    "secure": "From the operating system, not from a seed.",
-    "seeded": "From a seed: anyone who knows it can remove the noise.",
+    "secure": "The random number generator of the operating system: it cannot be reproduced.",
+    "seeded": "A seed: anyone who knows it can remove the noise.",
     "none": "None.",
 }
 
@@ -108,6 +108,7 @@ def headline(
         "delta": record["delta"],
         "seeded": record["noise"] == "seeded",
         "noise": _NOISE[record["noise"]],
+        "several": several_records(views["release"]),
         "found": MIN_TPR,
         "priors": PRIORS,
         "rows": [
@@ -155,9 +156,16 @@ def vouching(public: Path) -> str:
     keys = sorted({key for _, key in signed})
     names = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
     plural = "s" if len(keys) > 1 else ""
+    who = (
+        "The only participant signed its own figures"
+        if clients == covered == 1
+        else f"{covered:,} of {clients:,} participants signed their own figures"
+    )
     return (
-        f"{covered:,} of {clients:,} participants signed bounds on their releases, by {len(keys)} "
-        f"key{plural} ({names}). fedgen verify recomputes ε from a package of fedgen release."
+        f"{who}, by {len(keys)} key{plural} ({names}): compare with the fingerprint{plural} that "
+        f"{'they publish' if clients > 1 else 'it publishes'}. Anyone with the package of the "
+        "release can recompute ε from these figures by fedgen verify. That does not check whether "
+        "the noise was added, or what the data were."
     )
 
 

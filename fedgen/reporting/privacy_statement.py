@@ -49,19 +49,19 @@ def statement(
             f"## How strongly\n\n(ε, δ)-differential privacy with ε = "
             f"{format_epsilon(release['epsilon'])} and δ = {record['delta']:g} "
             f"({release['accountant']}). {strength(release, record['delta'])}"
-            f"{_several_records(release)}",
+            f"{_paragraph(several_records(release))}",
         ]
     parts += [
         *sums(record),
         "## What is not covered\n\n"
         "- Facts about the population that do not depend on any single participant: a generator "
         "is meant to show what is common.\n"
-        "- Several generators from the same data: their ε add up.\n"
-        "- Selection among runs or settings by private data.\n"
+        "- Several generators from the same data: their ε must be added.\n"
+        "- The choice of the best of several runs or settings by looking at private data.\n"
         + (_SELECTED if picked else "")
         + f"- {NOT_IN_THE_FOLDER}\n"
         "- The settings in `generator.json`, which count as public, including numbers of images "
-        "in them.\n"
+        "in them: they are not protected.\n"
         "- Timing. The noise is exact to the last bit, assuming that AES-256 in counter mode is "
         "indistinguishable from random bits. ε includes rounding errors of sums before the noise: "
         "by a proven bound for gradients of records that are summed in double precision, by "
@@ -182,13 +182,20 @@ def strength(view: Mapping[str, Any], delta: float) -> str:
     )
 
 
-def _several_records(view: Mapping[str, Any]) -> str:
-    """State ε for several images of one person, if it is known."""
+def several_records(view: Mapping[str, Any]) -> str:
+    """State ε for several images of one person; empty if it is not known."""
     if not (epsilons := view.get("group_epsilon")):
         return ""
-    sizes = ", ".join(epsilons)
-    values = ", ".join(format_epsilon(value) for value in epsilons.values())
-    return f"\n\nFor {sizes} images of one person at one client together, ε is at most {values}."
+    sizes = [f"{format_epsilon(value)} for {count}" for count, value in epsilons.items()]
+    listed = f"{', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else sizes[0]
+    return (
+        "ε protects single images. A person with several images at one client is protected less: "
+        f"ε is at most {listed} of them together, and grows further with their number."
+    )
+
+
+def _paragraph(text: str) -> str:
+    return f"\n\n{text}" if text else ""
 
 
 def _amplification(view: dict[str, Any]) -> str:

@@ -62,4 +62,5 @@ def client_setup(ready: Setup, run_dir: RunDir, name: str) -> ClientSetup:
         threads=runtime.threads,
         spend_db=SpendDb.default() if secure else None,
         mods=(faulty,) if ready.faults.total else (),
+        repetition=ready.repetition,
     )

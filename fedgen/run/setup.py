@@ -77,7 +77,8 @@ class ResolvedMethod:
 
 @dataclass(frozen=True)
 class Setup(ResolvedMethod):
-    """All parts of a run. ``domain``: see ``noise_domain``; ``canaries``: of an audited run."""
+    """All parts of a run. ``domain``: see ``noise_domain``; ``canaries``: of an audited run;
+    ``repetition``: its index among those of ``fedgen attack``."""
 
     config: DictConfig
     domain: str
@@ -86,6 +87,7 @@ class Setup(ResolvedMethod):
     shards: list[Index]
     faults: FaultRates
     canaries: Canaries | None
+    repetition: int | None
 
     @property
     def partition_digest(self) -> str:
@@ -158,13 +160,13 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
             config, held, shards, resolved.noise
         )
     streams = streams.at("branch", branch)
-    canaries = None
+    canaries, repetition = None, OmegaConf.select(config, "audit.repetition")
     if OmegaConf.select(config, "audit.canaries"):
-        plan, repetition = resolved.method.plan, config.audit.get("repetition")
+        plan = resolved.method.plan
         if repetition is not None:
             streams = streams.for_repetition(repetition)
         # equal in all processes of a run
-        audit_streams = RandomStreams.from_seed(config.seed, "seeded").at("audit")
+        audit_streams = canary_streams(config)
         held, shards, canaries = add_canaries(
             held, shards, plan.unit, plan.relation, config.audit.canaries, audit_streams, repetition
         )
@@ -177,7 +179,15 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
         shards=shards,
         faults=faults(config),
         canaries=canaries,
+        repetition=repetition,
     )
+
+
+def canary_streams(config: DictConfig) -> RandomStreams:
+    """Return the streams that choose the canaries of an audited run or of the repetitions of a
+    run."""
+    seed = config.audit.get("seed")
+    return RandomStreams.from_seed(config.seed if seed is None else seed, "seeded").at("audit")
 
 
 def resolve_method(

@@ -79,7 +79,8 @@ class ClientSetup:
     shard: client -> its records.
     seed, noise: seed and mode of the random streams; in mode ``secure`` each client has its own
         secret streams, and each response its own noise.
-    domain: distinguishes the streams of runs with the same seed.
+    domain: distinguishes the streams of runs with the same seed; repetition: index of the
+        repetition of a run (``RandomStreams.for_repetition``), if any.
     folder: folder of the clients' files, on a file system that all processes share.
     terms: limits of all clients.
     in_memory, cache_bytes: see ``ClientStore``.
@@ -100,6 +101,7 @@ class ClientSetup:
     threads: int
     spend_db: SpendStore | None = None
     mods: tuple[Mod, ...] = ()
+    repetition: int | None = None
 
 
 @dataclass
@@ -135,6 +137,8 @@ class ClientContexts:
         self._streams = RandomStreams.from_seed(setup.seed, setup.noise)
         if setup.domain:
             self._streams = self._streams.at("branch", setup.domain)
+        if setup.repetition is not None:
+            self._streams = self._streams.for_repetition(setup.repetition)
         self._store = ClientStore(setup.folder, setup.in_memory, setup.cache_bytes)
         self._contexts: dict[int, ClientContext] = {}
         self._lock = threading.Lock()
