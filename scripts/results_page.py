@@ -34,13 +34,14 @@ from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.matrix import expand, read_matrix
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
+from fedgen.reporting.figures import roc_curves
 from fedgen.reporting.progress import format_bytes, format_epsilon
 from fedgen.run.resume import open_run
 from fedgen.storage.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "measured.md"
-FIGURE = ROOT / "docs" / "comparison.png"
+FIGURE, ROCS = ROOT / "docs" / "comparison.png", ROOT / "docs" / "attacks.png"
 COMPARED = {  # the section of a benchmark's runs
     "mnist": "Methods on MNIST and Fashion-MNIST",
     "hour": "Recipes of up to an hour",
@@ -104,6 +105,8 @@ def main() -> None:
     for file in pages_with_figures():
         file.write_text(with_figures(file))
     draw(compared(load_runs(), "mnist"))
+    attacked = [run for run in load_runs() if "attack" in run["results"]]
+    roc_curves({_attack_title(run): run["results"]["attack"]["curves"] for run in attacked}, ROCS)
 
 
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
@@ -146,7 +149,14 @@ def _attack(run_dir: RunDir) -> dict[str, Any]:
         return {}
     point = max(at_one_percent, key=lambda point: point["tpr"])
     proven = {bound["fpr"]: bound["tpr"] for bound in record["proven"] or ()}.get(0.01, 1.0)
-    return {"attack": _small({**point, "proven": proven, "repetitions": record["repetitions"]})}
+    kept = {**point, "proven": proven, "repetitions": record["repetitions"]}
+    return {"attack": _small({**kept, "curves": record["curves"]})}
+
+
+def _attack_title(run: dict[str, Any]) -> str:
+    data, epsilon = run["results"]["data"], run["results"]["epsilon"]["release"]
+    noise = "without noise" if epsilon is None else f"ε = {epsilon:.3g}"
+    return f"{_DATA.get(data, data)}, {noise}"
 
 
 def _small(value: Any) -> Any:

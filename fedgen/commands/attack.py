@@ -38,7 +38,7 @@ from fedgen.evaluation.membership import (
     log_likelihood_ratios,
     operating_point,
     proximity_by_label,
-    roc,
+    true_positive_rates,
 )
 from fedgen.evaluation.utility import Images, Labels
 from fedgen.privacy.events import Unit
@@ -54,11 +54,13 @@ from fedgen.run.resume import check_runtime_is_local, open_run
 from fedgen.run.setup import Setup
 from fedgen.run.worker_pool import complete
 from fedgen.storage.folders import make_folder
+from fedgen.storage.run_dir import RunDir
 
 LIKELIHOOD_RATIOS = "likelihood ratio (weights)", "likelihood ratio (samples)"
 _MAX_RECORDS = 5000  # limit on members, and on non-members, of attacks without repetitions
 _MAX_WEIGHTS = 2000  # per tensor
 _FALSE_ALARM = 0.001
+_CURVE_RATES = np.geomspace(1e-3, 1, 61).tolist()
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,9 @@ def attack(config: DictConfig) -> str:
     if not privacy["without_bound"] and privacy["views"]["release"]["epsilon"] is not None:
         proven = guarantee_of(privacy["views"]["release"], privacy["delta"])
     streams = _streams(config)
-    points = {attack_.name: attack_.points(streams) for attack_ in attacks}
-    result = _results(
-        config, privacy["unit"], run_dir.results()["generator_sha256"], points, proven
-    )
+    result = _results(config, run_dir, attacks, proven)
     run_dir.write("attack", result)
-    curves = {attack_.name: roc(attack_.scores, attack_.members) for attack_ in attacks}
-    roc_curves(curves, proven, run_dir.path / "attack.png")
+    roc_curves({"": result["curves"]}, run_dir.path / "attack.png")
     lines = [
         *describe_attacks(result),
         str(run_dir.path / "attack.json"),
@@ -172,25 +170,34 @@ def _check_size(config: DictConfig) -> None:
 
 
 def _results(
-    config: DictConfig,
-    unit: str,
-    sha256: str,
-    points: Mapping[str, list[OperatingPoint]],
-    proven: Guarantee | None,
+    config: DictConfig, run_dir: RunDir, attacks: Sequence[Attack], proven: Guarantee | None
 ) -> dict[str, Any]:
+    """Return the content of ``attack.json``."""
+    streams = _streams(config)
     return {
         "schema": 1,
-        "generator_sha256": sha256,
-        "unit": unit,
+        "generator_sha256": run_dir.results()["generator_sha256"],
+        "unit": run_dir.privacy()["unit"],
         "seed": config.seed,
         "repetitions": config.repetitions,
         "canaries": config.canaries if config.repetitions else 0,
         "samples": config.samples,
         "confidence": CONFIDENCE,
-        "attacks": {name: [asdict(point) for point in listed] for name, listed in points.items()},
+        "attacks": {
+            attack_.name: [asdict(point) for point in attack_.points(streams)]
+            for attack_ in attacks
+        },
         "proven": None
         if proven is None
         else [{"fpr": fpr, "tpr": proven.tpr(fpr)} for fpr in FALSE_POSITIVE_RATES],
+        "curves": {
+            "fpr": _CURVE_RATES,
+            "attacks": {
+                attack_.name: true_positive_rates(attack_.scores, attack_.members, _CURVE_RATES)
+                for attack_ in attacks
+            },
+            "proven": None if proven is None else [proven.tpr(fpr) for fpr in _CURVE_RATES],
+        },
     }
 
 
@@ -267,7 +274,10 @@ def _attacks_on_repetitions(
 ) -> list[Attack]:
     """Train the repetitions, and return the likelihood ratios of all canaries in each."""
     place = run / "attack" / f"seed{config.seed}_canaries{config.canaries}"
-    make_folder(place)
+    try:
+        make_folder(place)
+    except FedgenError as error:
+        raise FedgenError("run", error.problem, "make room for this folder") from error
     runs = {
         f"{number}": _repetition(trained, config, number, place / f"{number}")
         for number in range(config.repetitions)

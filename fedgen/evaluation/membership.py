@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,7 +230,7 @@ def _rank(non_members: int, fpr: float) -> int:
 
 
 def _tpr(members: Floats, non_members: Floats, fpr: float) -> float:
-    rank = _rank(len(non_members), fpr)
+    rank = min(_rank(len(non_members), fpr), len(non_members))
     threshold = np.partition(non_members, -rank)[-rank]
     return float((members > threshold).mean())
 
@@ -260,9 +261,12 @@ def _exact_interval(
     return low, high
 
 
-def roc(scores: Floats, members: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return false and true positive rates at all thresholds."""
-    from sklearn.metrics import roc_curve
-
-    fpr, tpr, _ = roc_curve(members.ravel(), scores.ravel())
-    return fpr, tpr
+def true_positive_rates(
+    scores: Floats, members: NDArray[np.bool_], rates: Sequence[float]
+) -> list[float]:
+    """Return the true positive rate at each false positive rate; 0 where there are too few
+    non-members to set a threshold."""
+    of_members, non_members = scores[members], scores[~members]
+    return [
+        _tpr(of_members, non_members, fpr) if _rank(len(non_members), fpr) else 0.0 for fpr in rates
+    ]

@@ -251,31 +251,34 @@ def trade_off(curves: Mapping[str, Guarantee], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def roc_curves(
-    curves: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]],
-    proven: Guarantee | None,
-    path: Path,
-) -> None:
-    """Plot the ROC curve of each attack on logarithmic axes, with the proven bound if there is
-    one."""
+def roc_curves(panels: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Plot the ROC curves of attacks on logarithmic axes, with the proven bounds.
+
+    Args:
+        panels: title -> ``curves`` of ``attack.json``.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    columns = min(len(panels), 3)
+    figure = Figure(
+        figsize=(max(7.0, 4.5 * columns), 4.5 * -(-len(panels) // columns)), layout="constrained"
+    )
     FigureCanvasAgg(figure)
-    axes, rates = figure.add_subplot(), np.geomspace(1e-4, 1, 200)
-    for name, (fpr, tpr) in curves.items():
-        axes.plot(fpr, tpr, label=name, drawstyle="steps-post")
-    if proven is not None:
-        bound = [proven.tpr(rate) for rate in rates]
-        axes.plot(rates, bound, color="black", label="proven upper bound")
-        axes.fill_between(rates, bound, 1, color="black", alpha=0.06)
-    axes.plot(rates, rates, "--", color="grey", label="random guessing")
-    axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1.05))
-    axes.set_xlabel("false positive rate")
-    axes.set_ylabel("true positive rate")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    for number, (title, curves) in enumerate(panels.items(), 1):
+        axes, rates = figure.add_subplot(-(-len(panels) // columns), columns, number), curves["fpr"]
+        for name, tpr in curves["attacks"].items():
+            axes.plot(rates, tpr, label=name)
+        if curves["proven"] is not None:
+            axes.plot(rates, curves["proven"], color="black", label="proven upper bound")
+            axes.fill_between(rates, curves["proven"], 1, color="black", alpha=0.06)
+        axes.plot(rates, rates, "--", color="grey", label="random guessing")
+        axes.set(xscale="log", yscale="log", xlim=(1e-3, 1), ylim=(1e-3, 1.05), title=title)
+        axes.set_xlabel("false positive rate")
+        axes.set_ylabel("true positive rate")
+        axes.grid(alpha=0.3)
+        if number == 1:
+            axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

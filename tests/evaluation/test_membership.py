@@ -7,6 +7,7 @@ import pytest
 from mutation import kills
 from numpy.typing import NDArray
 from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
 
 from fedgen.data.canaries import presence_in_repetition
 from fedgen.evaluation.membership import (
@@ -15,7 +16,7 @@ from fedgen.evaluation.membership import (
     log_likelihood_ratios,
     operating_point,
     proximity_by_label,
-    roc,
+    true_positive_rates,
 )
 from fedgen.randomness import RandomStreams
 
@@ -35,11 +36,6 @@ def repetitions(
     return statistics, members
 
 
-def auc(scores: NDArray[np.float64], members: NDArray[np.bool_]) -> float:
-    fpr, tpr = roc(scores, members)
-    return float(np.trapezoid(tpr, fpr))
-
-
 @kills(
     "fedgen/evaluation/membership.py",
     "fitted = np.r_[:pair, pair + 2 : repetitions]",
@@ -54,7 +50,7 @@ def test_an_attack_without_an_effect_has_an_auc_of_one_half() -> None:
     """Fitting to the attacked repetition, or leaving out only half of a pair, biases it. Six
     standard errors."""
     areas = [
-        auc(log_likelihood_ratios(statistics, members), members)
+        roc_auc_score(members.ravel(), log_likelihood_ratios(statistics, members).ravel())
         for statistics, members in (repetitions(12, 40, 0.0, seed) for seed in range(8))
     ]
     assert abs(np.mean(areas) - 0.5) < 6 * 0.5 / np.sqrt(12 * 40 * 8 / 2) / np.sqrt(2)
@@ -63,7 +59,7 @@ def test_an_attack_without_an_effect_has_an_auc_of_one_half() -> None:
 def test_the_likelihood_ratio_is_near_optimal() -> None:
     """Two Gaussians at distance 2; compare with the AUC of the Neyman-Pearson test."""
     statistics, members = repetitions(64, 30, 2.0, 0)
-    area = auc(log_likelihood_ratios(statistics, members), members)
+    area = roc_auc_score(members.ravel(), log_likelihood_ratios(statistics, members).ravel())
     assert norm.cdf(2 / np.sqrt(2)) - 0.03 < area < norm.cdf(2 / np.sqrt(2)) + 0.01
 
 
@@ -145,3 +141,14 @@ def test_absent_labels_have_probability_zero() -> None:
     assert probabilities[0, 3] > 0.9 and probabilities[1, 1] > 0.9
     assert np.allclose(probabilities.sum(1), 1) and (probabilities[:, [0, 2, 4]] == 0).all()
     assert classifier.features(images[:2]).shape == (2, 128)
+
+
+def test_curves_pass_through_the_operating_points() -> None:
+    scores = np.random.default_rng(0).normal(size=(400, 1))
+    members = (np.arange(400) < 200)[:, None]
+    scores[members] += 1
+    rates = [0.001, 0.01, 0.1, 1.0]
+    curve = true_positive_rates(scores, members, rates)
+    points = [operating_point(scores, members, fpr, STREAMS) for fpr in rates[1:3]]
+    assert curve[1:3] == [point.tpr for point in points if point is not None]
+    assert curve[0] == 0 and curve[3] > 0.99, "200 non-members are too few for 0.1 %"
