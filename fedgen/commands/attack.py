@@ -119,6 +119,8 @@ def attack(config: DictConfig) -> str:
         classifier = SampleClassifier(*samples, generator.classes, _streams(config))
     attacks = []
     if config.repetitions:
+        if (ended := run_dir.results()["rounds"]) < trained.rounds:
+            print(f"the run ended after {ended} of {trained.rounds} rounds; repetitions train all")
         config.canaries = config.canaries or min(run_setup.dataset.classes, _units(run_setup))
         _check_size(config)
         attacks += _attacks_on_repetitions(config, trained, run_dir.path, classifier)
