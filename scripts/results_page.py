@@ -34,6 +34,7 @@ from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.matrix import expand, read_matrix
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
+from fedgen.privacy.guarantee import round_up
 from fedgen.reporting.figures import roc_curves
 from fedgen.reporting.progress import format_bytes, format_epsilon
 from fedgen.run.resume import open_run
@@ -148,7 +149,8 @@ def _attack(run_dir: RunDir) -> dict[str, Any]:
     if not (at_one_percent := [point for point in ratios if point["fpr"] == 0.01]):
         return {}
     point = max(at_one_percent, key=lambda point: point["tpr"])
-    proven = {bound["fpr"]: bound["tpr"] for bound in record["proven"] or ()}.get(0.01, 1.0)
+    bounds = {bound["fpr"]: bound["tpr"] for bound in record["proven"] or ()}
+    proven = float(round_up(bounds.get(0.01, 1.0)))
     kept = {**point, "proven": proven, "repetitions": record["repetitions"]}
     return {"attack": _small({**kept, "curves": record["curves"]})}
 
