@@ -22,8 +22,8 @@ check: lint
 
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint docs
-	# four, on any number of cores: many tests wait for processes of their own
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	# three, on any number of cores: many tests wait for processes of their own
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed
 
 lint: $(INSTALLED)

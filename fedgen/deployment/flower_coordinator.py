@@ -125,11 +125,12 @@ def _task(link: Link, run_id: int) -> Iterator[Grid]:
         yield PackedGrid(grid, link.largest() - _ENVELOPE_BYTES)
         details = ""
     finally:
+        if alive.is_running:  # before the task ends: Flower answers a later heartbeat by SIGINT
+            alive.stop()
         status = "failed" if details else "completed"
         over = PushTaskOutputRequest(sub_status=status, details=details)
         with contextlib.suppress(httpx.HTTPError):  # it has already ended
             runtime.PushTaskOutput(over)
-        alive.stop()
         grid.close()
 
 

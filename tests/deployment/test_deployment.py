@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import signal
 import ssl
 import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployed import Deployment, deployment
 from flwr.app import Message
+from flwr.supercore import heartbeat
+from flwr.supercore.runtime import RuntimeHttpClient
 from forked import Command
+from mutation import kills
 from tiny import tiny
 
 from fedgen import cli
@@ -176,6 +181,32 @@ def replies(sites: Deployment, version: str, request: str) -> list[Message]:
         while len(result) < len(waiting):
             result += grid.pull_messages(waiting - {r.metadata.reply_to_message_id for r in result})
     return result
+
+
+@kills("fedgen/deployment/flower_coordinator.py", "if alive.is_running:", "if False:")
+def test_the_end_of_a_run_is_no_interruption(
+    sites: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower sends SIGINT to the process of a task whose heartbeat arrives after its end. Here
+    heartbeats follow each other without a pause, also while the end is reported."""
+    interruptions: list[int] = []
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_DEFAULT_INTERVAL", heartbeat.HEARTBEAT_CALL_TIMEOUT)
+    report = RuntimeHttpClient.PushTaskOutput
+
+    def reported_slowly(client: RuntimeHttpClient, request: Any) -> Any:
+        answer = report(client, request)
+        time.sleep(0.5)
+        return answer
+
+    monkeypatch.setattr(RuntimeHttpClient, "PushTaskOutput", reported_slowly)
+    before = signal.signal(signal.SIGINT, lambda number, frame: interruptions.append(number))
+    try:
+        link = parse_address(f"127.0.0.1:{sites.port}", str(sites.ca))
+        with serve_request(link, metadata.version("fedgen"), "{}"):
+            time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not interruptions
 
 
 @pytest.mark.parametrize("what", ["other code", "no request"])
