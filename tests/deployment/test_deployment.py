@@ -173,9 +173,13 @@ def replies(sites: Deployment, version: str, request: str) -> list[Message]:
     """Return the replies of nodes to the greeting of a run."""
     link = parse_address(f"127.0.0.1:{sites.port}", str(sites.ca))
     with serve_request(link, version, request) as grid:
+        end = time.monotonic() + 120
+        while len(nodes := list(grid.get_node_ids())) < sites.count:
+            assert time.monotonic() < end, f"{len(nodes)} nodes are connected"
+            time.sleep(0.1)
         asked = [
             Message(messages.pack_hello(), dst_node_id=node, message_type=messages.HELLO)
-            for node in grid.get_node_ids()
+            for node in nodes
         ]
         waiting, result = set(grid.push_messages(asked)), []
         while len(result) < len(waiting):
