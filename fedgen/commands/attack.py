@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, open_dict
 
 from fedgen.config.compose import compose
-from fedgen.data.canaries import Canaries, presence_in_repetition
+from fedgen.data.canaries import Canaries, presence_in_repetition, units_of
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.membership import (
     CONFIDENCE,
@@ -41,7 +41,6 @@ from fedgen.evaluation.membership import (
     true_positive_rates,
 )
 from fedgen.evaluation.utility import Images, Labels
-from fedgen.privacy.events import Unit
 from fedgen.privacy.guarantee import FALSE_POSITIVE_RATES, Guarantee
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.figures import roc_curves
@@ -59,7 +58,7 @@ from fedgen.storage.run_dir import RunDir
 LIKELIHOOD_RATIOS = "likelihood ratio (weights)", "likelihood ratio (samples)"
 _MAX_RECORDS = 5000  # limit on members, and on non-members, of attacks without repetitions
 _MAX_WEIGHTS = 2000  # per tensor
-_FALSE_ALARM = 0.001
+_FALSE_ALARM = 0.001  # limit on the probability that a correct program is refuted
 _CURVE_RATES = np.geomspace(1e-3, 1, 61).tolist()
 
 
@@ -121,7 +120,8 @@ def attack(config: DictConfig) -> str:
     if config.repetitions:
         if (ended := run_dir.results()["rounds"]) < trained.rounds:
             print(f"the run ended after {ended} of {trained.rounds} rounds; repetitions train all")
-        config.canaries = config.canaries or min(run_setup.dataset.classes, _units(run_setup))
+        units = units_of(run_setup.dataset, run_setup.shards, run_setup.method.plan.unit)
+        config.canaries = config.canaries or min(run_setup.dataset.classes, len(units))
         _check_size(config)
         attacks += _attacks_on_repetitions(config, trained, run_dir.path, classifier)
     if classifier is not None:
@@ -129,34 +129,16 @@ def attack(config: DictConfig) -> str:
     privacy, proven = run_dir.privacy(), None
     if not privacy["without_bound"] and privacy["views"]["release"]["epsilon"] is not None:
         proven = guarantee_of(privacy["views"]["release"], privacy["delta"])
-    streams = _streams(config)
     result = _results(config, run_dir, attacks, proven)
     run_dir.write("attack", result)
     roc_curves({"": result["curves"]}, run_dir.path / "attack.png")
-    lines = [
-        *describe_attacks(result),
-        str(run_dir.path / "attack.json"),
-        str(run_dir.path / "attack.png"),
-    ]
-    print("\n".join(lines[:-2]))
-    check_bound(attacks, proven, streams)
-    return "\n".join(lines[-2:])
+    print("\n".join(describe_attacks(result)))
+    check_bound(attacks, proven, _streams(config))
+    return "\n".join(str(run_dir.path / name) for name in ("attack.json", "attack.png"))
 
 
 def _streams(config: DictConfig) -> RandomStreams:
     return RandomStreams.from_seed(config.seed, "seeded").at("attack")
-
-
-def _units(run_setup: Setup) -> int:
-    """Return the number of records, clients or persons."""
-    unit, persons = run_setup.method.plan.unit, run_setup.dataset.persons
-    if unit is Unit.CLIENT:
-        return len(run_setup.shards)
-    rows = np.concatenate(run_setup.shards)
-    if unit is Unit.RECORD:
-        return len(rows)
-    assert persons is not None
-    return len(np.unique(persons[rows]))
 
 
 def _check_size(config: DictConfig) -> None:
@@ -234,15 +216,14 @@ def _attacks_on_run(
 ) -> list[Attack]:
     """Return attacks that compare training images with the test split, both chosen at random."""
     streams, data = _streams(config), run_setup.dataset
-    rows = np.unique(np.concatenate(run_setup.shards))
-    count = min(_MAX_RECORDS, len(rows), len(data.test_labels))
-    rows, tested = (
+    trained = np.unique(np.concatenate(run_setup.shards))
+    count = min(_MAX_RECORDS, len(trained), len(data.test_labels))
+    chosen, tested = (
         torch.randperm(total, generator=streams.public(name)).numpy()[:count]
-        for name, total in (("members", len(rows)), ("non-members", len(data.test_labels)))
+        for name, total in (("members", len(trained)), ("non-members", len(data.test_labels)))
     )
-    rows = np.unique(np.concatenate(run_setup.shards))[rows]
-    images = np.concatenate([data.images[rows], data.test_images[tested]])
-    labels = np.concatenate([data.labels[rows], data.test_labels[tested]])
+    images = np.concatenate([data.images[trained[chosen]], data.test_images[tested]])
+    labels = np.concatenate([data.labels[trained[chosen]], data.test_labels[tested]])
     members = (np.arange(2 * count) < count)[:, None]
     features = classifier.features(samples[0])
     scores = proximity_by_label(
@@ -275,6 +256,7 @@ def _attacks_on_repetitions(
     config: DictConfig, trained: DictConfig, run: Path, classifier: SampleClassifier | None
 ) -> list[Attack]:
     """Train the repetitions, and return the likelihood ratios of all canaries in each."""
+    check_runtime_is_local(trained, "attack a run with a local runtime, not one at {}")
     place = run / "attack" / f"seed{config.seed}_canaries{config.canaries}"
     try:
         make_folder(place)
@@ -295,8 +277,7 @@ def _attacks_on_repetitions(
         failed = complete(runs, place, config.jobs, "repetitions")
     except FedgenError as error:
         if error.key == "run_dir":
-            problem = f"{place} has repetitions with other settings"
-            raise FedgenError("run", problem, "move this folder away") from error
+            raise FedgenError("run", error.problem, f"move {place} away") from error
         raise
     except Interrupted as error:
         raise Interrupted(f"{error}; repeat the command to resume") from error
@@ -320,7 +301,6 @@ def _repetition(
     trained: DictConfig, attack_config: DictConfig, number: int, place: Path
 ) -> DictConfig:
     """Return the settings of a repetition of a run."""
-    check_runtime_is_local(trained, "attack a run with a local runtime, not one at {}")
     config, quiet = trained.copy(), compose("config", ["evaluation=none", "logger=none"])
     with open_dict(config):
         config.audit = {

@@ -104,15 +104,15 @@ def _check_attacks(run: RunDir, max_tpr: float | None) -> None:
     key = "max_attack_tpr"
     if (results := run.attack_results(key)) is None:
         problem = f"{run.path} has no attack results for its generator"
-        raise FedgenError(key, problem, f"run: fedgen attack run={run.path}")
+        raise FedgenError(key, problem, f"run fedgen attack run={run.path}")
     if lacking := [name for name in LIKELIHOOD_RATIOS if name not in results["attacks"]]:
         problem = f"{run.path} was attacked without {lacking[0]}"
-        raise FedgenError(key, problem, f"run: fedgen attack run={run.path} with repetitions")
+        raise FedgenError(key, problem, f"run fedgen attack run={run.path} without repetitions=0")
     for name, points in results["attacks"].items():
         limits = [point["high"] for point in points if point["fpr"] == _GATE_FPR]
         if not limits:
             problem = f"{name}: too few non-members to measure a false positive rate of 1 %"
-            remedy = "raise repetitions of fedgen attack, use a larger test split, or omit this"
+            remedy = "give fedgen attack more repetitions or a larger test split, or omit this"
             raise FedgenError(key, problem, remedy)
         if limits[0] > max_tpr:
             problem = (

@@ -165,7 +165,8 @@ class _AuditGroup(_Section):
     noise_multiplier: PrivacyLevel | None
     canaries: Natural
     confidence: Annotated[float, Ge(0.9), Lt(1)]
-    repetition: Natural | None = None  # index of the repetition, set by fedgen attack, as its seed
+    # set by fedgen attack: index of the repetition, and seed of the canaries
+    repetition: Natural | None = None
     seed: int | None = None
 
 

@@ -54,13 +54,7 @@ def add_canaries(
     Raises:
         FedgenError: if there are fewer units than canaries.
     """
-    rows = np.concatenate(shards)
-    units = list(shards) if unit is Unit.CLIENT else _single(rows)
-    if unit is Unit.PERSON:
-        assert dataset.persons is not None
-        units = [
-            rows[dataset.persons[rows] == person] for person in np.unique(dataset.persons[rows])
-        ]
+    units = units_of(dataset, shards, unit)
     if count > len(units):
         raise FedgenError(
             "audit.canaries",
@@ -120,5 +114,13 @@ def _interleave_by_label(units: list[Index], labels: Index) -> list[Index]:
     return [units[place] for place in np.argsort(turns, kind="stable")]
 
 
-def _single(rows: Index) -> list[Index]:
-    return [rows[place : place + 1] for place in range(len(rows))]
+def units_of(dataset: Dataset, shards: list[Index], unit: Unit) -> list[Index]:
+    """Return the records of each protected unit: a record, a person or a client."""
+    if unit is Unit.CLIENT:
+        return list(shards)
+    rows = np.concatenate(shards)
+    if unit is Unit.RECORD:
+        return [rows[place : place + 1] for place in range(len(rows))]
+    assert dataset.persons is not None
+    persons = dataset.persons[rows]
+    return [rows[persons == person] for person in np.unique(persons)]

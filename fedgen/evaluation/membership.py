@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 _HIDDEN = 128  # hidden units of the classifier
 _EPOCHS = 30
 _BOOTSTRAP_RESAMPLES = 400
-_BATCH = 256  # records whose distances to samples are computed at once
+_BATCH = 256  # records that are compared with samples at once
 _BANDWIDTH_SAMPLES = 500
 _MAX_STATISTICS = 20  # statistics with the largest standardized difference
 # added to standard deviations, relative to means, and to the diagonal of covariances: without noise
@@ -192,11 +192,11 @@ def operating_point(
     """Return the true positive rate at ``fpr`` of the attack that classifies scores above a
     threshold as members; None if there are too few non-members to set the threshold.
 
-    The threshold is the j-th largest score of n non-members, whose false positive rate is
-    distributed as Beta(j, n + 1 - j), with mean j / (n + 1), the largest not above ``fpr``. The
-    interval is the union of two. One is exact for independent scores: it takes the Clopper-Pearson
-    limits at thresholds whose rate is below (for the lower limit) and above ``fpr`` with high
-    probability. The other is the bootstrap interval over rows, because scores within a row are
+    The threshold is the j-th largest score of n non-members. Its false positive rate is distributed
+    as Beta(j, n + 1 - j), with mean j / (n + 1), the largest not above ``fpr``. The interval is the
+    union of two. One is exact for independent scores: it takes the Clopper-Pearson limits at
+    thresholds that have a rate below (for the lower limit) and above ``fpr`` with high probability.
+    The other is the bootstrap interval over rows, because scores within a row are
     dependent.
 
     Args:
@@ -224,7 +224,7 @@ def operating_point(
 
 
 def _rank(non_members: int, fpr: float) -> int:
-    """Return the rank, from 1, of the non-member whose score is the threshold; 0 if there is
+    """Return the rank, from 1, of the threshold among the scores of non-members; 0 if there is
     none."""
     return math.floor(fpr * (non_members + 1) * (1 + 1e-9))
 

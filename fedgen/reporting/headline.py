@@ -211,10 +211,10 @@ def audit_rows(run: Path) -> list[str]:
 def describe_attacks(record: Mapping[str, Any]) -> list[str]:
     """Return the content of ``attack.json`` as sentences: shares of members that are detected."""
     proven = {point["fpr"]: point["tpr"] for point in record["proven"] or ()}
-    lines = []
+    lines, interval = [], f"{100 * record['confidence']:g} % confidence interval"
     for name, points in record["attacks"].items():
         rates = [
-            f"{100 * point['tpr']:.1f} % (95 % confidence interval {100 * point['low']:.1f} to "
+            f"{100 * point['tpr']:.1f} % ({interval} {100 * point['low']:.1f} to "
             f"{100 * point['high']:.1f} %) at {100 * point['fpr']:g} % false positives"
             for point in points
         ]

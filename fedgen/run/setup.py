@@ -161,10 +161,10 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
         )
     streams = streams.at("branch", branch)
     canaries, repetition = None, OmegaConf.select(config, "audit.repetition")
+    if repetition is not None:
+        streams = streams.for_repetition(repetition)
     if OmegaConf.select(config, "audit.canaries"):
         plan = resolved.method.plan
-        if repetition is not None:
-            streams = streams.for_repetition(repetition)
         # equal in all processes of a run
         audit_streams = canary_streams(config)
         held, shards, canaries = add_canaries(

@@ -69,7 +69,7 @@ def test_the_rate_of_an_attack_gates_a_release(
     words += ["registry=false", f"run_dir={tmp_path / 'released'}"]
     assert cli.run([*words, "max_attack_tpr=0.3"]) == 2
     assert (
-        f"has no attack results for its generator; run: fedgen attack run={run}"
+        f"has no attack results for its generator; run fedgen attack run={run}"
         in capsys.readouterr().err
     )
     assert cli.run(["attack", f"run={run}", "repetitions=0"]) == 0

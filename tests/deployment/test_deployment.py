@@ -191,7 +191,7 @@ def replies(sites: Deployment, version: str, request: str) -> list[Message]:
 def test_the_end_of_a_run_is_no_interruption(
     sites: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flower sends SIGINT to the process of a task whose heartbeat arrives after its end. Here
+    """Flower sends SIGINT to a process that sends a heartbeat after the end of its task. Here
     heartbeats follow each other without a pause, also while the end is reported."""
     interruptions: list[int] = []
     monkeypatch.setattr(heartbeat, "HEARTBEAT_DEFAULT_INTERVAL", heartbeat.HEARTBEAT_CALL_TIMEOUT)
