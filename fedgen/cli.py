@@ -53,6 +53,8 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
                                           access to the images; pack the publishable files
+  fedgen tune grid=FILE.yaml [overrides]  choose settings by a noisy score on private data, inside
+                                          the ε of the release; runs=N shape=S
   fedgen verify FILE.zip                  recompute ε of a release from its signed accounts;
                                           signed_by=["SHA256:..."] accepts only these keys
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
@@ -107,7 +109,13 @@ settings (defaults in brackets):
 
 _WIDE = 76  # characters of a line of options
 
-_RUN_COMMANDS = ("config", "account", "audit", "debug")  # commands with the settings of a run
+_RUN_COMMANDS = (
+    "config",
+    "account",
+    "audit",
+    "debug",
+    "tune",
+)  # commands with the settings of a run
 
 
 def main() -> None:
@@ -241,7 +249,7 @@ def _command(command: str, *rest: str) -> None:
 
                 print(sweep.run(configs, _jobs(rest)))
             else:
-                print(COMMANDS[command].run(configs[0]))
+                print(COMMANDS[command].run(*configs))
     except Interrupted as error:
         if error.place is None:
             raise
@@ -269,7 +277,8 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
 
     overrides = [word for word in rest if word not in ("-m", "--multirun", "--cfg")]
     if not {"-m", "--multirun"} & set(rest):
-        return [compose(COMMANDS[command].settings, overrides)]
+        config = compose(COMMANDS[command].settings, overrides)
+        return [config, *_grid(config, overrides)] if command == "tune" else [config]
     overrides = [word for word in overrides if not word.startswith("jobs=")]
     if command != "train" or any(word.startswith("resume=") for word in overrides):
         what = command if command != "train" else "a resumed run"
@@ -279,6 +288,18 @@ def _configurations(command: str, rest: Sequence[str]) -> list[DictConfig]:
     for number, config in enumerate(configs):
         config.run_dir = f"{config.run_dir or place}/{number}"
     return configs
+
+
+def _grid(config: DictConfig, overrides: Sequence[str]) -> list[DictConfig]:
+    """Return the settings of each point of the grid of ``fedgen tune``."""
+    from fedgen.commands.tune import OWN_SETTINGS
+    from fedgen.config.compose import compose
+    from fedgen.config.overrides import grid_points, override_key
+
+    shared = [word for word in overrides if override_key(word) not in OWN_SETTINGS]
+    adversary = f"privacy.adversary={config.privacy.adversary}"
+    points = grid_points(config.grid)
+    return [compose("config", [*point, *shared, adversary]) for point in points]
 
 
 def _jobs(rest: Sequence[str]) -> int | None:
@@ -396,6 +417,12 @@ def _release(config: DictConfig) -> str:
     return _print_run_dir(run_dir, f"publish {packed} only; keep everything else on the server")
 
 
+def _tune(config: DictConfig, *grid: DictConfig) -> str:
+    from fedgen.commands import tune
+
+    return tune.tune(config, grid)
+
+
 def _verify(config: DictConfig) -> str:
     from fedgen.commands import verify
 
@@ -425,11 +452,11 @@ def _link(config: DictConfig) -> str:
 
 
 class _Command(NamedTuple):
-    """The file in ``configs`` with the settings of a command, and the function that runs it and
-    returns its output."""
+    """The file in ``configs`` with the settings of a command, and the function that runs it with
+    them (``tune``: and with those of its grid) and returns its output."""
 
     settings: str
-    run: Callable[[DictConfig], str]
+    run: Callable[..., str]
 
 
 COMMANDS = {
@@ -445,6 +472,7 @@ COMMANDS = {
     "debug": _Command("debug", _debug),
     "report": _Command("report", _report),
     "release": _Command("release", _release),
+    "tune": _Command("tune", _tune),
     "verify": _Command("verify", _verify),
     "new": _Command("new", _new),
     "node": _Command("node", _node),

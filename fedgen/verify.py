@@ -48,6 +48,8 @@ LIMITS = {"account.json": 2**24, "generator.safetensors": 2**34}  # bytes; other
 MIN_DELTA, MAX_DELTA = 1e-15, 0.01
 MAX_ACCOUNTS, MAX_BOUNDS, MAX_SPENDS, MAX_EVENTS, MAX_SIZES = 20_000, 3, 8, 32, 2_000
 FPRS, PRIORS, MAX_POINTS = ["0.001", "0.01"], ["0.01", "0.1", "0.5"], 3_000
+INTEGER_ORDERS = [*map(float, (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16)))]
+REAL_ORDERS = [1 + x / 10 for x in range(1, 640)] + [65.0 * 1.1**x for x in range(70)]
 TOLERANCE = 2e-3  # of ε, absolute and relative: the accountants discretise losses differently
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?|∞)"
 STATEMENTS = {
@@ -121,6 +123,15 @@ class Event(NamedTuple):
 Spend = tuple[tuple[Event, int], ...]
 
 
+class Selection(NamedTuple):
+    """The best of K runs, each with one of several spends; K is secret, and has a truncated
+    negative binomial distribution with this mean and shape."""
+
+    among: tuple[Spend, ...]
+    mean: float
+    shape: float
+
+
 def read_event(data: Mapping[str, Any]) -> Event | None:
     """Parse a privacy event; return None for an event without noise."""
     kind, gate = data["event"], data.get("gates", data)
@@ -181,19 +192,58 @@ def renyi_profile(spend: Spend, relation: str) -> Profile:
     """
     if any(event.size > 1 or event.sigma < 0.02 for event, _ in spend):
         return lambda eps: 1.0
-    kinds = {event.kind for event, _ in spend}
-    if relation == "add_or_remove_one" and kinds <= {"gaussian", "poisson"}:
-        accountant = rdp.RdpAccountant()
+    orders = orders_of([spend], relation)
+    at_orders = divergences(spend, orders)
+    return lambda eps: float(rdp.compute_delta(orders, list(at_orders), eps)[0])
+
+
+def orders_of(spends: Sequence[Spend], relation: str) -> list[float]:
+    """Return the Renyi orders: integers unless dp_accounting computes all divergences."""
+    kinds = {event.kind for spend in spends for event, _ in spend if event.rate < 1}
+    dp_accounting = not kinds or (relation == "add_or_remove_one" and kinds == {"poisson"})
+    return REAL_ORDERS if dp_accounting else INTEGER_ORDERS
+
+
+def divergences(spend: Spend, orders: list[float]) -> Any:
+    """Return the Renyi divergence of composed events at each order."""
+    if orders is REAL_ORDERS:
+        accountant = rdp.RdpAccountant(orders)
         for event, count in spend:
             gaussian = GaussianDpEvent(event.sigma)
             accountant.compose(PoissonSampledDpEvent(event.rate, gaussian), count)
-        return lambda eps: float(accountant.get_delta(eps))
-    orders = [*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16)]
-    divergences = np.zeros(len(orders))
+        return np.array(accountant.rdp)
+    at_orders = np.zeros(len(orders))
     for event, count in spend:
-        moments = [log_moment(event, order) / (order - 1) for order in orders]
-        divergences += count * np.array(moments)
-    return lambda eps: float(rdp.compute_delta(orders, list(divergences), eps)[0])
+        moments = [log_moment(event, int(order)) / (order - 1) for order in orders]
+        at_orders += count * np.array(moments)
+    return at_orders
+
+
+@lru_cache(maxsize=16)
+def selection_profile(selection: Selection, relation: str) -> Profile:
+    """Return the bound of a selection (Papernot, Steinke 2022, theorem 2), from the largest Renyi
+    divergence of a run at each order. Groups count as if they were always sampled."""
+    spends = [
+        tuple(
+            (Event("gaussian", event.sigma / event.size), count)
+            if event.size > 1 or event.kind == "revealed_draw"
+            else (event, count)
+            for event, count in spend
+        )
+        for spend in selection.among
+    ]
+    order_list, eta = orders_of(spends, relation), selection.shape
+    orders = np.array(order_list)
+    worst = np.max([divergences(spend, order_list) for spend in spends], axis=0)
+    low, high = 1e-12, 1 - 1e-12
+    for _ in range(200):  # the parameter of the distribution, whose mean decreases in it
+        gamma = math.sqrt(low * high)
+        tail = -math.log(gamma) if eta == 0 else -math.expm1(eta * math.log(gamma)) / eta
+        low, high = (gamma, high) if (1 - gamma) / gamma / tail > selection.mean else (low, gamma)
+    extra = (1 + eta) * min((1 - 1 / orders) * worst - math.log(low) / orders)
+    bounds = worst + extra + math.log(selection.mean) / (orders - 1)
+    best = list(np.minimum.accumulate(bounds[::-1])[::-1])
+    return lambda eps: float(rdp.compute_delta(order_list, best, eps)[0])
 
 
 def log_moment(event: Event, order: int) -> float:
@@ -294,7 +344,7 @@ class Proof(NamedTuple):
     """Bounds signed by the participants: the events of each, the probability that the run stops
     early, which reveals something, and assumptions."""
 
-    spends: set[Spend]
+    spends: set[Spend | Selection]
     stop: float
     assumes: set[str]
 
@@ -302,6 +352,9 @@ class Proof(NamedTuple):
         """Return the bound on δ(ε) for every participant, for a group of records together."""
         profiles = []
         for spend in self.spends:
+            if isinstance(spend, Selection):
+                profiles.append(selection_profile(of_group(spend, relation, group), relation))
+                continue
             kinds = {event.kind for event, _ in spend}
             single = all(event.size == 1 for event, _ in spend) and kinds <= {"poisson", "gaussian"}
             known = kinds <= {"gaussian"} or (relation == "add_or_remove_one" and single)
@@ -316,9 +369,25 @@ class Proof(NamedTuple):
 
     def mu(self) -> float | None:
         """Return μ if all events are Gaussian and the run cannot stop early; else None."""
-        gaussian = all(event.kind == "gaussian" for spend in self.spends for event, _ in spend)
-        mus = [math.sqrt(sum(n / e.sigma**2 for e, n in spend)) for spend in self.spends]
-        return max(mus) if gaussian and not self.stop else None
+        mus = []
+        for spend in self.spends:
+            if isinstance(spend, Selection) or any(e.kind != "gaussian" for e, _ in spend):
+                return None
+            mus.append(math.sqrt(sum(n / e.sigma**2 for e, n in spend)))
+        return None if self.stop else max(mus)
+
+
+def of_group(selection: Selection, relation: str, group: int) -> Selection:
+    """Return a selection for a group of records together."""
+    events = [event for spend in selection.among for event, _ in spend]
+    gaussian = all(event.kind == "gaussian" for event in events)
+    known = gaussian or (relation == "add_or_remove_one" and all(e.size == 1 for e in events))
+    check(group == 1 or known, "epsilon", "no group bound exists for these events")
+    spends = [
+        tuple((event._replace(size=event.size * group), count) for event, count in spend)
+        for spend in selection.among
+    ]
+    return selection._replace(among=tuple(spends))
 
 
 def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
@@ -336,7 +405,7 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
     if missing and aggregation["kind"] == "local":  # the others rely on the noise of all
         of_account = [bounds[:1] for bounds in of_account]
     for bounds in list(zip(*of_account, strict=False))[:MAX_BOUNDS]:
-        spends = {read_spend(bound["events"], factor) for bound in bounds}
+        spends = {read_bound(bound["events"], factor) for bound in bounds}
         check(len(spends) <= MAX_SPENDS, "format", "too many different accounts")
         stop = max(number(bound["stop_probability"]) for bound in bounds)
         check(0 <= stop <= 1, "format", "an invalid probability")
@@ -344,6 +413,19 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
             assumes = {str(text) for bound in bounds for text in bound["assumes"]}
             proofs.append(Proof({spend for spend in spends if spend is not None}, stop, assumes))
     return proofs
+
+
+def read_bound(data: Sequence[Any], factor: float) -> Spend | Selection | None:
+    """Parse a selection, or events; see ``read_spend``."""
+    if len(data) != 1 or data[0][0]["event"] != "select":
+        return read_spend(data, factor)
+    [[selection, count]] = data
+    among, mean, shape = (selection[key] for key in ("among", "mean", "shape"))
+    in_range = 1 < number(mean) <= 1e6 and 0 <= number(shape) <= 1e6 and count == 1
+    check(in_range and 0 < len(among) <= MAX_EVENTS, "format", "an invalid selection")
+    spends = [read_spend(spend, factor) for spend in among]
+    check(all(spend != () for spend in spends), "format", "a run without events")
+    return None if None in spends else Selection(tuple(filter(None, spends)), mean, shape)
 
 
 def read_spend(data: Sequence[Any], factor: float) -> Spend | None:

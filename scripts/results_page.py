@@ -50,6 +50,8 @@ COMPARED = {  # the section of a benchmark's runs
 _DATA = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
+_TUNED = ("method", "warm_up", "rounds", "score", "privacy", "evaluation", "names")
+"""Settings that fedgen tune chooses for its runs."""
 _HEAD = """# Measured runs
 
 Each line is a run, or one setting with several seeds (mean ± standard deviation). `python
@@ -113,12 +115,17 @@ def main() -> None:
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
     """Store the figures of a finished run. ``method``: its name in the matrix of its benchmark."""
     run_dir, run_config, identity = open_run(run, "run")
-    requested = compose("config", shlex.split(command)[2:])
+    _, kind, *words = shlex.split(command)
+    requested = compose("tune" if kind == "tune" else "config", words)
     for key, value in identity["left_open"].items():  # derived settings
         OmegaConf.update(run_config, key, value)
     for config in (run_config, requested):
         config.run_dir = config.logger = config.names.logger = None
-    plain = [OmegaConf.to_container(value, resolve=True) for value in (run_config, requested)]
+    kept = [str(key) for key in run_config if kind != "tune" or key not in _TUNED]
+    plain = [
+        OmegaConf.to_container(OmegaConf.masked_copy(config, kept), resolve=True)
+        for config in (run_config, requested)
+    ]
     if plain[0] != plain[1]:
         sys.exit(f"results_page: {command} has other settings than {run}")
     privacy = run_dir.privacy()

@@ -915,7 +915,7 @@ def test_each_command_has_its_own_help(command: str, capsys: pytest.CaptureFixtu
     lines = [line for line in output.splitlines() if line.startswith("  fedgen ")]
     assert len(lines) >= 2 and all(line.startswith(f"  fedgen {command} ") for line in lines)
     assert "--cfg" in lines[-1]
-    trains = command in ("train", "account", "audit", "check", "data", "debug")
+    trains = command in ("train", "account", "audit", "check", "data", "debug", "tune")
     assert ("privacy.target_epsilon" in output) == trains
 
 

@@ -73,6 +73,13 @@ def refused(name: str) -> str:
 @kills("fedgen/verify.py", "factor = math.sqrt(1 - missing / honest)", "factor = 1.0",
        case="epsilon-lowered_secure")  # fmt: skip
 @kills("fedgen/verify.py", "+ stop * (1 + math.exp(min(eps, 700)))", "", case="epsilon-early_end")
+@kills(
+    "fedgen/verify.py",
+    "    bounds = worst + extra +",
+    "    bounds = worst +",
+    case="epsilon-other_shape",
+)
+@kills("fedgen/verify.py", "and 0 <= number(shape) <= 1e6", "", case="format-shape")
 @kills("fedgen/verify.py", "not mixed, ", "True, ", case="key-coordinator_signs_for_others")
 @kills("fedgen/verify.py", "not unused, ", "True, ", case="key-unused")
 @kills("fedgen/verify.py", '    expected |= {"participants": account["clients"]}\n', "",

@@ -70,6 +70,9 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         raise FedgenError("run", problem, remedy)
     run = run_dir.path
     privacy = run_dir.privacy()
+    if was.get("score") is not None and run_dir.selection("run") is None:
+        problem = f"{run} is one of the runs of fedgen tune, which stay secret"
+        raise FedgenError("run", problem, "release the selected one")
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
     _check_attacks(run_dir, config.max_attack_tpr)
@@ -206,6 +209,9 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
     ):
         if applies:
             raise FedgenError("run", what, "rehearse the release with fedgen train")
+    if was.get("score") is not None:
+        problem = "was selected by fedgen tune with noise that is derived from a seed"
+        raise FedgenError("run", problem, "repeat that command with privacy.noise=secure")
     again = "train by fedgen train privacy.noise=secure evaluation=none runtime.address={}; pack it"
     check_runtime_is_local(was, again)
     now = was.copy()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
@@ -21,6 +23,8 @@ from fedgen.config.explain import MAX_SHOWN
 from fedgen.config.extensions import config_folders
 from fedgen.config.renamed import RENAMED
 from fedgen.errors import FedgenError
+from fedgen.storage.io import read_yaml
+from fedgen.storage.schemas import schema
 
 _LONGEST, _DEEPEST = 100_000, 50  # characters of an override; nesting of lists
 _TOO_LARGE = "is too long or nested too deeply", "shorten it"
@@ -33,6 +37,7 @@ _UNQUOTED_NAME = re.compile(
     r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*",
     re.ASCII,
 )
+_SETTING = re.compile(r"(?!hydra)[A-Za-z_][\w./]*=[^$]*", re.ASCII)
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
 
@@ -180,6 +185,30 @@ def combinations(overrides: list[str]) -> list[list[str]]:
         for point in itertools.product(*axes)
         for batch in itertools.product(*options)
     ]
+
+
+def grid_points(grid: str) -> list[list[str]]:
+    """Return the overrides of each point of a grid: a name in ``configs/sweep``, or a file of the
+    same form, which may be untrusted.
+
+    Raises:
+        FedgenError: if there is none, or it contains anything but settings.
+    """
+    path = Path(grid) if grid.endswith(".yaml") else config_name("sweep", grid)
+    try:
+        content: Any = yaml.safe_load(read_yaml(path))
+        jsonschema.validate(content, schema("grid"))
+    except (OSError, ValueError, yaml.YAMLError, jsonschema.ValidationError) as error:
+        problem = f"{path} cannot be read: {str(error).splitlines()[0][:MAX_SHOWN]}"
+        raise FedgenError("grid", problem, "write axes: as in docs/tuning.md") from error
+    points = [
+        [*content.get("base", []), *itertools.chain(*(words.split() for words in point))]
+        for point in itertools.product(*content["axes"])
+    ]
+    for word in itertools.chain(*points):
+        if not _SETTING.fullmatch(word):
+            raise FedgenError("grid", f"{path}: {word!r} is not a setting", "write key=value")
+    return points
 
 
 def _axes(name: str) -> tuple[list[str], list[list[str]]]:

@@ -170,6 +170,26 @@ class _AuditGroup(_Section):
     seed: int | None = None
 
 
+class _ScoreGroup(_Section):
+    """Set by fedgen tune for each of its runs: the query for its score.
+
+    run: number of a seeded run.
+    """
+
+    noise_multiplier: PrivacyLevel
+    samples: Count
+    run: Natural | None
+
+
+class _Tune(_Train):
+    grid: Text
+    runs: Annotated[float, Gt(1), Le(1000)]
+    shape: Annotated[float, Ge(0), Le(100)]
+    score_share: OpenFraction
+    score_samples: Annotated[int, Ge(100), Le(10**6)]
+    jobs: Processes | None
+
+
 class _Audit(_Train):
     audit: _AuditGroup
 
@@ -185,9 +205,10 @@ class _Attack(_Command):
 
 
 class Run(_Train):
-    """Settings of a run, which may be part of an audit."""
+    """Settings of a run, which may be part of an audit or of fedgen tune."""
 
     audit: _AuditGroup | None = None
+    score: _ScoreGroup | None = None
 
 
 class _DebugGroup(_Section):
@@ -324,6 +345,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "release": _Release,
     "report": _Report,
     "sample": _Sample,
+    "tune": _Tune,
     "verify": _Verify,
 }
 """File of ``configs/`` -> its settings."""

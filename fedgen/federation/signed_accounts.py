@@ -33,6 +33,7 @@ from fedgen.verify import ACCOUNT, ACCOUNTS
 from fedgen.version import VERSION
 
 _POINT = 49  # bytes of a compressed public key
+_TRUSTED_AGGREGATOR = "aggregator: its operator added the noise and revealed no message"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,26 @@ class AccountTerms:
         release = facts.release_spend(plan)
         if release is not None and not revealed:
             bounds.append(_bound(release, facts.stop_probability, self._assumptions(facts)))
-        sums = plan.aggregation
+        return self._text(clients, bounds)
+
+    def selected_statement(self, clients: Iterable[int], spend: Spend) -> str:
+        """Return the text to sign about a run that was selected among several. Their charges
+        together would reveal their number, which is secret.
+
+        Args:
+            spend: the selection.
+        """
+        assumes = [
+            "coordinator: the number of runs and the setting of each were sampled as "
+            "stated, the run with the highest noisy score was published, and all others, "
+            "and their number, stay secret",
+        ]
+        if self.plan.is_trusted:
+            assumes.append(_TRUSTED_AGGREGATOR)
+        return self._text(clients, [_bound(spend, 0.0, assumes)])
+
+    def _text(self, clients: Iterable[int], bounds: list[dict[str, Any]]) -> str:
+        plan, sums = self.plan, self.plan.aggregation
         aggregation: dict[str, Any] = {"kind": type(sums).__name__.lower()}
         if isinstance(sums, Secure):
             counts = {name: getattr(sums, name) for name in ("asked", "threshold", "colluders")}
@@ -147,7 +167,7 @@ class AccountTerms:
     def _assumptions(self, facts: ReleaseFacts) -> list[str]:
         assumptions = [f"coordinator: the release is that of {facts.rounds} rounds"]
         if self.plan.is_trusted:
-            assumptions.append("aggregator: its operator added the noise and revealed no message")
+            assumptions.append(_TRUSTED_AGGREGATOR)
         else:
             assumptions.append("participants: all others added their noise to sums")
         if facts.revealed_samples is not None:

@@ -37,6 +37,7 @@ from fedgen.privacy.events import (
     PoissonSampledGroup,
     Relation,
     RevealedSampling,
+    Selection,
     Spend,
     canonical,
     with_sampling_revealed,
@@ -54,7 +55,9 @@ from fedgen.privacy.privacy_profiles import (
     pld_profile,
     rate_of,
     revealed_profile,
+    selection_profile,
 )
+from fedgen.privacy.selection import ACCOUNTANT
 from fedgen.privacy.subsampling import (
     ORDERS,
 )
@@ -143,6 +146,10 @@ def _epsilon(leaves: Leaves, delta: float, relation: Relation) -> Epsilon:
     if not leaves:
         return Epsilon(0.0, "nothing released", 0.0)
     check_neighbours(leaves, relation)
+    if Selection in kinds:
+        by_selection = selection_profile(leaves, relation)
+        value = smallest_epsilon(lambda eps: float(by_selection(np.array([eps]))[0]), delta)
+        return Epsilon(value, ACCOUNTANT, None)
     if NonPrivateDpEvent in kinds:
         return Epsilon(None, "no bound", None)
     if Contribution in kinds:

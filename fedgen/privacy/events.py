@@ -1,7 +1,7 @@
 """Privacy events: one node for each random choice, containing the events that it subsamples.
 
-The vocabulary is that of dp_accounting, plus three nodes of our own (``PoissonSampledGroup``,
-``RevealedSampling``, ``Contribution``):
+The vocabulary is that of dp_accounting, plus four nodes of our own (``PoissonSampledGroup``,
+``RevealedSampling``, ``Selection``, ``Contribution``):
 
 ``GaussianDpEvent(sigma)``
     one Gaussian release; ``sigma`` is the noise multiplier, the standard deviation over the L2
@@ -16,6 +16,9 @@ The vocabulary is that of dp_accounting, plus three nodes of our own (``PoissonS
 ``RevealedSampling(q, event)``
     the subset of a record is sampled with probability ``q``, independently each time, and the
     adversary sees the sample: no amplification, but a random number of visits.
+``Selection(alternatives, mean, shape)``
+    a secret random number of runs, each with one of several settings, also chosen at random; only
+    the best run is released (``fedgen.privacy.selection``).
 ``SelfComposedDpEvent(event, count)``
     ``count`` adaptive repetitions.
 ``ComposedDpEvent(events)``
@@ -28,9 +31,10 @@ The vocabulary is that of dp_accounting, plus three nodes of our own (``PoissonS
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -46,6 +50,8 @@ from dp_accounting import (
 )
 
 _MAX_GROUP = 10**6
+_MAX_MEAN = 10**6  # runs of a selection
+_MAX_DESCRIBED = 2  # spends of its runs
 
 Spend = Mapping[DpEvent, int]
 """Canonical spend: leaf event (Gaussian, subsampled Gaussian, no bound) -> count."""
@@ -89,6 +95,34 @@ class Contribution(DpEvent):  # type: ignore[misc]
     event."""
 
 
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class Selection(DpEvent):  # type: ignore[misc]
+    """The best of a random number of runs.
+
+    alternatives: spend of a run with each setting, as sorted (event, count), without repeats.
+    mean, shape: of the truncated negative binomial distribution of the number of runs; shape 1 is
+        the geometric, 0 the logarithmic distribution.
+    """
+
+    alternatives: tuple[tuple[tuple[DpEvent, int], ...], ...]
+    mean: float
+    shape: float
+
+    @classmethod
+    def among(cls, spends: Iterable[Spend], mean: float, shape: float) -> Selection:
+        """Return the selection among runs with these spends."""
+        distinct = {tuple(sorted(spend.items(), key=repr)) for spend in spends}
+        return cls(tuple(sorted(distinct, key=repr)), mean, shape)
+
+    def map(self, change: Callable[[DpEvent], DpEvent]) -> Selection:
+        """Return the selection with a change to each event of a run."""
+        spends = [
+            total([canonical(change(event), count) for event, count in spend])
+            for spend in self.alternatives
+        ]
+        return Selection.among(spends, self.mean, self.shape)
+
+
 def repeat(event: DpEvent, count: int) -> DpEvent:
     """Return the event of ``count`` adaptive repetitions of ``event``."""
     return event if count == 1 else SelfComposedDpEvent(event, count)
@@ -113,7 +147,12 @@ def canonical(event: DpEvent, count: int = 1) -> Spend:
             return spend
         case GaussianDpEvent(noise_multiplier=sigma) if not 0 < sigma < math.inf:
             return {NonPrivateDpEvent(): count}  # also for NaN
-        case GaussianDpEvent() | NonPrivateDpEvent() | Contribution():
+        case Selection(alternatives=spends) if any(
+            isinstance(part, NonPrivateDpEvent | Contribution)
+            for part, _ in itertools.chain(*spends)
+        ):
+            return {NonPrivateDpEvent(): count}
+        case GaussianDpEvent() | NonPrivateDpEvent() | Contribution() | Selection():
             return {event: count}
         case SampledWithoutReplacementDpEvent(
             source_dataset_size=population, sample_size=taken, event=inner
@@ -174,6 +213,8 @@ def group_event(event: DpEvent, size: int) -> DpEvent:
         case PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             gate = _single_gaussian(inner)
             return group_event(gate, size) if rate >= 1 else PoissonSampledGroup(rate, size, gate)
+        case Selection():
+            return event.map(lambda part: group_event(part, size))
         case Contribution() | NonPrivateDpEvent():
             return event
         case _:
@@ -240,6 +281,9 @@ def to_json(event: DpEvent) -> dict[str, Any]:
         case RevealedSampling(probability=probability, event=inner):
             gated = to_json(inner)
             return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
+        case Selection(alternatives=spends, mean=mean, shape=shape):
+            runs = [[[to_json(part), count] for part, count in spend] for spend in spends]
+            return {"event": "select", "mean": float(mean), "shape": float(shape), "among": runs}
         case NonPrivateDpEvent():
             return {"event": "non_private"}
         case Contribution():
@@ -279,6 +323,17 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             "gates": inner,
         } if 0 <= probability <= 1:
             return RevealedSampling(float(probability), from_json(inner))
+        case {
+            "event": "select",
+            "mean": float() | int() as mean,
+            "shape": float() | int() as shape,
+            "among": [_, *_] as runs,
+        } if 1 < mean <= _MAX_MEAN and 0 <= shape <= _MAX_MEAN:
+            spends = [
+                total([canonical(from_json(part), count) for part, count in spend])
+                for spend in runs
+            ]
+            return Selection.among(spends, float(mean), float(shape))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()
         case {"event": "contribution"}:
@@ -318,6 +373,15 @@ def describe(spend: Spend) -> str:
                     f"{count:,} samples with probability {probability:.4g} that the adversary "
                     f"sees, each with one Gaussian release at noise multiplier "
                     f"{gate.noise_multiplier:.4g}"
+                )
+            case Selection(alternatives=spends, mean=mean, shape=shape):
+                each = [describe(dict(spend)) for spend in spends[:_MAX_DESCRIBED]]
+                if (others := len(spends) - len(each)) > 0:
+                    each.append(f"one of {others} similar sets of releases")
+                parts.append(
+                    f"the best of a random number of runs (truncated negative binomial, mean "
+                    f"{mean:g}, shape {shape:g}; the number is secret), each with: "
+                    f"{'; or '.join(each)}"
                 )
             case Contribution():
                 parts.append(f"{count:,} contributions without noise to a trusted aggregator")

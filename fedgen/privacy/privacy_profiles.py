@@ -28,10 +28,12 @@ from fedgen.privacy.events import (
     PoissonSampledGroup,
     Relation,
     RevealedSampling,
+    Selection,
     Spend,
     with_sampling_revealed,
 )
 from fedgen.privacy.gaussian_dp import gaussian_delta
+from fedgen.privacy.selection import delta_at, of_selection, orders_of
 from fedgen.privacy.subsampling import (
     ORDERS,
     group_sampling_pmfs,
@@ -69,6 +71,8 @@ def profiles(spend: Spend, delta: float, relation: Relation) -> list[Profile]:
     """
     leaves = leaves_of(spend)
     check_neighbours(leaves, relation)
+    if any(isinstance(event, Selection) for event, _ in leaves):
+        return [selection_profile(leaves, relation)]
     if any(isinstance(event, RevealedSampling) for event, _ in leaves):
         leaves = leaves_of(with_sampling_revealed(dict(leaves)))
         if len(leaves) > 1:
@@ -176,6 +180,30 @@ def _sampled_gaussian_rdp(
     accountant = rdp.RdpAccountant(orders)
     accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)))
     return tuple(accountant.rdp)
+
+
+@lru_cache(maxsize=64)
+def selection_profile(leaves: Leaves, relation: Relation) -> Profile:
+    """Return the profile of a selection among runs (``fedgen.privacy.selection``). Samples of runs
+    without Renyi divergences (of several records of a person, or revealed ones) count as if they
+    contained all records.
+
+    Raises:
+        ValueError: for other events, or several selections, beside it.
+    """
+    [(selection, count), *others] = leaves
+    if others or count != 1 or not isinstance(selection, Selection):
+        raise ValueError("a selection composed with other events has no accountant")
+    kinds = {type(event) for spend in selection.alternatives for event, _ in spend}
+    orders = orders_of(kinds)
+    at_orders = np.zeros(len(orders))
+    for spend in selection.alternatives:
+        check_neighbours(spend, relation)
+        if {type(event) for event, _ in spend} & {PoissonSampledGroup, RevealedSampling}:
+            spend = as_if_always_sampled(spend)
+        at_orders = np.maximum(at_orders, divergences(spend, relation, tuple(orders)))
+    selected = of_selection(at_orders, orders, selection.mean, selection.shape)
+    return lambda eps: delta_at(selected, orders, eps)
 
 
 # --- privacy loss distributions -------------------------------------------------------------------

@@ -57,7 +57,7 @@ def statement(
         "- Facts about the population that do not depend on any single participant: a generator "
         "is meant to show what is common.\n"
         "- Several generators from the same data: their ε must be added.\n"
-        "- The choice of the best of several runs or settings by looking at private data.\n"
+        f"- {_TUNING if 'selection' in record else _NO_TUNING}\n"
         + (_SELECTED if picked else "")
         + f"- {NOT_IN_THE_FOLDER}\n"
         "- The settings in `generator.json`, which count as public, including numbers of images "
@@ -66,13 +66,16 @@ def statement(
         "indistinguishable from random bits. ε includes rounding errors of sums before the noise: "
         "by a proven bound for gradients of records that are summed in double precision, by "
         "measurement for all others.",
-        f"## How it was counted\n\n- {words[0].upper()}{words[1:]}.\n- Neighbours: "
+        f"## How it was counted\n\n{selection(record)}- {words[0].upper()}{words[1:]}.\n- "
+        "Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Sampling: {record['sampler']}; "
         f"{_amplification(release)}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
+_NO_TUNING = "The choice of the best of several runs or settings by looking at private data."
+_TUNING = "A further choice among several generators by looking at private data."
 _SELECTED = (
     "- The set of clients and its size: they are a selected group, possibly selected by their "
     "data. What membership reveals about a client, and about others, is not protected by noise.\n"
@@ -179,6 +182,18 @@ def strength(view: Mapping[str, Any], delta: float) -> str:
     return (
         "In other words: an attacker who wrongly accuses 1 in 100 of those that were not included "
         f"{finds}{rest}"
+    )
+
+
+def selection(record: Mapping[str, Any]) -> str:
+    """State that the choice of settings is covered, as a list item; empty for other runs."""
+    if "selection" not in record:
+        return ""
+    count = record["selection"]["settings"]
+    return (
+        f"- Selected from a grid of {count:,} settings by a noisy score on private data. The "
+        "selection is inside ε. This holds while the number of runs, and the other runs, stay "
+        "secret.\n"
     )
 
 

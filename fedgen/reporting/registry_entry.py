@@ -180,10 +180,14 @@ def _implementation(
 ) -> dict[str, Any]:
     release = record["views"]["release"]
     method = generator["method"]["type"]
-    tuning = about.get("tuning") or (
+    default = (
         "Settings may have been chosen by seeded rehearsals on the same data; ε does not cover "
         "this choice."
     )
+    if "selection" in record:
+        count = record["selection"]["settings"]
+        default = f"Selected from a grid of {count} settings by private selection, inside ε."
+    tuning = about.get("tuning") or default
     amplified = release["amplified_by"]
     secret = f" Sampling is secret: {amplified}." if amplified else ""
     contact = f" Contact: {_sentence(about['contact'])}" if about.get("contact") else ""

@@ -103,7 +103,7 @@ def summary(path: Path) -> str:
         "results.json",
         "epsilon.png",
     )
-    lines.extend(str(path / name) for name in files)
+    lines.extend(str(path / name) for name in files if (path / name).exists())
     return "\n".join(lines)
 
 

@@ -93,6 +93,8 @@ class MetricsLog:
             self._draw_samples(state, early=True)
 
     def _announce(self) -> None:
+        if self._accounts.selected is not None:  # finished, and its bound is that of the selection
+            return
         privacy, plan = self._ready.privacy, self._ready.method.plan
         bounds = planned_bounds(self._ready.method, self._ready.privacy)
         views = {name: bound.epsilon for name, bound in bounds.items()}

@@ -49,6 +49,8 @@ def noise_domain(
         sorted(settings["group"] or []),
     ]
     domain_inputs.append(rounded_noise(noise_multiplier))
+    if settings.get("score") is not None:
+        domain_inputs.append(settings["score"])
     if settings["warm_up"]["method"] is not None:
         domain_inputs.append(settings["warm_up"])
     if held.classes != held.labels.max(initial=-1) + 1:

@@ -32,6 +32,7 @@ from fedgen.privacy.groups import group_epsilons
 from fedgen.privacy.guarantee import Guarantee, worst_guarantee
 from fedgen.privacy.ledger import Account, Ledger, elementwise_max, with_reported
 from fedgen.run.calibrate import Privacy
+from fedgen.run.selected import SelectedRun
 from fedgen.storage.run_dir import RunDir
 from fedgen.storage.schemas import or_null
 
@@ -94,6 +95,7 @@ class Accounts:
     dropouts: returns whether a queried client did not respond, or a cohort was sampled anew.
     masks: whether responses were sent under masks.
     signed: whether clients signed keys and lists.
+    selected: of a run that was selected among several: their spends, and the event of its release.
     """
 
     method: Method
@@ -104,11 +106,15 @@ class Accounts:
     dropouts: Callable[[], bool] = lambda: False
     masks: bool = False
     signed: bool = False
+    selected: SelectedRun | None = None
     _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
         """Return the spend of each client, the largest of three: its ledger, the responses that the
-        server received, and the cost of responding to every query sent to it."""
+        server received, and the cost of responding to every query sent to it. For a selected run,
+        return those of all runs."""
+        if self.selected is not None:
+            return dict(self.selected.spends)
         spends = {}
         for client in range(self.clients):
             account = self.ledgers.get(client)
@@ -209,7 +215,11 @@ class Accounts:
 
         After a dropout, the set of responders reveals the sampled cohort, and whether the run
         continues may depend on it. The result then covers at least the actual responses.
+
+        The bound of a selected run is that of the selection.
         """
+        if self.selected is not None:
+            return bound_of(self.selected.spend, self.privacy.delta, self.method.plan.relation)
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         spends = self.spends(state)
         if plan.release_event is None or self._own_noise_alone(spends):
@@ -299,10 +309,12 @@ class Accounts:
         bounded = sorted(set(spends) - self.without_bound(spends))
         no_spend: Spend = {}
         charged = reduce(elementwise_max, (spends[client] for client in bounded), no_spend)
-        facts = self.release_facts(state, stopped)
         terms = AccountTerms(
             run, settings_digest, self.clients, self.privacy.noise, self.method.plan
         )
+        if self.selected is not None:
+            return [sign(terms.selected_statement(bounded, self.selected.spend), signer)]
+        facts = self.release_facts(state, stopped)
         account = Account(0, facts.revealed_samples or 0, charged)
         try:
             text = terms.statement(bounded, account, -1, facts)
@@ -324,6 +336,8 @@ class Accounts:
         plan = self.method.plan
         if plan.prior_event is not None:
             return describe(canonical(plan.prior_event))
+        if self.selected is not None:
+            return describe(self.selected.spend)
         if plan.release_event is not None and not self._own_noise_alone(self.spends(state)):
             rounds = self.privacy.budget.rounds if stopped else state.rounds
             if self.dropouts() and self.method.cohort.is_sampled:
@@ -356,6 +370,7 @@ class Accounts:
             "protected": self.privacy.protected,
             "unit": plan.unit.value,
             **self._persons(),
+            **({} if self.selected is None else {"selection": self.selected.facts}),
             "relation": plan.relation.value,
             "sampler": plan.sampler,
             "noise": "none" if self.privacy.noise_multiplier is None else self.privacy.noise,

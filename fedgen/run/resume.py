@@ -232,6 +232,8 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
     shorter run is a function of that of the longer one, so the ε of all rounds covers a choice made
     in between.) Queries after the last checkpoint must be repeated unchanged: the last one may have
     been shorter."""
+    if ready.config.get("score") is not None:
+        raise FedgenError("rounds", "are fixed in a run of fedgen tune", "start a new run")
     if ready.config.rounds != rounds:
         problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
         raise FedgenError("rounds", problem, "leave it out")

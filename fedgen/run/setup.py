@@ -25,6 +25,7 @@ from fedgen.data.partition import Index, check_clients, check_shards, limit_per_
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind, ClientProgram, Method, PublicFacts
 from fedgen.methods.families.pretraining import requires_sums, warm_up
+from fedgen.methods.families.scoring import scored
 from fedgen.methods.plan import Plan
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import delta_problem
@@ -262,10 +263,16 @@ def _protected(config: DictConfig, plan: Plan, clients: int, rows: int | None) -
     """Return the public number of protected units; None if it is not public."""
     if plan.unit is Unit.CLIENT:
         return clients
-    public = OmegaConf.select(config, "data.public_rows") or OmegaConf.select(config, "method.rows")
+    public = public_rows(config)
     if public is None and plan.relation is Relation.REPLACE_ONE:
         public = rows  # single client: replacing a record keeps the number of records
     return None if public is None else max(int(public) // plan.images_per_person, 1)
+
+
+def public_rows(config: DictConfig) -> int | None:
+    """Return the public number of records of all clients; None if it is not given."""
+    rows = OmegaConf.select(config, "data.public_rows") or OmegaConf.select(config, "method.rows")
+    return None if rows is None else int(rows)
 
 
 def delta_problem_of(privacy: Privacy, plan: Plan) -> tuple[str, str] | None:
@@ -399,6 +406,16 @@ def _method(
         raise FedgenError("method.type", problem, "see docs/own-method.md")
     if config.warm_up.method is not None:
         method = _with_warm_up(method, facts, config, noise_multiplier is not None, device)
+    if (score := config.get("score")) is not None:
+        method = scored(
+            method,
+            facts,
+            None if noise_multiplier is None else score.noise_multiplier,
+            config.rounds,
+            public_rows(config) or facts.records or 1,
+            score.samples,
+            device,
+        )
     if config.start is None:
         return method
     reason = "it started from the weights of another run, whose cost is not counted"

@@ -54,6 +54,7 @@ from fedgen.run.resume import (
     open_run,
     resumed_config,
 )
+from fedgen.run.selected import read_selected
 from fedgen.run.setup import Setup
 from fedgen.run.signals import Interrupt
 from fedgen.storage.io import (
@@ -211,6 +212,7 @@ class Training:
             dropouts=run_dir.unanswered.exists,
             masks=self.config.runtime.masks,
             signed=ready.dataset.is_remote and self.config.runtime.masks,
+            selected=read_selected(run_dir),
         )
         self.clock = Clock()
         self.stopped: str | None = None
@@ -526,7 +528,8 @@ class Training:
             raise FedgenError(
                 "rounds", f"{self.stopped}; the generator was not trained", "start a new run"
             )
-        epsilon_figure(self.run_dir, self.ready.privacy.delta)
+        if self.accounts.selected is None:
+            epsilon_figure(self.run_dir, self.ready.privacy.delta)
         weights = self.method.server.generator(state.server)
         # same memory layout as after loading, on which rounding may depend
         generator = {name: value.contiguous() for name, value in sorted(weights.items())}

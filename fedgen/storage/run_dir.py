@@ -39,6 +39,7 @@ _SEALED = (
     "public/samples.png",
     "public/README.md",
     "public/account.json",  # only with privacy.noise=secure
+    "selection.json",  # only of a run that fedgen tune selected
 )
 _WRITTEN = (
     *("metrics.jsonl", "failures.jsonl", "sums.jsonl", "rounds_begun.txt", "results.json"),
@@ -347,12 +348,20 @@ class RunDir:
         current = self.results(key)["generator_sha256"]
         return record if record["generator_sha256"] == current else None
 
+    def selection(self, key: str) -> dict[str, Any] | None:
+        """Return the record of a run that ``fedgen tune`` selected; None for other runs.
+
+        Raises:
+            FedgenError: named by ``key``, if it was altered.
+        """
+        return self._read("selection", key) if (self.path / "selection.json").exists() else None
+
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each file about the spend or in the release."""
         return {
             name: hashlib.sha256((self.path / name).read_bytes()).hexdigest()
             for name in _SEALED
-            if name != "public/account.json" or (self.path / name).exists()
+            if name not in ("public/account.json", "selection.json") or (self.path / name).exists()
         }
 
     def check_digests(self, key: str) -> None:

@@ -66,7 +66,9 @@ def test_the_first_run_of_every_sweep_runs_two_rounds(
     if "privacy=none" not in words:
         last += ["privacy.target_epsilon=null", "privacy.noise_multiplier=1.0"]
     assert cli.run(["train", *words, *small, *last]) == 0
-    assert json.loads((place / "results.json").read_text())["rounds"] == 2
+    derived = json.loads((place / "run.json").read_text())["left_open"]
+    rounds = json.loads((place / "results.json").read_text())["rounds"]
+    assert rounds >= 2 if "rounds" in derived else rounds == 2
 
 
 @pytest.mark.slow

@@ -29,7 +29,14 @@ from fedgen.federation.secagg.signing import Signer, fingerprint
 from fedgen.federation.signed_accounts import account_file, sign
 from fedgen.privacy import guarantee
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import PoissonSampledGroup, Relation, RevealedSampling, Spend, to_json
+from fedgen.privacy.events import (
+    PoissonSampledGroup,
+    Relation,
+    RevealedSampling,
+    Selection,
+    Spend,
+    to_json,
+)
 from fedgen.privacy.groups import group_epsilons
 from fedgen.reporting.progress import format_epsilon
 from fedgen.verify import ACCOUNT, MANIFEST, RELEASE
@@ -160,7 +167,14 @@ def good() -> dict[str, Bundle]:
                     aggregation={"kind": "secure", "honest": 3})  # fmt: skip
     del secure["accounts"][1], secure["keys"][2]
     secure["generator"]["privacy"]["without_bound"] = {"clients": 1, "of": 3}
+    runs: list[Spend] = [
+        {GaussianDpEvent(5.0): 2},
+        {PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1)): 200, GaussianDpEvent(40.0): 1},
+    ]
+    subsets: list[Spend] = [{SampledWithoutReplacementDpEvent(50, 5, GaussianDpEvent(3.0)): 4}]
     return {
+        "selected": bundle({Selection.among(runs, 5.0, 1.0): 1}, ADD),
+        "selected_subsets": bundle({Selection.among(subsets, 5.0, 0.0): 1}, REPLACE),
         "gaussian": bundle(gaussian, ADD, clients=2),
         "poisson": bundle({PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1)): 500}, ADD),
         "replaced": bundle({PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1)): 500}, REPLACE),
@@ -241,7 +255,7 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("noise-seeded")["generator"]["privacy"]["noise"] = "seeded"
     for text, _ in made["noise-seeded"]["accounts"]:
         text["noise"] = "seeded"
-    for name in ("gaussian", "poisson", "replaced", "person", "revealed", "secure", "amplified"):
+    for name in good():
         case(f"epsilon-lowered_{name}", name)["generator"]["privacy"]["epsilon"] *= 0.98
     case("format-group_of_one")["generator"]["privacy"]["group_epsilon"] = {"1": 100.0}
     below = case("format-negative_points", "revealed")["generator"]["privacy"]["guarantee"]
@@ -262,6 +276,25 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
     case("epsilon-group")["generator"]["privacy"]["group_epsilon"]["5"] *= 0.98
     worse = case("epsilon-one_participant")["accounts"][1][0]["bounds"][0]["events"]
     worse[0][1] += 1
+    for key, value in {"mean": 8.0, "shape": 2.0}.items():
+        more = case(f"epsilon-other_{key}", "selected")["accounts"][0][0]["bounds"][0]["events"]
+        more[0][0][key] = value
+    fewer = case("epsilon-less_noise", "selected")["accounts"][0][0]["bounds"][0]["events"]
+    for run in fewer[0][0]["among"]:
+        run[0][1] *= 2
+    for name, change in (
+        ("mean", {"mean": 0.5}),
+        ("shape", {"shape": -0.5}),
+        ("nothing_selected", {"among": []}),
+        ("run_without_events", {"among": [[]]}),
+        ("selection_of_selections", {"among": [[[{"event": "select"}, 1]]]}),
+    ):
+        wrong = case(f"format-{name}", "selected")["accounts"][0][0]["bounds"][0]["events"]
+        wrong[0][0] |= change
+    repeated = case("format-selected_twice", "selected")["accounts"][0][0]["bounds"][0]["events"]
+    repeated[0][1] = 2
+    beside = case("format-beside_a_selection", "selected")["accounts"][0][0]["bounds"][0]["events"]
+    beside.append([to_json(GaussianDpEvent(9.0)), 1])
     case("epsilon-no_noise")["accounts"][0][0]["bounds"] = [
         {"events": [[{"event": "non_private"}, 1]], "stop_probability": 0.0, "assumes": []}
     ]

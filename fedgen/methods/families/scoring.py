@@ -1,0 +1,297 @@
+"""Score of a generator on private records, the last query of each run of ``fedgen tune``.
+
+    server     trains a classifier on samples of the finished generator, and sends its weights
+    clients    count the records whose label it predicts; one noisy sum
+
+The score is the result over the public number of records, an estimate of the accuracy. The query is
+one more Gaussian release, of norm one per record, and composes with those of the method.
+
+Predictions are exact (``fedgen.privacy.exact_matmul``): whether a record is counted depends on no
+other record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from dp_accounting import ComposedDpEvent, DpEvent
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgen.data.datasets import Shard
+from fedgen.errors import FedgenError
+from fedgen.methods.api import (
+    ClientProgram,
+    Method,
+    PublicFacts,
+    Query,
+    ServerProgram,
+    State,
+    Tensors,
+    WorstCase,
+)
+from fedgen.methods.families.noisy_sums import RELATION, SumMechanisms, SumQuery, SumSequence
+from fedgen.methods.plan import Plan
+from fedgen.privacy.aggregation import Sent
+from fedgen.privacy.clipping import ClippedSum, sum_of_rows
+from fedgen.privacy.events import repeat
+from fedgen.privacy.exact_matmul import product
+from fedgen.randomness import RandomStreams
+
+SCORE = "score"
+"""Name of the query, and of the score in the state of the server."""
+
+_HIDDEN = 256
+_EPOCHS, _BATCH, _LEARNING_RATE = 12, 128, 1e-3
+_MAX_WEIGHT = 1e3
+_AT_ONCE = 2000  # samples
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A method followed by one query for its score.
+
+    rounds: rounds of the method.
+    samples: samples that the classifier is trained on.
+    """
+
+    method: Method
+    sequence: SumSequence
+    facts: PublicFacts
+    rounds: int
+    samples: int
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def respond(
+        self, state: State, query: Query, shard: Shard, round_: int, streams: RandomStreams
+    ) -> Sent:
+        """Respond to the query for the score, or as the method does."""
+        client = self.sequence.client if SCORE in query.samples else self.method.client
+        return client.respond(state, query, shard, round_, streams)
+
+    def aggregate(
+        self, responses: Sequence[NDArray[Any]], round_: int, streams: RandomStreams
+    ) -> Tensor:
+        """See ``Method``."""
+        if round_ < self.rounds:
+            return self.method.aggregate(responses, round_, streams)
+        return self.sequence.aggregate(responses, round_ - self.rounds, streams)
+
+    # --- the server -----------------------------------------------------------------------------
+
+    def server(self) -> ServerProgram:
+        """Return the server of the method, with the score in its state."""
+        server = self.method.server
+
+        def init(streams: RandomStreams) -> Tensors:
+            return {**server.init(streams), SCORE: torch.zeros(1)}
+
+        def query(state: Tensors, round_: int, streams: RandomStreams) -> Query | None:
+            if round_ < self.rounds:
+                return server.query(_without_score(state), round_, streams)
+            weights = self._classifier(server.generator(_without_score(state)), streams)
+            return self.sequence.make_query(round_ - self.rounds, weights)
+
+        def update(
+            state: Tensors, responses: Tensor, round_: int, streams: RandomStreams
+        ) -> Tensors:
+            if round_ < self.rounds:
+                updated = server.update(_without_score(state), responses, round_, streams)
+                return {**updated, SCORE: state[SCORE]}
+            return {**state, SCORE: responses.flatten().cpu().float()}
+
+        def server_step(state: Tensors, round_: int, streams: RandomStreams) -> Tensors:
+            stepped = server.server_step(_without_score(state), round_, streams)
+            return {**stepped, SCORE: state[SCORE]}
+
+        return replace(
+            server,
+            init=init,
+            broadcast=lambda state, *rest: server.broadcast(_without_score(state), *rest),
+            query=query,
+            update=update,
+            server_step=server_step,
+            generator=lambda state: server.generator(_without_score(state)),
+            membership_scores=lambda state, *rest: server.membership_scores(
+                _without_score(state), *rest
+            ),
+            metrics=lambda state, *rest: server.metrics(_without_score(state), *rest),
+        )
+
+    def _classifier(self, generator: Tensors, streams: RandomStreams) -> dict[str, Tensor]:
+        """Return the weights of a classifier trained on samples of a generator."""
+        draws = streams.at(SCORE)
+        labels = torch.arange(self.samples) % self.facts.classes
+        images = torch.cat(
+            [
+                self.method.server.sample(generator, part, draws.at("samples", number)).cpu()
+                for number, part in enumerate(torch.split(labels, _AT_ONCE))
+            ]
+        )
+        return train_classifier(images, labels, self.facts.classes, draws.public("classifier"))
+
+    # --- privacy --------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Return the plan of the method and the score."""
+        plan, score = self.method.plan, self.sequence.plan("none", None, None)
+        queries = plan.queries_in(self.rounds)
+
+        def with_score(
+            event: Callable[[int], DpEvent], score_event: Callable[[int], DpEvent]
+        ) -> Callable[[int], DpEvent]:
+            def of(releases: int) -> DpEvent:
+                if releases <= queries:
+                    return event(releases)
+                return ComposedDpEvent([event(queries), score_event(releases - queries)])
+
+            return of
+
+        def repeated_score(count: int) -> DpEvent:
+            return repeat(self.sequence.queries[0].mechanism.event(), count)
+
+        server_event = with_score(plan.server_event, score.server_event)
+        release = revealed = None
+        if plan.release_event is not None:
+            of_rounds = plan.release_event
+            last = self.rounds
+
+            def release(rounds: int) -> DpEvent:
+                if rounds <= last:
+                    return of_rounds(rounds)
+                return ComposedDpEvent([of_rounds(last), repeated_score(1)])
+
+        if plan.event_if_sampling_revealed is not None:
+            revealed = with_score(plan.event_if_sampling_revealed, repeated_score)
+
+        def shape(rows: int, round_: int) -> tuple[int, ...]:
+            return plan.response_shape(rows, round_) if round_ < self.rounds else (1, 1)
+
+        all_rounds = plan.query_rounds is None or plan.query_rounds >= self.rounds
+        between = plan.server_rounds if all_rounds else (queries, self.rounds - queries)
+        return replace(
+            plan,
+            response_shape=shape,
+            server_event=server_event,
+            release_event=release,
+            event_if_sampling_revealed=revealed,
+            claim=None,
+            query_rounds=self.rounds + 1 if all_rounds and plan.query_rounds else None,
+            server_rounds=between,
+            fixed_rounds=None if plan.fixed_rounds is None else self.rounds + 1,
+            value_ranges=plan.value_ranges + score.value_ranges,
+        )
+
+    def worst_cases(self) -> list[WorstCase]:
+        """Return the worst cases of the method, and a record that is counted or missing."""
+        size = self.facts.shape
+        image = torch.zeros(1, *size, dtype=torch.uint8)
+        weights = train_classifier(
+            torch.zeros(2, *size), torch.zeros(2, dtype=torch.long), self.facts.classes,
+            torch.Generator().manual_seed(0), epochs=1,
+        )  # fmt: skip
+        weights["output_bias"] = torch.eye(self.facts.classes)[0]
+        counted = Shard(image, torch.zeros(1, dtype=torch.long))
+        missing = Shard(image[:0], torch.zeros(0, dtype=torch.long))
+        case = self.sequence.worst_case(SCORE, weights, ({}, counted), ({}, missing))
+        moved = replace(case, round=self.rounds, custom_noise=True)
+        return [*self.method.worst_cases(), moved]
+
+
+def scored(
+    method: Method,
+    facts: PublicFacts,
+    noise_multiplier: float | None,
+    rounds: int,
+    rows: float,
+    samples: int,
+    device: str,
+) -> Method:
+    """Return a method followed by one query for its score.
+
+    Args:
+        noise_multiplier: of the score; None: no noise.
+        rounds: of the method and its score; not used if the method has a fixed number.
+        rows: public number near the number of records.
+        samples: samples that the classifier is trained on.
+
+    Raises:
+        FedgenError: for methods other than noisy sums of all clients.
+    """
+    plan, one_query = method.plan, method.plan.samples_per_round == 1
+    queries_all = not method.cohort.is_sampled and not method.client.prepare_steps
+    if not (queries_all and one_query and method.trained_per_round == 0):
+        problem = "tunes methods whose clients respond with noisy sums only"
+        raise FedgenError("method", problem, "use e.g. mixture, dp_merf, dpgan or dpdm")
+    assert plan.relation is RELATION
+    sums = SumMechanisms(facts, noise_multiplier, rows)
+    query = SumQuery(SCORE, 1, sums.mechanism(), count_predicted)
+    own_rounds = plan.fixed_rounds or rounds - 1
+    with_score = Scored(method, SumSequence((query,), device), facts, own_rounds, samples)
+    return replace(
+        method,
+        client=ClientProgram(with_score.respond, resamples=method.client.resamples),
+        server=with_score.server(),
+        plan=with_score.plan(),
+        worst_cases=with_score.worst_cases,
+        aggregate=with_score.aggregate,
+    )
+
+
+def count_predicted(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+    """Return the number of images (n, ...) in [0, 1] whose label is predicted."""
+    right = predict(shared, images) == labels
+    return sum_of_rows(right[:, None].double(), 1.0)
+
+
+def predict(weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
+    """Return predicted labels (n,) of images (n, ...) in [0, 1]; exact, and for any weights."""
+    bounded = {name: value.double().nan_to_num(0.0) for name, value in weights.items()}
+    limit = {name: _limit(value) for name, value in bounded.items()}
+    pixels = images.flatten(1).double()
+    hidden = product(pixels, bounded["hidden"], (1.0, limit["hidden"])) + bounded["hidden_bias"]
+    most = len(bounded["hidden"]) * limit["hidden"] + limit["hidden_bias"]
+    hidden = hidden.clamp(0, most)
+    scores = product(hidden, bounded["output"], (most, limit["output"])) + bounded["output_bias"]
+    return scores.argmax(1)
+
+
+def _limit(values: Tensor) -> float:
+    return min(max(float(values.abs().max()), 1e-6), _MAX_WEIGHT)
+
+
+def train_classifier(
+    images: Tensor, labels: Tensor, classes: int, source: torch.Generator, epochs: int = _EPOCHS
+) -> dict[str, Tensor]:
+    """Return the weights of a network with one hidden layer, trained on images (n, ...) in [0, 1]
+    and labels (n,)."""
+    inputs = images.flatten(1)
+    size = inputs.shape[1]
+    with torch.random.fork_rng():
+        torch.manual_seed(int(torch.randint(2**62, (1,), generator=source)))
+        layers = nn.Linear(size, _HIDDEN), nn.Linear(_HIDDEN, classes)
+    network = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    adam = torch.optim.Adam(network.parameters(), _LEARNING_RATE)
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for batch in torch.split(torch.randperm(len(labels), generator=source), _BATCH):
+                adam.zero_grad()
+                loss = F.cross_entropy(network(inputs[batch]), labels[batch])
+                loss.backward()  # type: ignore[no-untyped-call]
+                adam.step()
+    first, last = layers
+    return {
+        "hidden": first.weight.detach().T.contiguous(),
+        "hidden_bias": first.bias.detach(),
+        "output": last.weight.detach().T.contiguous(),
+        "output_bias": last.bias.detach(),
+    }
+
+
+def _without_score(state: Tensors) -> Tensors:
+    return {name: value for name, value in state.items() if name != SCORE}
