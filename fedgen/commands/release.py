@@ -263,8 +263,11 @@ def _registry_entry(run: RunDir, about: dict[str, Any]) -> str:
     except verify.MALFORMED as error:
         problem = f"{run.path} has no account with a bound, or an invalid one"
         raise FedgenError("run", problem, "see fedgen verify, after registry=false") from error
+    _, _, identity = RunDir.open(run.path, "run")
+    environment = identity.get("environment", {"fedgen": VERSION})
     generator = read_description(run.public, "run")
-    return registry_entry.entry(about, run.privacy(), generator, account["run"], events)
+    claimed = registry_entry.claim(run.privacy(), generator, events, environment)
+    return registry_entry.entry(about, claimed, account["run"])
 
 
 def _pack(

@@ -198,7 +198,10 @@ def grid_points(grid: str) -> list[list[str]]:
     try:
         content: Any = yaml.safe_load(read_yaml(path))
         jsonschema.validate(content, schema("grid"))
-    except (OSError, ValueError, yaml.YAMLError, jsonschema.ValidationError) as error:
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror})"
+        raise FedgenError("grid", problem, "give a file, or a name in configs/sweep") from error
+    except (ValueError, yaml.YAMLError, jsonschema.ValidationError) as error:
         problem = f"{path} cannot be read: {str(error).splitlines()[0][:MAX_SHOWN]}"
         raise FedgenError("grid", problem, "write axes: as in docs/tuning.md") from error
     points = [

@@ -1,6 +1,6 @@
-"""Entry of a release for the Differential Privacy Deployments Registry (OpenDP and NIST), in the
-schema of github.com/opendp/deployments-registry-data: facts that the run knows, and statements of
-its publisher."""
+"""The claim of a run, and the entry of a release for the Differential Privacy Deployments Registry
+(OpenDP and NIST), in the schema of github.com/opendp/deployments-registry-data. A claim contains
+facts that the run knows; an entry adds statements of its publisher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fedgen.reporting.privacy_statement import (
     sums,
 )
 from fedgen.reporting.progress import format_epsilon
-from fedgen.version import VERSION
 
 MANDATORY = {
     "name": "name of the generator",
@@ -52,34 +51,58 @@ def missing_statements(about: Mapping[str, Any]) -> list[str]:
     return [f"about.{key} ({what})" for key, what in MANDATORY.items() if not about.get(key)]
 
 
-def entry(
-    about: Mapping[str, Any],
+def claim(
     record: dict[str, Any],
     generator: Mapping[str, Any],
-    run: str,
     events: str,
-) -> str:
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the claim of a run with a bound, by the registry's sections and keys.
+
+    Args:
+        record: privacy record of the run.
+        generator: content of ``generator.json``.
+        events: the accounted events in words.
+        environment: versions that the run was trained with.
+    """
+    return {
+        "dp_variant": {
+            "variant_name": "Approximate DP",
+            "data_domain": _images(generator),
+            "unprotected_quantities": _unprotected(record, generator),
+        },
+        "privacy_loss": _privacy_loss(record),
+        "deployment_model": _deployment_model(record),
+        "implementation": _implementation(record, generator, events, environment),
+    }
+
+
+def entry(about: Mapping[str, Any], claimed: Mapping[str, Any], run: str) -> str:
     """Return the entry as YAML.
 
     Args:
         about: statements of the publisher.
-        record: privacy record of the run.
-        generator: content of ``generator.json``.
+        claimed: claim of the run.
         run: name of the run.
-        events: the accounted events in words.
     """
+    variant, implementation = dict(claimed["dp_variant"]), dict(claimed["implementation"])
+    variant["data_domain"] = f"{_sentence(about['data'])} {variant['data_domain']}"
+    if about.get("unprotected"):
+        variant["unprotected_quantities"] += f"; {about['unprotected']}"
+    if about.get("tuning"):
+        implementation["preprocessing_and_hyperparameter_tuning"] = about["tuning"]
+    implementation["justification"] = about["justification"]
+    for key, name in (("contact", "Contact"), ("expires", "Expires")):
+        if about.get(key):
+            implementation["additional_information"] += f" {name}: {_sentence(about[key])}"
     content = {
         "url_slug": f"fedgen-{run}",
         "deployment": {
             "basic": _basic(about),
-            "dp_variant": {
-                "variant_name": "Approximate DP",
-                "data_domain": f"{_sentence(about['data'])} {_images(generator)}",
-                "unprotected_quantities": _unprotected(about, record, generator),
-            },
-            "privacy_loss": _privacy_loss(record),
-            "deployment_model": _deployment_model(record),
-            "implementation": _implementation(about, record, generator, events),
+            "dp_variant": variant,
+            "privacy_loss": claimed["privacy_loss"],
+            "deployment_model": claimed["deployment_model"],
+            "implementation": implementation,
             "administrative": {
                 "status": "Draft",
                 "registry_authors": [about["author"]],
@@ -119,9 +142,7 @@ def _images(generator: Mapping[str, Any]) -> str:
     return f"Labelled {kind} images of {width} x {height} pixels, {generator['classes']} labels."
 
 
-def _unprotected(
-    about: Mapping[str, Any], record: Mapping[str, Any], generator: Mapping[str, Any]
-) -> str:
+def _unprotected(record: Mapping[str, Any], generator: Mapping[str, Any]) -> str:
     names = ", ".join(generator["labels"] or [])
     named = f" and their names ({names})" if names else ""
     count = record.get("protected")
@@ -133,8 +154,6 @@ def _unprotected(
     ]
     if count:
         parts.append(f"approximate number of protected units ({count:,})")
-    if about.get("unprotected"):
-        parts.append(str(about["unprotected"]))
     return "; ".join(parts)
 
 
@@ -150,7 +169,7 @@ def _privacy_loss(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "privacy_unit": _UNITS[record["unit"]],
         "privacy_unit_details": f"Neighbours: {record['relation'].replace('_', ' ')}. "
-        f"{protected(record)}{exceptions(record)} Test splits and held-out images were not used.",
+        f"{protected(record)}{exceptions(record)} Test splits and held-out images were not used in training.",
         **({"number_of_privacy_units": count} if count else {}),
         "privacy_parameters": parameters,
         "privacy_parameters_details": " ".join(details),
@@ -176,34 +195,44 @@ def _deployment_model(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implementation(
-    about: Mapping[str, Any], record: Mapping[str, Any], generator: Mapping[str, Any], events: str
+    record: dict[str, Any],
+    generator: Mapping[str, Any],
+    events: str,
+    environment: Mapping[str, str],
 ) -> dict[str, Any]:
     release = record["views"]["release"]
     method = generator["method"]["type"]
-    default = (
+    tuning = (
         "Settings may have been chosen by seeded rehearsals on the same data; ε does not cover "
         "this choice."
     )
     if "selection" in record:
         count = record["selection"]["settings"]
-        default = f"Selected from a grid of {count} settings by private selection, inside ε."
-    tuning = about.get("tuning") or default
+        tuning = f"Selected from a grid of {count} settings by private selection, inside ε."
+    key = "the random number generator of the operating system"
+    if record["noise"] == "seeded":
+        key = "the seed of the run, an experiment that is not for release"
     amplified = release["amplified_by"]
     secret = f" Sampling is secret: {amplified}." if amplified else ""
-    contact = f" Contact: {_sentence(about['contact'])}" if about.get("contact") else ""
-    expires = f" Expires: {_sentence(about['expires'])}" if about.get("expires") else ""
+    versions = ", ".join(
+        f"{name} {environment[library]}"
+        for library, name in _LIBRARIES.items()
+        if library in environment
+    )
     return {
         "preprocessing_and_hyperparameter_tuning": tuning,
-        "mechanisms": f"Gaussian mechanism: {events}. Method {method}, implemented by fedgen "
-        f"{VERSION}. Noise is sampled exactly on a grid, with AES-256 in counter mode keyed from "
-        "the random number generator of the operating system; ε includes rounding of sums in "
-        "floating point. Timing is not protected.",
+        "mechanisms": f"Gaussian mechanism: {events}. Method {method}, implemented by {versions}. "
+        f"Noise is sampled exactly on a grid, with AES-256 in counter mode keyed from {key}; ε "
+        "includes rounding of sums in floating point. Timing is not protected.",
         "composition": "Adaptive sequential composition of all messages of the client that holds "
         "the record; "
         f"accountant: {release['accountant']}.{secret} Sampling: {record['sampler']}.",
         "post_processing": "The generator is computed from the noisy releases; samples are "
         "computed from the generator.",
-        "justification": about["justification"],
-        "additional_information": "ε is recomputed from signed accounts by verify.py in this "
-        f"package.{contact}{expires}",
+        "additional_information": "fedgen used no public data in training. verify.py "
+        "recomputes ε from signed accounts, if the noise is secure.",
     }
+
+
+_LIBRARIES = {"fedgen": "fedgen", "torch": "PyTorch", "numpy": "NumPy", "python": "Python"}
+"""Versions that a claim states, by key of the environment."""

@@ -99,7 +99,8 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
 
     Args:
         sha256: digest of the file of the weights.
-        record: privacy record, of which the parts for a reader of the release are included.
+        record: privacy record, of which the parts for a reader of the release are included, with
+            the claim.
     """
     method = OmegaConf.to_container(ready.config.method, resolve=True)
     assert isinstance(method, dict)
@@ -127,6 +128,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
             **{key: view[key] for key in ("epsilon", "guarantee", "group_epsilon")},
             **privacy,
         },
+        **({"claim": record["claim"]} if "claim" in record else {}),
         "fedgen": VERSION,
         "date": date.today().isoformat(),
     }

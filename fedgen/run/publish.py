@@ -19,6 +19,7 @@ from fedgen.methods.api import Tensors
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.model_card import card
 from fedgen.reporting.privacy_statement import statement
+from fedgen.reporting.registry_entry import claim
 from fedgen.run.generator import describe, draw_samples
 from fedgen.run.setup import Setup, published_names
 from fedgen.storage.io import share, write_atomic
@@ -75,6 +76,27 @@ def publish(
     readme = card(record, methods, shape, classes, published_names(ready))
     write_atomic(public / "README.md", readme.encode(), shared=True)
     return sha256, grid
+
+
+def stated_claim(
+    ready: Setup, run_dir: RunDir, record: dict[str, Any], words: str
+) -> dict[str, Any]:
+    """Return ``claim``, the claim of the run by the keys of the registry; nothing without a bound.
+
+    Args:
+        words: text that describes how ε was computed.
+    """
+    if record["views"]["release"]["epsilon"] is None or record["noise"] == "none":
+        return {}
+    dataset = ready.dataset
+    generator = {
+        "shape": dataset.shape,
+        "classes": dataset.classes,
+        "labels": published_names(ready),
+        "method": {"type": ready.config.method.type},
+    }
+    environment = RunDir.open(run_dir.path, "run_dir")[2].get("environment", {})
+    return {"claim": claim(record, generator, words, environment)}
 
 
 def epsilon_figure(run_dir: RunDir, delta: float) -> None:

@@ -43,7 +43,7 @@ from fedgen.run.evaluation import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics_log import MetricsLog, RoundCallback, is_due
 from fedgen.run.privacy_record import Accounts, count_unplanned, open_ledgers
-from fedgen.run.publish import Clock, build_results, epsilon_figure, publish
+from fedgen.run.publish import Clock, build_results, epsilon_figure, publish, stated_claim
 from fedgen.run.resume import (
     ENDED,
     check_intact,
@@ -522,6 +522,8 @@ class Training:
             self.spent, self.name, [self.accounts.planned(n) for n in state.samples.values()]
         )
         record = self.accounts.record(state, self.stopped)
+        words = self.accounts.describe_release(state, self.stopped is not None)
+        record |= stated_claim(self.ready, self.run_dir, record, words)
         self.run_dir.write("privacy", record)
         # after a resume without enough budget for another round
         if self.stopped and state.rounds < self.method.plan.min_rounds:
@@ -533,7 +535,6 @@ class Training:
         weights = self.method.server.generator(state.server)
         # same memory layout as after loading, on which rounding may depend
         generator = {name: value.contiguous() for name, value in sorted(weights.items())}
-        words = self.accounts.describe_release(state, self.stopped is not None)
         if self.ready.privacy.noise == "secure":
             self._write_account(state)
         sha256, grid = publish(self.ready, self.run_dir, generator, record, words)
