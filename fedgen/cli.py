@@ -46,7 +46,8 @@ usage: fedgen <command> [key=value ...]
   fedgen data check data=... [overrides]  describe a data set, and suggest settings; for its holder:
                                           the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] only of these;
-                                          out=GRID.png, FILE.parquet, or FOLDER of label/00000.png
+                                          out=GRID.png, FILE.parquet, or FOLDER of label/00000.png;
+                                          credentials=CERT.pem credentials_key=KEY.pem signs PNGs
   fedgen evaluate run=DIR                 evaluate a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     evaluate any samples
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public

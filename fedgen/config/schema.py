@@ -323,6 +323,8 @@ class _Sample(_Command):
     labels: Any
     seed: Any
     out: Text
+    credentials: Text | None
+    credentials_key: Text | None
     device: Literal["auto", "cpu", "cuda"]
 
 

@@ -169,7 +169,8 @@ def _privacy_loss(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "privacy_unit": _UNITS[record["unit"]],
         "privacy_unit_details": f"Neighbours: {record['relation'].replace('_', ' ')}. "
-        f"{protected(record)}{exceptions(record)} Test splits and held-out images were not used in training.",
+        f"{protected(record)}{exceptions(record)} Test splits and held-out images were not used in "
+        "training.",
         **({"number_of_privacy_units": count} if count else {}),
         "privacy_parameters": parameters,
         "privacy_parameters_details": " ".join(details),

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from numbers import Integral
@@ -28,6 +28,7 @@ from fedgen.data.labels import has_names
 from fedgen.errors import FedgenError
 from fedgen.methods.api import Method, PublicFacts, Tensors
 from fedgen.randomness import RandomStreams
+from fedgen.reporting.content_credentials import png_signer
 from fedgen.reporting.dataset_card import card, croissant
 from fedgen.reporting.figures import DIGITAL_SOURCE_TYPE, sample_grid, write_image
 from fedgen.reporting.parquet import write_parquet
@@ -347,9 +348,9 @@ def sample(config: DictConfig) -> str:
     a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
     folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
     published, a dataset card and Croissant metadata. All are marked as synthetic: PNGs by XMP
-    metadata, the others by the entry ``digital_source_type``. Requires only the ``public`` folder
-    or a package; an unfinished run requires its directory and its data. Return the location as
-    text."""
+    metadata, the others by the entry ``digital_source_type``. With ``credentials``, PNGs are signed
+    (``content_credentials``). Requires only the ``public`` folder or a package; an unfinished run
+    requires its directory and its data. Return the location as text."""
     out, streams = Path(config.out), RandomStreams.from_seed(config.seed, "seeded").at("sample")
     if not out.suffix and out.exists():
         raise FedgenError("out", f"{out} exists", "give a folder that does not")
@@ -371,6 +372,7 @@ def sample(config: DictConfig) -> str:
             published = _load_generator(place, config.device)
             folder = place / "public" if (place / "public").is_dir() else place
             description = read_description(folder, "run")
+    sign = _signer(config, out, description)
     labels = labels_of(published, config.n, config.labels, streams)
     if out.suffix == ".png":
         labels = labels.sort(stable=True).values
@@ -383,6 +385,9 @@ def sample(config: DictConfig) -> str:
             _write(out.suffix, images, labels, published, new)
             if description is not None and not out.suffix:
                 _describe_folder(description, new, out.name, len(images))
+            if sign is not None:
+                for image in [new] if out.suffix else sorted(new.rglob("*.png")):
+                    sign(image)
             for entry in (new, *new.rglob("*")):
                 share(entry)
             new.rename(out)
@@ -391,6 +396,21 @@ def sample(config: DictConfig) -> str:
         problem = f"{out} cannot be written{why}"
         raise FedgenError("out", problem, "choose another place") from error
     return text
+
+
+def _signer(
+    config: DictConfig, out: Path, description: dict[str, Any] | None
+) -> Callable[[Path], None] | None:
+    """Return a function that signs a PNG; None without ``credentials``."""
+    if config.credentials is None and config.credentials_key is None:
+        return None
+    if config.credentials is None or config.credentials_key is None:
+        lacking = "credentials" if config.credentials is None else "credentials_key"
+        raise FedgenError(lacking, "is not given, and the other one is", "give both")
+    if out.suffix not in ("", ".png"):
+        problem = f"signs PNGs, and out={out} is none"
+        raise FedgenError("credentials", problem, "give out=GRID.png or out=FOLDER")
+    return png_signer(Path(config.credentials), Path(config.credentials_key), description)
 
 
 def _write(
