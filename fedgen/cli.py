@@ -54,8 +54,8 @@ usage: fedgen <command> [key=value ...]
                                           about.controller|purpose|data|persons=TEXT
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
                                           access to the images; pack the publishable files
-  fedgen tune grid=FILE.yaml [overrides]  choose settings by a noisy score on private data, inside
-                                          the ε of the release; runs=N shape=S
+  fedgen tune grid=FILE.yaml [overrides]  select settings by a noisy score on private data, covered
+                                          by the ε of the release; mean_runs=N shape=S
   fedgen verify FILE.zip                  recompute ε of a release from its signed accounts;
                                           signed_by=["SHA256:..."] accepts only these keys
   fedgen new method NAME [kind=sums|dp_sgd] [out=DIR]
@@ -454,7 +454,7 @@ def _link(config: DictConfig) -> str:
 
 class _Command(NamedTuple):
     """The file in ``configs`` with the settings of a command, and the function that runs it with
-    them (``tune``: and with those of its grid) and returns its output."""
+    these settings (``tune``: followed by those of each grid point) and returns its output."""
 
     settings: str
     run: Callable[..., str]

@@ -127,7 +127,7 @@ class Selection(NamedTuple):
     """The best of K runs, each with one of several spends; K is secret, and has a truncated
     negative binomial distribution with this mean and shape."""
 
-    among: tuple[Spend, ...]
+    alternatives: tuple[Spend, ...]
     mean: float
     shape: float
 
@@ -198,10 +198,11 @@ def renyi_profile(spend: Spend, relation: str) -> Profile:
 
 
 def orders_of(spends: Sequence[Spend], relation: str) -> list[float]:
-    """Return the Renyi orders: integers unless dp_accounting computes all divergences."""
+    """Return the Renyi orders: real ones where dp_accounting computes every divergence, else
+    integers."""
     kinds = {event.kind for spend in spends for event, _ in spend if event.rate < 1}
-    dp_accounting = not kinds or (relation == "add_or_remove_one" and kinds == {"poisson"})
-    return REAL_ORDERS if dp_accounting else INTEGER_ORDERS
+    by_dp_accounting = not kinds or (relation == "add_or_remove_one" and kinds == {"poisson"})
+    return REAL_ORDERS if by_dp_accounting else INTEGER_ORDERS
 
 
 def divergences(spend: Spend, orders: list[float]) -> Any:
@@ -222,7 +223,8 @@ def divergences(spend: Spend, orders: list[float]) -> Any:
 @lru_cache(maxsize=16)
 def selection_profile(selection: Selection, relation: str) -> Profile:
     """Return the bound of a selection (Papernot, Steinke 2022, theorem 2), from the largest Renyi
-    divergence of a run at each order. Groups count as if they were always sampled."""
+    divergence of a run at each order. Groups of records, and samples revealed to the adversary,
+    count as always sampled."""
     spends = [
         tuple(
             (Event("gaussian", event.sigma / event.size), count)
@@ -230,7 +232,7 @@ def selection_profile(selection: Selection, relation: str) -> Profile:
             else (event, count)
             for event, count in spend
         )
-        for spend in selection.among
+        for spend in selection.alternatives
     ]
     order_list, eta = orders_of(spends, relation), selection.shape
     orders = np.array(order_list)
@@ -240,10 +242,11 @@ def selection_profile(selection: Selection, relation: str) -> Profile:
         gamma = math.sqrt(low * high)
         tail = -math.log(gamma) if eta == 0 else -math.expm1(eta * math.log(gamma)) / eta
         low, high = (gamma, high) if (1 - gamma) / gamma / tail > selection.mean else (low, gamma)
-    extra = (1 + eta) * min((1 - 1 / orders) * worst - math.log(low) / orders)
+    gamma = low  # the lower end gives the larger bound
+    extra = (1 + eta) * min((1 - 1 / orders) * worst - math.log(gamma) / orders)
     bounds = worst + extra + math.log(selection.mean) / (orders - 1)
-    best = list(np.minimum.accumulate(bounds[::-1])[::-1])
-    return lambda eps: float(rdp.compute_delta(order_list, best, eps)[0])
+    monotone = list(np.minimum.accumulate(bounds[::-1])[::-1])
+    return lambda eps: float(rdp.compute_delta(order_list, monotone, eps)[0])
 
 
 def log_moment(event: Event, order: int) -> float:
@@ -378,16 +381,16 @@ class Proof(NamedTuple):
 
 
 def of_group(selection: Selection, relation: str, group: int) -> Selection:
-    """Return a selection for a group of records together."""
-    events = [event for spend in selection.among for event, _ in spend]
+    """Return the selection for a group of ``group`` records."""
+    events = [event for spend in selection.alternatives for event, _ in spend]
     gaussian = all(event.kind == "gaussian" for event in events)
     known = gaussian or (relation == "add_or_remove_one" and all(e.size == 1 for e in events))
     check(group == 1 or known, "epsilon", "no group bound exists for these events")
     spends = [
         tuple((event._replace(size=event.size * group), count) for event, count in spend)
-        for spend in selection.among
+        for spend in selection.alternatives
     ]
-    return selection._replace(among=tuple(spends))
+    return selection._replace(alternatives=tuple(spends))
 
 
 def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
@@ -416,14 +419,14 @@ def proofs_of(accounts: Sequence[Any], missing: int) -> list[Proof]:
 
 
 def read_bound(data: Sequence[Any], factor: float) -> Spend | Selection | None:
-    """Parse a selection, or events; see ``read_spend``."""
+    """Parse the events or the selection of a bound; None if an event has no noise."""
     if len(data) != 1 or data[0][0]["event"] != "select":
         return read_spend(data, factor)
     [[selection, count]] = data
-    among, mean, shape = (selection[key] for key in ("among", "mean", "shape"))
+    alternatives, mean, shape = (selection[key] for key in ("alternatives", "mean", "shape"))
     in_range = 1 < number(mean) <= 1e6 and 0 <= number(shape) <= 1e6 and count == 1
-    check(in_range and 0 < len(among) <= MAX_EVENTS, "format", "an invalid selection")
-    spends = [read_spend(spend, factor) for spend in among]
+    check(in_range and 0 < len(alternatives) <= MAX_EVENTS, "format", "an invalid selection")
+    spends = [read_spend(spend, factor) for spend in alternatives]
     check(all(spend != () for spend in spends), "format", "a run without events")
     return None if None in spends else Selection(tuple(filter(None, spends)), mean, shape)
 

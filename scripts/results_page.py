@@ -50,8 +50,8 @@ COMPARED = {  # the section of a benchmark's runs
 _DATA = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 _EPSILONS = ("10", "1")
 _LEFT_OUT = ("sha256", "generator_sha256", "per_class", "per_client", "judged_by", "failures")
-_TUNED = ("method", "warm_up", "rounds", "score", "privacy", "evaluation", "names")
-"""Settings that fedgen tune chooses for its runs."""
+_SET_BY_TUNE = ("method", "warm_up", "rounds", "score", "privacy", "evaluation", "names")
+"""Settings in which a run of fedgen tune differs from its command."""
 _HEAD = """# Measured runs
 
 Each line is a run, or one setting with several seeds (mean ± standard deviation). `python
@@ -115,15 +115,17 @@ def main() -> None:
 def add(section: str, run: Path, command: str, method: str | None = None) -> None:
     """Store the figures of a finished run. ``method``: its name in the matrix of its benchmark."""
     run_dir, run_config, identity = open_run(run, "run")
-    _, kind, *words = shlex.split(command)
-    requested = compose("tune" if kind == "tune" else "config", words)
+    _, subcommand, *words = shlex.split(command)
+    requested = compose("tune" if subcommand == "tune" else "config", words)
     for key, value in identity["left_open"].items():  # derived settings
         OmegaConf.update(run_config, key, value)
     for config in (run_config, requested):
         config.run_dir = config.logger = config.names.logger = None
-    kept = [str(key) for key in run_config if kind != "tune" or key not in _TUNED]
+    compared_keys = [
+        str(key) for key in run_config if subcommand != "tune" or key not in _SET_BY_TUNE
+    ]
     plain = [
-        OmegaConf.to_container(OmegaConf.masked_copy(config, kept), resolve=True)
+        OmegaConf.to_container(OmegaConf.masked_copy(config, compared_keys), resolve=True)
         for config in (run_config, requested)
     ]
     if plain[0] != plain[1]:

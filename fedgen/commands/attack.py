@@ -101,7 +101,7 @@ def attack(config: DictConfig) -> str:
         problem = f"{run_dir.path} was an audit, with canaries among the images"
         raise FedgenError("run", problem, "attack a run of fedgen train")
     if trained.get("score") is not None and config.repetitions:
-        problem = f"{run_dir.path} was selected among several runs, which it does not repeat"
+        problem = f"{run_dir.path} was selected by fedgen tune, and repetitions do not select"
         raise FedgenError("run", problem, "set repetitions=0, or attack a run of fedgen train")
     if not run_dir.finished:
         remedy = f"finish it: fedgen train resume={run_dir.path}"

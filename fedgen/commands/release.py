@@ -71,8 +71,8 @@ def release(config: DictConfig) -> tuple[Path, Path]:
     run = run_dir.path
     privacy = run_dir.privacy()
     if was.get("score") is not None and run_dir.selection("run") is None:
-        problem = f"{run} is one of the runs of fedgen tune, which stay secret"
-        raise FedgenError("run", problem, "release the selected one")
+        problem = f"{run} is an unselected run of fedgen tune and must stay secret"
+        raise FedgenError("run", problem, "release the folder selected of its selection")
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
     _check_attacks(run_dir, config.max_attack_tpr)
@@ -210,8 +210,8 @@ def _release_config(was: DictConfig, identity: dict[str, Any], config: DictConfi
         if applies:
             raise FedgenError("run", what, "rehearse the release with fedgen train")
     if was.get("score") is not None:
-        problem = "was selected by fedgen tune with noise that is derived from a seed"
-        raise FedgenError("run", problem, "repeat that command with privacy.noise=secure")
+        problem = "was selected by fedgen tune with seeded noise"
+        raise FedgenError("run", problem, "repeat fedgen tune with privacy.noise=secure")
     again = "train by fedgen train privacy.noise=secure evaluation=none runtime.address={}; pack it"
     check_runtime_is_local(was, again)
     now = was.copy()
@@ -266,8 +266,8 @@ def _registry_entry(run: RunDir, about: dict[str, Any]) -> str:
     _, _, identity = RunDir.open(run.path, "run")
     environment = identity.get("environment", {"fedgen": VERSION})
     generator = read_description(run.public, "run")
-    claimed = registry_entry.claim(run.privacy(), generator, events, environment)
-    return registry_entry.entry(about, claimed, account["run"])
+    facts = registry_entry.facts(run.privacy(), generator, events, environment)
+    return registry_entry.entry(about, facts, account["run"])
 
 
 def _pack(

@@ -24,7 +24,7 @@ from fedgen.config.extensions import config_folders
 from fedgen.config.renamed import RENAMED
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_yaml
-from fedgen.storage.schemas import schema
+from fedgen.storage.schemas import validator
 
 _LONGEST, _DEEPEST = 100_000, 50  # characters of an override; nesting of lists
 _TOO_LARGE = "is too long or nested too deeply", "shorten it"
@@ -37,6 +37,7 @@ _UNQUOTED_NAME = re.compile(
     r"[^\[\]{},:'\"$\x00-\x20]*[^\[\]{},:'\"$\x00-\x20\w/.+\-%*@?|\\][^\[\]{},:'\"$]*",
     re.ASCII,
 )
+# neither hydra.* nor interpolation, which would import, or read the environment
 _SETTING = re.compile(r"(?!hydra)[A-Za-z_][\w./]*=[^$]*", re.ASCII)
 _PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[a-z_/][a-z0-9_./-]*", re.ASCII | re.IGNORECASE)
 
@@ -181,9 +182,7 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     except HydraException as error:
         raise one_line_error(error) from error
     return [
-        [*base, *itertools.chain(*(words.split() for words in point)), *batch]
-        for point in itertools.product(*axes)
-        for batch in itertools.product(*options)
+        [*base, *words, *batch] for words in _product(axes) for batch in itertools.product(*options)
     ]
 
 
@@ -192,26 +191,31 @@ def grid_points(grid: str) -> list[list[str]]:
     same form, which may be untrusted.
 
     Raises:
-        FedgenError: if there is none, or it contains anything but settings.
+        FedgenError: if the grid does not exist, or is invalid.
     """
-    path = Path(grid) if grid.endswith(".yaml") else config_name("sweep", grid)
+    try:
+        path = Path(grid) if grid.endswith(".yaml") else config_name("sweep", grid)
+    except FedgenError as error:
+        raise FedgenError("grid", error.problem, error.remedy) from error
     try:
         content: Any = yaml.safe_load(read_yaml(path))
-        jsonschema.validate(content, schema("grid"))
+        validator("grid").validate(content)
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror})"
         raise FedgenError("grid", problem, "give a file, or a name in configs/sweep") from error
     except (ValueError, yaml.YAMLError, jsonschema.ValidationError) as error:
         problem = f"{path} cannot be read: {str(error).splitlines()[0][:MAX_SHOWN]}"
         raise FedgenError("grid", problem, "write axes: as in docs/tuning.md") from error
-    points = [
-        [*content.get("base", []), *itertools.chain(*(words.split() for words in point))]
-        for point in itertools.product(*content["axes"])
-    ]
+    points = [[*content.get("base", []), *words] for words in _product(content["axes"])]
     for word in itertools.chain(*points):
         if not _SETTING.fullmatch(word):
             raise FedgenError("grid", f"{path}: {word!r} is not a setting", "write key=value")
     return points
+
+
+def _product(axes: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the overrides of each combination of axes: alternatives of one or more overrides."""
+    return [" ".join(point).split() for point in itertools.product(*axes)]
 
 
 def _axes(name: str) -> tuple[list[str], list[list[str]]]:

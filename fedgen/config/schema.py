@@ -173,19 +173,19 @@ class _AuditGroup(_Section):
 class _ScoreGroup(_Section):
     """Set by fedgen tune for each of its runs: the query for its score.
 
-    run: number of a seeded run.
+    run_index: separates the noise domains of seeded runs; None if noise is secure.
     """
 
     noise_multiplier: PrivacyLevel
     samples: Count
-    run: Natural | None
+    run_index: Natural | None
 
 
 class _Tune(_Train):
     grid: Text
-    runs: Annotated[float, Gt(1), Le(1000)]
+    mean_runs: Annotated[float, Ge(1.01), Le(1000)]
     shape: Annotated[float, Ge(0), Le(100)]
-    score_share: OpenFraction
+    score_epsilon_ratio: OpenFraction
     score_samples: Annotated[int, Ge(100), Le(10**6)]
     jobs: Processes | None
 

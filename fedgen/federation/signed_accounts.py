@@ -127,16 +127,16 @@ class AccountTerms:
         return self._text(clients, bounds)
 
     def selected_statement(self, clients: Iterable[int], spend: Spend) -> str:
-        """Return the text to sign about a run that was selected among several. Their charges
-        together would reveal their number, which is secret.
+        """Return the text to sign about a run that was selected among several. It omits total
+        charges, which would reveal the number of runs.
 
         Args:
             spend: the selection.
         """
         assumes = [
-            "coordinator: the number of runs and the setting of each were sampled as "
-            "stated, the run with the highest noisy score was published, and all others, "
-            "and their number, stay secret",
+            "coordinator: sampled the number of runs and the grid point of each as stated, "
+            "published the run with the highest noisy score, and keeps all other runs and their "
+            "number secret",
         ]
         if self.plan.is_trusted:
             assumes.append(_TRUSTED_AGGREGATOR)

@@ -17,8 +17,9 @@ The vocabulary is that of dp_accounting, plus four nodes of our own (``PoissonSa
     the subset of a record is sampled with probability ``q``, independently each time, and the
     adversary sees the sample: no amplification, but a random number of visits.
 ``Selection(alternatives, mean, shape)``
-    a secret random number of runs, each with one of several settings, also chosen at random; only
-    the best run is released (``fedgen.privacy.selection``).
+    a secret random number of runs, each at a random point of a grid; only the best run is released
+    (``fedgen.privacy.selection``). dp_accounting's ``RepeatAndSelectDpEvent`` has one event; a grid
+    has several alternatives.
 ``SelfComposedDpEvent(event, count)``
     ``count`` adaptive repetitions.
 ``ComposedDpEvent(events)``
@@ -50,8 +51,8 @@ from dp_accounting import (
 )
 
 _MAX_GROUP = 10**6
-_MAX_MEAN = 10**6  # runs of a selection
-_MAX_DESCRIBED = 2  # spends of its runs
+_MAX_PARAMETER = 10**6  # of the distribution of the number of runs
+_MAX_DESCRIBED = 2  # alternatives of a selection
 
 Spend = Mapping[DpEvent, int]
 """Canonical spend: leaf event (Gaussian, subsampled Gaussian, no bound) -> count."""
@@ -99,7 +100,7 @@ class Contribution(DpEvent):  # type: ignore[misc]
 class Selection(DpEvent):  # type: ignore[misc]
     """The best of a random number of runs.
 
-    alternatives: spend of a run with each setting, as sorted (event, count), without repeats.
+    alternatives: distinct spends of runs at the grid points, each as sorted (event, count).
     mean, shape: of the truncated negative binomial distribution of the number of runs; shape 1 is
         the geometric, 0 the logarithmic distribution.
     """
@@ -109,18 +110,18 @@ class Selection(DpEvent):  # type: ignore[misc]
     shape: float
 
     @classmethod
-    def among(cls, spends: Iterable[Spend], mean: float, shape: float) -> Selection:
+    def of_spends(cls, spends: Iterable[Spend], mean: float, shape: float) -> Selection:
         """Return the selection among runs with these spends."""
         distinct = {tuple(sorted(spend.items(), key=repr)) for spend in spends}
         return cls(tuple(sorted(distinct, key=repr)), mean, shape)
 
-    def map(self, change: Callable[[DpEvent], DpEvent]) -> Selection:
+    def map_events(self, change: Callable[[DpEvent], DpEvent]) -> Selection:
         """Return the selection with a change to each event of a run."""
         spends = [
             total([canonical(change(event), count) for event, count in spend])
             for spend in self.alternatives
         ]
-        return Selection.among(spends, self.mean, self.shape)
+        return Selection.of_spends(spends, self.mean, self.shape)
 
 
 def repeat(event: DpEvent, count: int) -> DpEvent:
@@ -214,7 +215,7 @@ def group_event(event: DpEvent, size: int) -> DpEvent:
             gate = _single_gaussian(inner)
             return group_event(gate, size) if rate >= 1 else PoissonSampledGroup(rate, size, gate)
         case Selection():
-            return event.map(lambda part: group_event(part, size))
+            return event.map_events(lambda part: group_event(part, size))
         case Contribution() | NonPrivateDpEvent():
             return event
         case _:
@@ -283,7 +284,12 @@ def to_json(event: DpEvent) -> dict[str, Any]:
             return {"event": "revealed_draw", "probability": float(probability), "gates": gated}
         case Selection(alternatives=spends, mean=mean, shape=shape):
             runs = [[[to_json(part), count] for part, count in spend] for spend in spends]
-            return {"event": "select", "mean": float(mean), "shape": float(shape), "among": runs}
+            return {
+                "event": "select",
+                "mean": float(mean),
+                "shape": float(shape),
+                "alternatives": runs,
+            }
         case NonPrivateDpEvent():
             return {"event": "non_private"}
         case Contribution():
@@ -327,13 +333,13 @@ def from_json(data: Mapping[str, Any]) -> DpEvent:
             "event": "select",
             "mean": float() | int() as mean,
             "shape": float() | int() as shape,
-            "among": [_, *_] as runs,
-        } if 1 < mean <= _MAX_MEAN and 0 <= shape <= _MAX_MEAN:
+            "alternatives": [_, *_] as runs,
+        } if 1 + 1e-6 <= mean <= _MAX_PARAMETER and 0 <= shape <= _MAX_PARAMETER:
             spends = [
                 total([canonical(from_json(part), count) for part, count in spend])
                 for spend in runs
             ]
-            return Selection.among(spends, float(mean), float(shape))
+            return Selection.of_spends(spends, float(mean), float(shape))
         case {"event": "non_private"}:
             return NonPrivateDpEvent()
         case {"event": "contribution"}:
@@ -375,13 +381,13 @@ def describe(spend: Spend) -> str:
                     f"{gate.noise_multiplier:.4g}"
                 )
             case Selection(alternatives=spends, mean=mean, shape=shape):
-                each = [describe(dict(spend)) for spend in spends[:_MAX_DESCRIBED]]
-                if (others := len(spends) - len(each)) > 0:
-                    each.append(f"one of {others} similar sets of releases")
+                described = [describe(dict(spend)) for spend in spends[:_MAX_DESCRIBED]]
+                if (others := len(spends) - len(described)) > 0:
+                    described.append(f"one of {others} other set{'s' * (others > 1)} of releases")
                 parts.append(
                     f"the best of a random number of runs (truncated negative binomial, mean "
                     f"{mean:g}, shape {shape:g}; the number is secret), each with: "
-                    f"{'; or '.join(each)}"
+                    f"{'; or '.join(described)}"
                 )
             case Contribution():
                 parts.append(f"{count:,} contributions without noise to a trusted aggregator")

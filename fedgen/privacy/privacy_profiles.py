@@ -33,7 +33,7 @@ from fedgen.privacy.events import (
     with_sampling_revealed,
 )
 from fedgen.privacy.gaussian_dp import gaussian_delta
-from fedgen.privacy.selection import delta_at, of_selection, orders_of
+from fedgen.privacy.selection import delta_at, orders_of, selection_divergences
 from fedgen.privacy.subsampling import (
     ORDERS,
     group_sampling_pmfs,
@@ -184,16 +184,16 @@ def _sampled_gaussian_rdp(
 
 @lru_cache(maxsize=64)
 def selection_profile(leaves: Leaves, relation: Relation) -> Profile:
-    """Return the profile of a selection among runs (``fedgen.privacy.selection``). Samples of runs
-    without Renyi divergences (of several records of a person, or revealed ones) count as if they
-    contained all records.
+    """Return the profile of a selection among runs (``fedgen.privacy.selection``). A run with
+    samples of several records of a person, or with revealed ones, is accounted as if all its
+    samples contained the record.
 
     Raises:
-        ValueError: for other events, or several selections, beside it.
+        ValueError: if the spend contains other events or several selections.
     """
     [(selection, count), *others] = leaves
     if others or count != 1 or not isinstance(selection, Selection):
-        raise ValueError("a selection composed with other events has no accountant")
+        raise ValueError("no accountant composes a selection with other events")
     kinds = {type(event) for spend in selection.alternatives for event, _ in spend}
     orders = orders_of(kinds)
     at_orders = np.zeros(len(orders))
@@ -202,7 +202,7 @@ def selection_profile(leaves: Leaves, relation: Relation) -> Profile:
         if {type(event) for event, _ in spend} & {PoissonSampledGroup, RevealedSampling}:
             spend = as_if_always_sampled(spend)
         at_orders = np.maximum(at_orders, divergences(spend, relation, tuple(orders)))
-    selected = of_selection(at_orders, orders, selection.mean, selection.shape)
+    selected = selection_divergences(at_orders, orders, selection.mean, selection.shape)
     return lambda eps: delta_at(selected, orders, eps)
 
 

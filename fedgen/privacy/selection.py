@@ -1,29 +1,30 @@
 """Private selection: the best of a random number of runs (Papernot, Steinke 2022, "Hyperparameter
 tuning with Renyi differential privacy", ICLR).
 
-A run Q chooses one of several settings uniformly at random, trains with it, and adds noise to the
-score of the result; its output contains setting, result and score. The mechanism draws a number K,
-independent of the data, repeats Q with independent randomness, and releases the output with the
+A run Q chooses a point of a grid uniformly at random, trains with its settings, and adds noise to
+the score of the result; its output contains point, result and score. The mechanism samples a number
+K independently of the data, repeats Q with independent randomness, and releases the output with the
 highest score. K and all other outputs stay secret.
 
-K has a truncated negative binomial distribution with shape η > -1 and parameter γ in (0, 1). If Q
-has Renyi divergences D(λ) under the neighbouring relation, the mechanism has at most
+K has a truncated negative binomial distribution with shape η >= 0 (here; the paper allows η > -1)
+and parameter γ in (0, 1). If Q has Renyi divergences D(λ) under the neighbouring relation, the
+mechanism has at most
 
     D(λ) + (1 + η) ((1 - 1/λ') D(λ') + log(1/γ) / λ') + log(E[K]) / (λ - 1)
 
 for all λ > 1 and λ' >= 1 (theorem 2 of the paper).
 
-**Several settings.** D(λ) is the largest divergence of any setting. Proof: the choice is
-independent of the data and part of the output, so exp((λ - 1) D(λ)) is the mean of that of the
-settings, and at most their maximum.
+**Several points.** D(λ) is the largest divergence D_s(λ) at any point s. Proof: the choice is
+independent of the data and part of the output, so exp((λ - 1) D(λ)) is the mean of
+exp((λ - 1) D_s(λ)) over s, hence at most the maximum.
 
 **Ties.** Equal scores are resolved in favour of the first run. Given K, the runs are exchangeable,
-so this has the same distribution as a uniform choice among them, which is a total order if each run
-draws a tie-breaker.
+so this has the same distribution as independent uniform tie-breakers in the outputs, which make the
+order total, as the theorem assumes.
 
-**The distribution of K** is sampled by inverting its cumulative probability with 200 random bits,
-in decimal numbers of 80 digits. Its total variation distance to the stated one is below
-``COUNT_ERROR``, which changes δ(ε) by at most (1 + e^ε) times that.
+**K is sampled** by inversion, with 200 random bits and 80 decimal digits. The total variation
+distance to the distribution with the computed γ, which the bound uses, is below ``COUNT_ERROR``.
+That changes δ(ε) by at most (1 + e^ε) times as much.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _mean(gamma: float, shape: float) -> float:
     return shape * (1 - gamma) / gamma / -math.expm1(shape * math.log(gamma))
 
 
-def of_selection(
+def selection_divergences(
     divergences: NDArray[np.float64], orders: NDArray[np.float64], mean: float, shape: float
 ) -> NDArray[np.float64]:
     """Return the Renyi divergences of the best of K runs.
@@ -78,15 +79,15 @@ def of_selection(
         orders: above 1.
         mean, shape: of K.
     """
-    log_inverse = -math.log(gamma_of(mean, shape))
-    constant = (1 + shape) * np.min((1 - 1 / orders) * divergences + log_inverse / orders)
+    log_inverse_gamma = -math.log(gamma_of(mean, shape))
+    constant = (1 + shape) * np.min((1 - 1 / orders) * divergences + log_inverse_gamma / orders)
     bounds = divergences + constant + math.log(mean) / (orders - 1)
-    # divergences do not decrease in the order
+    # a Renyi divergence does not decrease in the order: a bound holds at all lower orders
     result: NDArray[np.float64] = np.minimum.accumulate(bounds[::-1])[::-1]
     return result
 
 
-def draw_count(mean: float, shape: float, source: random.Random) -> int:
+def sample_count(mean: float, shape: float, source: random.Random) -> int:
     """Return a sample of K.
 
     Args:
@@ -98,9 +99,9 @@ def draw_count(mean: float, shape: float, source: random.Random) -> int:
             probability = (gamma - 1) / gamma.ln()
         else:
             probability = eta * (1 - gamma) / ((-eta * gamma.ln()).exp() - 1)
-        left, count = Decimal(source.getrandbits(200)) / 2**200, 1
-        while left >= probability:
-            left -= probability
+        remaining, count = Decimal(source.getrandbits(200)) / 2**200, 1
+        while remaining >= probability:
+            remaining -= probability
             probability *= (1 - gamma) * (count + eta) / (count + 1)
             count += 1
     return count
@@ -116,7 +117,7 @@ def delta_at(
     divergences: NDArray[np.float64], orders: NDArray[np.float64], eps: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return δ at each ε from Renyi divergences (Canonne, Kamath, Steinke 2020, proposition 12),
-    with the error of the distribution of K."""
+    plus the effect of ``COUNT_ERROR``; for all ε at once, unlike ``rdp.compute_delta``."""
     logs = (orders - 1) * (divergences - eps[:, None])
     logs += (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
     error = COUNT_ERROR * (1 + np.exp(np.minimum(eps, 700)))

@@ -57,7 +57,7 @@ def statement(
         "- Facts about the population that do not depend on any single participant: a generator "
         "is meant to show what is common.\n"
         "- Several generators from the same data: their ε must be added.\n"
-        f"- {_TUNING if 'selection' in record else _NO_TUNING}\n"
+        f"- {_FURTHER_CHOICE if 'selection' in record else _UNCOVERED_CHOICE}\n"
         + (_SELECTED if picked else "")
         + f"- {NOT_IN_THE_FOLDER}\n"
         "- The settings in `generator.json`, which count as public, including numbers of images "
@@ -66,7 +66,7 @@ def statement(
         "indistinguishable from random bits. ε includes rounding errors of sums before the noise: "
         "by a proven bound for gradients of records that are summed in double precision, by "
         "measurement for all others.",
-        f"## How it was counted\n\n{selection(record)}- {words[0].upper()}{words[1:]}.\n- "
+        f"## How it was counted\n\n{selection_item(record)}- {words[0].upper()}{words[1:]}.\n- "
         "Neighbours: "
         f"{record['relation'].replace('_', ' ')}. Sampling: {record['sampler']}; "
         f"{_amplification(release)}.",
@@ -74,8 +74,8 @@ def statement(
     return "\n\n".join(parts) + "\n"
 
 
-_NO_TUNING = "The choice of the best of several runs or settings by looking at private data."
-_TUNING = "A further choice among several generators by looking at private data."
+_UNCOVERED_CHOICE = "The choice of the best of several runs or settings by looking at private data."
+_FURTHER_CHOICE = "A further choice among several generators by looking at private data."
 _SELECTED = (
     "- The set of clients and its size: they are a selected group, possibly selected by their "
     "data. What membership reveals about a client, and about others, is not protected by noise.\n"
@@ -185,23 +185,23 @@ def strength(view: Mapping[str, Any], delta: float) -> str:
     )
 
 
-def selection(record: Mapping[str, Any]) -> str:
+def selection_item(record: Mapping[str, Any]) -> str:
     """State that the choice of settings is covered, as a list item; empty for other runs."""
     if "selection" not in record:
         return ""
-    count = record["selection"]["settings"]
+    count = record["selection"]["grid_points"]
     return (
         f"- Selected from a grid of {count:,} settings by a noisy score on private data. The "
-        "selection is inside ε. This holds while the number of runs, and the other runs, stay "
-        "secret.\n"
+        "selection is inside ε, as long as the number of runs and all other runs stay secret.\n"
     )
 
 
 def several_records(view: Mapping[str, Any]) -> str:
     """State ε for several images of one person; empty if it is not known."""
-    if not (epsilons := view.get("group_epsilon")):
+    epsilons = view.get("group_epsilon") or {}
+    sizes = [f"{format_epsilon(value)} for {count}" for count, value in epsilons.items() if value]
+    if not sizes:
         return ""
-    sizes = [f"{format_epsilon(value)} for {count}" for count, value in epsilons.items()]
     listed = f"{', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else sizes[0]
     return (
         "ε protects single images. A person with several images at one client is protected less: "

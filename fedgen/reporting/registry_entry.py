@@ -1,6 +1,6 @@
-"""The claim of a run, and the entry of a release for the Differential Privacy Deployments Registry
-(OpenDP and NIST), in the schema of github.com/opendp/deployments-registry-data. A claim contains
-facts that the run knows; an entry adds statements of its publisher."""
+"""Facts of a run, and the entry of a release, for the Differential Privacy Deployments Registry
+(OpenDP and NIST), in the schema of github.com/opendp/deployments-registry-data. The facts are
+recorded by the run; an entry adds statements of its publisher."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ SECTORS = ("Technology", "Healthcare", "Education", "Government", "Energy", "Fin
 _UNITS = {"record": "Record-level", "person": "Person-level", "client": "Client-level"}
 
 
+_LIBRARIES = {"fedgen": "fedgen", "torch": "PyTorch", "numpy": "NumPy", "python": "Python"}
+"""Versions that the facts state, by key of the environment."""
+
+_UNCOVERED_TUNING = (
+    "Settings may have been chosen by seeded rehearsals on the same data; ε does not cover this "
+    "choice."
+)
+
 _NOISE_SOURCE = {
     "one": "The holder of the images adds noise to everything that is computed from them.",
     "several": "Participants hold their own images and add noise before anything leaves them.",
@@ -51,13 +59,13 @@ def missing_statements(about: Mapping[str, Any]) -> list[str]:
     return [f"about.{key} ({what})" for key, what in MANDATORY.items() if not about.get(key)]
 
 
-def claim(
+def facts(
     record: dict[str, Any],
     generator: Mapping[str, Any],
     events: str,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the claim of a run with a bound, by the registry's sections and keys.
+    """Return the facts of a run with a bound, under the sections and keys of the registry.
 
     Args:
         record: privacy record of the run.
@@ -77,20 +85,22 @@ def claim(
     }
 
 
-def entry(about: Mapping[str, Any], claimed: Mapping[str, Any], run: str) -> str:
+def entry(about: Mapping[str, Any], known: Mapping[str, Any], run: str) -> str:
     """Return the entry as YAML.
 
     Args:
         about: statements of the publisher.
-        claimed: claim of the run.
+        known: facts of the run.
         run: name of the run.
     """
-    variant, implementation = dict(claimed["dp_variant"]), dict(claimed["implementation"])
+    variant, implementation = dict(known["dp_variant"]), dict(known["implementation"])
     variant["data_domain"] = f"{_sentence(about['data'])} {variant['data_domain']}"
     if about.get("unprotected"):
         variant["unprotected_quantities"] += f"; {about['unprotected']}"
     if about.get("tuning"):
-        implementation["preprocessing_and_hyperparameter_tuning"] = about["tuning"]
+        key = "preprocessing_and_hyperparameter_tuning"
+        selected = implementation[key] if implementation[key] != _UNCOVERED_TUNING else ""
+        implementation[key] = f"{about['tuning']} {selected}".strip()
     implementation["justification"] = about["justification"]
     for key, name in (("contact", "Contact"), ("expires", "Expires")):
         if about.get(key):
@@ -100,8 +110,8 @@ def entry(about: Mapping[str, Any], claimed: Mapping[str, Any], run: str) -> str
         "deployment": {
             "basic": _basic(about),
             "dp_variant": variant,
-            "privacy_loss": claimed["privacy_loss"],
-            "deployment_model": claimed["deployment_model"],
+            "privacy_loss": known["privacy_loss"],
+            "deployment_model": known["deployment_model"],
             "implementation": implementation,
             "administrative": {
                 "status": "Draft",
@@ -184,6 +194,8 @@ def _deployment_model(record: dict[str, Any]) -> dict[str, Any]:
         _NOISE_SOURCE["trusted" if trusted else "several" if several else "one"],
     ]
     trust.append("The coordinator sees all messages; ε against it is not part of the release.")
+    if "selection" in record:
+        trust.append("The number of runs, and all runs that were not selected, stay secret.")
     trust += [" ".join(part.split("\n\n", 1)[1].split()) for part in sums(record)]
     return {
         "model_name": "Federated" if several else "Central",
@@ -203,16 +215,14 @@ def _implementation(
 ) -> dict[str, Any]:
     release = record["views"]["release"]
     method = generator["method"]["type"]
-    tuning = (
-        "Settings may have been chosen by seeded rehearsals on the same data; ε does not cover "
-        "this choice."
-    )
+    tuning, selection = _UNCOVERED_TUNING, ""
     if "selection" in record:
-        count = record["selection"]["settings"]
-        tuning = f"Selected from a grid of {count} settings by private selection, inside ε."
-    key = "the random number generator of the operating system"
+        count = record["selection"]["grid_points"]
+        tuning = f"Private selection from a grid of {count} settings, covered by ε."
+        selection = " Private selection among runs (Papernot, Steinke 2022)."
+    key_source = "the random number generator of the operating system"
     if record["noise"] == "seeded":
-        key = "the seed of the run, an experiment that is not for release"
+        key_source = "the seed of the run, an experiment that is not for release"
     amplified = release["amplified_by"]
     secret = f" Sampling is secret: {amplified}." if amplified else ""
     versions = ", ".join(
@@ -222,18 +232,14 @@ def _implementation(
     )
     return {
         "preprocessing_and_hyperparameter_tuning": tuning,
-        "mechanisms": f"Gaussian mechanism: {events}. Method {method}, implemented by {versions}. "
-        f"Noise is sampled exactly on a grid, with AES-256 in counter mode keyed from {key}; ε "
-        "includes rounding of sums in floating point. Timing is not protected.",
+        "mechanisms": f"Gaussian noise: {events}. Method {method}, implemented by {versions}. "
+        "Noise is sampled exactly on a grid, with AES-256 in counter mode keyed from "
+        f"{key_source}; ε includes rounding of sums in floating point. Timing is not protected.",
         "composition": "Adaptive sequential composition of all messages of the client that holds "
-        "the record; "
-        f"accountant: {release['accountant']}.{secret} Sampling: {record['sampler']}.",
+        f"the record, in one run.{selection} Accountant: {release['accountant']}.{secret} "
+        f"Sampling: {record['sampler']}.",
         "post_processing": "The generator is computed from the noisy releases; samples are "
         "computed from the generator.",
-        "additional_information": "fedgen used no public data in training. verify.py "
-        "recomputes ε from signed accounts, if the noise is secure.",
+        "additional_information": "Training used no public data. If noise is secure, verify.py "
+        "recomputes ε from the signed accounts.",
     }
-
-
-_LIBRARIES = {"fedgen": "fedgen", "torch": "PyTorch", "numpy": "NumPy", "python": "Python"}
-"""Versions that a claim states, by key of the environment."""

@@ -183,7 +183,8 @@ def _server(path: Path) -> dict[str, Any]:
     record = run_dir.privacy("runs")
     lines = run_dir.metrics()
     spent = [line for line in lines if "epsilon" in line]
-    counted = [] if "selection" in record else spent  # else ε of this run alone
+    # the log of a selected run has the ε of that run alone
+    epsilon_lines = [] if "selection" in record else spent
     accuracies = run_dir.accuracies("runs")
     return {
         "place": str(path),
@@ -216,7 +217,9 @@ def _server(path: Path) -> dict[str, Any]:
         },
         "grids": _grids(run_dir),
         "accuracies": accuracies,
-        "epsilon_curve": figure_along(epsilon_lanes(counted), f"ε at δ = {record['delta']:g}"),
+        "epsilon_curve": figure_along(
+            epsilon_lanes(epsilon_lines), f"ε at δ = {record['delta']:g}"
+        ),
         "accuracy_curve": figure_along({"": accuracies}, ACCURACY),
         "shown_curves": [
             (name, figure_along({"": curve_of(spent, name)}, name))

@@ -134,7 +134,8 @@ def total_spend(path: Path) -> list[str]:
     if len(alike) > 1:
         cost = format_epsilon(composed_epsilon(alike, record["delta"]).value)
         lines += [
-            f"together with other secure runs on these images ({len(alike)} in all): ε = {cost}"
+            f"together with other secure runs on these images ({len(alike)} in all): ε = {cost} "
+            "against an observer of all messages"
         ]
     if others := len(entries) - len(alike):
         lines += [

@@ -100,8 +100,8 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
 
     Args:
         sha256: digest of the file of the weights.
-        record: privacy record, of which the parts for a reader of the release are included, with
-            the claim.
+        record: privacy record, of which the parts for a reader of the release are included, and
+            the facts for the registry.
     """
     method = OmegaConf.to_container(ready.config.method, resolve=True)
     assert isinstance(method, dict)
@@ -129,7 +129,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
             **{key: view[key] for key in ("epsilon", "guarantee", "group_epsilon")},
             **privacy,
         },
-        **({"claim": record["claim"]} if "claim" in record else {}),
+        **({"registry": record["registry"]} if "registry" in record else {}),
         "fedgen": VERSION,
         "date": date.today().isoformat(),
     }
@@ -405,10 +405,11 @@ def _signer(
     if config.credentials is None and config.credentials_key is None:
         return None
     if config.credentials is None or config.credentials_key is None:
-        lacking = "credentials" if config.credentials is None else "credentials_key"
-        raise FedgenError(lacking, "is not given, and the other one is", "give both")
+        missing = "credentials" if config.credentials is None else "credentials_key"
+        remedy = "give credentials and credentials_key together"
+        raise FedgenError(missing, "is missing", remedy)
     if out.suffix not in ("", ".png"):
-        problem = f"signs PNGs, and out={out} is none"
+        problem = f"applies to PNG files, not to out={out}"
         raise FedgenError("credentials", problem, "give out=GRID.png or out=FOLDER")
     return png_signer(Path(config.credentials), Path(config.credentials_key), description)
 

@@ -32,7 +32,7 @@ from fedgen.privacy.groups import group_epsilons
 from fedgen.privacy.guarantee import Guarantee, worst_guarantee
 from fedgen.privacy.ledger import Account, Ledger, elementwise_max, with_reported
 from fedgen.run.calibrate import Privacy
-from fedgen.run.selected import SelectedRun
+from fedgen.run.selection_record import SelectionRecord
 from fedgen.storage.run_dir import RunDir
 from fedgen.storage.schemas import or_null
 
@@ -95,7 +95,7 @@ class Accounts:
     dropouts: returns whether a queried client did not respond, or a cohort was sampled anew.
     masks: whether responses were sent under masks.
     signed: whether clients signed keys and lists.
-    selected: of a run that was selected among several: their spends, and the event of its release.
+    selected: selection record of a run that fedgen tune selected; else None.
     """
 
     method: Method
@@ -106,15 +106,15 @@ class Accounts:
     dropouts: Callable[[], bool] = lambda: False
     masks: bool = False
     signed: bool = False
-    selected: SelectedRun | None = None
+    selected: SelectionRecord | None = None
     _planned: dict[int, Spend] = field(default_factory=dict)
 
     def spends(self, state: RunState) -> dict[int, Spend]:
         """Return the spend of each client, the largest of three: its ledger, the responses that the
         server received, and the cost of responding to every query sent to it. For a selected run,
-        return those of all runs."""
+        return the total over all runs of ``fedgen tune``."""
         if self.selected is not None:
-            return dict(self.selected.spends)
+            return dict(self.selected.client_spends)
         spends = {}
         for client in range(self.clients):
             account = self.ledgers.get(client)
@@ -219,7 +219,9 @@ class Accounts:
         The bound of a selected run is that of the selection.
         """
         if self.selected is not None:
-            return bound_of(self.selected.spend, self.privacy.delta, self.method.plan.relation)
+            return bound_of(
+                self.selected.release_spend, self.privacy.delta, self.method.plan.relation
+            )
         plan, budget, delta = self.method.plan, self.privacy.budget, self.privacy.delta
         spends = self.spends(state)
         if plan.release_event is None or self._own_noise_alone(spends):
@@ -313,7 +315,7 @@ class Accounts:
             run, settings_digest, self.clients, self.privacy.noise, self.method.plan
         )
         if self.selected is not None:
-            return [sign(terms.selected_statement(bounded, self.selected.spend), signer)]
+            return [sign(terms.selected_statement(bounded, self.selected.release_spend), signer)]
         facts = self.release_facts(state, stopped)
         account = Account(0, facts.revealed_samples or 0, charged)
         try:
@@ -337,7 +339,7 @@ class Accounts:
         if plan.prior_event is not None:
             return describe(canonical(plan.prior_event))
         if self.selected is not None:
-            return describe(self.selected.spend)
+            return describe(self.selected.release_spend)
         if plan.release_event is not None and not self._own_noise_alone(self.spends(state)):
             rounds = self.privacy.budget.rounds if stopped else state.rounds
             if self.dropouts() and self.method.cohort.is_sampled:
@@ -359,9 +361,7 @@ class Accounts:
             clients[str(client)] = {
                 "server": or_null(server.value),
                 "release": None if client in lost else or_null(views["release"].value),
-                "releases": self.ledgers[client].releases
-                if client in self.ledgers
-                else state.queries[client],
+                "releases": self._releases(client, state),
                 "events": [[to_json(event), count] for event, count in spend.items()],
             }
         return {
@@ -370,7 +370,7 @@ class Accounts:
             "protected": self.privacy.protected,
             "unit": plan.unit.value,
             **self._persons(),
-            **({} if self.selected is None else {"selection": self.selected.facts}),
+            **({} if self.selected is None else {"selection": self.selected.public_facts}),
             "relation": plan.relation.value,
             "sampler": plan.sampler,
             "noise": "none" if self.privacy.noise_multiplier is None else self.privacy.noise,
@@ -397,6 +397,13 @@ class Accounts:
             "clients": clients,
         }
 
+    def _releases(self, client: int, state: RunState) -> int:
+        """Return the number of responses of a client; for a selected run, in all runs."""
+        if self.selected is not None:
+            return sum(self.selected.client_spends[client].values())
+        ledger = self.ledgers.get(client)
+        return state.queries[client] if ledger is None else ledger.releases
+
     def _persons(self) -> dict[str, int]:
         if self.method.plan.unit is not Unit.PERSON:
             return {}
@@ -417,7 +424,9 @@ class Accounts:
         shares = {sums.colluders + 1: min(one_more + len(lost), own_alone)}
         shares[sums.asked - 1] = own_alone
         more = []
-        for colluders, fewer in shares.items() if own_alone else ():
+        # of a selected run they would reveal the number of runs
+        shown = own_alone and self.selected is None
+        for colluders, fewer in shares.items() if shown else ():
             bounded = [
                 _with_fewer_shares(s, sums, fewer) for c, s in spends.items() if c not in lost
             ]

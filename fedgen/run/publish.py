@@ -19,11 +19,12 @@ from fedgen.methods.api import Tensors
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
 from fedgen.reporting.model_card import card
 from fedgen.reporting.privacy_statement import statement
-from fedgen.reporting.registry_entry import claim
+from fedgen.reporting.registry_entry import facts
 from fedgen.run.generator import describe, draw_samples
 from fedgen.run.setup import Setup, published_names
 from fedgen.storage.io import share, write_atomic
 from fedgen.storage.run_dir import RunDir
+from fedgen.version import VERSION
 
 
 @dataclass
@@ -78,16 +79,16 @@ def publish(
     return sha256, grid
 
 
-def stated_claim(
+def registry_facts(
     ready: Setup, run_dir: RunDir, record: dict[str, Any], words: str
-) -> dict[str, Any]:
-    """Return ``claim``, the claim of the run by the keys of the registry; nothing without a bound.
+) -> dict[str, Any] | None:
+    """Return the facts of the run by the keys of the registry; None without a bound.
 
     Args:
         words: text that describes how ε was computed.
     """
     if record["views"]["release"]["epsilon"] is None or record["noise"] == "none":
-        return {}
+        return None
     dataset = ready.dataset
     generator = {
         "shape": dataset.shape,
@@ -95,8 +96,8 @@ def stated_claim(
         "labels": published_names(ready),
         "method": {"type": ready.config.method.type},
     }
-    environment = RunDir.open(run_dir.path, "run_dir")[2].get("environment", {})
-    return {"claim": claim(record, generator, words, environment)}
+    environment = RunDir.open(run_dir.path, "run_dir")[2].get("environment", {"fedgen": VERSION})
+    return facts(record, generator, words, environment)
 
 
 def epsilon_figure(run_dir: RunDir, delta: float) -> None:

@@ -25,7 +25,7 @@ from fedgen.data.partition import Index, check_clients, check_shards, limit_per_
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind, ClientProgram, Method, PublicFacts
 from fedgen.methods.families.pretraining import requires_sums, warm_up
-from fedgen.methods.families.scoring import scored
+from fedgen.methods.families.scoring import with_score
 from fedgen.methods.plan import Plan
 from fedgen.privacy.aggregation import Secure
 from fedgen.privacy.budget import delta_problem
@@ -407,12 +407,12 @@ def _method(
     if config.warm_up.method is not None:
         method = _with_warm_up(method, facts, config, noise_multiplier is not None, device)
     if (score := config.get("score")) is not None:
-        method = scored(
+        method = with_score(
             method,
             facts,
             None if noise_multiplier is None else score.noise_multiplier,
             config.rounds,
-            public_rows(config) or facts.records or 1,
+            public_rows(config) or facts.records or 1,  # a factor of all scores
             score.samples,
             device,
         )

@@ -43,7 +43,7 @@ from fedgen.run.evaluation import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics_log import MetricsLog, RoundCallback, is_due
 from fedgen.run.privacy_record import Accounts, count_unplanned, open_ledgers
-from fedgen.run.publish import Clock, build_results, epsilon_figure, publish, stated_claim
+from fedgen.run.publish import Clock, build_results, epsilon_figure, publish, registry_facts
 from fedgen.run.resume import (
     ENDED,
     check_intact,
@@ -54,7 +54,7 @@ from fedgen.run.resume import (
     open_run,
     resumed_config,
 )
-from fedgen.run.selected import read_selected
+from fedgen.run.selection_record import read_selection_record
 from fedgen.run.setup import Setup
 from fedgen.run.signals import Interrupt
 from fedgen.storage.io import (
@@ -212,7 +212,7 @@ class Training:
             dropouts=run_dir.unanswered.exists,
             masks=self.config.runtime.masks,
             signed=ready.dataset.is_remote and self.config.runtime.masks,
-            selected=read_selected(run_dir),
+            selected=read_selection_record(run_dir),
         )
         self.clock = Clock()
         self.stopped: str | None = None
@@ -523,7 +523,8 @@ class Training:
         )
         record = self.accounts.record(state, self.stopped)
         words = self.accounts.describe_release(state, self.stopped is not None)
-        record |= stated_claim(self.ready, self.run_dir, record, words)
+        if (registry := registry_facts(self.ready, self.run_dir, record, words)) is not None:
+            record["registry"] = registry
         self.run_dir.write("privacy", record)
         # after a resume without enough budget for another round
         if self.stopped and state.rounds < self.method.plan.min_rounds:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedgen.errors import FedgenError
@@ -17,6 +21,27 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise not_writable(path, error) from error
+
+
+@contextmanager
+def locked_folder(path: Path, key: str) -> Iterator[None]:
+    """Lock a folder against other commands.
+
+    Args:
+        key: setting that names it, for errors.
+
+    Raises:
+        FedgenError: if another process holds the lock.
+    """
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        problem = f"{path} is in use by another process"
+        raise FedgenError(key, problem, "wait for its end") from error
+    finally:
+        os.close(folder)
 
 
 def not_writable(path: Path, error: OSError) -> FedgenError:

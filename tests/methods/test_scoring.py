@@ -31,10 +31,10 @@ SUMS = ("mixture", "dp_merf", "dp_hp", "central_images", "dpgan", "dp_cgan", "dp
 SUMS += ("psg", "dpdm")
 
 
-def scored(*words: str) -> DictConfig:
+def scored_config(*words: str) -> DictConfig:
     config = compose("config", ["logger=none", *words])
     with open_dict(config):
-        config.score = {"noise_multiplier": NOISE, "samples": 200, "run": 0}
+        config.score = {"noise_multiplier": NOISE, "samples": 200, "run_index": 0}
     return config
 
 
@@ -56,8 +56,8 @@ def test_the_classifier_learns() -> None:
 @pytest.mark.parametrize("kind", ["trained", "ties", "huge", "not finite"])
 @kills(
     "fedgen/methods/families/scoring.py",
-    'scores = product(hidden, bounded["output"], (most, limit["output"]))',
-    'scores = (hidden.float() @ bounded["output"].float()).double()',
+    'logits = product(hidden, finite["output"], (max_hidden, max_entry["output"]))',
+    'logits = (hidden.float() @ finite["output"].float()).double()',
     case="ties",
 )
 def test_a_prediction_depends_on_no_other_record(kind: str) -> None:
@@ -81,7 +81,7 @@ def test_a_prediction_depends_on_no_other_record(kind: str) -> None:
     assert torch.equal(reversed_, alone)
 
 
-def test_the_count_is_that_of_predicted_records() -> None:
+def test_the_count_equals_the_correct_predictions() -> None:
     sent = weights()
     images = torch.from_numpy(DATA.images[1000:1400]).float() / 255
     labels = torch.from_numpy(DATA.labels[1000:1400])
@@ -98,29 +98,29 @@ def test_the_count_is_that_of_predicted_records() -> None:
 
 @kills(
     "fedgen/methods/families/scoring.py",
-    "return ComposedDpEvent([event(queries), score_event(releases - queries)])",
-    "return event(queries)",
+    "return ComposedDpEvent([event(limit), score_event(count - limit)])",
+    "return event(limit)",
 )
 @pytest.mark.parametrize("clients", [1, 3])
 def test_the_score_is_one_more_release(clients: int) -> None:
     several = ["partition=iid", f"partition.clients={clients}", "privacy.aggregation=secure"]
     several = several if clients > 1 else []
     gradients = [*tiny("dpgan_small"), "method=dpgan_small", *several, "rounds=8"]
-    plan = setup(scored(*gradients)).method.plan
+    plan = setup(scored_config(*gradients)).method.plan
     counts = dict(canonical(plan.server_event(8)))
     score = GaussianDpEvent(NOISE)
     assert counts.pop(score) == 1
     [(event, count)] = counts.items()
     assert isinstance(event, PoissonSampledDpEvent) and count == 7
     assert score not in canonical(plan.server_event(7))
-    merf = setup(scored("method=dp_merf_small", "rounds=40", *several)).method.plan
+    merf = setup(scored_config("method=dp_merf_small", "rounds=40", *several)).method.plan
     assert merf.queries_in(40) == 2 and merf.queries_in(39) == 1
     assert len(canonical(merf.server_event(2))) == 2
 
 
 def test_a_method_with_its_own_rounds_has_one_more() -> None:
     plain = setup(compose("config", ["method=mixture_small"])).method.plan
-    plan = setup(scored("method=mixture_small")).method.plan
+    plan = setup(scored_config("method=mixture_small")).method.plan
     assert plain.fixed_rounds and plan.fixed_rounds == plain.fixed_rounds + 1 == plan.query_rounds
     assert plan.response_shape(1, plain.fixed_rounds) == (1, 1)
     assert plan.response_shape(1, 0) == plain.response_shape(1, 0)
@@ -129,7 +129,7 @@ def test_a_method_with_its_own_rounds_has_one_more() -> None:
 def test_a_trusted_aggregator_adds_the_noise_of_the_score() -> None:
     words = ["method=mixture_small", "partition=iid", "partition.clients=3"]
     words += ["privacy.aggregation=trusted", "privacy.adversary=release"]
-    ready = setup(scored(*words))
+    ready = setup(scored_config(*words))
     plan = ready.method.plan
     assert plan.release_event is not None and plan.fixed_rounds
     assert GaussianDpEvent(NOISE) in canonical(plan.release_event(plan.fixed_rounds))
@@ -139,7 +139,7 @@ def test_a_trusted_aggregator_adds_the_noise_of_the_score() -> None:
 @pytest.mark.parametrize("method", [m for m in PROGRAMS if not m.startswith(SUMS)])
 def test_other_methods_are_refused_in_one_line(method: str) -> None:
     with pytest.raises(FedgenError) as refused:
-        setup(scored(f"method={method}", *tiny(method)))
+        setup(scored_config(f"method={method}", *tiny(method)))
     assert refused.value.key == "method"
 
 
@@ -147,8 +147,8 @@ def test_other_methods_are_refused_in_one_line(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [m for m in PROGRAMS if m.startswith(SUMS)])
-def test_every_method_of_sums_has_a_score(method: str, tmp_path: Path) -> None:
-    config = scored(f"method={method}", *tiny(method), f"run_dir={tmp_path / 'run'}")
+def test_every_sum_method_can_be_scored(method: str, tmp_path: Path) -> None:
+    config = scored_config(f"method={method}", *tiny(method), f"run_dir={tmp_path / 'run'}")
     run = train(config)
     saved = checkpoint.load(RunDir(run).checkpoints)
     assert saved is not None
@@ -162,7 +162,7 @@ def test_every_method_of_sums_has_a_score(method: str, tmp_path: Path) -> None:
 def test_a_score_estimates_the_accuracy(tmp_path: Path) -> None:
     words = ["method=mixture_small", "evaluation=none", "runtime.threads=1"]
     words += ["privacy.target_epsilon=10", f"run_dir={tmp_path / 'run'}"]
-    config = scored(*words)
+    config = scored_config(*words)
     config.score.samples = 4000
     ready = setup(config.copy())
     run = train(config)
@@ -179,5 +179,3 @@ def test_a_score_estimates_the_accuracy(tmp_path: Path) -> None:
     public = ready.config.data.public_rows
     # five standard deviations
     assert score * public / rows == pytest.approx(accuracy, abs=5 * NOISE / rows)
-    other = RandomStreams.from_seed(0, "secure").at("server")
-    assert ready.method.server.query(saved[0].server, 0, other) is not None

@@ -22,8 +22,8 @@ from tiny import Train
 from fedgen import cli
 
 
-def certificate(name: str, issuer: str, key: Any, issuer_key: Any, use: Any) -> str:
-    """Return a certificate as PEM; ``use`` None: of an authority."""
+def certificate(name: str, issuer: str, key: Any, issuer_key: Any, use: Any, days: int = 30) -> str:
+    """Return a certificate as PEM; ``use``: extended key usage; None for an authority."""
     now, is_authority = datetime.datetime.now(datetime.UTC), use is None
     names = [
         x509.Name(
@@ -41,8 +41,8 @@ def certificate(name: str, issuer: str, key: Any, issuer_key: Any, use: Any) -> 
     usage |= {"digital_signature": not is_authority, "key_cert_sign": is_authority}
     builder = (
         x509.CertificateBuilder(names[1], names[0], key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=30))
+        .not_valid_before(now - datetime.timedelta(days=9))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(is_authority, None), True)
         .add_extension(x509.KeyUsage(**usage, crl_sign=is_authority), True)
         .add_extension(
@@ -59,7 +59,9 @@ def pem(key: Any, password: bytes | None = None) -> bytes:
     encryption: Any = serialization.NoEncryption()
     if password:
         encryption = serialization.BestAvailableEncryption(password)
-    form = serialization.PrivateFormat.PKCS8
+    form = serialization.PrivateFormat.TraditionalOpenSSL  # of older tools
+    if isinstance(key, ed25519.Ed25519PrivateKey) or password:
+        form = serialization.PrivateFormat.PKCS8
     return bytes(key.private_bytes(serialization.Encoding.PEM, form, encryption))
 
 
@@ -71,9 +73,11 @@ def keys(tmp_path: Path) -> list[str]:
     return [f"{name}={tmp_path / file}" for name, file in paths.items()]
 
 
-def write_keys(place: Path, key: Any, use: Any = ExtendedKeyUsageOID.EMAIL_PROTECTION) -> None:
+def write_keys(
+    place: Path, key: Any, use: Any = ExtendedKeyUsageOID.EMAIL_PROTECTION, days: int = 30
+) -> None:
     authority = ec.generate_private_key(ec.SECP256R1())
-    chain = certificate("site", "authority", key, authority, use)
+    chain = certificate("site", "authority", key, authority, use, days)
     chain += certificate("authority", "authority", authority, authority, None)
     (place / "chain.pem").write_text(chain)
     (place / "key.pem").write_bytes(pem(key))
@@ -109,6 +113,7 @@ def test_samples_carry_signed_credentials(
         generator = facts["fedgen.generator"]
         assert generator["generator_sha256"] == results["generator_sha256"]
         assert generator["epsilon"] == results["epsilon"]["release"]
+        assert manifest["title"] == "Samples of a differentially private generator"
     # the pixels are those of unsigned samples, and other pixels do not validate
     plain = tmp_path / "plain.png"
     assert cli.run(["sample", f"run={run}", "n=4", f"out={plain}"]) == 0
@@ -148,20 +153,22 @@ def test_mistakes_are_reported_in_one_line(
         assert problem in said and len(said.strip().splitlines()) == 1
         assert not place.exists()
 
-    refused("credentials_key: is not given", keys[0])
-    refused("credentials: is not given", keys[1])
-    refused("signs PNGs", *keys, out="a.npz")
+    refused("credentials_key: is missing", keys[0])
+    refused("credentials: is missing", keys[1])
+    refused("applies to PNG files", *keys, out="a.npz")
     refused("nowhere cannot be read", f"credentials={tmp_path / 'nowhere'}", keys[1])
     other = ec.generate_private_key(ec.SECP256R1())
     (tmp_path / "key.pem").write_bytes(pem(other))
     refused("is not the key of the first certificate", *keys)
     (tmp_path / "key.pem").write_bytes(pem(other, b"password"))
-    refused("or one with a password", *keys)
+    refused("contains no unencrypted private key", *keys)
     (tmp_path / "key.pem").write_bytes(b"no key")
-    refused("contains no private key", *keys)
+    refused("contains no unencrypted private key", *keys)
     write_keys(tmp_path, ec.generate_private_key(ec.SECP256R1()), ExtendedKeyUsageOID.SERVER_AUTH)
     refused("credentials: ", *keys)
+    write_keys(tmp_path, ec.generate_private_key(ec.SECP256R1()), days=-1)
+    refused("renew the certificate", *keys)
     (tmp_path / "chain.pem").write_text("no certificate")
     refused("contains no certificate", *keys)
     write_keys(tmp_path, dsa.generate_private_key(2048))
-    refused("of a kind that content credentials do not support", *keys)
+    refused("has a type that content credentials do not support", *keys)

@@ -94,23 +94,23 @@ def test_an_entry_fits_the_schema_of_the_registry(
 
 
 @kills("fedgen/reporting/registry_entry.py", 'if record["noise"] == "seeded":', "if False:")
-def test_a_run_states_its_claim_without_a_publisher(train: Train) -> None:
+def test_a_run_records_facts_for_the_registry(train: Train) -> None:
     """In ``privacy.json`` and in ``public/``, by the keys of the registry."""
     for noise, key in (("secure", "operating system"), ("seeded", "not for release")):
         words = ["method=dp_merf_small", "rounds=4", f"privacy.noise={noise}"]
         run = train(*words, name=noise)
         record = json.loads((run / "privacy.json").read_text())
         public = json.loads((run / "public" / "generator.json").read_text())
-        claimed = record["claim"]
-        assert public["claim"] == claimed
-        for name, content in claimed.items():
+        facts = record["registry"]
+        assert public["registry"] == facts
+        for name, content in facts.items():
             assert set(content) <= set(ALLOWED[name].split())
         epsilon = record["views"]["release"]["epsilon"]
-        assert claimed["privacy_loss"]["privacy_parameters"]["epsilon"] == epsilon
-        assert key in claimed["implementation"]["mechanisms"]
-        assert "PyTorch" in claimed["implementation"]["mechanisms"]
+        assert facts["privacy_loss"]["privacy_parameters"]["epsilon"] == epsilon
+        assert key in facts["implementation"]["mechanisms"]
+        assert "PyTorch" in facts["implementation"]["mechanisms"]
     run = train("method=dp_merf_small", "rounds=4", "privacy=none", name="without")
-    assert "claim" not in json.loads((run / "privacy.json").read_text())
+    assert "registry" not in json.loads((run / "privacy.json").read_text())
 
 
 def test_missing_statements_are_listed_at_once_before_training(

@@ -173,8 +173,8 @@ def good() -> dict[str, Bundle]:
     ]
     subsets: list[Spend] = [{SampledWithoutReplacementDpEvent(50, 5, GaussianDpEvent(3.0)): 4}]
     return {
-        "selected": bundle({Selection.among(runs, 5.0, 1.0): 1}, ADD),
-        "selected_subsets": bundle({Selection.among(subsets, 5.0, 0.0): 1}, REPLACE),
+        "selected": bundle({Selection.of_spends(runs, 5.0, 1.0): 1}, ADD),
+        "selected_subsets": bundle({Selection.of_spends(subsets, 5.0, 0.0): 1}, REPLACE),
         "gaussian": bundle(gaussian, ADD, clients=2),
         "poisson": bundle({PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1)): 500}, ADD),
         "replaced": bundle({PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1)): 500}, REPLACE),
@@ -280,14 +280,14 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
         more = case(f"epsilon-other_{key}", "selected")["accounts"][0][0]["bounds"][0]["events"]
         more[0][0][key] = value
     fewer = case("epsilon-less_noise", "selected")["accounts"][0][0]["bounds"][0]["events"]
-    for run in fewer[0][0]["among"]:
+    for run in fewer[0][0]["alternatives"]:
         run[0][1] *= 2
     for name, change in (
         ("mean", {"mean": 0.5}),
         ("shape", {"shape": -0.5}),
-        ("nothing_selected", {"among": []}),
-        ("run_without_events", {"among": [[]]}),
-        ("selection_of_selections", {"among": [[[{"event": "select"}, 1]]]}),
+        ("nothing_selected", {"alternatives": []}),
+        ("run_without_events", {"alternatives": [[]]}),
+        ("selection_selection_divergencess", {"alternatives": [[[{"event": "select"}, 1]]]}),
     ):
         wrong = case(f"format-{name}", "selected")["accounts"][0][0]["bounds"][0]["events"]
         wrong[0][0] |= change

@@ -3,8 +3,9 @@
     server     trains a classifier on samples of the finished generator, and sends its weights
     clients    count the records whose label it predicts; one noisy sum
 
-The score is the result over the public number of records, an estimate of the accuracy. The query is
-one more Gaussian release, of norm one per record, and composes with those of the method.
+The score is the noisy number of correct predictions over the public number of records, an estimate
+of accuracy. The query is one more Gaussian release, of sensitivity one, and composes with those of
+the method.
 
 Predictions are exact (``fedgen.privacy.exact_matmul``): whether a record is counted depends on no
 other record.
@@ -12,6 +13,7 @@ other record.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,17 +45,17 @@ from fedgen.privacy.exact_matmul import product
 from fedgen.randomness import RandomStreams
 
 SCORE = "score"
-"""Name of the query, and of the score in the state of the server."""
+"""Name of the query, and of the score in the state of the server; NaN before the query."""
 
 _HIDDEN = 256
 _EPOCHS, _BATCH, _LEARNING_RATE = 12, 128, 1e-3
 _MAX_WEIGHT = 1e3
-_AT_ONCE = 2000  # samples
+_SAMPLES_AT_ONCE = 2000  # samples
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A method followed by one query for its score.
+    """A method with a final query that scores its generator.
 
     rounds: rounds of the method.
     samples: samples that the classifier is trained on.
@@ -70,7 +72,7 @@ class Scored:
     def respond(
         self, state: State, query: Query, shard: Shard, round_: int, streams: RandomStreams
     ) -> Sent:
-        """Respond to the query for the score, or as the method does."""
+        """Respond to the query for the score; delegate other queries to the method."""
         client = self.sequence.client if SCORE in query.samples else self.method.client
         return client.respond(state, query, shard, round_, streams)
 
@@ -89,7 +91,7 @@ class Scored:
         server = self.method.server
 
         def init(streams: RandomStreams) -> Tensors:
-            return {**server.init(streams), SCORE: torch.zeros(1)}
+            return {**server.init(streams), SCORE: torch.full((1,), math.nan)}
 
         def query(state: Tensors, round_: int, streams: RandomStreams) -> Query | None:
             if round_ < self.rounds:
@@ -130,7 +132,7 @@ class Scored:
         images = torch.cat(
             [
                 self.method.server.sample(generator, part, draws.at("samples", number)).cpu()
-                for number, part in enumerate(torch.split(labels, _AT_ONCE))
+                for number, part in enumerate(torch.split(labels, _SAMPLES_AT_ONCE))
             ]
         )
         return train_classifier(images, labels, self.facts.classes, draws.public("classifier"))
@@ -142,32 +144,25 @@ class Scored:
         plan, score = self.method.plan, self.sequence.plan("none", None, None)
         queries = plan.queries_in(self.rounds)
 
-        def with_score(
-            event: Callable[[int], DpEvent], score_event: Callable[[int], DpEvent]
+        def then_score(
+            event: Callable[[int], DpEvent], limit: int, score_event: Callable[[int], DpEvent]
         ) -> Callable[[int], DpEvent]:
-            def of(releases: int) -> DpEvent:
-                if releases <= queries:
-                    return event(releases)
-                return ComposedDpEvent([event(queries), score_event(releases - queries)])
+            def combined(count: int) -> DpEvent:
+                if count <= limit:
+                    return event(count)
+                return ComposedDpEvent([event(limit), score_event(count - limit)])
 
-            return of
+            return combined
 
         def repeated_score(count: int) -> DpEvent:
             return repeat(self.sequence.queries[0].mechanism.event(), count)
 
-        server_event = with_score(plan.server_event, score.server_event)
+        server_event = then_score(plan.server_event, queries, score.server_event)
         release = revealed = None
         if plan.release_event is not None:
-            of_rounds = plan.release_event
-            last = self.rounds
-
-            def release(rounds: int) -> DpEvent:
-                if rounds <= last:
-                    return of_rounds(rounds)
-                return ComposedDpEvent([of_rounds(last), repeated_score(1)])
-
+            release = then_score(plan.release_event, self.rounds, repeated_score)
         if plan.event_if_sampling_revealed is not None:
-            revealed = with_score(plan.event_if_sampling_revealed, repeated_score)
+            revealed = then_score(plan.event_if_sampling_revealed, queries, repeated_score)
 
         def shape(rows: int, round_: int) -> tuple[int, ...]:
             return plan.response_shape(rows, round_) if round_ < self.rounds else (1, 1)
@@ -203,7 +198,7 @@ class Scored:
         return [*self.method.worst_cases(), moved]
 
 
-def scored(
+def with_score(
     method: Method,
     facts: PublicFacts,
     noise_multiplier: float | None,
@@ -212,12 +207,12 @@ def scored(
     samples: int,
     device: str,
 ) -> Method:
-    """Return a method followed by one query for its score.
+    """Return a method with a final query that scores its generator.
 
     Args:
         noise_multiplier: of the score; None: no noise.
         rounds: of the method and its score; not used if the method has a fixed number.
-        rows: public number near the number of records.
+        rows: approximate public number of records.
         samples: samples that the classifier is trained on.
 
     Raises:
@@ -226,42 +221,43 @@ def scored(
     plan, one_query = method.plan, method.plan.samples_per_round == 1
     queries_all = not method.cohort.is_sampled and not method.client.prepare_steps
     if not (queries_all and one_query and method.trained_per_round == 0):
-        problem = "tunes methods whose clients respond with noisy sums only"
+        problem = "is not supported by fedgen tune, which requires noisy sums of all clients"
         raise FedgenError("method", problem, "use e.g. mixture, dp_merf, dpgan or dpdm")
     assert plan.relation is RELATION
     sums = SumMechanisms(facts, noise_multiplier, rows)
     query = SumQuery(SCORE, 1, sums.mechanism(), count_predicted)
-    own_rounds = plan.fixed_rounds or rounds - 1
-    with_score = Scored(method, SumSequence((query,), device), facts, own_rounds, samples)
+    method_rounds = plan.fixed_rounds or rounds - 1
+    combined = Scored(method, SumSequence((query,), device), facts, method_rounds, samples)
     return replace(
         method,
-        client=ClientProgram(with_score.respond, resamples=method.client.resamples),
-        server=with_score.server(),
-        plan=with_score.plan(),
-        worst_cases=with_score.worst_cases,
-        aggregate=with_score.aggregate,
+        client=ClientProgram(combined.respond, resamples=method.client.resamples),
+        server=combined.server(),
+        plan=combined.plan(),
+        worst_cases=combined.worst_cases,
+        aggregate=combined.aggregate,
     )
 
 
 def count_predicted(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
     """Return the number of images (n, ...) in [0, 1] whose label is predicted."""
-    right = predict(shared, images) == labels
-    return sum_of_rows(right[:, None].double(), 1.0)
+    correct = predict(shared, images) == labels
+    return sum_of_rows(correct[:, None].double(), 1.0)
 
 
 def predict(weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
-    """Return predicted labels (n,) of images (n, ...) in [0, 1]; exact, and for any weights."""
-    bounded = {name: value.double().nan_to_num(0.0) for name, value in weights.items()}
-    limit = {name: _limit(value) for name, value in bounded.items()}
+    """Return predicted labels (n,) of images (n, ...) in [0, 1]. For any weights, a prediction does
+    not depend on the other images."""
+    finite = {name: value.double().nan_to_num(0.0) for name, value in weights.items()}
+    max_entry = {name: _largest_entry(value) for name, value in finite.items()}
     pixels = images.flatten(1).double()
-    hidden = product(pixels, bounded["hidden"], (1.0, limit["hidden"])) + bounded["hidden_bias"]
-    most = len(bounded["hidden"]) * limit["hidden"] + limit["hidden_bias"]
-    hidden = hidden.clamp(0, most)
-    scores = product(hidden, bounded["output"], (most, limit["output"])) + bounded["output_bias"]
-    return scores.argmax(1)
+    hidden = product(pixels, finite["hidden"], (1.0, max_entry["hidden"])) + finite["hidden_bias"]
+    max_hidden = len(finite["hidden"]) * max_entry["hidden"] + max_entry["hidden_bias"]
+    hidden = hidden.clamp(0, max_hidden)
+    logits = product(hidden, finite["output"], (max_hidden, max_entry["output"]))
+    return (logits + finite["output_bias"]).argmax(1)
 
 
-def _limit(values: Tensor) -> float:
+def _largest_entry(values: Tensor) -> float:
     return min(max(float(values.abs().max()), 1e-6), _MAX_WEIGHT)
 
 
