@@ -201,7 +201,10 @@ def several_records(view: Mapping[str, Any]) -> str:
     epsilons = view.get("group_epsilon") or {}
     sizes = [f"{format_epsilon(value)} for {count}" for count, value in epsilons.items() if value]
     if not sizes:
-        return ""
+        unbounded = (
+            "ε protects single images, and no useful bound for several of one person is known."
+        )
+        return unbounded if epsilons else ""
     listed = f"{', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else sizes[0]
     return (
         "ε protects single images. A person with several images at one client is protected less: "

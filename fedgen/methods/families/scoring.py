@@ -90,6 +90,9 @@ class Scored:
         """Return the server of the method, with the score in its state."""
         server = self.method.server
 
+        def on_method_state(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda state, *rest: function(_without_score(state), *rest)
+
         def init(streams: RandomStreams) -> Tensors:
             return {**server.init(streams), SCORE: torch.full((1,), math.nan)}
 
@@ -114,28 +117,29 @@ class Scored:
         return replace(
             server,
             init=init,
-            broadcast=lambda state, *rest: server.broadcast(_without_score(state), *rest),
+            broadcast=on_method_state(server.broadcast),
             query=query,
             update=update,
             server_step=server_step,
-            generator=lambda state: server.generator(_without_score(state)),
-            membership_scores=lambda state, *rest: server.membership_scores(
-                _without_score(state), *rest
-            ),
-            metrics=lambda state, *rest: server.metrics(_without_score(state), *rest),
+            generator=on_method_state(server.generator),
+            membership_scores=on_method_state(server.membership_scores),
+            metrics=on_method_state(server.metrics),
         )
 
     def _classifier(self, generator: Tensors, streams: RandomStreams) -> dict[str, Tensor]:
         """Return the weights of a classifier trained on samples of a generator."""
-        draws = streams.at(SCORE)
+        score_streams = streams.at(SCORE)
         labels = torch.arange(self.samples) % self.facts.classes
         images = torch.cat(
             [
-                self.method.server.sample(generator, part, draws.at("samples", number)).cpu()
+                self.method.server.sample(
+                    generator, part, score_streams.at("samples", number)
+                ).cpu()
                 for number, part in enumerate(torch.split(labels, _SAMPLES_AT_ONCE))
             ]
         )
-        return train_classifier(images, labels, self.facts.classes, draws.public("classifier"))
+        source = score_streams.public("classifier")
+        return train_classifier(images, labels, self.facts.classes, source)
 
     # --- privacy --------------------------------------------------------------------------------
 
@@ -184,18 +188,20 @@ class Scored:
 
     def worst_cases(self) -> list[WorstCase]:
         """Return the worst cases of the method, and a record that is counted or missing."""
-        size = self.facts.shape
-        image = torch.zeros(1, *size, dtype=torch.uint8)
-        weights = train_classifier(
-            torch.zeros(2, *size), torch.zeros(2, dtype=torch.long), self.facts.classes,
-            torch.Generator().manual_seed(0), epochs=1,
-        )  # fmt: skip
-        weights["output_bias"] = torch.eye(self.facts.classes)[0]
+        image, classes = torch.zeros(1, *self.facts.shape, dtype=torch.uint8), self.facts.classes
+        weights = {
+            "hidden": torch.zeros(image.numel(), _HIDDEN),
+            "hidden_bias": torch.zeros(_HIDDEN),
+            "output": torch.zeros(_HIDDEN, classes),
+            "output_bias": torch.eye(classes)[0],  # predicts label 0
+        }
         counted = Shard(image, torch.zeros(1, dtype=torch.long))
         missing = Shard(image[:0], torch.zeros(0, dtype=torch.long))
         case = self.sequence.worst_case(SCORE, weights, ({}, counted), ({}, missing))
-        moved = replace(case, round=self.rounds, custom_noise=True)
-        return [*self.method.worst_cases(), moved]
+        return [
+            *self.method.worst_cases(),
+            replace(case, round=self.rounds, custom_noise=True),
+        ]
 
 
 def with_score(
@@ -218,12 +224,12 @@ def with_score(
     Raises:
         FedgenError: for methods other than noisy sums of all clients.
     """
-    plan, one_query = method.plan, method.plan.samples_per_round == 1
+    plan = method.plan
     queries_all = not method.cohort.is_sampled and not method.client.prepare_steps
-    if not (queries_all and one_query and method.trained_per_round == 0):
+    queries_all &= method.trained_per_round == 0 and plan.samples_per_round == 1
+    if not queries_all or plan.relation is not RELATION:
         problem = "is not supported by fedgen tune, which requires noisy sums of all clients"
         raise FedgenError("method", problem, "use e.g. mixture, dp_merf, dpgan or dpdm")
-    assert plan.relation is RELATION
     sums = SumMechanisms(facts, noise_multiplier, rows)
     query = SumQuery(SCORE, 1, sums.mechanism(), count_predicted)
     method_rounds = plan.fixed_rounds or rounds - 1
@@ -262,7 +268,7 @@ def _largest_entry(values: Tensor) -> float:
 
 
 def train_classifier(
-    images: Tensor, labels: Tensor, classes: int, source: torch.Generator, epochs: int = _EPOCHS
+    images: Tensor, labels: Tensor, classes: int, source: torch.Generator
 ) -> dict[str, Tensor]:
     """Return the weights of a network with one hidden layer, trained on images (n, ...) in [0, 1]
     and labels (n,)."""
@@ -274,7 +280,7 @@ def train_classifier(
     network = nn.Sequential(layers[0], nn.ReLU(), layers[1])
     adam = torch.optim.Adam(network.parameters(), _LEARNING_RATE)
     with torch.enable_grad():
-        for _ in range(epochs):
+        for _ in range(_EPOCHS):
             for batch in torch.split(torch.randperm(len(labels), generator=source), _BATCH):
                 adam.zero_grad()
                 loss = F.cross_entropy(network(inputs[batch]), labels[batch])
