@@ -132,6 +132,8 @@ def test_masked_sums_are_bit_identical_to_the_ideal_sum(train: Train, kind: list
     masked = fingerprint(train(*kind, "log_every=1", "runtime.masks=true", name="masked"))
     for run in (reference, masked):  # bytes differ: masks cost some
         del run["privacy"]["aggregation"]["masks"]
+        trust = run["privacy"]["registry"]["deployment_model"].pop("trust_assumptions")
+        assert ("sent under masks" in trust) == (run is masked)
         run["metrics"] = [
             {k: v for k, v in json.loads(line).items() if k != "bytes"}
             for line in run["metrics"].splitlines()
