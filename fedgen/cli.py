@@ -110,13 +110,7 @@ settings (defaults in brackets):
 
 _WIDE = 76  # characters of a line of options
 
-_RUN_COMMANDS = (
-    "config",
-    "account",
-    "audit",
-    "debug",
-    "tune",
-)  # commands with the settings of a run
+_RUN_COMMANDS = ("config", "account", "audit", "debug", "tune")  # with the settings of a run
 
 
 def main() -> None:

@@ -207,7 +207,7 @@ def orders_of(spends: Sequence[Spend], relation: str) -> list[float]:
 
 def divergences(spend: Spend, orders: list[float]) -> Any:
     """Return the Renyi divergence of composed events at each order."""
-    if orders is REAL_ORDERS:
+    if orders == REAL_ORDERS:
         accountant = rdp.RdpAccountant(orders)
         for event, count in spend:
             gaussian = GaussianDpEvent(event.sigma)
@@ -238,7 +238,7 @@ def selection_profile(selection: Selection, relation: str) -> Profile:
     orders = np.array(order_list)
     worst = np.max([divergences(spend, order_list) for spend in spends], axis=0)
     low, high = 1e-12, 1 - 1e-12
-    for _ in range(200):  # the parameter of the distribution, whose mean decreases in it
+    for _ in range(200):  # γ of the distribution; the mean decreases in it
         gamma = math.sqrt(low * high)
         tail = -math.log(gamma) if eta == 0 else -math.expm1(eta * math.log(gamma)) / eta
         low, high = (gamma, high) if (1 - gamma) / gamma / tail > selection.mean else (low, gamma)

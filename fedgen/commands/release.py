@@ -70,9 +70,10 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         raise FedgenError("run", problem, remedy)
     run = run_dir.path
     privacy = run_dir.privacy()
-    if was.get("score") is not None and run_dir.selection("run") is None:
+    if was.get("score") is not None and "selection" not in privacy:
         problem = f"{run} is an unselected run of fedgen tune and must stay secret"
-        raise FedgenError("run", problem, "release the folder selected of its selection")
+        remedy = "release the run in the folder selected, after fedgen tune has finished"
+        raise FedgenError("run", problem, remedy)
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
     _check_attacks(run_dir, config.max_attack_tpr)

@@ -119,9 +119,6 @@ def _check_settings(config: DictConfig, grid: Sequence[DictConfig]) -> None:
     for key in ("resume", "start", "group"):
         if config.get(key) is not None:
             raise FedgenError(key, "is not supported by fedgen tune", f"leave {key} out")
-    if config.names.data == "public_facts":
-        problem = "public_facts is not supported by fedgen tune: nodes accept single runs only"
-        raise FedgenError("data", problem, "tune a simulation")
     check_runtime_is_local(config, "tune with a local runtime, not one at {}")
     if len(grid) < 2:
         raise FedgenError("grid", "contains one point", "add others, or use fedgen train")
@@ -138,13 +135,16 @@ def _check_settings(config: DictConfig, grid: Sequence[DictConfig]) -> None:
 
 
 def _plan(config: DictConfig, grid: Sequence[DictConfig]) -> Plan:
-    """Return the plan whose release meets the target.
+    """Return the plan with which the release meets the target.
 
     Raises:
         FedgenError: for an invalid setting, or if no ε of a run meets the target.
     """
     target, delta = config.privacy.target_epsilon, config.privacy.delta
     data, shards = setup.partitioned_data(grid[0].copy())
+    if data.is_remote:
+        problem = "cannot be at sites: nodes accept single runs, not selections"
+        raise FedgenError("data", problem, "tune a simulation")
     rows = len(shards[0]) if len(shards) == 1 else None
     plans: dict[float, Plan] = {}  # by ε of the release
 

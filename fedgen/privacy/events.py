@@ -111,7 +111,11 @@ class Selection(DpEvent):  # type: ignore[misc]
 
     @classmethod
     def of_spends(cls, spends: Iterable[Spend], mean: float, shape: float) -> Selection:
-        """Return the selection among runs with these spends."""
+        """Return the selection among runs with these spends. Raises ValueError if one contains a
+        selection."""
+        spends = list(spends)
+        if any(isinstance(event, cls) for event in itertools.chain(*spends)):
+            raise ValueError("a run contains a selection")
         distinct = {tuple(sorted(spend.items(), key=repr)) for spend in spends}
         return cls(tuple(sorted(distinct, key=repr)), mean, shape)
 

@@ -33,7 +33,7 @@ from fedgen.privacy.events import (
     with_sampling_revealed,
 )
 from fedgen.privacy.gaussian_dp import gaussian_delta
-from fedgen.privacy.selection import delta_at, orders_of, selection_divergences
+from fedgen.privacy.selection import REAL_ORDERS, delta_at, selection_divergences
 from fedgen.privacy.subsampling import (
     ORDERS,
     group_sampling_pmfs,
@@ -194,16 +194,17 @@ def selection_profile(leaves: Leaves, relation: Relation) -> Profile:
     [(selection, count), *others] = leaves
     if others or count != 1 or not isinstance(selection, Selection):
         raise ValueError("no accountant composes a selection with other events")
-    kinds = {type(event) for spend in selection.alternatives for event, _ in spend}
-    orders = orders_of(kinds)
-    at_orders = np.zeros(len(orders))
+    spends = []
     for spend in selection.alternatives:
         check_neighbours(spend, relation)
-        if {type(event) for event, _ in spend} & {PoissonSampledGroup, RevealedSampling}:
-            spend = as_if_always_sampled(spend)
-        at_orders = np.maximum(at_orders, divergences(spend, relation, tuple(orders)))
-    selected = selection_divergences(at_orders, orders, selection.mean, selection.shape)
-    return lambda eps: delta_at(selected, orders, eps)
+        unbounded = {type(event) for event, _ in spend} & {PoissonSampledGroup, RevealedSampling}
+        spends.append(as_if_always_sampled(spend) if unbounded else spend)
+    pure = all(is_sampled_gaussian(event, relation) for spend in spends for event, _ in spend)
+    orders = tuple(sorted(REAL_ORDERS)) if pure else ORDERS  # other divergences: integer orders
+    largest = np.max([divergences(spend, relation, orders) for spend in spends], axis=0)
+    at, shape = np.array(orders, dtype=float), selection.shape
+    selected = selection_divergences(largest, at, selection.mean, shape)
+    return lambda eps: delta_at(selected, at, eps)
 
 
 # --- privacy loss distributions -------------------------------------------------------------------

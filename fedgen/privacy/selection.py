@@ -34,22 +34,20 @@ import random
 from decimal import Context, Decimal, localcontext
 
 import numpy as np
-from dp_accounting import SampledWithoutReplacementDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as rdp
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from fedgen.privacy.subsampling import ORDERS
-
 COUNT_ERROR = 1e-50
-"""Bound on the distance between the sampled and the stated distribution of K."""
+"""Bound on the total variation distance between the distribution of the sampled K and that with γ.
+"""
 
 ACCOUNTANT = "private selection among secret runs, RDP (Papernot, Steinke 2022, theorem 2)"
 REAL_ORDERS = (
     *rdp.DEFAULT_RDP_ORDERS,
     *(float(order) for order in np.unique(np.geomspace(66, 2**15, 60).round())),
 )
-"""Renyi orders of runs without sampled subsets."""
+"""Renyi orders of runs of Gaussians and Poisson samples, for added or removed records."""
 
 
 def gamma_of(mean: float, shape: float) -> float:
@@ -105,12 +103,6 @@ def sample_count(mean: float, shape: float, source: random.Random) -> int:
             probability *= (1 - gamma) * (count + eta) / (count + 1)
             count += 1
     return count
-
-
-def orders_of(events: set[type]) -> NDArray[np.float64]:
-    """Return the Renyi orders for runs with these kinds of events, in ascending order."""
-    integers = SampledWithoutReplacementDpEvent in events
-    return np.array(sorted(ORDERS if integers else REAL_ORDERS), dtype=float)
 
 
 def delta_at(

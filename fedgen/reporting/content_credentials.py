@@ -24,7 +24,7 @@ _MAX_BYTES = 2**20  # of a file of certificates, or of a key
 _CURVES = {"secp256r1": b"es256", "secp384r1": b"es384", "secp521r1": b"es512"}
 _REMEDY = "use a certificate for signing documents or e-mail, and its key"
 _UNTRUSTED = "signingCredential.untrusted"
-"""Status of a certificate whose authority is not in the local trust list; accepted, because each
+"""Status of a certificate from an authority outside the local trust list; accepted, because each
 reader has its own list."""
 
 

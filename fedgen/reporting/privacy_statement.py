@@ -18,12 +18,18 @@ NOT_IN_THE_FOLDER = (
 
 
 def statement(
-    record: dict[str, Any], words: str, picked: bool = False, outside: Sequence[str] = ()
+    record: dict[str, Any],
+    words: str,
+    *,
+    picked: bool = False,
+    unselected: bool = False,
+    outside: Sequence[str] = (),
 ) -> str:
     """Return the privacy statement of a release.
 
     Args:
         picked: whether the clients are a selected group.
+        unselected: whether this is a run of ``fedgen tune`` that was not selected.
         outside: code of extensions that the run used.
     """
     release = record["views"]["release"]
@@ -32,6 +38,11 @@ def statement(
         parts.append(
             "**An experiment, not for release.** The noise of this run is derived from its seed: "
             "anyone who knows the seed can remove it."
+        )
+    if unselected:
+        parts.append(
+            "**A run of `fedgen tune`, not for release.** It must stay secret: the ε below does "
+            "not cover a selection among several runs."
         )
     if outside:
         parts.append(

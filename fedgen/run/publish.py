@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,13 @@ def publish(
     sha256 = hashlib.sha256(data).hexdigest()
     write_atomic(public / "generator.json", describe(ready, sha256, record).encode(), shared=True)
     outside = extension_types(OmegaConf.to_container(ready.config, resolve=True))
-    privacy_text = statement(record, words, ready.config.group is not None, outside)
+    privacy_text = statement(
+        record,
+        words,
+        picked=ready.config.group is not None,
+        unselected=is_unselected(ready, record),
+        outside=outside,
+    )
     write_atomic(public / "PRIVACY.md", privacy_text.encode(), shared=True)
     shape, classes = ready.dataset.shape, ready.dataset.classes
     names = ready.config.names
@@ -77,6 +84,12 @@ def publish(
     readme = card(record, methods, shape, classes, published_names(ready))
     write_atomic(public / "README.md", readme.encode(), shared=True)
     return sha256, grid
+
+
+def is_unselected(ready: Setup, record: Mapping[str, Any]) -> bool:
+    """Return whether this is a run of ``fedgen tune`` that was not selected, or not yet: its ε does
+    not cover a selection, so it has no signed account and cannot be released."""
+    return ready.config.get("score") is not None and "selection" not in record
 
 
 def registry_facts(

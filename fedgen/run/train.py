@@ -43,7 +43,14 @@ from fedgen.run.evaluation import JUDGED, check_judged, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics_log import MetricsLog, RoundCallback, is_due
 from fedgen.run.privacy_record import Accounts, count_unplanned, open_ledgers
-from fedgen.run.publish import Clock, build_results, epsilon_figure, publish, registry_facts
+from fedgen.run.publish import (
+    Clock,
+    build_results,
+    epsilon_figure,
+    is_unselected,
+    publish,
+    registry_facts,
+)
 from fedgen.run.resume import (
     ENDED,
     check_intact,
@@ -536,7 +543,7 @@ class Training:
         weights = self.method.server.generator(state.server)
         # same memory layout as after loading, on which rounding may depend
         generator = {name: value.contiguous() for name, value in sorted(weights.items())}
-        if self.ready.privacy.noise == "secure":
+        if self.ready.privacy.noise == "secure" and not is_unselected(self.ready, record):
             self._write_account(state)
         sha256, grid = publish(self.ready, self.run_dir, generator, record, words)
         results = build_results(

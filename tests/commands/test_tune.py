@@ -15,6 +15,7 @@ from mutation import kills
 from omegaconf import OmegaConf
 
 from fedgen import cli
+from fedgen.commands import tune as tuning
 from fedgen.commands.tune import _run_config
 from fedgen.config.compose import compose
 from fedgen.federation import checkpoint
@@ -115,14 +116,14 @@ def check_refusals(
 ) -> None:
     """Refuse commands that would publish unselected runs, or state the ε of one run."""
     out = f"out={selected.parent / 'release.zip'}"
-    for command, told in (
+    for command, message in (
         (["release", f"run={other}", out], "is an unselected run of fedgen tune"),
         (["release", f"run={selected}", out, "registry=false"], "privacy.noise=secure"),
         (["attack", f"run={selected}"], "repetitions do not select"),
         (["train", f"resume={selected}", "rounds=900"], "are fixed in a run of fedgen tune"),
     ):
         assert cli.run(command) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     for audience in ("server", "public"):
         page = selected.parent / f"{audience}.html"
         run = selected if audience == "server" else selected / "public"
@@ -140,8 +141,13 @@ def check_refusals(
     "return self._text(clients, [_bound({}, 0.0, []), _bound(spend, 0.0, assumes)])",
 )
 @kills("fedgen/commands/tune.py", 'if config.privacy.noise == "seeded":', "if True:")
+@kills("fedgen/commands/release.py", '"selection" not in privacy', "False")
+@kills("fedgen/run/publish.py", '"selection" not in record', "False")
 def test_an_interrupted_selection_continues_and_can_be_verified(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With secure noise: runs are sampled once; the release does not reveal their number."""
     words = [*words, "privacy.noise=secure", "jobs=1"]
@@ -151,10 +157,20 @@ def test_an_interrupted_selection_continues_and_can_be_verified(
     begun.send_signal(signal.SIGINT)
     begun.wait()
     sampled = content(place / "tuning.json")["sampled_points"]
-    assert cli.run(words) == 0, capsys.readouterr().err
-    assert content(place / "tuning.json")["sampled_points"] == sampled
     package = place / "release.zip"
     quiet = ["audit=false", "registry=false"]
+    with monkeypatch.context() as killed:  # after the selection, before its release
+        killed.setattr(tuning, "_publish", lambda *_: "")
+        assert cli.run(words) == 0, capsys.readouterr().err
+    text = (selected / "public" / "PRIVACY.md").read_text()
+    assert "not for release" in text
+    assert not (selected / "public" / "account.json").exists()
+    capsys.readouterr()
+    assert cli.run(["release", f"run={selected}", f"out={package}", *quiet]) == 2
+    assert "after fedgen tune has finished" in capsys.readouterr().err
+    assert cli.run(words) == 0, capsys.readouterr().err
+    assert "not for release" not in (selected / "public" / "PRIVACY.md").read_text()
+    assert content(place / "tuning.json")["sampled_points"] == sampled
     assert cli.run(["release", f"run={selected}", f"out={package}", *quiet]) == 0
     rows = verify(str(package))
     assert rows[0][1].startswith("ε = 7.9") or rows[0][1].startswith("ε = 8.0")
@@ -171,7 +187,7 @@ def test_an_interrupted_selection_continues_and_can_be_verified(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("privacy.adversary=server", "privacy.adversary: must be release"),
         ("privacy.noise_multiplier=1", "privacy.noise_multiplier: cannot be combined"),
@@ -186,16 +202,16 @@ def test_an_interrupted_selection_continues_and_can_be_verified(
     ],
 )
 def test_mistakes_are_reported_in_one_line(
-    change: str, told: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str, message: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run([*words, change]) == 2
     said = capsys.readouterr().err
-    assert told in said and len(said.splitlines()) == 1
+    assert message in said and len(said.splitlines()) == 1
     assert not (tmp_path / "tuned" / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("grid", "told"),
+    ("grid", "message"),
     [
         ("axes: [[method=mixture_small]]", "contains one point"),
         ("axes: [[held_out=1, held_out=2]]", "sets held_out"),
@@ -212,11 +228,11 @@ def test_mistakes_are_reported_in_one_line(
     ],
 )
 def test_invalid_grids_are_refused(
-    grid: str, told: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    grid: str, message: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "grid.yaml").write_text(grid)
     assert cli.run(words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "tuned" / "runs").exists()
 
 
@@ -270,7 +286,7 @@ def test_a_run_without_a_score_is_not_selected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In a secure run of DP-SGD whose process died, repeated responses exhaust the budget before
+    """If the process of a secure run of DP-SGD dies, repeated responses exhaust the budget before
     the score."""
     load, privacy = checkpoint.load, RunDir.privacy
 

@@ -6,11 +6,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from mutation import kills
 from omegaconf import DictConfig, open_dict
+from scipy.stats import chi2
 from tiny import PROGRAMS, tiny
 
 from fedgen.config.compose import compose
@@ -18,7 +20,9 @@ from fedgen.data.datasets import Shard
 from fedgen.data.digits import digits
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
+from fedgen.federation.messages import response_frame, response_from
 from fedgen.methods.families.scoring import SCORE, count_predicted, predict, train_classifier
+from fedgen.privacy.aggregation import LOCAL
 from fedgen.privacy.events import canonical
 from fedgen.randomness import RandomStreams
 from fedgen.run.setup import setup
@@ -91,6 +95,43 @@ def test_the_count_equals_the_correct_predictions() -> None:
     assert float(total.flat()) == pytest.approx(float(expected), rel=1e-5)
     nothing = count_predicted(sent, images[:0], labels[:0])
     assert float(nothing.flat()) == 0
+
+
+@pytest.mark.parametrize("unit", ["record", "client"])
+@kills(
+    "fedgen/methods/families/scoring.py",
+    "sums = SumMechanisms(facts, noise_multiplier, rows)",
+    "sums = SumMechanisms(facts, noise_multiplier and noise_multiplier / 2, rows)",
+    case="record",
+)
+@kills(
+    "fedgen/methods/families/scoring.py",
+    "return sum_of_rows(correct[:, None].double(), 1.0)",
+    "return sum_of_rows(2 * correct[:, None].double(), 2.0)",
+)
+def test_the_released_score_has_the_accounted_noise(unit: str) -> None:
+    """A chi-squared test of the standard deviation, over the distance of the two neighbours of the
+    worst case. A correct program fails with probability 1e-6."""
+    words = ["method=mixture_small", f"privacy.unit={unit}"]
+    if unit == "client":
+        words += ["partition=iid", "partition.clients=3"]
+    method = setup(scored_config(*words)).method
+    case = method.worst_cases()[-1]
+    assert case.event == GaussianDpEvent(NOISE)
+
+    def released(side: int, number: int) -> float:
+        state, shard = (case.first, case.second)[side]
+        streams = RandomStreams.from_seed(number, "seeded")
+        sent = method.client.respond(state, case.query, shard, case.round, streams)
+        return float(response_frame(response_from(sent, LOCAL))[1].item())
+
+    count = 1000
+    values = np.array([[released(side, n) for n in range(count)] for side in (0, 1)])
+    # equal streams have equal noise: the difference is that of the neighbours
+    distance = float(np.mean(values[0] - values[1]))
+    statistic = float(np.sum((values[1] / distance) ** 2)) / NOISE**2
+    low, high = chi2.ppf([5e-7, 1 - 5e-7], count)
+    assert low < statistic < high
 
 
 # --- the plan -------------------------------------------------------------------------------------

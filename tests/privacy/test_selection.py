@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +20,11 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as rdp
 from mutation import kills
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from scipy.special import gammaln
 from scipy.stats import chisquare
 
+from fedgen import verify
 from fedgen.privacy.accounting import epsilon, epsilons
 from fedgen.privacy.events import (
     Contribution,
@@ -35,6 +39,7 @@ from fedgen.privacy.events import (
     to_json,
     with_sampling_revealed,
 )
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.groups import group_epsilons
 from fedgen.privacy.guarantee import guarantee
 from fedgen.privacy.selection import (
@@ -165,7 +170,7 @@ def renyi(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np
 def test_exact_distributions_of_finite_mechanisms_are_within_the_bound(
     mean: float, shape: float
 ) -> None:
-    """Adversarial pairs, whose best output is rare, and random pairs."""
+    """Adversarial pairs, with a rare best output, and random pairs."""
     probabilities, source = count_probabilities(mean, shape), np.random.default_rng(3)
     pairs = []
     for ratio, rare in itertools.product((1.2, 2.0, 10.0), (1e-4, 0.01, 0.05, 0.3)):
@@ -196,8 +201,8 @@ def test_a_fixed_number_of_runs_exceeds_the_bound() -> None:
 
 @kills(
     "fedgen/privacy/privacy_profiles.py",
-    "at_orders = np.maximum(at_orders, divergences(spend, relation, tuple(orders)))",
-    "at_orders = divergences(spend, relation, tuple(orders))",
+    "largest = np.max([divergences(spend, relation, orders) for spend in spends], axis=0)",
+    "largest = np.mean([divergences(spend, relation, orders) for spend in spends], axis=0)",
 )
 def test_the_worst_setting_counts_at_each_order() -> None:
     gaussian = {GaussianDpEvent(2.0): 1}
@@ -257,6 +262,57 @@ def test_sampled_subsets_and_revealed_samples_are_accounted() -> None:
     assert revealed == pytest.approx(always, rel=1e-3)
     with pytest.raises(ValueError, match="no neighbours"):
         epsilon({Selection.of_spends([subset], 5.0, 1.0): 1}, 1e-5, ADD)
+
+
+@kills(
+    "fedgen/privacy/privacy_profiles.py",
+    "tuple(sorted(REAL_ORDERS)) if pure else ORDERS",
+    "tuple(sorted(REAL_ORDERS))",
+)
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize("shape", [0.0, 1.0])
+def test_the_stand_alone_verifier_agrees(relation: Relation, shape: float) -> None:
+    """For Poisson samples too, which have other divergences if a record is replaced."""
+    poisson = {PoissonSampledDpEvent(0.05, GaussianDpEvent(1.5)): 60, GaussianDpEvent(9.0): 1}
+    revealed = {RevealedSampling(0.1, GaussianDpEvent(6.0)): 4}
+    cases = [[{GaussianDpEvent(2.0): 1}], [poisson], [poisson, revealed, {GaussianDpEvent(3.0): 2}]]
+    for spends in cases:
+        event = Selection.of_spends(spends, 5.0, shape)
+        read = verify.read_bound([[to_json(event), 1]], 1.0)
+        assert isinstance(read, verify.Selection)
+        profile = verify.selection_profile(read, relation.value)
+        ours = epsilon({event: 1}, 1e-6, relation).or_infinity
+        assert verify.epsilon_at(profile, 1e-6) == pytest.approx(ours, rel=2e-3)
+
+
+def test_a_run_contains_no_selection() -> None:
+    event = Selection.of_spends([{GaussianDpEvent(2.0): 1}], 5.0, 1.0)
+    with pytest.raises(ValueError, match="contains a selection"):
+        Selection.of_spends([{event: 1}], 5.0, 1.0)
+    nested = to_json(event) | {"alternatives": [[[to_json(event), 1]]]}
+    with pytest.raises(ValueError, match="contains a selection"):
+        from_json(nested)
+
+
+def test_the_page_states_the_epsilon_of_a_run() -> None:
+    """The table of docs/tuning.md, rounded to its two decimals."""
+    page = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    rows = re.findall(
+        r"^\| (1|3|10) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M
+    )
+    assert len(rows) == 3
+    distributions = (3.0, 1.0), (5.0, 1.0), (10.0, 1.0), (10.0, 0.0)
+
+    def run_epsilon(target: float, mean: float, shape: float) -> float:
+        def excess(mu: float) -> float:
+            event = Selection.of_spends([{GaussianDpEvent(1 / mu): 1}], mean, shape)
+            return epsilon({event: 1}, 1e-5, ADD).or_infinity - target
+
+        return gaussian_epsilon(brentq(excess, 1e-3, 5), 1e-5)
+
+    for target, *stated in rows:
+        computed = [run_epsilon(float(target), *parameters) for parameters in distributions]
+        assert stated == [f"{value:.2f}" for value in computed]
 
 
 def test_a_selection_has_a_trade_off_curve() -> None:

@@ -293,8 +293,8 @@ def bad() -> dict[str, Bundle | tuple[str, Callable[[dict[str, bytes]], None]]]:
         wrong[0][0] |= change
     repeated = case("format-selected_twice", "selected")["accounts"][0][0]["bounds"][0]["events"]
     repeated[0][1] = 2
-    beside = case("format-beside_a_selection", "selected")["accounts"][0][0]["bounds"][0]["events"]
-    beside.append([to_json(GaussianDpEvent(9.0)), 1])
+    mixed = case("format-selection_and_event", "selected")["accounts"][0][0]["bounds"][0]["events"]
+    mixed.append([to_json(GaussianDpEvent(9.0)), 1])
     case("epsilon-no_noise")["accounts"][0][0]["bounds"] = [
         {"events": [[{"event": "non_private"}, 1]], "stop_probability": 0.0, "assumes": []}
     ]

@@ -1,7 +1,7 @@
 """Score of a generator on private records, the last query of each run of ``fedgen tune``.
 
     server     trains a classifier on samples of the finished generator, and sends its weights
-    clients    count the records whose label it predicts; one noisy sum
+    clients    count the records with a correctly predicted label; one noisy sum
 
 The score is the noisy number of correct predictions over the public number of records, an estimate
 of accuracy. The query is one more Gaussian release, of sensitivity one, and composes with those of
@@ -50,7 +50,7 @@ SCORE = "score"
 _HIDDEN = 256
 _EPOCHS, _BATCH, _LEARNING_RATE = 12, 128, 1e-3
 _MAX_WEIGHT = 1e3
-_SAMPLES_AT_ONCE = 2000  # samples
+_SAMPLES_AT_ONCE = 2000
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def with_score(
 
 
 def count_predicted(shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-    """Return the number of images (n, ...) in [0, 1] whose label is predicted."""
+    """Return the number of images (n, ...) in [0, 1] with a correctly predicted label."""
     correct = predict(shared, images) == labels
     return sum_of_rows(correct[:, None].double(), 1.0)
 
